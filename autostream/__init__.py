@@ -1,0 +1,1 @@
+"""The scheduler that ``torch.compile`` does not have."""

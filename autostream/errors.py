@@ -1,0 +1,36 @@
+"""Everything autostream raises.
+
+    AutostreamError
+    ├── OptionError (ValueError)    an option has a value that is not allowed
+    ├── TargetError (ValueError)    a model, TARGET or input specification cannot be used
+    ├── TraceError                  a model cannot be turned into a dataflow graph
+    ├── ScheduleError               a schedule failed verification; it was not executed
+    └── CaptureError                a schedule cannot be captured into a CUDA graph
+
+``OptionError`` and ``TargetError`` are mistakes of the caller and always reach them. The other three are caught by
+:func:`autostream.optimize`, which falls back and reports why, unless ``strict=True``.
+"""
+
+
+class AutostreamError(Exception):
+    """The base of every exception that autostream raises on purpose."""
+
+
+class OptionError(AutostreamError, ValueError):
+    """An option has a value that is not allowed; the message names the allowed ones."""
+
+
+class TargetError(AutostreamError, ValueError):
+    """A model, a TARGET or an input specification cannot be used; the message says what to write instead."""
+
+
+class TraceError(AutostreamError):
+    """A model cannot be turned into a dataflow graph; the message says why."""
+
+
+class ScheduleError(AutostreamError):
+    """A schedule leaves a hazard uncovered; the message names both ops. It was not executed."""
+
+
+class CaptureError(AutostreamError):
+    """A schedule cannot be captured into a CUDA graph; the message names the op and the user's source line."""

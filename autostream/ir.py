@@ -1,0 +1,396 @@
+"""The values that travel from stage to stage.
+
+All are immutable, all print, and none holds a tensor. An op is named after its fx node, so a name found in a report,
+a JSON dump or a trace leads back to the graph and survives copying. Nothing here imports torch: whatever is computed
+from these values alone can be tested without a device.
+
+    Program ─▶ OpGraph ─▶ Costs ─▶ Assignment ─▶ Schedule ─▶ Timeline
+    (traced)   (hazards)  (µs)     (streams)     (waits,     (when)
+                                                  releases)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import networkx as nx
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+FORK = "<fork>"
+"""The moment before the first op, on stream 0: everything that the caller enqueued earlier has happened by then."""
+
+JOIN = "<join>"
+"""The moment after the last op, on stream 0: whatever happens-before it, the caller's next op sees."""
+
+
+class Role(Enum):
+    """Who owns a storage."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    INTERMEDIATE = "intermediate"
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """One flat tensor that a program takes.
+
+    Attributes:
+        name: the fx placeholder's name.
+        role: parameter, buffer, constant or input.
+        target: the attribute path in the model (``"bn1.weight"``), or ``"0"``, ``"1"``, … for flat inputs.
+        storage: placeholders with the same value share memory; it is the name of the first of them.
+    """
+
+    name: str
+    role: Role
+    target: str
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A traced model: a flat fx graph whose placeholders and outputs are all tensors.
+
+    Attributes:
+        module: takes the placeholders in order, returns a tuple of tensors; nodes carry ``meta["val"]`` (fake tensors
+            that share a storage exactly where the real ones do) and ``meta["stack_trace"]``.
+        placeholders: what each placeholder is.
+        outputs: fx names of the tensors returned, in order; names may repeat and may be placeholders.
+        level: what one op is: ``"aten"`` (an ATen call).
+        device: where the ops run, ``"cuda:0"`` or ``"cpu"``.
+    """
+
+    module: GraphModule
+    placeholders: tuple[Placeholder, ...]
+    outputs: tuple[str, ...]
+    level: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One launch of device work, with the fx nodes that only rename or reshape its result.
+
+    Attributes:
+        name: the launching fx node's name.
+        target: what it calls, e.g. ``"aten.conv2d.default"``.
+        nodes: fx nodes issued as one, in program order: the launching node, then views of what it wrote.
+        reads: storages it reads, by name.
+        writes: storages it writes, those it allocates among them.
+        allocates: storages that come into being here, on the stream that this op is given.
+        orders: resources whose users keep their program order, e.g. ``"rng"``, ``"collective"``, ``"world"``.
+        device: where it runs, ``"cuda:0"`` or ``"cpu"``.
+        dtype: what it computes in, e.g. ``"float16"``.
+        flops: floating-point operations.
+        bytes_read: bytes of its tensor arguments.
+        bytes_written: bytes of its tensor results.
+        elements: elements of its largest result, a measure of how many threads it can use.
+        source: the user's source line, ``"model.py:12: y = self.conv(x)"``, or ``""``.
+        uncapturable: why a CUDA graph cannot hold it, or ``""``.
+    """
+
+    name: str
+    target: str
+    nodes: tuple[str, ...]
+    reads: frozenset[str]
+    writes: frozenset[str]
+    allocates: frozenset[str] = frozenset()
+    orders: frozenset[str] = frozenset()
+    device: str = "cuda:0"
+    dtype: str = "float16"
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    elements: int = 0
+    source: str = ""
+    uncapturable: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A block of memory, whatever the number of tensors that look at it.
+
+    Attributes:
+        name: the fx node that brings it into being (``"split.1"`` for the second result of ``split``).
+        role: who owns it; only ``INTERMEDIATE`` storages are allocated and released by a schedule.
+        bytes: its size.
+        holders: fx nodes whose value keeps it alive, in program order.
+        escapes: whether an output keeps it alive, so that no schedule may release it.
+    """
+
+    name: str
+    role: Role
+    bytes: int
+    holders: tuple[str, ...]
+    escapes: bool = False
+
+
+class Hazard(Enum):
+    """Why one op must happen before another."""
+
+    RAW = "read after write"
+    WAR = "write after read"
+    WAW = "write after write"
+    ORDER = "program order"
+
+
+@dataclass(frozen=True, slots=True)
+class Dependency:
+    """``before`` must have finished when ``after`` starts, because of ``resource``: a storage or an ordered one."""
+
+    before: str
+    after: str
+    hazard: Hazard
+    resource: str
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """Ops in program order with the hazards between them.
+
+    Attributes:
+        ops: by name; iterates in program order, in which running them one by one is right.
+        dependencies: hazards between direct neighbours; those that follow by transitivity may be absent.
+        storages: by name.
+        prelude: fx nodes that launch nothing and depend on placeholders alone, in program order.
+        device: the device that is scheduled; ops elsewhere stay on stream 0.
+
+    Example:
+        >>> a = Op("a", "aten.relu.default", ("a",), reads=frozenset({"x"}), writes=frozenset({"a"}))
+        >>> graph = OpGraph({"a": a}, (), {}, (), "cuda:0")
+        >>> list(graph.digraph)
+        ['a']
+    """
+
+    ops: Mapping[str, Op]
+    dependencies: tuple[Dependency, ...]
+    storages: Mapping[str, Storage]
+    prelude: tuple[str, ...]
+    device: str
+
+    @cached_property
+    def digraph(self) -> nx.DiGraph[str]:
+        """Ops as nodes, dependencies as edges, frozen; both iterate in program order."""
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        graph.add_nodes_from(self.ops)
+        graph.add_edges_from((dependency.before, dependency.after) for dependency in self.dependencies)
+        nx.freeze(graph)
+        return graph
+
+    @cached_property
+    def pinned(self) -> frozenset[str]:
+        """Ops that an uncaptured run keeps on stream 0.
+
+        Those are ops of other devices, whose order the host keeps, and ops that allocate what an output keeps alive:
+        the caller frees that memory whenever they like, which is safe only on the stream that they work on.
+        """
+        escaping = {name for name, storage in self.storages.items() if storage.escapes}
+        return frozenset(
+            op.name for op in self.ops.values() if op.device != self.device or not escaping.isdisjoint(op.allocates)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one op needs.
+
+    Attributes:
+        duration_us: time alone on the device, µs.
+        sm_share: share of the multiprocessors that it can fill, above 0 and at most 1.
+        bandwidth_share: share of the memory bandwidth that it uses while it runs, 0 to 1.
+        source: ``"measured"`` or ``"roofline"``.
+    """
+
+    duration_us: float
+    sm_share: float
+    bandwidth_share: float
+    source: str
+
+
+Costs = Mapping[str, OpCost]
+"""Op name to cost; every op of the graph has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """What the cost model knows of a device.
+
+    Attributes:
+        name: as the driver says it, e.g. ``"NVIDIA H200"``.
+        multiprocessors: SMs, or cores of a CPU.
+        bandwidth: memory bandwidth, bytes per µs (4.8 TB/s is 4.8e6).
+        flops: dtype name to operations per µs (990 TFLOP/s is 990e6).
+        kernel_us: the shortest time that a kernel takes, µs.
+        same_stream_edge_us: gap between two dependent kernels of one stream, in a CUDA graph, µs.
+        cross_stream_edge_us: from the end of a kernel to the start of one that waits for it on another stream, µs.
+        fork_us: extra cost of bringing a side stream in, µs.
+        join_us: extra cost of waiting for a side stream at the end, µs.
+        source: ``"table"``, ``"properties"`` or ``"measured"``.
+    """
+
+    name: str
+    multiprocessors: int
+    bandwidth: float
+    flops: Mapping[str, float]
+    kernel_us: float
+    same_stream_edge_us: float
+    cross_stream_edge_us: float
+    fork_us: float
+    join_us: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Something chosen, and why: what ``explain`` prints. ``op`` is ``""`` for a decision about the whole."""
+
+    op: str
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which stream each op is given, and the order in which the host launches them.
+
+    Attributes:
+        policy: the policy's name.
+        streams: number of streams used; stream 0 is the caller's.
+        order: every op once, each after all that it depends on.
+        stream: op name to stream.
+        decisions: why.
+    """
+
+    policy: str
+    streams: int
+    order: tuple[str, ...]
+    stream: Mapping[str, int]
+    decisions: tuple[Decision, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One step of a schedule.
+
+    Attributes:
+        op: the op launched.
+        stream: on this stream,
+        waits: after making that stream wait for the ends of these ops (or ``FORK``), each on another stream;
+        releases: afterwards, these storages are given back to the allocator.
+    """
+
+    op: str
+    stream: int
+    waits: tuple[str, ...] = ()
+    releases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A complete plan: everything that lowering needs to know and nothing that it must decide.
+
+    Attributes:
+        policy: the policy that assigned streams.
+        streams: number of streams; stream 0 is the caller's.
+        launches: in the order in which the host issues them.
+        join_waits: ops for whose ends stream 0 waits before the caller goes on.
+        decisions: why.
+    """
+
+    policy: str
+    streams: int
+    launches: tuple[Launch, ...]
+    join_waits: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+    @cached_property
+    def stream_of(self) -> Mapping[str, int]:
+        """Op name to stream."""
+        return {launch.op: launch.stream for launch in self.launches}
+
+    @property
+    def wait_count(self) -> int:
+        """Event waits issued in one run, those of fork and join among them."""
+        return sum(len(launch.waits) for launch in self.launches) + len(self.join_waits)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One op's time on one stream, µs from the start of the run."""
+
+    op: str
+    stream: int
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each op ran, or would run: predicted and measured ones are the same type."""
+
+    slices: tuple[Slice, ...]
+    source: str = field(default="simulated")
+
+    @property
+    def makespan_us(self) -> float:
+        """From the first start to the last end, µs."""
+        return max((s.end_us for s in self.slices), default=0.0) - min((s.start_us for s in self.slices), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run a graph that was considered.
+
+    Attributes:
+        schedule: the plan.
+        captured: whether it runs as a CUDA graph.
+        predicted_us: makespan by the simulator, µs.
+        measured_us: median time of one run on the device, µs, or ``None`` where nothing was measured.
+        refusal: why it was not measured or cannot run, or ``""``.
+    """
+
+    schedule: Schedule
+    captured: bool
+    predicted_us: float
+    measured_us: float | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is known about one signature of one model: what runs, why, and what was refused.
+
+    Attributes:
+        model: the model's class name.
+        signature: readable, e.g. ``"1x3x224x224:float16 on cuda:0, eval, no_grad"``.
+        mode: what a call runs: ``"plain"``, ``"streams"`` (uncaptured), ``"threads"`` (CPU) or ``"cuda graph"``.
+        profile: the device that was planned for.
+        graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
+            ``timeline`` is the simulated run of the chosen candidate.
+        candidates: all that were considered, the chosen one among them.
+        refusals: what could not be done, and why, in the order in which it was tried.
+        seconds: stage name to the wall-clock seconds it took.
+        versions: package name to version.
+    """
+
+    model: str
+    signature: str
+    mode: str
+    profile: DeviceProfile | None = None
+    graph: OpGraph | None = None
+    costs: Costs = field(default_factory=dict)
+    chosen: Candidate | None = None
+    timeline: Timeline | None = None
+    candidates: tuple[Candidate, ...] = ()
+    refusals: tuple[Decision, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)

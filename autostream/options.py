@@ -1,0 +1,96 @@
+"""The options of :func:`autostream.optimize`, and the one place that reads environment variables."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from autostream.errors import OptionError
+
+PolicyName = Literal["auto", "sequential", "critical_path", "path_cover"]
+CostSource = Literal["auto", "roofline", "measured"]
+KernelLevel = Literal["eager"]
+
+MAX_STREAMS = 16
+"""More streams than this cost more in workspaces and edges than any model measured so far got back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user may choose. Every value is validated when the object is made.
+
+    Attributes:
+        streams: how many to schedule over, the caller's among them; ``"auto"`` tries several numbers.
+        policy: ``"auto"`` keeps the best of all policies; ``"sequential"``, ``"critical_path"`` or ``"path_cover"``
+            fixes one (``sequential`` stays a candidate, so that nothing becomes slower).
+        costs: ``"measured"`` times each op on the device, ``"roofline"`` derives its time from FLOPs and bytes,
+            ``"auto"`` measures where there is a GPU.
+        cuda_graph: ``"auto"`` captures a CUDA graph where nothing forbids it and keeps it if it is faster, ``True``
+            keeps it wherever it can be captured, ``False`` never captures.
+        kernels: what one op is; ``"eager"``: one ATen call.
+        strict: raise where autostream would otherwise run the plain model and say why in the report.
+        max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
+
+    Example:
+        >>> Options(streams=4).streams
+        4
+        >>> Options(streams=0)
+        Traceback (most recent call last):
+        ...
+        autostream.errors.OptionError: streams=0 is not allowed: use "auto" or a whole number from 1 to 16
+    """
+
+    streams: Literal["auto"] | int = "auto"
+    policy: PolicyName = "auto"
+    costs: CostSource = "auto"
+    cuda_graph: Literal["auto"] | bool = "auto"
+    kernels: KernelLevel = "eager"
+    strict: bool = False
+    max_signatures: int = 8
+
+    def __post_init__(self) -> None:
+        if self.streams != "auto" and not _whole_number(self.streams, 1, MAX_STREAMS):
+            raise _refusal("streams", self.streams, f'"auto" or a whole number from 1 to {MAX_STREAMS}')
+        for name, allowed in (("policy", PolicyName), ("costs", CostSource), ("kernels", KernelLevel)):
+            if getattr(self, name) not in get_args(allowed):
+                raise _refusal(name, getattr(self, name), " or ".join(f'"{value}"' for value in get_args(allowed)))
+        if self.cuda_graph != "auto" and not isinstance(self.cuda_graph, bool):
+            raise _refusal("cuda_graph", self.cuda_graph, '"auto", True or False')
+        if not isinstance(self.strict, bool):
+            raise _refusal("strict", self.strict, "True or False")
+        if not _whole_number(self.max_signatures, 1, None):
+            raise _refusal("max_signatures", self.max_signatures, "a whole number from 1")
+
+    @classmethod
+    def parse(cls, options: dict[str, Any]) -> Options:
+        """Make options from keyword arguments; an unknown name is answered with the nearest known one.
+
+        Example:
+            >>> Options.parse({"polices": "auto"})  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ...
+            autostream.errors.OptionError: there is no option 'polices' (did you mean 'policy'?): use streams, ...
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise OptionError(f"there is no option {name!r}{hint}: use {', '.join(known[:-1])} or {known[-1]}")
+        return cls(**options)
+
+
+def disabled() -> bool:
+    """Whether ``AUTOSTREAM_DISABLE=1`` asks that every model run plainly, to tell our faults from the model's."""
+    return os.environ.get("AUTOSTREAM_DISABLE", "") not in ("", "0")
+
+
+def _whole_number(value: object, low: int, high: int | None) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and value >= low and (high is None or value <= high)  # type: ignore[operator]
+
+
+def _refusal(name: str, value: object, allowed: str) -> OptionError:
+    return OptionError(f"{name}={value!r} is not allowed: use {allowed}")
