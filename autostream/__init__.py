@@ -1,1 +1,29 @@
-"""The scheduler that ``torch.compile`` does not have."""
+"""The scheduler that ``torch.compile`` does not have.
+
+fast = autostream.optimize(model)      # same module, same outputs
+with torch.inference_mode():
+    y = fast(x)
+print(autostream.explain(fast))        # what runs beside what, what it gained, and why not more
+"""
+
+from importlib.metadata import version
+
+from autostream.api import OptimizedModule, optimize
+from autostream.errors import AutostreamError, CaptureError, OptionError, ScheduleError, TargetError, TraceError
+from autostream.ir import Report
+from autostream.reporting.explain import explain
+
+__version__ = version("autostream")
+
+__all__ = [
+    "AutostreamError",
+    "CaptureError",
+    "OptimizedModule",
+    "OptionError",
+    "Report",
+    "ScheduleError",
+    "TargetError",
+    "TraceError",
+    "explain",
+    "optimize",
+]

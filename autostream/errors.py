@@ -34,3 +34,14 @@ class ScheduleError(AutostreamError):
 
 class CaptureError(AutostreamError):
     """A schedule cannot be captured into a CUDA graph; the message names the op and the user's source line."""
+
+
+def first_line(error: BaseException) -> str:
+    r"""An exception in one line: those of PyTorch run to pages.
+
+    Example:
+        >>> first_line(RuntimeError("\nno kernel\nlong story"))
+        'RuntimeError: no kernel'
+    """
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

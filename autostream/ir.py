@@ -372,7 +372,8 @@ class Report:
     Attributes:
         model: the model's class name.
         signature: readable, e.g. ``"1x3x224x224:float16 on cuda:0, eval, no_grad"``.
-        mode: what a call runs: ``"plain"``, ``"streams"`` (uncaptured), ``"threads"`` (CPU) or ``"cuda graph"``.
+        mode: what a call runs: ``"plain"`` (the model itself), ``"one stream"``, ``"streams"``, ``"threads"`` (streams of
+            a CPU), ``"cuda graph"``, ``"graph breaks"`` (see ``parts``), or ``"dry run"`` where nothing was to run.
         profile: the device that was planned for.
         graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
             ``timeline`` is the simulated run of the chosen candidate.
@@ -380,6 +381,7 @@ class Report:
         refusals: what could not be done, and why, in the order in which it was tried.
         seconds: stage name to the wall-clock seconds it took.
         versions: package name to version.
+        parts: of a model that was split at graph breaks, one report for each piece that has run.
     """
 
     model: str
@@ -394,3 +396,4 @@ class Report:
     refusals: tuple[Decision, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    parts: tuple[Report, ...] = ()

@@ -1,0 +1,1 @@
+"""What each call of a traced program does to memory, and the hazards that follow: Program → OpGraph."""

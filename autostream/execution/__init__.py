@@ -1,0 +1,1 @@
+"""From a schedule to something that runs: lowering, CUDA streams, CUDA graphs, and streams emulated on a CPU."""

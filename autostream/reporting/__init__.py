@@ -1,0 +1,1 @@
+"""Faces of a report: text for people, JSON for programs, DOT for Graphviz. They decide nothing."""

@@ -1,0 +1,97 @@
+"""Why a CUDA graph cannot hold a call: it waits for the device, depends on data, or touches the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from autostream.analysis.values import base_name, nodes_in, tensors_given, tensors_in, value_of
+
+WAITS = "makes the host wait for the device"
+DATA_SHAPE = "its result's shape depends on data"
+ON_CPU = "runs on the CPU"
+FROM_HOST = "copies host memory that is not pinned to the device"
+BRANCHES = "chooses what to run by a value on the device"
+
+# Found by running PyTorch's own operator samples under torch.cuda.set_sync_debug_mode("error") and under stream
+# capture (torch 2.11, CUDA 13). Some of them wait for some arguments only.
+_WAITING = """
+    _ctc_loss _linalg_check_errors _local_scalar_dense _lu_with_info _unique _unique2 allclose argwhere bincount
+    cholesky combinations corrcoef cov ctc_loss embedding_renorm_ equal histc index_fill.int_Tensor
+    index_fill_.int_Tensor is_nonzero isin item linalg_cholesky linalg_cond linalg_eig linalg_eigh linalg_eigvals
+    linalg_eigvalsh linalg_inv linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu
+    linalg_lu_factor linalg_lu_factor_ex linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_solve linalg_svd
+    linalg_svdvals linalg_tensorinv linalg_tensorsolve linspace.Scalar_Tensor linspace.Tensor_Scalar
+    linspace.Tensor_Tensor logspace.Scalar_Tensor logspace.Tensor_Scalar logspace.Tensor_Tensor masked_fill.Tensor
+    masked_fill_.Tensor masked_select matrix_exp mode nonzero nonzero_numpy normal.Tensor_Tensor normal.float_Tensor
+    pinverse segment_reduce to_sparse unique_consecutive unique_dim unique_dim_consecutive where.default
+"""
+_WAITS = frozenset(_WAITING.split())
+
+_COPIES = frozenset({"to", "_to_copy", "copy", "copy_"})
+_INDEXES = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"})
+
+
+def refusal_of(node: fx.Node, target: OpOverload, arguments: dict[str, Any]) -> str:
+    """Say why a CUDA graph cannot hold a call of an operator, or ``""``.
+
+    Args:
+        node: the call.
+        target: the operator.
+        arguments: the call's arguments by name.
+    """
+    given, results = tensors_given(node), tensors_in(value_of(node))
+    reason = _placement_refusal(given, results)
+    if reason or not given + results:
+        return reason
+    return WAITS if _waits(target, arguments) else _copy_refusal(target, arguments, given, results)
+
+
+def opaque_refusal_of(node: fx.Node) -> str:
+    """The same for a call without a schema, of which little is known."""
+    reason = _placement_refusal(tensors_given(node), tensors_in(value_of(node)))
+    return reason or (BRANCHES if str(node.target) in ("cond", "while_loop") else "")
+
+
+def _placement_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -> str:
+    if not _on_device(given + results):
+        return ON_CPU if given or results else ""
+    return DATA_SHAPE if any(free_unbacked_symbols(result) for result in results) else ""
+
+
+def _waits(target: OpOverload, arguments: dict[str, Any]) -> bool:
+    name = base_name(target)
+    if name in _INDEXES:
+        return any(_is_mask(index) for index in nodes_in(arguments["indices"]))
+    if name == "repeat_interleave":
+        return arguments.get("output_size") is None and isinstance(arguments["repeats"], fx.Node)
+    if name == "one_hot":
+        return bool(arguments["num_classes"] == -1)
+    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(target.tags):
+        return True
+    return not _WAITS.isdisjoint({name, f"{name}.{target._overloadname}"})
+
+
+def _copy_refusal(
+    target: OpOverload, arguments: dict[str, Any], given: list[torch.Tensor], results: list[torch.Tensor]
+) -> str:
+    name = base_name(target)
+    if results and not _on_device(results):
+        # Only to(non_blocking=True) makes its result in pinned memory, to which a graph can copy.
+        return "" if name in ("to", "_to_copy") and arguments.get("non_blocking") is True else WAITS
+    # A scalar on the CPU is passed to a kernel by value.
+    from_host = any(tensor.device.type == "cpu" and (tensor.dim() > 0 or name in _COPIES) for tensor in given)
+    return FROM_HOST if from_host else ""
+
+
+def _is_mask(index: fx.Node) -> bool:
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(value_of(index)))
+
+
+def _on_device(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(tensor.device.type != "cpu" for tensor in tensors)

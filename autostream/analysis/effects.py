@@ -1,0 +1,271 @@
+"""What one fx node does: what it reads and writes, what its result may alias, and what stands in the way of capture.
+
+An operator's schema is believed, except where it is known to be wrong: composites that update running statistics,
+which PyTorch too knows by name (``torch/csrc/utils/schema_info.cpp``), and random operators that draw nothing because
+their probability is 0. A call without a schema is taken to read and write all that it is given.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+from autostream.analysis.capturability import opaque_refusal_of, refusal_of
+from autostream.analysis.values import (
+    base_name,
+    bound_arguments,
+    nodes_in,
+    storages_in,
+    submodule_graph,
+    tensors_given,
+    tensors_in,
+    value_of,
+)
+
+# Operators that update running_mean and running_var although their schema does not say so, when this argument is true;
+# "" means always.
+_UPDATES_STATISTICS = {
+    "aten::batch_norm": "training",
+    "aten::native_batch_norm": "training",
+    "aten::cudnn_batch_norm": "training",
+    "aten::miopen_batch_norm": "training",
+    "aten::_batch_norm_impl_index": "training",
+    "aten::instance_norm": "use_input_stats",
+    "aten::batch_norm_update_stats": "",
+    "aten::batch_norm_gather_stats": "",
+    "aten::batch_norm_gather_stats_with_counts": "",
+}
+
+# Views where strides allow it and copies elsewhere; strides can differ between the device traced and the one run on.
+_VIEWS_IF_STRIDES_ALLOW = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+
+_ASKING = """
+    _assert_scalar _assert_tensor_metadata dim get_device is_complex is_conj is_contiguous is_floating_point is_neg
+    is_pinned is_same_size is_signed numel result_type size storage_offset stride sym_constrain_range
+    sym_constrain_range_for_size sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride
+"""
+_ASKS_THE_HOST = frozenset(_ASKING.split())
+
+_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+_EVERY_ORDER = frozenset({"world", "rng", "collective"})
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What one fx node does. The nodes named here are arguments of it, in the order in which it takes them.
+
+    Attributes:
+        reads: what it needs: every argument.
+        writes: what it changes in place.
+        aliases: what its results may share memory with, even where the fake values say that they do not.
+        orders: resources whose users keep their program order: ``"rng"``, ``"collective"``, ``"world"``.
+        launches: whether it does more than rename, reshape or ask for a size.
+        may_copy: whether strides decide if it is a view or a copy.
+        uncapturable: why a CUDA graph cannot hold it, or ``""``.
+    """
+
+    reads: tuple[fx.Node, ...] = ()
+    writes: tuple[fx.Node, ...] = ()
+    aliases: tuple[fx.Node, ...] = ()
+    orders: frozenset[str] = frozenset()
+    launches: bool = True
+    may_copy: bool = False
+    uncapturable: str = ""
+
+
+def effects_of(node: fx.Node) -> Effects:
+    """Say what a node of a traced program does.
+
+    Args:
+        node: a node with a fake value in ``meta["val"]``, like its arguments.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> y = graph.call_function(torch.ops.aten.add_.Tensor, (x, 1))
+        >>> x.meta["val"] = y.meta["val"] = torch.ones(2)
+        >>> effects_of(y).writes
+        (x,)
+    """
+    if node.op in ("placeholder", "get_attr", "output"):
+        return Effects(launches=False)
+    if isinstance(node.target, OpOverload) and node.target.namespace != "c10d":
+        return _operator_effects(node, node.target)
+    if isinstance(node.target, HigherOrderOperator) and str(node.target) in _WRAPPERS:
+        return _wrapper_effects(node)
+    if _computes_on_host(node):
+        return Effects(reads=_inputs(node), launches=False)
+    return _opaque_effects(node)
+
+
+# --- operators with a schema -----------------------------------------------------------------------------------------
+
+
+def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
+    arguments = bound_arguments(node, target)
+    written, aliased = _annotated(target)
+    writes = _named(arguments, written + _unannotated_writes(target, arguments))
+    orders = _orders(target, arguments, bool(writes))
+    launches = bool(writes or orders) or _makes_something(node, target)
+    return Effects(
+        reads=_inputs(node),
+        writes=writes,
+        aliases=tuple(source for source in _named(arguments, aliased) if _could_alias(node, source)),
+        orders=orders,
+        launches=launches,
+        may_copy=base_name(target) in _VIEWS_IF_STRIDES_ALLOW,
+        uncapturable=refusal_of(node, target, arguments) if launches else "",
+    )
+
+
+@cache
+def _annotated(target: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the arguments that the schema says are written, and of those that results may alias."""
+    if target._schema.name == "_c10d_functional::wait_tensor":
+        # It returns its argument, which is complete only now: whoever uses it must come after this call.
+        return ("tensor",), ("tensor",)
+    infos = [(arg.name, arg.alias_info) for arg in target._schema.arguments]
+    returned = {name for result in target._schema.returns for name in _alias_set(result.alias_info)}
+    written = tuple(name for name, info in infos if info is not None and info.is_write)
+    aliased = tuple(name for name, info in infos if returned & _alias_set(info))
+    return written, aliased
+
+
+def _alias_set(info: Any) -> set[str]:
+    return set(info.before_set) | set(info.after_set) if info is not None else set()
+
+
+def _unannotated_writes(target: OpOverload, arguments: dict[str, Any]) -> tuple[str, ...]:
+    condition = _UPDATES_STATISTICS.get(target._schema.name)
+    if condition is None or (condition and arguments[condition] is False):
+        return ()
+    return ("running_mean", "running_var")
+
+
+def _orders(target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:
+    if target.namespace in _COLLECTIVES:
+        return frozenset({"collective"})
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return frozenset() if _draws_nothing(target, arguments) else frozenset({"rng"})
+    only_for_its_effect = not target._schema.returns and not writes and base_name(target) not in _ASKS_THE_HOST
+    return frozenset({"world"}) if only_for_its_effect or target.namespace == "profiler" else frozenset()
+
+
+def _draws_nothing(target: OpOverload, arguments: dict[str, Any]) -> bool:
+    if arguments.get("train") is False or arguments.get("training") is False:
+        return True
+    if arguments.get("dropout_p") == 0 or arguments.get("dropout") == 0:
+        return True
+    # With p=0 the dropouts return their argument, but native_dropout and bernoulli draw.
+    return "train" in arguments and arguments.get("p") == 0 and base_name(target) != "native_dropout"
+
+
+def _makes_something(node: fx.Node, target: OpOverload) -> bool:
+    """Whether a call that writes nothing yields more than another look at what it was given."""
+    if base_name(target) in _ASKS_THE_HOST:
+        return False
+    results = tensors_in(value_of(node))
+    if not results or any(result.layout is not torch.strided for result in results):
+        return True
+    return not storages_in(results) <= storages_in(tensors_given(node))
+
+
+def _could_alias(node: fx.Node, source: fx.Node) -> bool:
+    """Whether two values may share memory; a view of another dtype is one whose fake value shares it too."""
+    mine, theirs = value_of(node), value_of(source)
+    if storages_in(mine) & storages_in(theirs):
+        return True
+    return not _kinds(mine).isdisjoint(_kinds(theirs))
+
+
+def _kinds(value: Any) -> set[tuple[torch.dtype, torch.device]]:
+    return {(tensor.dtype, tensor.device) for tensor in tensors_in(value)}
+
+
+# --- calls without a schema ------------------------------------------------------------------------------------------
+
+
+def _computes_on_host(node: fx.Node) -> bool:
+    """Whether it picks from a tuple or computes with Python numbers."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    of_numbers = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
+    symbolic = getattr(node.target, "__name__", "").startswith("sym_")
+    return (of_numbers or symbolic) and not tensors_given(node)
+
+
+def _opaque_effects(node: fx.Node) -> Effects:
+    tensors = tuple(source for source in node.all_input_nodes if tensors_in(value_of(source)))
+    return Effects(
+        reads=_inputs(node),
+        writes=tensors,
+        aliases=tensors,
+        orders=_EVERY_ORDER,
+        uncapturable=opaque_refusal_of(node),
+    )
+
+
+# --- calls that run a graph under another autocast or gradient mode --------------------------------------------------
+
+_WRAPPERS = frozenset({"wrap_with_autocast", "wrap_with_set_grad_enabled"})
+
+
+def wrapped_graph(node: fx.Node) -> fx.Graph | None:
+    """The graph that a call runs under another autocast or gradient mode, where that is all that it does."""
+    if isinstance(node.target, HigherOrderOperator) and str(node.target) in _WRAPPERS:
+        return submodule_graph(_body(node))
+    return None
+
+
+def _body(node: fx.Node) -> fx.Node:
+    return next(arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr")
+
+
+def _wrapper_effects(node: fx.Node) -> Effects:
+    """Follow what the body's nodes look at back to the operands."""
+    body = submodule_graph(_body(node))
+    operands = node.args[node.args.index(_body(node)) + 1 :]
+    inner = {step: effects_of(step) for step in body.nodes}
+    roots = dict(zip(body.find_nodes(op="placeholder"), map(nodes_in, operands), strict=True))
+    for step, effects in inner.items():
+        roots.setdefault(step, _unique(root for source in _looked_at(step, effects) for root in roots[source]))
+    return Effects(
+        reads=_inputs(node),
+        writes=_unique(root for effects in inner.values() for written in effects.writes for root in roots[written]),
+        aliases=_unique(root for result in body.output_node().all_input_nodes for root in roots[result]),
+        orders=frozenset().union(*(effects.orders for effects in inner.values())),
+        launches=any(effects.launches for effects in inner.values()),
+        may_copy=any(effects.may_copy for effects in inner.values()),
+        uncapturable=next((effects.uncapturable for effects in inner.values() if effects.uncapturable), ""),
+    )
+
+
+def _looked_at(node: fx.Node, effects: Effects) -> Iterator[fx.Node]:
+    mine = storages_in(value_of(node))
+    for source in effects.reads:
+        if source in effects.aliases or mine & storages_in(value_of(source)):
+            yield source
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    return tuple(node.all_input_nodes)
+
+
+def _named(arguments: dict[str, Any], names: Iterable[str]) -> tuple[fx.Node, ...]:
+    return _unique(node for name in names for node in nodes_in(arguments[name]))
+
+
+def _unique(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    return tuple(dict.fromkeys(nodes))

@@ -1,0 +1,270 @@
+"""From a model and one signature to something that runs, with a report: all stages, and the fall-backs between them.
+
+trace ──▶ price ──▶ candidates ──▶ select ──▶ Scheduled
+  │                     └── capture refused: candidates for uncaptured runs ──┘
+  └── refused: the caller decides (graph breaks, or the plain model)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from autostream.errors import CaptureError, first_line
+from autostream.execution.cuda_graph import CapturedGraph, Moved
+from autostream.execution.static import copyable, static_copies
+from autostream.ir import Candidate, Decision, Program, Report, Role
+from autostream.options import Options
+from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program, versions
+from autostream.scheduling.simulate import simulate
+from autostream.select import Selection, build, select, written
+from autostream.tracing.dynamo import is_refusal, split
+from autostream.tracing.export import trace
+from autostream.tracing.signature import Signature
+from autostream.tracing.state import LiveState
+from autostream.tracing.tree import Structure, unflatten
+
+
+class Stale(Exception):  # noqa: N818 - a notice between modules, not an error
+    """The model's state is no longer what a schedule was made for: trace again."""
+
+
+class Unsuitable(Exception):  # noqa: N818 - a notice between modules, not an error
+    """These inputs must go to the plain model; the message says why."""
+
+
+class Scheduled:
+    """A model scheduled for one signature.
+
+    Args:
+        model: the live model.
+        structure: of ``(args, kwargs)``.
+        tensors: the flat example inputs.
+        signature: what this is made for.
+        bound_inputs: positions of inputs that stay where they are from call to call.
+        options: how to schedule.
+
+    Attributes:
+        report: what was done, and why.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        tensors: Sequence[Tensor],
+        signature: Signature,
+        bound_inputs: frozenset[int],
+        options: Options,
+    ) -> None:
+        stopwatch = Stopwatch()
+        with stopwatch("trace"):
+            self._traced = trace(model, tensors, structure)
+        placeholders = self._traced.program.placeholders
+        self._state = LiveState(model, placeholders, self._traced.constants)
+        self._bound = tuple(p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders)
+        arguments = self._arguments(tensors)
+        self._expected = _metadata(arguments)
+        priced, self._selection, refusals = _tune(self._traced.program, arguments, self._bound, options, stopwatch)
+        self._graph = priced.graph
+        self._writes = any(written(self._traced.program, priced.graph))
+        self.report = _report(type(model).__name__, signature, priced, self._selection, refusals, stopwatch)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Run with these flat inputs and return what the model would.
+
+        Raises:
+            Stale: the model's state has another shape or kind now; nothing has been run.
+            Unsuitable: an input lies in memory of the model's state, some of which the model writes.
+        """
+        arguments = self._arguments(tensors)
+        if self._writes and not _storages(tensors).isdisjoint(_storages(arguments[: len(arguments) - len(tensors)])):
+            raise Unsuitable("an input shares memory with the model's own state, and the model writes")
+        return unflatten(self._traced.structure, self._run(arguments))
+
+    def static_inputs(self) -> list[Tensor] | None:
+        """The tensors that a captured graph reads its inputs from, or ``None`` where nothing is captured."""
+        execution = self._selection.execution
+        if not isinstance(execution, CapturedGraph):
+            return None
+        placeholders = self._traced.program.placeholders
+        return [execution.static[index] for index, p in enumerate(placeholders) if p.role is Role.INPUT]
+
+    def _run(self, arguments: list[Tensor]) -> Sequence[Tensor]:
+        execution = self._selection.execution
+        if isinstance(execution, CapturedGraph):
+            try:
+                return execution(*arguments)
+            except Moved:
+                self._expect(arguments)
+                return self._recaptured(arguments)(*arguments)
+        self._expect(arguments)
+        return execution(*arguments)
+
+    def _arguments(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        state = self._state.tensors()
+        if not self._state.tied(state):
+            raise Stale
+        present = [tensor for tensor in state if tensor is not None]
+        if len(present) < len(state):
+            raise Stale
+        return [*present, *tensors]
+
+    def _expect(self, arguments: Sequence[Tensor]) -> None:
+        if _metadata(arguments) != self._expected:
+            raise Stale
+
+    def _recaptured(self, arguments: list[Tensor]) -> CapturedGraph:
+        """The same schedule, captured again where the weights lie now."""
+        program, chosen = self._traced.program, self._selection.chosen
+        with _undone(arguments, written(program, self._graph), program.device):
+            execution = build(program, self._graph, chosen, arguments, self._bound)
+        assert isinstance(execution, CapturedGraph), "a captured candidate is captured again"
+        self._selection = replace(self._selection, execution=execution)
+        return execution
+
+
+class Pieces:
+    """A model that Dynamo splits at graph breaks, each piece scheduled for itself; or, if that fails, the plain model.
+
+    Args:
+        model: the live model.
+        signature: what this is made for.
+        reason: why the whole model could not be traced.
+        make_piece: makes the module that runs in the place of a piece; it has ``reports``.
+    """
+
+    def __init__(
+        self, model: nn.Module, signature: Signature, reason: str, make_piece: Callable[..., OptimizedPiece]
+    ) -> None:
+        self._model = model
+        self._signature = signature
+        self._refusals = [Decision("", "split at graph breaks", reason)]
+        self._pieces: list[OptimizedPiece] = []
+
+        def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
+            self._pieces.append(make_piece(module, bound_inputs))
+            return self._pieces[-1]
+
+        self._run: Callable[..., Any] = split(model, piece)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments."""
+        try:
+            return self._run(*args, **kwargs)
+        except Exception as error:
+            if self._run is self._model or not is_refusal(error):
+                raise
+            self._refusals.append(Decision("", "plain", f"Dynamo cannot trace it either: {first_line(error)}"))
+            self._run, self._pieces = self._model, []
+        return self._model(*args, **kwargs)
+
+    @property
+    def report(self) -> Report:
+        """What is known now: pieces are made in the calls that get to them."""
+        return Report(
+            model=type(self._model).__name__,
+            signature=str(self._signature),
+            mode="plain" if self._run is self._model else "graph breaks",
+            refusals=tuple(self._refusals),
+            versions=versions(),
+            parts=tuple(report for piece in self._pieces for report in piece.reports),
+        )
+
+
+class OptimizedPiece(Protocol):
+    """What runs in the place of a piece of a model."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of each signature."""
+
+
+def _tune(
+    program: Program, arguments: Sequence[Tensor], bound: Sequence[bool], options: Options, stopwatch: Stopwatch
+) -> tuple[Priced, Selection, tuple[Decision, ...]]:
+    """Plan, build and measure, on copies of the inputs; the model's state and the generators are put back."""
+    copied = [index for index, is_bound in enumerate(bound) if not is_bound]
+    with torch.inference_mode(False), torch.no_grad():
+        arguments = static_copies(arguments, copied)
+        priced = price_program(program, options, stopwatch, tensors=arguments)
+        graph = priced.graph
+
+        def selected(capture: bool) -> Selection:
+            candidates = candidates_for(priced, options, capture, stopwatch)
+            with stopwatch("select"), _undone(arguments, written(program, graph), program.device):
+                return select(program, graph, candidates, arguments, bound)
+
+        refusals = () if options.cuda_graph is False or graph.device == "cpu" else priced.refusals
+        if options.cuda_graph is False or graph.device == "cpu" or priced.refusals:
+            return priced, selected(capture=False), refusals
+        try:
+            return priced, selected(capture=True), ()
+        except CaptureError as error:
+            return priced, selected(capture=False), (Decision("", "not captured", str(error)),)
+
+
+@contextmanager
+def _undone(arguments: Sequence[Tensor], writes: Sequence[bool], device: str) -> Iterator[None]:
+    """Put back afterwards what runs in between write into arguments, and the states of the random generators."""
+    saved = [(tensor, tensor.clone()) for tensor, is_written in zip(arguments, writes, strict=True) if is_written]
+    with torch.random.fork_rng([] if device == "cpu" else [device]):
+        try:
+            yield
+        finally:
+            # Only in inference mode may both ordinary tensors and those made in inference mode be written.
+            with torch.inference_mode():
+                for tensor, before in saved:
+                    copyable(tensor).copy_(copyable(before))
+
+
+def _report(
+    model: str,
+    signature: Signature,
+    priced: Priced,
+    selection: Selection,
+    refusals: tuple[Decision, ...],
+    stopwatch: Stopwatch,
+) -> Report:
+    return Report(
+        model=model,
+        signature=str(signature),
+        mode=_mode(selection.chosen, priced.graph.device),
+        profile=priced.profile,
+        graph=priced.graph,
+        costs=priced.costs,
+        chosen=selection.chosen,
+        timeline=simulate(selection.chosen.schedule, priced.costs, priced.profile),
+        candidates=selection.candidates,
+        refusals=refusals,
+        seconds=dict(stopwatch.seconds),
+        versions=versions(),
+    )
+
+
+def _mode(chosen: Candidate, device: str) -> str:
+    if chosen.captured:
+        return "cuda graph"
+    if chosen.schedule.streams == 1:
+        return "one stream"
+    return "threads" if device == "cpu" else "streams"
+
+
+def _metadata(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]:
+    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+
+
+def _storages(tensors: Sequence[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}

@@ -1,0 +1,200 @@
+"""The command line: ``autostream inspect`` and ``autostream demo``.
+
+Exit codes: 0 all is well, 1 a check failed, 2 the command line or the model that it names cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch.utils.benchmark import Timer
+
+from autostream import pipeline
+from autostream.api import optimize
+from autostream.costs.device import known_names, profile_named
+from autostream.errors import AutostreamError, OptionError, TargetError
+from autostream.ir import Report
+from autostream.options import Options
+from autostream.reporting import dot, dump, text
+from autostream.targets import DTYPES, parse_device, parse_input, prepare
+
+_INSPECT = """Plan a model without optimizing it: what would run beside what, what it would gain, and why not more.
+
+TARGET is a torchvision or timm model's name (random weights, nothing is downloaded), package.module:factory or
+file.py:factory. A factory is a function that takes no arguments and returns a module, or (module, args).
+The module is imported and the factory called: TARGET RUNS CODE, so name only what you trust.
+"""
+
+_INPUT = f"""one example input, random, such as 1x3x224x224:float16 or scalar; once for each input. Without DTYPE it is
+that of the model; with a floating-point one the model is cast to it. DTYPE is one of {", ".join(DTYPES)}"""
+
+_TOLERANCE = {torch.float16: 1e-2, torch.float32: 1e-4}
+"""Largest difference that is put down to kernels chosen differently, relative to the largest output."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; ``argv`` is without the program's name, by default that of the process.
+
+    Returns:
+        the exit code.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except AutostreamError as error:
+        print(f"autostream: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough; Python flushes once more at exit, to where nobody listens.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message} ({self.prog} --help says more)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="autostream",
+        description="Schedule the independent operations of a PyTorch model over CUDA streams.",
+        epilog="example: autostream inspect googlenet --profile h200",
+    )
+    parser.add_argument("--version", action="version", version=f"autostream {importlib.metadata.version('autostream')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_inspect(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="say what would run beside what, what it would gain, and why not more",
+        description=_INSPECT,
+        epilog="example: autostream inspect googlenet --input 1x3x224x224:float16 --profile h200 --ops 20",
+    )
+    add = inspect.add_argument
+    add("target", metavar="TARGET", help="the model")
+    add("--input", metavar="SHAPE[:DTYPE]", action="append", default=[], help=_INPUT)
+    add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+    add("--profile", metavar="NAME", help=f"plan for this device, here or not: {', '.join(known_names())}")
+    add("--policy", default="auto", help="auto, sequential, critical_path or path_cover (default: auto)")
+    add("--streams", type=_streams, default="auto", metavar="N", help="how many streams, or auto (default: auto)")
+    add("--costs", default="auto", help="auto, roofline or measured (default: auto)")
+    add("--ops", type=_whole, metavar="N", help="show only the N costliest ops (default: all)")
+    form = inspect.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="everything, as JSON")
+    form.add_argument("--dot", action="store_true", help="the scheduled graph, for Graphviz")
+    add("--out", metavar="FILE", type=Path, help="write there instead of to the terminal")
+    inspect.set_defaults(run=_inspect)
+
+
+def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="optimize GoogLeNet and compare it with itself",
+        description="Optimize torchvision's GoogLeNet, check its outputs against the plain model and time both. "
+        "Exits with 1 if they differ.",
+        epilog="example: autostream demo --device cuda",
+    )
+    demo.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+    demo.set_defaults(run=_demo)
+
+
+def _streams(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a whole number")
+    return int(text)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    options = Options.parse({name: getattr(arguments, name) for name in ("policy", "streams", "costs")})
+    profile = profile_named(arguments.profile) if arguments.profile else None
+    inputs = [parse_input(text) for text in arguments.input]
+    model, args = prepare(arguments.target, inputs, parse_device(arguments.device))
+    with torch.no_grad(), _quiet_torch():
+        report = pipeline.plan(model, args, {}, options, profile)
+    _write(_face(report, arguments), arguments.out)
+    return 0
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Where torch cannot trace a model, it logs and prints pages on top of the exception, which says the same."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _face(report: Report, arguments: argparse.Namespace) -> str:
+    if arguments.json:
+        return json.dumps(dump.dump(report), indent=1, allow_nan=False)
+    if not arguments.dot:
+        return text.render(report, ops=arguments.ops)
+    if report.graph is None or report.chosen is None:
+        reasons = "; ".join(refusal.reason for refusal in report.refusals)
+        raise TargetError(f"{arguments.target} has no graph to draw: {reasons}")
+    return dot.render(report.graph, report.chosen.schedule, report.costs)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    device = parse_device(arguments.device)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    model, args = prepare("googlenet", [], device, dtype)
+    with torch.no_grad():
+        fast = optimize(model)
+        expected, got = model(*args), fast(*args)
+        times = {
+            name: Timer("run(*args)", globals={"run": run, "args": args}, num_threads=torch.get_num_threads())
+            .blocked_autorange(min_run_time=0.5)
+            .median
+            for name, run in (("plain model", model), ("optimized", fast))
+        }
+    error = ((got - expected).abs().max() / expected.abs().max()).item()
+    _write(text.summary(fast.reports[0]))
+    _write(
+        f"\nlargest difference from the plain model: {error:.1e} of the largest output ({_TOLERANCE[dtype]} allowed)"
+    )
+    _write("\n".join(f"{name}: {seconds * 1e3:.3f} ms" for name, seconds in times.items()))
+    if not error <= _TOLERANCE[dtype]:  # NaN is not within any tolerance either
+        print("autostream: the outputs differ", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _write(text: str, out: Path | None = None) -> None:
+    if out is None:
+        # Source lines and names are the model's to choose; what the terminal cannot show must not end the command.
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding))
+        return
+    try:
+        out.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise TargetError(f"--out {out}: {error.strerror}: name a file that can be written") from error

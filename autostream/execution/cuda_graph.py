@@ -1,0 +1,166 @@
+"""A run captured as one CUDA graph and replayed.
+
+A CUDA graph holds addresses. Inputs are therefore copied into static tensors before a replay, outputs are copied out of
+the graph's memory after it, and tensors that stay where they are (weights) are *bound*: used in place, and compared at
+every call with what the graph holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autostream.errors import CaptureError, first_line
+from autostream.execution.blame import where
+from autostream.execution.static import Handout, copyable, handouts, static_copies
+
+Run = Callable[..., Sequence[Tensor]]
+"""Takes flat tensors, returns flat tensors."""
+
+Layout = list[tuple[int, torch.Size, tuple[int, ...], torch.dtype]]
+
+WARMUP_RUNS = 2
+"""Libraries load kernels, choose algorithms and allocate in the first run on a stream; in a capture they must not."""
+
+_capturing = threading.Lock()
+"""A process can capture one graph at a time."""
+
+
+class Moved(Exception):  # noqa: N818 - a notice between modules, not an error
+    """A tensor that a captured graph uses in place lies somewhere else now, or differently."""
+
+
+class CapturedGraph:
+    """A run captured into a CUDA graph; calling it replays the graph on the current stream.
+
+    Outputs are the caller's to keep: later replays do not overwrite them. Calls from several threads or streams run one
+    after another, because they share the graph's memory.
+
+    Args:
+        run: what to capture; it may use several streams, if it forks them from the current one and joins them.
+        tensors: arguments of ``run``, all on ``device``.
+        bound: which of them are used where they are. The others are copied into static tensors at each call.
+        written: which of them ``run`` writes; those that are not bound are copied back.
+        device: a CUDA device.
+        repeatable: whether running it once more than asked changes nothing: it writes no argument and draws no random
+            numbers. Then bound tensors are compared while the device is busy already.
+
+    Raises:
+        CaptureError: the capture failed. The current device and stream are as before.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        tensors: Sequence[Tensor],
+        bound: Sequence[bool],
+        written: Sequence[bool],
+        device: torch.device,
+        *,
+        repeatable: bool,
+    ) -> None:
+        self.device = device
+        self._repeatable = repeatable
+        self._bound = [index for index, is_bound in enumerate(bound) if is_bound]
+        self._copied = [index for index, is_bound in enumerate(bound) if not is_bound]
+        self._returned = [index for index in self._copied if written[index]]
+        self.static = static_copies(tensors, self._copied)
+        # What the graph reads stays allocated when a weight moves away, until a call notices.
+        self._held = [tensors[index].detach() for index in self._bound]
+        self._layout = layout(self._held)
+        self._lock = threading.Lock()
+        self._graph, self._stream, outputs = _capture(run, self.static, device)
+        self._handouts: tuple[Handout, ...] = handouts(outputs, self.static, self._copied)
+        self._last_stream = torch.cuda.current_stream(device)
+        self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._finished.record(self._last_stream)
+
+    def replay(self) -> None:
+        """Replay on the current stream with what the static tensors hold, copying nothing."""
+        self._graph.replay()
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """Copy inputs in, replay, copy outputs out: all asynchronous, on the device's current stream.
+
+        Raises:
+            Moved: a bound tensor is not where the graph reads it. Nothing that the caller can see has changed.
+        """
+        with self._lock, torch.cuda.device(self.device):
+            if not self._repeatable:
+                self._compare(tensors)
+            stream = torch.cuda.current_stream(self.device)
+            if stream != self._last_stream:
+                stream.wait_event(self._finished)
+            _copy([self.static[index] for index in self._copied], [tensors[index] for index in self._copied])
+            self._graph.replay()
+            self._finished.record(stream)
+            self._last_stream = stream
+            if self._repeatable:
+                self._compare(tensors)
+            _copy([tensors[index] for index in self._returned], [self.static[index] for index in self._returned])
+            outputs = _hand_out(self._handouts, tensors)
+            self._finished.record(stream)
+        return outputs
+
+    def _compare(self, tensors: Sequence[Tensor]) -> None:
+        if layout([tensors[index] for index in self._bound]) != self._layout:
+            raise Moved
+
+
+def layout(tensors: Sequence[Tensor]) -> Layout:
+    """Where tensors lie and how: what a captured graph takes for granted."""
+    return [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy what is not in place already, in as few launches as possible."""
+    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.data_ptr() != s.data_ptr()]
+    if pairs:
+        torch._foreach_copy_([copyable(t) for t, _ in pairs], [copyable(s) for _, s in pairs], non_blocking=True)
+
+
+def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Tensor]:
+    outputs: list[Tensor] = []
+    copies: dict[int, torch.UntypedStorage] = {}
+    for handout in plan:
+        outputs.append(handout(tensors, outputs, copies))
+    return outputs
+
+
+def _capture(
+    run: Run, tensors: Sequence[Tensor], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, torch.cuda.Stream, Sequence[Tensor]]:
+    """Warm up, then capture on a stream of the graph's own, which must live as long as the graph."""
+    with _capturing, torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP_RUNS):
+                    run(*tensors)
+            _clear_cublas_workspaces()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                outputs = run(*tensors)
+        except Exception as error:
+            raise CaptureError(f"{first_line(error)}{where(error)}") from error
+        finally:
+            _clear_cublas_workspaces()
+            torch.cuda.current_stream(device).wait_stream(stream)
+    return graph, stream, outputs
+
+
+def _clear_cublas_workspaces() -> None:
+    """Make cuBLAS allocate new workspaces, so that a graph has its own, in its own memory, and shares them with nobody.
+
+    A workspace belongs to a thread and stream at capture. Two graphs captured over the same streams would scribble over
+    each other's when they are replayed at the same time. Inductor's CUDA graph trees do the same, before and after.
+    Private to PyTorch; present in 2.11 to 2.13. Without it, concurrent replays of different graphs are not safe.
+    """
+    clear: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()

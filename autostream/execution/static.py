@@ -1,0 +1,176 @@
+"""Static tensors of a captured graph: how inputs get in and outputs get out, with every alias intact.
+
+A caller must not be able to tell a replayed graph from the plain model: two inputs that overlap still overlap inside
+the graph, an output that is a view of an input is a view of *the caller's* input, outputs that share memory share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Handout = Callable[[Sequence[Tensor], Sequence[Tensor], dict[int, torch.UntypedStorage]], Tensor]
+"""Makes one output for a caller from the call's arguments, the outputs before it, and copies of shared storages."""
+
+
+def static_copies(tensors: Sequence[Tensor], copied: Sequence[int]) -> list[Tensor]:
+    """The tensors, those at ``copied`` replaced by copies with the same strides that alias each other as they do.
+
+    Example:
+        >>> base = torch.arange(4.0)
+        >>> left, both = static_copies([base[:2], base], copied=[0, 1])
+        >>> both[0] = 7
+        >>> left[0].item(), base[0].item()
+        (7.0, 0.0)
+    """
+    static = list(tensors)
+    spans: dict[int, tuple[int, int]] = {}
+    for index in copied:
+        key = _storage(tensors[index])
+        start, end = _span(tensors[index])
+        low, high = spans.get(key, (start, end))
+        spans[key] = min(low, start), max(high, end)
+    blocks: dict[int, Tensor] = {}
+    for index in copied:
+        tensor = tensors[index]
+        low, high = spans[_storage(tensor)]
+        low -= low % _ALIGNMENT
+        block = blocks.setdefault(_storage(tensor), torch.empty(high - low, dtype=torch.uint8, device=tensor.device))
+        offset = tensor.storage_offset() - low // tensor.element_size()
+        static[index] = _view(block.untyped_storage(), tensor, offset)
+    for index in copied:
+        copyable(static[index]).copy_(copyable(tensors[index]))
+    return static
+
+
+_ALIGNMENT = 512
+"""Bytes, as the caching allocator gives. Kernels choose vector widths by it, and every dtype's size divides it."""
+
+
+def copyable(tensor: Tensor) -> Tensor:
+    """The tensor, or all memory between its first and last element if several of its elements share a place.
+
+    ``copy_`` refuses to write an expanded tensor; copying the span that it covers does the same.
+    """
+    if not _overlaps(tensor):
+        return tensor
+    start, end = _span(tensor)
+    return tensor.as_strided(((end - start) // tensor.element_size(),), (1,), tensor.storage_offset())
+
+
+def handouts(outputs: Sequence[Tensor], static: Sequence[Tensor], copied: Sequence[int]) -> tuple[Handout, ...]:
+    """How to give each static output to a caller.
+
+    Args:
+        outputs: what the captured run returned.
+        static: what it was given.
+        copied: which of those are copies of the caller's tensors; the others are the caller's own.
+    """
+    owners = {_storage(static[index]): index for index in reversed(range(len(static)))}
+    count: dict[int, int] = {}
+    for output in {id(output): output for output in outputs}.values():
+        count[_storage(output)] = count.get(_storage(output), 0) + 1
+    first: dict[int, int] = {}
+    plan: list[Handout] = []
+    for place, output in enumerate(outputs):
+        earlier = first.setdefault(id(output), place)
+        owner = owners.get(_storage(output))
+        if earlier != place:
+            plan.append(_repeat(earlier))
+        elif owner is not None:
+            exact = next((i for i, tensor in enumerate(static) if _same_view(tensor, output)), None)
+            plan.append(_argument(exact) if exact is not None else _argument_view(owner, output, static, copied))
+        elif count[_storage(output)] == 1 and _dense(output):
+            plan.append(_copy(output))
+        else:
+            plan.append(_shared_copy(output))
+    return tuple(plan)
+
+
+def _repeat(place: int) -> Handout:
+    return lambda arguments, outputs, copies: outputs[place]
+
+
+def _argument(index: int) -> Handout:
+    return lambda arguments, outputs, copies: arguments[index]
+
+
+def _argument_view(owner: int, output: Tensor, static: Sequence[Tensor], copied: Sequence[int]) -> Handout:
+    if owner not in copied:
+        return lambda arguments, outputs, copies: output.detach()
+    ahead = _byte_offset(output) - _byte_offset(static[owner])
+
+    def view(arguments: Sequence[Tensor], outputs: Sequence[Tensor], copies: dict[int, torch.UntypedStorage]) -> Tensor:
+        argument = arguments[owner]
+        if argument.dtype == output.dtype:
+            offset = argument.storage_offset() + ahead // output.element_size()
+            return argument.as_strided(output.shape, output.stride(), offset)
+        offset = (_byte_offset(argument) + ahead) // output.element_size()
+        return _view(argument.untyped_storage(), output, offset)
+
+    return view
+
+
+def _copy(output: Tensor) -> Handout:
+    return lambda arguments, outputs, copies: output.clone()
+
+
+def _shared_copy(output: Tensor) -> Handout:
+    key = _storage(output)
+
+    def copy(arguments: Sequence[Tensor], outputs: Sequence[Tensor], copies: dict[int, torch.UntypedStorage]) -> Tensor:
+        if key not in copies:
+            storage = output.untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=output.device).set_(storage, 0, (storage.nbytes(),), (1,))
+            copies[key] = whole.clone().untyped_storage()
+        return _view(copies[key], output, output.storage_offset())
+
+    return copy
+
+
+def _view(storage: torch.UntypedStorage, like: Tensor, offset: int | torch.SymInt) -> Tensor:
+    """A tensor over ``storage`` with the dtype, shape and strides of ``like``."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, offset, like.shape, like.stride())
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    return _storage(a) == _storage(b) and (a.dtype, a.shape, a.stride(), a.storage_offset()) == (
+        b.dtype, b.shape, b.stride(), b.storage_offset(),
+    )  # fmt: skip
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _byte_offset(tensor: Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last of what a tensor covers in its storage."""
+    if tensor.numel() == 0:
+        return 0, 0
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = _byte_offset(tensor)
+    return start, start + extent * tensor.element_size()
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two of a tensor's elements may share a place in memory."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += (size - 1) * stride
+    return False
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill the span that it covers, so that ``clone`` keeps its strides."""
+    start, end = _span(tensor)
+    return not _overlaps(tensor) and end - start == tensor.numel() * tensor.element_size()

@@ -1,0 +1,227 @@
+"""The stages in order; read this first.
+
+    trace ─▶ analyze ─▶ price ─▶ assign ─▶ synchronize ─▶ release ─▶ simulate ─▶ verify
+                                                         then, in select.py: lower ─▶ capture ─▶ measure
+
+Everything here is computed from values and runs nothing on a device, but for measured costs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from autostream.analysis.dependencies import analyze
+from autostream.costs.device import profile_of
+from autostream.costs.measured import measure
+from autostream.costs.roofline import price
+from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Program, Report, Schedule
+from autostream.options import Options
+from autostream.scheduling import POLICIES
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.simulate import simulate
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
+from autostream.tracing.export import Traced, trace
+from autostream.tracing.signature import signature_of
+from autostream.tracing.state import LiveState, ModelWatch
+from autostream.tracing.tree import flatten
+
+SHORTLIST = 6
+"""Schedules that are worth measuring, besides the sequential one: the simulator ranks them, but it is only a model."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A program's dataflow with what each op costs.
+
+    Attributes:
+        graph: ops and hazards.
+        profile: the device that is planned for.
+        costs: of each op.
+        refusals: why a CUDA graph cannot hold the program; empty where it can.
+    """
+
+    graph: OpGraph
+    profile: DeviceProfile
+    costs: Costs
+    refusals: tuple[Decision, ...]
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Wall-clock seconds by stage."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Add the time spent inside to a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def price_program(
+    program: Program,
+    options: Options,
+    stopwatch: Stopwatch,
+    profile: DeviceProfile | None = None,
+    tensors: Sequence[Tensor] | None = None,
+) -> Priced:
+    """From a program to priced ops.
+
+    Args:
+        program: the traced model.
+        options: which costs to use.
+        stopwatch: is told how long each stage takes.
+        profile: of the device to plan for; by default the program's own.
+        tensors: the program's arguments, for measured costs; without them, costs are estimated.
+    """
+    with stopwatch("analyze"):
+        graph = analyze(program)
+    profile = profile or profile_of(program.device)
+    with stopwatch("price"):
+        costs = _price(program, graph, profile, options, tensors)
+    return Priced(graph, profile, costs, _capture_refusals(graph))
+
+
+def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: Stopwatch) -> tuple[Candidate, ...]:
+    """Verified schedules of a program: the sequential one first, then the most promising ones, best prediction first.
+
+    Args:
+        priced: the program's ops.
+        options: policy and streams.
+        capture: whether they are to be captured; uncaptured schedules keep outputs on the caller's stream.
+        stopwatch: is told how long each stage takes.
+
+    Raises:
+        ScheduleError: a schedule failed verification, which is a defect of autostream.
+    """
+    graph, profile, costs = priced.graph, priced.profile, priced.costs
+    pinned: frozenset[str] = frozenset() if capture else graph.pinned
+    with stopwatch("schedule"):
+        candidates = sorted(
+            (
+                Candidate(schedule, capture, simulate(schedule, costs, profile).makespan_us)
+                for schedule in _schedules(graph, costs, profile, options, pinned)
+            ),
+            key=lambda candidate: (candidate.schedule.streams > 1, candidate.predicted_us),
+        )[: 1 + SHORTLIST]
+    with stopwatch("verify"):
+        for candidate in candidates:
+            verify(graph, candidate.schedule, pinned=pinned)
+    return tuple(candidates)
+
+
+def _price(
+    program: Program, graph: OpGraph, profile: DeviceProfile, options: Options, tensors: Sequence[Tensor] | None
+) -> Costs:
+    measured = options.costs == "measured" or (options.costs == "auto" and graph.device != "cpu")
+    if measured and tensors is not None:
+        return measure(program, graph, profile, tensors)
+    return price(graph, profile)
+
+
+def _schedules(
+    graph: OpGraph, costs: Costs, profile: DeviceProfile, options: Options, pinned: frozenset[str]
+) -> Iterator[Schedule]:
+    """The sequential schedule and every distinct one that the options allow."""
+    policies = [name for name in POLICIES if name != "sequential" and options.policy in ("auto", name)]
+    seen = set()
+    for policy, streams in [("sequential", 1), *product(policies, _stream_counts(graph, options))]:
+        assignment = POLICIES[policy](graph, costs, profile, streams, pinned)
+        plan = (assignment.order, tuple(assignment.stream[op] for op in assignment.order))
+        if assignment.streams > 1 or policy == "sequential":
+            if plan not in seen:
+                yield place_releases(graph, synchronize(graph, assignment))
+            seen.add(plan)
+
+
+def _stream_counts(graph: OpGraph, options: Options) -> Sequence[int]:
+    if options.streams != "auto":
+        return (options.streams,)
+    if graph.device == "cpu":
+        return tuple(count for count in (2, 4) if count <= (os.cpu_count() or 1))
+    return (2, 3, 4, 6, 8)
+
+
+def _capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:
+    """Why a CUDA graph cannot hold these ops."""
+    return tuple(
+        Decision(op.name, "not captured", f"{op.target} {op.uncapturable}" + (f" ({op.source})" if op.source else ""))
+        for op in graph.ops.values()
+        if op.uncapturable
+    )
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    options: Options,
+    profile: DeviceProfile | None = None,
+) -> Report:
+    """A dry run: what autostream would consider for this model, without running it.
+
+    Args:
+        model: the module.
+        args: positional example inputs.
+        kwargs: keyword example inputs.
+        options: as for :func:`autostream.optimize`; costs are estimated unless ``costs="measured"``.
+        profile: a device to plan for, which need not be there.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    stopwatch = Stopwatch()
+    tensors, structure = flatten((tuple(args), dict(kwargs)))
+    signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
+    with stopwatch("trace"):
+        traced = trace(model, tensors, structure)
+    arguments = arguments_of(traced, model, tensors) if options.costs == "measured" and profile is None else None
+    priced = price_program(traced.program, options, stopwatch, profile, arguments)
+    capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
+    candidates = candidates_for(priced, options, capture, stopwatch)
+    best = min(candidates, key=lambda candidate: candidate.predicted_us)
+    return Report(
+        model=type(model).__name__,
+        signature=str(signature),
+        mode="dry run",
+        profile=priced.profile,
+        graph=priced.graph,
+        costs=priced.costs,
+        chosen=best,
+        timeline=simulate(best.schedule, priced.costs, priced.profile),
+        candidates=candidates,
+        refusals=priced.refusals,
+        seconds=dict(stopwatch.seconds),
+        versions=versions(),
+    )
+
+
+def arguments_of(traced: Traced, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a traced program takes now: the model's state, then these inputs."""
+    state = LiveState(model, traced.program.placeholders, traced.constants).tensors()
+    return [*(tensor for tensor in state if tensor is not None), *tensors]
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on besides the code."""
+    return {
+        "autostream": version("autostream"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or "none",
+    }

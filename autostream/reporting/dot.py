@@ -1,0 +1,90 @@
+"""A scheduled graph as DOT text for Graphviz: ``autostream inspect NAME --dot | dot -Tsvg``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from autostream.ir import FORK, JOIN, Costs, Hazard, OpGraph, Schedule
+from autostream.reporting.summary import summarize
+
+_GOLDEN = 0.618034
+"""Steps of the golden ratio spread hues evenly for any number of streams."""
+
+_CRITICAL = 'color="red" penwidth=3'
+
+
+def render(graph: OpGraph, schedule: Schedule, costs: Costs) -> str:
+    r"""Draw ops as boxes, coloured by stream, and hazards as arrows; the critical path is red and thick.
+
+    Dashed arrows are hazards that an event wait covers, solid ones those that the order within a stream covers or
+    that follow from other waits. Hazards other than read after write carry their name. Fork and join are the two
+    ends of the caller's stream, drawn where a side stream waits for them.
+
+    Example:
+        >>> from autostream.ir import Launch, Op, OpCost
+        >>> relu = Op("a", "aten.relu.default", ("a",), reads=frozenset({"x"}), writes=frozenset({"a"}))
+        >>> graph, costs = OpGraph({"a": relu}, (), {}, (), "cuda:0"), {"a": OpCost(2.0, 0.5, 0.1, "roofline")}
+        >>> print(render(graph, Schedule("sequential", 1, (Launch("a", 0),)), costs))
+        digraph {
+          node [shape=box style="filled,rounded" fontname="sans-serif"]
+          "a" [label="a\naten.relu.default\nstream 0, 2.0 µs" fillcolor="0.000 0.300 1.000" color="red" penwidth=3]
+        }
+    """
+    path = summarize(graph, costs).critical_path
+    waits = {(before, launch.op) for launch in schedule.launches for before in launch.waits}
+    waits |= {(before, JOIN) for before in schedule.join_waits}
+    lines = [
+        'node [shape=box style="filled,rounded" fontname="sans-serif"]',
+        *(_node(graph, name, stream, costs, name in path) for name, stream in schedule.stream_of.items()),
+        *_ends(waits),
+        *_edges(graph, waits, frozenset(pairwise(path))),
+    ]
+    return "digraph {\n" + "\n".join(f"  {line}" for line in lines) + "\n}"
+
+
+def _node(graph: OpGraph, name: str, stream: int, costs: Costs, critical: bool) -> str:
+    label = f"{name}\n{graph.ops[name].target}\nstream {stream}, {costs[name].duration_us:.1f} µs"
+    hue = stream * _GOLDEN % 1
+    mark = f" {_CRITICAL}" if critical else ""
+    source = graph.ops[name].source
+    tooltip = f" tooltip={_quoted(source)}" if source else ""
+    return f'{_quoted(name)} [label={_quoted(label)} fillcolor="{hue:.3f} 0.300 1.000"{tooltip}{mark}]'
+
+
+def _ends(waits: set[tuple[str, str]]) -> Iterator[str]:
+    mentioned = {name for wait in waits for name in wait}
+    for end, label in ((FORK, "fork"), (JOIN, "join")):
+        if end in mentioned:
+            yield f'{_quoted(end)} [label="{label}" shape=ellipse fillcolor="white"]'
+
+
+def _edges(graph: OpGraph, waits: set[tuple[str, str]], critical: frozenset[tuple[str, str]]) -> Iterator[str]:
+    hazards = _hazards(graph)
+    # A wait may cover hazards by transitivity and so join two ops that have none of their own.
+    for before, after in [*hazards, *sorted(waits - hazards.keys())]:
+        kinds = hazards.get((before, after), ())
+        named = [kind.name for kind in kinds if kind is not Hazard.RAW]
+        style = " ".join(
+            [
+                *([f"label={_quoted(', '.join(named))}"] if named else []),
+                *(["style=dashed"] if (before, after) in waits else []),
+                *([_CRITICAL] if (before, after) in critical else []),
+            ]
+        )
+        yield f"{_quoted(before)} -> {_quoted(after)}{f' [{style}]' if style else ''}"
+
+
+def _hazards(graph: OpGraph) -> Mapping[tuple[str, str], tuple[Hazard, ...]]:
+    """The kinds of hazard between two ops, each kind once."""
+    kinds: dict[tuple[str, str], dict[Hazard, None]] = {}
+    for dependency in graph.dependencies:
+        kinds.setdefault((dependency.before, dependency.after), {})[dependency.hazard] = None
+    return {pair: tuple(found) for pair, found in kinds.items()}
+
+
+def _quoted(text: str) -> str:
+    """A DOT string; Graphviz gives meaning to backslashes within labels, so the text's own are doubled."""
+    printable = "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+    escaped = printable.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

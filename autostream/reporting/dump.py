@@ -1,0 +1,51 @@
+"""A report as JSON: everything in it, and the numbers that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from autostream.ir import Report
+from autostream.reporting.summary import summary_of
+
+SCHEMA = 1
+"""Grows when a key changes its name or meaning or goes; new keys may come without that."""
+
+
+def dump(report: Report) -> dict[str, Any]:
+    """Turn a report into dicts, lists, strings, numbers and ``None``: what :func:`json.dumps` takes and gives back.
+
+    The keys are the fields of :class:`autostream.ir.Report`, and so on inward; sets become sorted lists, enum members
+    their values, numbers that are not finite ``None``. Added are ``schema`` and ``summary``, the latter with the
+    fields of :class:`autostream.reporting.summary.Summary`, or ``None`` where nothing was priced.
+
+    Example:
+        >>> from autostream.ir import Report
+        >>> dumped = dump(Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain"))
+        >>> dumped["schema"], dumped["model"], dumped["refusals"], dumped["summary"]
+        (1, 'Net', [], None)
+    """
+    numbers = summary_of(report)
+    return {"schema": SCHEMA, **_plain(report), "summary": _plain(numbers)}
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Enum():
+            return value.value
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {str(key): _plain(inner) for key, inner in value.items()}
+        case frozenset():
+            return sorted(_plain(inner) for inner in value)
+        case tuple() | list():
+            return [_plain(inner) for inner in value]
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    raise TypeError(f"a report holds a {type(value).__name__}, which JSON has no form for: {value!r}")

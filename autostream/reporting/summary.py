@@ -1,0 +1,107 @@
+"""What every face of a report says about its graph: how much work, how much of it in line, how much could be gained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autostream.ir import Candidate, Costs, OpGraph, Report
+from autostream.scheduling import structure
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Numbers that follow from a graph and its costs alone, whatever the schedule; edges between ops cost nothing here.
+
+    Attributes:
+        work_us: duration of all ops one after the other, µs.
+        critical_path: the ops of a longest path, in order.
+        critical_path_us: their duration: no schedule is shorter, µs.
+        sm_us: what the work would take if every op kept all multiprocessors busy, µs.
+        bandwidth_us: the same for the memory bandwidth, µs.
+        bound: how many times faster than one op after the other any schedule can be: work over critical path.
+        width: the most ops that are independent of one another.
+        regions: stretches whose branches are independent.
+        slack_us: op name to how much later it could start without lengthening the critical path, µs.
+    """
+
+    work_us: float
+    critical_path: tuple[str, ...]
+    critical_path_us: float
+    sm_us: float
+    bandwidth_us: float
+    bound: float
+    width: int
+    regions: tuple[structure.Region, ...]
+    slack_us: Mapping[str, float]
+
+
+def summarize(graph: OpGraph, costs: Costs) -> Summary:
+    """Sum up a graph whose ops are all priced.
+
+    Example:
+        >>> from autostream.ir import Op, OpCost
+        >>> ops = {n: Op(n, "aten.relu.default", (n,), frozenset(), frozenset({n})) for n in ("a", "b")}
+        >>> costs = {n: OpCost(3.0, sm_share=0.5, bandwidth_share=0.1, source="roofline") for n in ops}
+        >>> summary = summarize(OpGraph(ops, (), {}, (), "cuda:0"), costs)
+        >>> summary.work_us, summary.critical_path_us, summary.sm_us, summary.width, summary.bound
+        (6.0, 3.0, 3.0, 2, 2.0)
+    """
+    ours = [costs[name] for name in graph.ops]
+    return Summary(
+        work_us=sum(cost.duration_us for cost in ours),
+        critical_path=structure.critical_path(graph, costs),
+        critical_path_us=structure.critical_path_us(graph, costs),
+        sm_us=sum(cost.duration_us * cost.sm_share for cost in ours),
+        bandwidth_us=sum(cost.duration_us * cost.bandwidth_share for cost in ours),
+        bound=structure.gain_bound(graph, costs),
+        width=structure.width(graph),
+        regions=structure.regions(graph),
+        # Sums in another order differ in the last digit, which must not print as -0.0.
+        slack_us={name: max(us, 0.0) for name, us in structure.slack(graph, costs).items()},
+    )
+
+
+def summary_of(report: Report) -> Summary | None:
+    """The summary of a report's graph; ``None`` where it was refused before it was priced."""
+    return summarize(report.graph, report.costs) if report.graph and report.costs else None
+
+
+def baselines(report: Report) -> tuple[Candidate, ...]:
+    """The sequential candidates that the chosen one is compared with: as captured as itself first."""
+    chosen = report.chosen
+    if chosen is None:
+        return ()
+    others = [c for c in report.candidates if c.schedule.policy == "sequential" and c != chosen]
+    return tuple(sorted(others, key=lambda c: c.captured != chosen.captured))
+
+
+def gain(chosen: Candidate, other: Candidate) -> float:
+    """How many times faster than the other: by the device's clock where both were measured, else by the simulator."""
+    if chosen.measured_us is not None and other.measured_us is not None:
+        return other.measured_us / chosen.measured_us
+    return other.predicted_us / chosen.predicted_us if chosen.predicted_us > 0 else 1.0
+
+
+def limits(summary: Summary) -> tuple[str, ...]:
+    """Why no schedule can gain more, the tightest reason first.
+
+    Each is a floor under the makespan: the ops in line, and the work that the multiprocessors or the memory have to
+    do however it is arranged. Ops that fill the device gain nothing from company.
+    """
+    if summary.work_us <= 0:
+        return ()
+    if summary.width <= 1:
+        return ("the ops form a chain (width 1): nothing can run beside anything else",)
+    line, sms, memory = (
+        part / summary.work_us for part in (summary.critical_path_us, summary.sm_us, summary.bandwidth_us)
+    )
+    floors = sorted(
+        [
+            (line, f"{line:.0%} of the work is in line, on the critical path"),
+            (sms, f"one after the other, the ops already keep {sms:.0%} of the multiprocessors busy"),
+            (memory, f"one after the other, the ops already use {memory:.0%} of the memory bandwidth"),
+        ],
+        reverse=True,
+    )
+    return tuple(f"{reason}: at most {1 / floor:.2f}×" for floor, reason in floors if floor > 0)

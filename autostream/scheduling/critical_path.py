@@ -1,0 +1,187 @@
+"""List scheduling: what the rest of the run hangs on starts first, and leaves its chain only for a gain.
+
+    stream 0   ─ a ─ b ─── c ─ e ─     a chain stays on the stream of the predecessor that finishes last: its *home*
+    stream 1        └─ d ────┘         d would start later there than on stream 1 by more than the edges cost
+
+1. Rank every op by its bottom level (HLFET: Adam, Chandy & Dickson 1974, "A comparison of list schedules for parallel
+   processing systems"); of equal ones, the first in program order goes first.
+2. Advance a clock. Whenever a stream is free, take the ready op of the highest level (greedy, so without edge costs
+   within 2 - 1/K of the optimum: Graham 1969). Pinned ops wait for stream 0.
+3. Give it the stream on which it starts earliest, edges between streams included (as in HEFT: Topcuoglu, Hariri & Wu
+   2002). Its home wins unless another stream is ahead by more than the edge back costs, and a stream not yet in use
+   must make up for the join as well.
+
+Launches are issued in the order of their starts. O(E + V·(log V + K)) for V ops, E dependencies and K streams.
+
+Starts are those of ops that have the device to themselves: how ops that run side by side slow each other down is left
+to the simulator. An ``sm_share`` of 1 says how many threads an op *can* fill, and such ops do gain from overlap, one
+filling the tail of the other, so it is no reason to keep them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
+from autostream.scheduling.structure import bottom_levels
+
+
+def critical_path(
+    graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int, pinned: frozenset[str]
+) -> Assignment:
+    """Schedule over at most ``streams`` streams by bottom level; ``pinned`` ops stay on stream 0.
+
+    Example:
+        >>> from autostream.ir import Op, OpCost
+        >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset({name})) for name in "ab"}
+        >>> costs = {name: OpCost(9.0, 0.1, 0.1, "roofline") for name in "ab"}
+        >>> profile = DeviceProfile("GPU", 132, 4.8e6, {}, 2.0, 1.0, 2.0, 1.0, 1.0, "table")
+        >>> assignment = critical_path(OpGraph(ops, (), {}, (), "cuda:0"), costs, profile, 4, frozenset())
+        >>> assignment.stream
+        {'a': 0, 'b': 1}
+        >>> print(assignment.decisions[1].reason)
+        starts 9.0 µs earlier than on stream 0
+    """
+    board = _Board(profile, free=[0.0] + [profile.fork_us] * (streams - 1))
+    _fill(board, graph, costs, pinned)
+    return Assignment(
+        policy="critical_path",
+        streams=board.opened,
+        order=tuple(sorted(board.start, key=board.start.__getitem__)),
+        stream={name: board.stream[name] for name in graph.ops},
+        decisions=(_summary(board, costs, streams), *board.decisions),
+    )
+
+
+def _fill(board: _Board, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -> None:
+    """Place every op when its turn comes."""
+    level = bottom_levels(graph, costs)
+    by_rank = sorted(graph.ops, key=lambda name: -level[name])
+    rank = {name: at for at, name in enumerate(by_rank)}
+    missing = {name: graph.digraph.in_degree(name) for name in graph.ops}
+    inputs = {name: _Inputs() for name in graph.ops if not missing[name]}
+    queues = _Queues()
+    for name in inputs:
+        queues.push(rank[name], 0.0, name in pinned)
+    while (turn := queues.pop(board.free)) is not None:
+        name = by_rank[turn]
+        board.place(name, costs[name].duration_us, inputs[name], name in pinned)
+        for after in graph.digraph.successors(name):
+            missing[after] -= 1
+            if not missing[after]:
+                inputs[after] = board.inputs(graph.digraph.predecessors(after))
+                queues.push(rank[after], inputs[after].near, after in pinned)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """When an op's inputs have arrived: at ``near`` on its home stream, at ``far`` on any other, µs.
+
+    ``last`` is the predecessor that finishes last, or ``""``; the home of an op without predecessors is stream 0.
+    """
+
+    home: int = 0
+    near: float = 0.0
+    far: float = 0.0
+    last: str = ""
+
+
+@dataclass(slots=True)
+class _Board:
+    """What has been placed, and when each stream is free for its next op, µs after the fork."""
+
+    profile: DeviceProfile
+    free: list[float]
+    opened: int = 1
+    stream: dict[str, int] = field(default_factory=dict)
+    start: dict[str, float] = field(default_factory=dict)
+    finish: dict[str, float] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+
+    def inputs(self, predecessors: Iterable[str]) -> _Inputs:
+        """When and where an op's inputs arrive, all its predecessors being placed."""
+        names = list(predecessors)
+        if not names:
+            return _Inputs()
+        last = max(names, key=self.finish.__getitem__)
+        home, end = self.stream[last], self.finish[last]
+        foreign = max((self.finish[name] for name in names if self.stream[name] != home), default=-inf)
+        near, far = self.profile.same_stream_edge_us, self.profile.cross_stream_edge_us
+        return _Inputs(home, max(end + near, foreign + far), end + far, last)
+
+    def start_on(self, stream: int, inputs: _Inputs) -> float:
+        """The earliest start at the end of a stream, µs."""
+        return max(self.free[stream], inputs.near if stream == inputs.home else inputs.far)
+
+    def best_stream(self, inputs: _Inputs) -> int:
+        """The stream of the earliest start, where leaving home and opening a stream have their price."""
+        leaving = max(0.0, self.profile.cross_stream_edge_us - self.profile.same_stream_edge_us)
+
+        def price(stream: int) -> tuple[float, bool, int]:
+            away, opening = stream != inputs.home, stream == self.opened
+            return self.start_on(stream, inputs) + leaving * away + self.profile.join_us * opening, away, stream
+
+        return min(range(min(self.opened + 1, len(self.free))), key=price)
+
+    def place(self, name: str, duration_us: float, inputs: _Inputs, pinned: bool) -> None:
+        """Append an op to stream 0 or to its best one."""
+        stream = 0 if pinned else self.best_stream(inputs)
+        start = self.start_on(stream, inputs)
+        if stream != inputs.home:
+            gain = None if pinned else self.start_on(inputs.home, inputs) - start
+            self.decisions.append(_explain(name, stream, inputs, gain))
+        self.opened = max(self.opened, stream + 1)
+        self.stream[name], self.start[name], self.finish[name] = stream, start, start + duration_us
+        self.free[stream] = start + duration_us + self.profile.same_stream_edge_us
+
+
+@dataclass(slots=True)
+class _Queues:
+    """Ops by rank: pinned ones, which stream 0 must take, others, which any may, and those that are not yet ready."""
+
+    pinned: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+    pending: list[tuple[float, int, bool]] = field(default_factory=list)
+    now: float = 0.0
+
+    def push(self, rank: int, ready_us: float, pinned: bool) -> None:
+        """Add an op that is ready at ``ready_us``."""
+        heappush(self.pending, (ready_us, rank, pinned))
+
+    def pop(self, free: Sequence[float]) -> int | None:
+        """The first rank that finds a stream free, at the next moment when one does; ``None`` when all is done."""
+        while True:
+            self._admit()
+            waiting = [(queue, at) for queue, at in ((self.pinned, free[0]), (self.others, min(free))) if queue]
+            startable = [queue for queue, at in waiting if at <= self.now]
+            if startable:
+                return heappop(min(startable, key=lambda queue: queue[0]))
+            moments = [at for _, at in waiting] + [ready for ready, _, _ in self.pending[:1]]
+            if not moments:
+                return None
+            self.now = min(moments)
+
+    def _admit(self) -> None:
+        while self.pending and self.pending[0][0] <= self.now:
+            _, rank, pinned = heappop(self.pending)
+            heappush(self.pinned if pinned else self.others, rank)
+
+
+def _explain(name: str, stream: int, inputs: _Inputs, gain_us: float | None) -> Decision:
+    after = f", after {inputs.last}" if inputs.last else ""
+    if gain_us is None:
+        return Decision(name, f"stream {stream}", f"must be on the caller's stream{after} on stream {inputs.home}")
+    return Decision(name, f"stream {stream}", f"starts {gain_us:.1f} µs earlier than on stream {inputs.home}{after}")
+
+
+def _summary(board: _Board, costs: Costs, streams: int) -> Decision:
+    if streams == 1:
+        return Decision("", "1 stream", "no more are allowed")
+    if board.opened == 1:
+        return Decision("", "1 stream", "no op would start earlier on another by more than the edges cost")
+    total, length = sum(costs[name].duration_us for name in board.start), max(board.finish.values())
+    reason = f"{total:.1f} µs of ops end after {length:.1f} µs, if they do not slow each other down"
+    return Decision("", f"{board.opened} streams", reason)

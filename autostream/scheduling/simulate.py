@@ -1,0 +1,135 @@
+"""When each op of a schedule would run, by the cost model: no device needed.
+
+A discrete-event simulation of two shared resources, the multiprocessors and the memory bandwidth. Ops that run at the
+same time demand their ``sm_share`` of the one and their ``bandwidth_share`` of the other; where either is asked for
+more than all of it, they all slow down by the same factor, the larger of the two sums (a fluid model: processor
+sharing over the bottleneck). As the factor is common, one clock of *work done* serves all running ops: each ends when
+that clock has advanced by its duration (the virtual time of Parekh & Gallager 1993, "A generalized processor sharing
+approach to flow control in integrated services networks").
+
+O(L·(K + log L)) for L launches and waits and K streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from autostream.errors import ScheduleError
+from autostream.ir import FORK, JOIN, Costs, DeviceProfile, OpCost, Schedule, Slice, Timeline
+
+Edges = Mapping[str, Mapping[str, float]]
+"""What must have ended before something starts, and the time from that end to this start, µs."""
+
+
+def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile) -> Timeline:
+    """Run a schedule on the cost model.
+
+    An op starts ``same_stream_edge_us`` after its predecessor on the stream, ``cross_stream_edge_us`` after each
+    producer that it waits for, and ``fork_us`` after the beginning if it waits for ``FORK``, whichever is latest.
+
+    Returns:
+        One slice per launch, in launch order. Where side streams are used, two empty slices on stream 0 mark the
+        moments of ``FORK`` (time 0) and of ``JOIN``: the end of stream 0's last op, or ``join_us`` after the last end
+        that the join waits for, whichever is later. The makespan thus includes both.
+
+    Raises:
+        ScheduleError: ops wait for each other, or for an op that is not launched.
+
+    Example:
+        >>> from autostream.ir import Launch
+        >>> profile = DeviceProfile("GPU", 132, 4.8e6, {}, 2.0, 1.0, 2.0, 0.5, 0.5, "table")
+        >>> costs = {name: OpCost(10.0, 0.4, 0.1, "roofline") for name in "ab"}
+        >>> alone = Schedule("sequential", 1, (Launch("a", 0), Launch("b", 0)))
+        >>> simulate(alone, costs, profile).makespan_us
+        21.0
+        >>> beside = Schedule("critical_path", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,))), join_waits=("b",))
+        >>> simulate(beside, costs, profile).makespan_us
+        11.0
+    """
+    edges = _edges(schedule, profile)
+    device = _Device(costs)
+    device.run(edges)
+    for name, before in edges.items():
+        never = [other for other in before if other not in device.ends]
+        if never:
+            raise ScheduleError(f"{name} would never start: it waits for {never[0]}, which is not launched earlier")
+    streams = schedule.stream_of
+    return Timeline(tuple(Slice(name, streams.get(name, 0), device.starts[name], device.ends[name]) for name in edges))
+
+
+def _edges(schedule: Schedule, profile: DeviceProfile) -> dict[str, dict[str, float]]:
+    """The launches in order, between ``FORK`` and ``JOIN`` where there are side streams to fork and join."""
+    edges: dict[str, dict[str, float]] = {}
+    if any(FORK in launch.waits for launch in schedule.launches):
+        edges[FORK] = {}
+    last: dict[int, str] = {}
+    for launch in schedule.launches:
+        before = {name: profile.fork_us if name == FORK else profile.cross_stream_edge_us for name in launch.waits}
+        if launch.stream in last:
+            before[last[launch.stream]] = profile.same_stream_edge_us
+        edges[launch.op] = before
+        last[launch.stream] = launch.op
+    if schedule.join_waits:
+        edges[JOIN] = dict.fromkeys(schedule.join_waits, profile.join_us) | ({last[0]: 0.0} if 0 in last else {})
+    return edges
+
+
+_MARK = OpCost(0.0, 0.0, 0.0, "roofline")
+"""What ``FORK`` and ``JOIN`` take."""
+
+
+@dataclass(slots=True)
+class _Device:
+    """Runs ops that are ready, together. ``now`` is the time, ``done`` the work each running op has seen done, µs."""
+
+    costs: Costs
+    now: float = 0.0
+    done: float = 0.0
+    starting: list[tuple[float, int, str]] = field(default_factory=list)
+    running: list[tuple[float, int, str]] = field(default_factory=list)
+    starts: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, float] = field(default_factory=dict)
+
+    def run(self, edges: Edges) -> None:
+        """Run everything in ``edges`` that becomes ready; earlier entries go first where moments coincide."""
+        place = {name: at for at, name in enumerate(edges)}
+        missing = {name: len(before) for name, before in edges.items()}
+        after: dict[str, list[str]] = {name: [] for name in edges}
+        for name, before in edges.items():
+            for other in before:
+                after.setdefault(other, []).append(name)
+        for name, count in missing.items():
+            if not count:
+                heappush(self.starting, (0.0, place[name], name))
+        while self.starting or self.running:
+            ended = self._next_event()
+            for name in after[ended] if ended else ():
+                missing[name] -= 1
+                if not missing[name]:
+                    start = max(self.ends[other] + edge_us for other, edge_us in edges[name].items())
+                    heappush(self.starting, (start, place[name], name))
+
+    def _next_event(self) -> str | None:
+        """Let the next op end, and return it, or the next one start."""
+        slowdown = self._slowdown()
+        end = self.now + (self.running[0][0] - self.done) * slowdown if self.running else inf
+        if self.starting and self.starting[0][0] < end:
+            start, place, name = heappop(self.starting)
+            # alone, an op takes exactly its duration, whatever was before: the clock of work restarts
+            self.done = self.done + (start - self.now) / slowdown if self.running else 0.0
+            self.now = self.starts[name] = start
+            heappush(self.running, (self.done + self._cost(name).duration_us, place, name))
+            return None
+        self.done, _, name = heappop(self.running)
+        self.now = self.ends[name] = max(self.now, end)
+        return name
+
+    def _slowdown(self) -> float:
+        running = [self._cost(name) for _, _, name in self.running]
+        return max(1.0, sum(cost.sm_share for cost in running), sum(cost.bandwidth_share for cost in running))
+
+    def _cost(self, name: str) -> OpCost:
+        return _MARK if name in (FORK, JOIN) else self.costs[name]

@@ -1,0 +1,161 @@
+"""What the shape of a graph says about how much may run side by side.
+
+    ┌─ b ── c ─┐      the longest path, by cost, is critical: no schedule beats it
+ a ─┤          ├─ e   a and e are cuts: everything is before or after them
+    └─── d ────┘      between them lie a region's branches: b-c and d
+
+Terms: the *bottom level* of an op is the longest path from its start to the end of the run, its *top level* the
+longest path from the start of the run to its start (Adam, Chandy & Dickson 1974: "A comparison of list schedules for
+parallel processing systems"). Edges between streams cost nothing here: these are bounds.
+
+All is linear in ops and dependencies, except :func:`independent_counts` and :func:`width`, which need the closure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import networkx as nx
+
+from autostream.ir import FORK, JOIN, Costs, OpGraph
+from autostream.scheduling import bitsets
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of a graph whose branches may run side by side.
+
+    Attributes:
+        fork: the op after which the branches start, or ``FORK``.
+        join: the op before which they end, or ``JOIN``.
+        branches: their ops in program order; no op of one depends on an op of another.
+    """
+
+    fork: str
+    join: str
+    branches: tuple[tuple[str, ...], ...]
+
+
+def bottom_levels(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
+    """The longest path from each op's start to a sink's end, µs.
+
+    Example:
+        >>> from autostream.ir import Dependency, Hazard, Op, OpCost
+        >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset({name})) for name in "ab"}
+        >>> graph = OpGraph(ops, (Dependency("a", "b", Hazard.RAW, "a"),), {}, (), "cpu")
+        >>> costs = {"a": OpCost(3.0, 1.0, 0.0, "roofline"), "b": OpCost(4.0, 1.0, 0.0, "roofline")}
+        >>> bottom_levels(graph, costs)["a"], top_levels(graph, costs)["b"], critical_path(graph, costs)
+        (7.0, 3.0, ('a', 'b'))
+    """
+    level: dict[str, float] = {}
+    for name in reversed(list(graph.ops)):
+        tail = max((level[after] for after in graph.digraph.successors(name)), default=0.0)
+        level[name] = costs[name].duration_us + tail
+    return level
+
+
+def top_levels(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
+    """The longest path from any source's start to each op's start, µs: the earliest it can start."""
+    level: dict[str, float] = {}
+    for name in graph.ops:
+        before = graph.digraph.predecessors(name)
+        level[name] = max((level[other] + costs[other].duration_us for other in before), default=0.0)
+    return level
+
+
+def critical_path(graph: OpGraph, costs: Costs) -> tuple[str, ...]:
+    """The ops of the longest path by duration; of equal ones, the first in program order."""
+    level = bottom_levels(graph, costs)
+    path: list[str] = []
+    candidates = list(graph.ops)
+    while candidates:
+        path.append(max(candidates, key=level.__getitem__))
+        candidates = list(graph.digraph.successors(path[-1]))
+    return tuple(path)
+
+
+def critical_path_us(graph: OpGraph, costs: Costs) -> float:
+    """The length of the longest path, µs: no schedule of any number of streams is shorter."""
+    return max(bottom_levels(graph, costs).values(), default=0.0)
+
+
+def slack(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
+    """How much later than its earliest start each op may start without prolonging the longest path, µs."""
+    bottom, top = bottom_levels(graph, costs), top_levels(graph, costs)
+    length = max(bottom.values(), default=0.0)
+    return {name: length - top[name] - bottom[name] for name in graph.ops}
+
+
+def gain_bound(graph: OpGraph, costs: Costs) -> float:
+    """How many times faster than one stream any schedule can be: total cost over critical path; 1 if there is none."""
+    length = critical_path_us(graph, costs)
+    return sum(costs[name].duration_us for name in graph.ops) / length if length else 1.0
+
+
+def independent_counts(graph: OpGraph) -> Mapping[str, int]:
+    """How many ops are neither before nor after each op. O(E·V/30) digit operations, tens of ms for 10,000 ops."""
+    before, after = bitsets.ancestors(graph), bitsets.descendants(graph)
+    others = len(graph.ops) - 1
+    return {name: others - before[at].bit_count() - after[at].bit_count() for at, name in enumerate(graph.ops)}
+
+
+def width(graph: OpGraph) -> int:
+    """The largest number of ops no two of which depend on each other: more streams are never busy.
+
+    By Dilworth's theorem it is the smallest number of chains that hold every op, which is the number of ops less a
+    maximum matching in the closure (Fulkerson 1956). O(V^2.5/30) digit operations at worst, where enumerating
+    antichains is exponential.
+    """
+    return len(graph.ops) - len(bitsets.maximum_matching(bitsets.descendants(graph)))
+
+
+def cuts(graph: OpGraph) -> tuple[str, ...]:
+    """Ops that every other op is before or after, in program order.
+
+    An op is one if and only if all earlier ops have a successor no later than it, and all later ops a predecessor no
+    earlier than it: follow those successors, or predecessors, and you arrive at it.
+    """
+    successors = bitsets.successor_positions(graph)
+    count = len(successors)
+    nearest_predecessor = [-1] * count
+    for at, after in enumerate(successors):
+        for successor in after:
+            nearest_predecessor[successor] = at
+    earliest_reach = [count] * (count + 1)
+    for at in reversed(range(count)):
+        earliest_reach[at] = min(earliest_reach[at + 1], nearest_predecessor[at])
+    found = []
+    latest_reach = -1
+    for at, name in enumerate(graph.ops):
+        if latest_reach <= at <= earliest_reach[at + 1]:
+            found.append(name)
+        latest_reach = max(latest_reach, min(successors[at], default=count))
+    return tuple(found)
+
+
+def regions(graph: OpGraph) -> tuple[Region, ...]:
+    """The stretches between neighbouring cuts that consist of two or more branches, in program order.
+
+    Branches that exchange values count as one: where a whole graph is entangled, this is empty and
+    :func:`independent_counts` says more.
+    """
+    bounds = [FORK, *cuts(graph), JOIN]
+    inner: dict[str, list[str]] = {bound: [] for bound in bounds}
+    fork = FORK
+    for name in graph.ops:
+        if name in inner:
+            fork = name
+        else:
+            inner[fork].append(name)
+    found = (Region(fork, join, _branches(graph, inner[fork])) for fork, join in pairwise(bounds))
+    return tuple(region for region in found if len(region.branches) > 1)
+
+
+def _branches(graph: OpGraph, names: list[str]) -> tuple[tuple[str, ...], ...]:
+    position = {name: at for at, name in enumerate(names)}
+    parts = nx.weakly_connected_components(graph.digraph.subgraph(names))
+    return tuple(
+        sorted((tuple(sorted(part, key=position.__getitem__)) for part in parts), key=lambda p: position[p[0]])
+    )

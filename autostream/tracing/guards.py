@@ -1,0 +1,43 @@
+"""Calls that must reach the plain model, because a graph traced from ordinary ones would not do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+_ORDINARY = {Tensor, nn.Parameter, nn.Buffer}
+_DEVICES = {"cpu", "cuda"}
+
+
+def unusual_call() -> str:
+    """Why the circumstances of this call are not ordinary, or ``""``."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return "torch.jit is tracing the call"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "a TorchDispatchMode is active, which would not see the ops of a graph"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a function transform (vmap, grad, …) is active"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return "the caller is capturing a CUDA graph of their own"
+    return ""
+
+
+def unusual_tensor(tensors: Sequence[Tensor]) -> str:
+    """Why one of these tensors is not an ordinary strided one, or ``""``.
+
+    Example:
+        >>> unusual_tensor([torch.ones(2), torch.ones(2).to_sparse()])
+        'input 1 has the layout torch.sparse_coo'
+    """
+    for index, tensor in enumerate(tensors):
+        if type(tensor) not in _ORDINARY:
+            return f"input {index} is a {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return f"input {index} has the layout {tensor.layout}"
+        if tensor.device.type not in _DEVICES:
+            return f"input {index} is on {tensor.device}"
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return f"input {index} is quantized, conjugated or negated lazily"
+    return ""

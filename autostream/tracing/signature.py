@@ -1,0 +1,81 @@
+"""What two calls must have in common to share one schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autostream.tracing.tree import Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Everything that tracing or the choice of kernels depends on, hashable.
+
+    Attributes:
+        structure: of positional and keyword arguments, constants among them.
+        tensors: per tensor its shape, strides, dtype and device.
+        aliases: per tensor, which earlier tensor shares its storage and at what offset; ``()`` where none does.
+        training: of the model and all its submodules, one byte each.
+        records_gradients: whether the call would record a graph for autograd.
+        numerics: autocast, matmul precision and determinism as they are now.
+    """
+
+    structure: Structure
+    tensors: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
+    aliases: tuple[tuple[int, int], ...]
+    training: bytes
+    records_gradients: bool
+    numerics: Hashable
+
+    def __str__(self) -> str:
+        """Readable, e.g. ``1x3x224x224:float16 on cuda:0, eval, no gradients``."""
+        tensors = ", ".join(
+            f"{'x'.join(map(str, shape)) or 'scalar'}:{str(dtype).removeprefix('torch.')} on {device}"
+            for shape, _, dtype, device in self.tensors
+        )
+        mode = "train" if any(self.training) else "eval"
+        return f"{tensors or 'no tensors'}, {mode}, {'gradients' if self.records_gradients else 'no gradients'}"
+
+
+def signature_of(
+    structure: Structure, tensors: Sequence[Tensor], training: bytes, records_gradients: bool
+) -> Signature:
+    """The signature of a call with these flat arguments, in the modes that are set now."""
+    return Signature(
+        structure,
+        tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors),
+        _aliases(tensors) if len(tensors) > 1 else (),
+        training,
+        records_gradients,
+        _numerics(),
+    )
+
+
+def _aliases(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    storages = [t.untyped_storage()._cdata for t in tensors]
+    if len(set(storages)) == len(storages):
+        return ()
+    # Offsets matter only relative to the tensor shared with: its own place in memory is not the program's business.
+    firsts = [storages.index(storage) for storage in storages]
+    return tuple(
+        (first, int(t.storage_offset() - tensors[first].storage_offset()))
+        for first, t in zip(firsts, tensors, strict=True)
+    )
+
+
+def _numerics() -> Hashable:
+    autocast = tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)
+    )
+    return (
+        autocast,
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.allow_tf32,
+    )

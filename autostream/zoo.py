@@ -1,0 +1,127 @@
+"""Real models by name, with random weights: what the demo, the benchmarks and ``autostream inspect NAME`` run."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autostream.errors import TargetError
+
+SEED = 0
+"""Weights and inputs are the same in every process, so that two runs can be compared."""
+
+IMAGE = (1, 3, 224, 224)
+CLIP = (1, 3, 16, 224, 224)
+"""One image; sixteen frames of one."""
+
+_OWN_INIT = ("googlenet", "inception_v3")
+
+
+def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Make the torchvision or timm model of this name, in eval mode, and inputs that it takes; both on the CPU.
+
+    Weights are random, from a fixed seed; nothing is downloaded and the global random state stays as it was. Inputs
+    are random too: one image of 1x3x224x224 (299 for Inception-v3, for timm models the size in their configuration),
+    sixteen frames for video models, two images for optical flow, a list of images for detection. A name that both
+    libraries know means torchvision's model.
+
+    Raises:
+        TargetError: no model has this name, or torchvision or timm is not installed.
+
+    Example:
+        >>> model, (image,) = build("squeezenet1_1")
+        >>> model.training, tuple(image.shape), tuple(model(image).shape)
+        (False, (1, 3, 224, 224), (1, 1000))
+    """
+    torchvision, timm = _import("torchvision", name), _import("timm", name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        if name in torchvision.models.list_models():
+            model, args = _torchvision_model(torchvision.models, name), _torchvision_inputs(torchvision.models, name)
+        elif timm.is_model(name):
+            model = timm.create_model(name, pretrained=False)
+            args = (torch.randn(1, *model.pretrained_cfg["input_size"]),)
+        else:
+            raise _unknown(name, [*torchvision.models.list_models(), *timm.list_models()])
+    return model.eval(), args
+
+
+def _torchvision_model(models: ModuleType, name: str) -> nn.Module:
+    """A model without weights of its own, nor of its backbone, which builders would download by default."""
+    accepted = inspect.signature(models.get_model_builder(name)).parameters
+    backbone = {"weights_backbone": None} if "weights_backbone" in accepted else {}
+    if name.removeprefix("quantized_") not in _OWN_INIT:
+        return models.get_model(name, weights=None, **backbone)  # type: ignore[no-any-return]
+    # These two initialise slowly and to weights so small that the outputs hardly depend on the inputs: an error in
+    # an early layer would not show. Their auxiliary classifiers exist for training alone.
+    model: nn.Module = models.get_model(name, weights=None, aux_logits=False, init_weights=False)
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    return model
+
+
+def _torchvision_inputs(models: ModuleType, name: str) -> tuple[Any, ...]:
+    if name in models.list_models(module=models.video):
+        return (torch.randn(CLIP),)
+    if name in models.list_models(module=models.optical_flow):
+        return (torch.randn(IMAGE), torch.randn(IMAGE))
+    if name in models.list_models(module=models.detection):
+        return ([torch.rand(IMAGE[1:])],)
+    return (_image(299 if name.endswith("inception_v3") else 224),)
+
+
+def _image(size: int) -> Tensor:
+    return torch.randn(*IMAGE[:2], size, size)
+
+
+def _import(library: str, name: str) -> ModuleType:
+    try:
+        return _import_without_compiled_ops(library)
+    except ModuleNotFoundError as error:
+        raise TargetError(
+            f"the zoo model {name!r} needs {error.name}, which is not installed: "
+            'pip install "autostream[zoo]", or write package.module:factory or file.py:factory'
+        ) from error
+
+
+def _import_without_compiled_ops(library: str) -> ModuleType:
+    """Import torchvision, or what imports it, also where its compiled ops cannot load.
+
+    The wheel of torchvision in the package index is linked to a CUDA torch. On a CPU torch its shared object does not
+    load, and its import then fails where it registers shape functions for two ops that nobody declared. Declaring
+    them is enough for every model that does not run them.
+    """
+    try:
+        return importlib.import_module(library)
+    except RuntimeError as error:
+        if torch.version.cuda is not None or "torchvision::nms does not exist" not in str(error):
+            raise
+        _declare_missing_ops()
+        return importlib.import_module(library)
+
+
+@functools.cache
+def _declare_missing_ops() -> torch.library.Library:
+    # The declarations live as long as the object does: the cache keeps it.
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for op in ("nms", "qnms"):
+        library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+    return library
+
+
+def _unknown(name: str, known: Sequence[str]) -> TargetError:
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+    return TargetError(
+        f"there is no zoo model {name!r}{hint}: write a name from torchvision.models.list_models() or "
+        "timm.list_models(), or package.module:factory, or file.py:factory"
+    )

@@ -1,0 +1,152 @@
+"""Device profiles: known GPUs by the datasheet, others by what the driver tells, errors that say what to write."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autostream.costs.device import known_names, profile_named, profile_of
+from autostream.errors import TargetError
+
+
+def _driver(monkeypatch: pytest.MonkeyPatch, **properties: object) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+
+
+def test_h200_has_the_numbers_of_its_datasheet_per_microsecond() -> None:
+    profile = profile_named("h200")
+    assert profile.multiprocessors == 132
+    assert profile.bandwidth == pytest.approx(4.8e12 / 1e6)
+    assert profile.flops["float16"] == pytest.approx(989.5e12 / 1e6)
+    assert profile.flops["float8_e4m3fn"] == 2 * profile.flops["bfloat16"]
+    assert profile.source == "table"
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_every_known_name_has_a_usable_profile(name: str) -> None:
+    profile = profile_named(name)
+    assert profile.multiprocessors > 0
+    assert profile.bandwidth > 0
+    assert profile.kernel_us > 0
+    assert set(profile.flops) >= {"float64", "float32", "float16", "bfloat16", "float8_e5m2", "int8"}
+    assert min(profile.flops.values()) > 0
+    assert json.loads(json.dumps(profile.flops)) == profile.flops
+
+
+@pytest.mark.parametrize("name", [name for name in known_names() if name != "cpu"])
+def test_the_drivers_name_leads_to_the_same_row(name: str) -> None:
+    assert profile_named(profile_named(name).name) == profile_named(name)
+
+
+def test_half_precision_is_faster_than_double_where_there_are_tensor_cores() -> None:
+    for name in set(known_names()) - {"cpu"}:
+        flops = profile_named(name).flops
+        assert flops["float64"] <= flops["float32"] < flops["float16"], name
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [
+        ("H100", 3.35e6),
+        ("NVIDIA H100 PCIe", 2.0e6),
+        ("h100-PCIe", 2.0e6),
+        ("a100", 2.039e6),
+        ("NVIDIA A100-PCIE-40GB", 1.555e6),
+        ("l4", 0.3e6),
+        ("NVIDIA L40S", 0.864e6),
+        ("Tesla T4", 0.32e6),
+    ],
+)
+def test_variants_of_a_gpu_are_told_apart(name: str, bandwidth: float) -> None:
+    assert profile_named(name).bandwidth == pytest.approx(bandwidth)
+
+
+def test_a_gpu_without_a_unit_computes_at_float32_speed() -> None:
+    t4 = profile_named("t4").flops
+    assert t4["bfloat16"] == t4["float8_e4m3fn"] == t4["float32"]
+
+
+@pytest.mark.parametrize("name", ["h2000", "GH200", "NVIDIA H200 NVL", "", "3090"])
+def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
+    with pytest.raises(TargetError, match="h200, h100-pcie, h100, a100-40gb"):
+        profile_named(name)
+
+
+def test_a_known_gpu_of_this_machine_keeps_the_drivers_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _driver(monkeypatch, name="NVIDIA A100-PCIE-40GB", multi_processor_count=108, major=8, minor=0)
+    profile = profile_of("cuda:0")
+    assert (profile.name, profile.source) == ("NVIDIA A100-PCIE-40GB", "table")
+
+
+def test_a_slice_of_a_known_gpu_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    _driver(monkeypatch, name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", multi_processor_count=42, major=8, minor=0)
+    profile = profile_of("cuda:0")
+    assert (profile.multiprocessors, profile.source) == (42, "properties")
+
+
+def test_an_unknown_gpu_is_derived_from_its_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An RTX 3090: 82 SMs at 1.695 GHz; 256 float32 operations per SM and clock are 35.6 TFLOP/s; 936 GB/s.
+    _driver(
+        monkeypatch,
+        name="NVIDIA GeForce RTX 3090",
+        multi_processor_count=82,
+        major=8,
+        minor=6,
+        clock_rate=1_695_000,
+        memory_clock_rate=9_751_000,
+        memory_bus_width=384,
+    )
+    profile = profile_of("cuda")
+    assert profile.flops["float32"] == pytest.approx(35.6e6, rel=0.01)
+    assert profile.flops["float16"] == pytest.approx(4 * 35.6e6, rel=0.01)
+    assert profile.bandwidth == pytest.approx(936e3, rel=0.01)
+    assert profile.source == "properties"
+
+
+def test_a_driver_that_tells_nothing_still_gives_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    _driver(monkeypatch, name="NVIDIA Z1", multi_processor_count=10, major=99, minor=0)
+    profile = profile_of("cuda:0")
+    assert profile.bandwidth > 0
+    assert min(profile.flops.values()) > 0
+
+
+def test_an_architecture_between_two_known_ones_counts_as_the_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"multi_processor_count": 10, "clock_rate": 1_000_000}
+    _driver(monkeypatch, name="A", major=8, minor=7, **known)
+    between = profile_of("cuda:0")
+    _driver(monkeypatch, name="A", major=8, minor=6, **known)
+    assert between == profile_of("cuda:0")
+    _driver(monkeypatch, name="A", major=8, minor=9, **known)
+    assert between.flops["float8_e5m2"] < profile_of("cuda:0").flops["float8_e5m2"]
+
+
+def test_the_cpu_has_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
+    three = profile_of("cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+    one = profile_of("cpu")
+    assert three.multiprocessors == 3
+    assert three.flops["float32"] == pytest.approx(3 * one.flops["float32"])
+    assert profile_named("CPU") == one
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:x", "h200", ""])
+def test_a_device_of_another_kind_is_refused(device: str) -> None:
+    with pytest.raises(TargetError, match="use 'cpu', 'cuda' or 'cuda:N'"):
+        profile_of(device)
+
+
+def test_a_gpu_that_is_not_here_is_refused_with_the_way_to_plan_for_it() -> None:
+    with pytest.raises(TargetError, match=r"'cuda:97' is not on this machine .*: .*h200"):
+        profile_of("cuda:97")
+
+
+@pytest.mark.gpu
+def test_the_gpu_of_this_machine_has_a_profile() -> None:
+    profile = profile_of("cuda:0")
+    assert profile.name == torch.cuda.get_device_name(0)
+    assert profile.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count

@@ -1,0 +1,155 @@
+"""The roofline: which roof holds, how small kernels lower it, and what each op takes of the device."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autostream.costs import roofline
+from autostream.costs.roofline import cost_of, fill, price, traffic
+from autostream.ir import DeviceProfile, Op, OpCost, OpGraph
+
+# 100 SMs; 1e6 bytes per µs; 1e8 float16 operations per µs: numbers to reckon with by hand.
+GPU = DeviceProfile("GPU", 100, 1e6, {"float32": 1e7, "float16": 1e8}, 2.0, 1.0, 1.75, 1.5, 1.5, "table")
+
+sizes = st.integers(0, 10**10)
+
+
+def _op(name: str = "op", target: str = "aten.relu.default", **changes: object) -> Op:
+    return replace(Op(name, target, (name,), frozenset(), frozenset()), **changes)  # type: ignore[arg-type]
+
+
+def _price(op: Op, profile: DeviceProfile = GPU, device: str = "cuda:0") -> OpCost:
+    return price(OpGraph({op.name: op}, (), {}, (), device), profile)[op.name]
+
+
+def _matmul(m: int, n: int, k: int) -> Op:
+    return _op(
+        target="aten.mm.default",
+        flops=2 * m * n * k,
+        elements=m * n,
+        bytes_read=2 * (m * k + k * n),
+        bytes_written=2 * m * n,
+    )
+
+
+def test_a_large_copy_costs_its_bytes_over_four_fifths_of_the_bandwidth() -> None:
+    cost = _price(_op(elements=10**7, bytes_read=2 * 10**7, bytes_written=2 * 10**7))
+    assert cost.duration_us == pytest.approx(4e7 / 0.8e6)
+    assert cost.sm_share == 1.0
+    assert cost.bandwidth_share == pytest.approx(0.8)
+
+
+def test_a_large_product_costs_its_flops_over_seven_tenths_of_the_peak() -> None:
+    cost = _price(_matmul(4096, 4096, 4096))
+    assert cost.duration_us == pytest.approx(2 * 4096**3 / 0.7e8)
+    assert cost.sm_share == 1.0
+    assert cost.bandwidth_share == pytest.approx(3 * 2 * 4096**2 / (cost.duration_us * 1e6))
+
+
+def test_nothing_is_shorter_than_the_shortest_kernel() -> None:
+    cost = _price(_op(elements=10, bytes_read=20, bytes_written=20))
+    assert cost.duration_us == 2.0
+    assert cost.sm_share == pytest.approx(1 / 100)
+    assert cost.bandwidth_share == pytest.approx(40 / 2e6)
+
+
+def test_a_product_of_few_tiles_gets_the_peak_of_as_many_multiprocessors() -> None:
+    # 512 × 512 results are 64 tiles of 64 × 64; it reads 512 KiB × 2 = 32 blocks of 32 KiB, fewer than the tiles.
+    cost = _price(_matmul(512, 512, 512))
+    assert cost.sm_share == pytest.approx(64 / 100)
+    assert cost.duration_us == pytest.approx(2 * 512**3 / (0.7e8 * 0.64))
+
+
+def test_a_small_kernel_gets_the_bandwidth_of_as_many_multiprocessors() -> None:
+    # 10 × 8192 results keep ten multiprocessors busy, which draw a tenth of 0.8e6 bytes per µs.
+    cost = _price(_op(elements=10 * 8192, bytes_written=10**6))
+    assert cost.duration_us == pytest.approx(12.5)
+    assert cost.bandwidth_share == pytest.approx(0.08)
+
+
+def test_a_product_with_a_vector_fills_the_device_by_what_it_reads() -> None:
+    # One row of 4096 results is one tile, but libraries split the 32 MiB of weights among all multiprocessors.
+    cost = _price(_matmul(1, 4096, 4096))
+    assert cost.sm_share == 1.0
+    assert cost.duration_us == pytest.approx(traffic(_matmul(1, 4096, 4096)) / 0.8e6)
+
+
+def test_a_reduction_to_one_number_is_as_parallel_as_its_input() -> None:
+    total = _op(target="aten.sum.default", elements=1, bytes_read=100 * 32 * 1024, bytes_written=2)
+    assert fill(total, GPU) == 1.0
+    assert fill(replace(total, bytes_read=10 * 32 * 1024), GPU) == pytest.approx(0.1)
+
+
+def test_a_lookup_reads_what_it_returns_not_the_table() -> None:
+    lookup = _op(target="aten.embedding.default", elements=1000, bytes_read=10**9, bytes_written=2000)
+    assert traffic(lookup) == 4000
+    assert _price(lookup).duration_us == 2.0
+    assert _price(replace(lookup, target="aten.sum.default")).duration_us > 1000
+
+
+def test_a_dtype_that_the_device_does_not_list_counts_as_float32() -> None:
+    product = _matmul(4096, 4096, 4096)
+    assert _price(replace(product, dtype="complex64")) == _price(replace(product, dtype="float32"))
+    assert _price(replace(product, dtype="float32")).duration_us > 9 * _price(product).duration_us
+
+
+def test_an_op_of_the_host_takes_no_time_of_the_gpu() -> None:
+    product = replace(_matmul(4096, 4096, 4096), device="cpu")
+    assert _price(product).duration_us == 0.0
+    assert _price(product).bandwidth_share == 0.0
+    assert 0 < _price(product).sm_share <= 0.01
+    assert _price(product, device="cpu").duration_us > 0
+
+
+def test_a_core_takes_more_results_than_a_multiprocessor_before_the_next_one_helps() -> None:
+    # 4 × 8192 results fill four multiprocessors; ATen gives one thread 32768.
+    small = _op(elements=4 * 8192)
+    assert fill(small, GPU) == pytest.approx(4 / 100)
+    assert fill(replace(small, device="cpu"), GPU) == pytest.approx(1 / 100)
+
+
+def test_a_measured_time_decides_the_shares() -> None:
+    # 64 of 100 multiprocessors by tiles; in 2 µs at full rate they would compute 2e8 × 0.64 operations.
+    product = _matmul(512, 512, 512)
+    fast = cost_of(product, GPU, 2 * 512**3 / 1e8, "measured")
+    slow = cost_of(product, GPU, 100.0, "measured")
+    assert fast.sm_share == pytest.approx(1.0)
+    assert slow.sm_share == pytest.approx(0.64)
+    assert slow.bandwidth_share == pytest.approx(traffic(product) / 100e6)
+    assert slow.source == "measured"
+
+
+def test_every_op_is_priced_in_program_order() -> None:
+    ops = {name: _op(name) for name in ("b", "a", "c")}
+    assert list(price(OpGraph(ops, (), {}, (), "cuda:0"), GPU)) == ["b", "a", "c"]
+
+
+@given(flops=sizes, elements=sizes, read=sizes, written=sizes, device=st.sampled_from(["cuda:0", "cpu"]))
+def test_shares_stay_in_their_ranges(flops: int, elements: int, read: int, written: int, device: str) -> None:
+    op = _op(flops=flops, elements=elements, bytes_read=read, bytes_written=written, device=device)
+    for profile in (GPU, replace(GPU, kernel_us=0.0)):
+        cost = _price(op, profile)
+        assert cost.duration_us >= (0 if device == "cpu" else profile.kernel_us)
+        assert 0 < cost.sm_share <= 1
+        assert 0 <= cost.bandwidth_share <= 1
+
+
+@given(flops=sizes, elements=sizes, read=sizes, written=sizes)
+def test_more_work_of_the_same_shape_never_costs_less(flops: int, elements: int, read: int, written: int) -> None:
+    op = _op(flops=flops, elements=elements, bytes_read=read, bytes_written=written)
+    more = replace(op, flops=2 * flops, bytes_written=2 * written)
+    if (2 * flops > 64 * elements) == (flops > 64 * elements):
+        assert _price(more).duration_us >= _price(op).duration_us
+
+
+def test_pricing_needs_no_torch() -> None:
+    tree = ast.parse(Path(roofline.__file__).read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported == {"__future__", "math", "typing", "autostream.ir"}

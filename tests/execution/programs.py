@@ -1,0 +1,164 @@
+"""Small models, traced and analysed, with schedules that are drawn at random: what the tests of execution run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from autostream.analysis.dependencies import analyze
+from autostream.ir import Assignment, Launch, OpGraph, Program, Role, Schedule
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.synchronize import synchronize
+from autostream.tracing.export import trace
+from autostream.tracing.tree import flatten
+
+Launches = Sequence[Launch]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A traced model, and the tensors that it was traced with in the order of its placeholders."""
+
+    program: Program
+    graph: OpGraph
+    tensors: tuple[Tensor, ...]
+
+    def args(self) -> list[Tensor]:
+        """Copies of the tensors, for one run to write to."""
+        return [tensor.detach().clone() for tensor in self.tensors]
+
+    def expected(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What the ops compute one by one in program order: results, and arguments afterwards."""
+        args = self.args()
+        with torch.no_grad():
+            return self.program.module(*args), args
+
+
+def case_of(model: nn.Module | Callable[..., object], *inputs: Tensor) -> Case:
+    """Trace a model, or a function of tensors, and analyse it."""
+    module = model if isinstance(model, nn.Module) else _Function(model)
+    tensors, structure = flatten((inputs, {}))
+    traced = trace(module, tensors, structure)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers()), **traced.constants}
+    given = {str(index): tensor for index, tensor in enumerate(tensors)}
+    held = tuple((given if p.role is Role.INPUT else state)[p.target] for p in traced.program.placeholders)
+    return Case(traced.program, analyze(traced.program), held)
+
+
+def schedule_of(launches: Launches, join_waits: Sequence[str] = ()) -> Schedule:
+    """A schedule by hand."""
+    return Schedule("by hand", max(launch.stream for launch in launches) + 1, tuple(launches), tuple(join_waits))
+
+
+def random_schedule(graph: OpGraph, streams: int, seed: int) -> Schedule:
+    """A correct schedule: any topological order, any streams (what must be on stream 0 is), waits and releases."""
+    choose = random.Random(seed)
+    missing = {name: graph.digraph.in_degree(name) for name in graph.ops}
+    order: list[str] = []
+    while len(order) < len(missing):
+        name = choose.choice([name for name, count in missing.items() if count == 0 and name not in order])
+        order.append(name)
+        for after in graph.digraph.successors(name):
+            missing[after] -= 1
+    stream = {name: 0 if name in graph.pinned else choose.randrange(streams) for name in order}
+    return place_releases(graph, synchronize(graph, Assignment("random", streams, tuple(order), stream)))
+
+
+def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether tensors are equal to the bit."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *tensors: Tensor) -> object:
+        return self._function(*tensors)
+
+
+class Towers(nn.Module):
+    """Towers of linear layers over one input, added up."""
+
+    def __init__(self, towers: int = 3, layers: int = 2, width: int = 8) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
+            for _ in range(towers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([tower(x) for tower in self.towers]).sum(0)
+
+
+class Normalized(nn.Module):
+    """Two branches through one batch norm in training mode: three buffers written twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.sin()) + self.norm(x.cos())
+
+
+def in_place(x: Tensor) -> Tensor:
+    """Reads and writes of one storage in turn, through itself and through views."""
+    a = x + 1
+    b = a.sin()
+    a.mul_(2)
+    c = a.cos()
+    half = a[:2]
+    half.add_(b[2:])
+    d = a.exp()
+    return b + c * d
+
+
+def views(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of intermediates and of inputs, of which one is returned."""
+    left, right = (x * 3).split(2)
+    turned = x.t()
+    product = left @ turned[:, :2]
+    return product.relu(), (right + 1).view(-1)
+
+
+def several(x: Tensor) -> Tensor:
+    """Ops of several results, some unused; integers and booleans."""
+    values, indices = x.max(1)
+    order = x.argsort(0)
+    mean = torch.var_mean(x, 0)[1]
+    mask = x > 0
+    chosen = torch.where(mask, x, -x).gather(0, order)
+    return chosen.sum(1) + values * indices + mean.sum()
+
+
+def aliased(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes an input, and returns it."""
+    z = x * y
+    x.add_(z.sin())
+    return x, z + y
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module | Callable[..., object]], Sequence[tuple[int, ...]]]] = {
+    "towers": (Towers, [(2, 8)]),
+    "normalized": (Normalized, [(6, 4)]),
+    "in_place": (lambda: in_place, [(4, 4)]),
+    "views": (lambda: views, [(4, 4)]),
+    "several": (lambda: several, [(4, 4)]),
+    "aliased": (lambda: aliased, [(4, 4), (4, 4)]),
+}
+"""The models above, by name, with the shapes of their inputs."""
+
+
+@cache
+def sample(name: str) -> Case:
+    """One of ``MODELS``, traced."""
+    torch.manual_seed(0)
+    model, shapes = MODELS[name]
+    return case_of(model(), *map(torch.randn, shapes))

@@ -1,0 +1,301 @@
+"""Lowering: what is written where, by hand; and that what is written computes the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autostream.analysis.dependencies import analyze
+from autostream.errors import ScheduleError
+from autostream.execution import streams
+from autostream.execution.lower import lower
+from autostream.ir import FORK, Launch, Op, OpGraph, Placeholder, Program, Role, Schedule, Storage
+from tests.execution.programs import MODELS, Case, Towers, case_of, random_schedule, same, sample, schedule_of
+
+
+def model_of_a_diamond(x: Tensor) -> Tensor:
+    r"""Two ops between two others.
+
+       relu
+      /    \
+    sin    cos
+      \    /
+       add
+    """
+    top = x.relu()
+    return top.sin() + top.cos()
+
+
+@pytest.fixture(scope="module")
+def diamond() -> Case:
+    return case_of(model_of_a_diamond, torch.randn(4))
+
+
+def written(module: fx.GraphModule) -> list[str]:
+    """Each node as ``"name = target(arguments)"``, without the namespaces."""
+    lines = []
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            target = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+            lines.append(f"{node.name} = {target}({', '.join(map(str, node.args))})")
+    return lines
+
+
+def lowered(case: Case, schedule: Schedule) -> fx.GraphModule:
+    module = lower(case.program, case.graph, schedule)
+    module.graph.lint()
+    return module
+
+
+def test_a_diamond_over_two_streams_reads_as_planned(diamond: Case) -> None:
+    schedule = schedule_of(
+        [
+            Launch("relu", 0),
+            Launch("sin", 1, ("relu",)),
+            Launch("cos", 0),
+            Launch("add", 0, ("sin",), releases=("relu", "cos")),
+        ]
+    )
+    assert written(lowered(diamond, schedule)) == [
+        "lanes = fork(cpu, 2)",
+        "relu = relu(tensors_0)",
+        "relu_done = record(lanes, 0)",
+        "use = use(lanes, 1)",
+        "wait = wait(lanes, 1, relu_done)",
+        "sin = sin(relu)",
+        "sin_done = record(lanes, 1)",
+        "use_1 = use(lanes, 0)",
+        "cos = cos(relu)",
+        "wait_1 = wait(lanes, 0, sin_done)",
+        "add = add(sin, cos)",
+        "release = release(relu, cos)",
+        # sin was allocated on stream 1, which never hears that add has read it: it must wait for the join.
+        "joined = record(lanes, 0)",
+        "wait_2 = wait(lanes, 1, joined)",
+        "release_1 = release(sin)",
+    ]
+
+
+def test_one_stream_is_plain_code(diamond: Case) -> None:
+    order = ("relu", "cos", "sin", "add")
+    module = lowered(diamond, schedule_of([Launch(op, 0, releases=("relu",) * (op == "sin")) for op in order]))
+    assert [line.split(" = ")[0] for line in written(module)] == list(order)
+    assert "relu = None" in module.code  # after its last use, by fx itself
+
+
+def test_one_event_serves_all_who_wait_and_the_fork_is_recorded_before_anything_runs() -> None:
+    case = case_of(lambda x: (x.sin(), x.cos(), x.exp()), torch.randn(4))
+    schedule = schedule_of(
+        [Launch("sin", 1, (FORK,)), Launch("cos", 2, (FORK, "sin")), Launch("exp", 0, ("sin",))], ("cos",)
+    )
+    assert written(lowered(case, schedule)) == [
+        "lanes = fork(cpu, 3)",
+        "forked = record(lanes, 0)",
+        "use = use(lanes, 1)",
+        "wait = wait(lanes, 1, forked)",
+        "sin = sin(tensors_0)",
+        "sin_done = record(lanes, 1)",
+        "use_1 = use(lanes, 2)",
+        "wait_1 = wait(lanes, 2, forked)",
+        "wait_2 = wait(lanes, 2, sin_done)",
+        "cos = cos(tensors_0)",
+        "cos_done = record(lanes, 2)",
+        "use_2 = use(lanes, 0)",
+        "wait_3 = wait(lanes, 0, sin_done)",
+        "exp = exp(tensors_0)",
+        "wait_4 = wait(lanes, 0, cos_done)",
+    ]
+
+
+def test_views_of_inputs_are_made_before_the_fork() -> None:
+    case = case_of(lambda x: x.t().sin(), torch.randn(4, 4))
+    assert written(lowered(case, schedule_of([Launch("sin", 1, (FORK,))], ("sin",))))[:3] == [
+        "t = t(tensors_0)",
+        "lanes = fork(cpu, 2)",
+        "forked = record(lanes, 0)",
+    ]
+
+
+def test_a_release_names_every_tensor_of_the_storage_used_or_not() -> None:
+    def model(x: Tensor) -> Tensor:
+        a = x + 1
+        a.view(2, 2).add_(1)
+        return a * 2
+
+    case = case_of(model, torch.randn(4))
+    launches = [Launch("add", 0), Launch("add_", 1, ("add",)), Launch("mul", 0, ("add_",), releases=("add",))]
+    module = lowered(case, schedule_of(launches))
+    assert written(module)[-1] == "release = release(add, view, add_)"
+    assert last_lines_of(module, "add", "view", "add_") == {"release"}
+
+
+def test_a_list_of_results_does_not_hold_what_was_taken_out_of_it() -> None:
+    """The values are released before the indices, and a tuple of both would keep them until then."""
+
+    def model(x: Tensor) -> Tensor:
+        values, indices = x.max(1)
+        return values.sin() + indices
+
+    case = case_of(model, torch.randn(4, 4))
+    launches = [
+        Launch("max_1", 0),
+        Launch("sin", 0, releases=("max_1.0",)),
+        Launch("add", 0, releases=("max_1.1", "sin")),
+    ]
+    releases = [
+        line for line in written(lowered(case, Schedule("by hand", 2, tuple(launches)))) if line.startswith("release")
+    ]
+    assert releases == ["release = release(getitem)", "release_1 = release(getitem_1, sin)"]
+
+
+def test_a_list_of_results_holds_what_nobody_took_out_of_it() -> None:
+    """The variance is nobody's: it is released at once, and the tuple goes with it."""
+    case = case_of(lambda x: torch.var_mean(x, 0)[1].sin(), torch.randn(4, 4))
+    case.program.module.graph.eliminate_dead_code()
+    launches = (Launch("var_mean", 0, releases=("var_mean.0",)), Launch("sin", 0, releases=("var_mean.1",)))
+    module = lower(case.program, analyze(case.program), Schedule("by hand", 2, launches))
+    releases = [line for line in written(module) if line.startswith("release")]
+    assert releases == ["release = release(var_mean)", "release_1 = release(getitem_1)"]
+
+
+def test_storages_of_the_callers_stream_need_no_fence(diamond: Case) -> None:
+    launches = [Launch("relu", 0), Launch("sin", 0), Launch("cos", 0), Launch("add", 0)]
+    assert written(lowered(diamond, Schedule("by hand", 2, tuple(launches))))[-1] == "release = release(relu, sin, cos)"
+
+
+def test_nothing_that_escapes_is_released() -> None:
+    case = case_of(lambda x: x.sin(), torch.randn(4))
+    assert (
+        written(lowered(case, schedule_of([Launch("sin", 1, (FORK,))], ("sin",))))[-1]
+        == "wait_1 = wait(lanes, 0, sin_done)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("launches", "message"),
+    [
+        ([Launch("sin", 1, (FORK,)), Launch("relu", 0)], r"'sin' .*uses 'relu', which is not launched yet"),
+        ([Launch("relu", 0), Launch("sin", 1, ("cos",))], r"'sin' .*waits for 'cos', which is not launched before it"),
+        (
+            [Launch("relu", 0), Launch("cos", 0, releases=("relu",)), Launch("sin", 1, (FORK,))],
+            r"'sin' .*uses 'relu', which is released after 'cos'",
+        ),
+        ([Launch("relu", 0), Launch("sin", 1, ("relu",))], r"the output uses 'add', which is not launched yet"),
+    ],
+)
+def test_a_schedule_that_cannot_be_written_is_refused(diamond: Case, launches: list[Launch], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        lower(diamond.program, diamond.graph, schedule_of(launches))
+
+
+def test_the_message_names_the_users_line(diamond: Case) -> None:
+    sin = replace(diamond.graph.ops["sin"], source="model.py:12: return top.sin()")
+    graph = replace(diamond.graph, ops={**diamond.graph.ops, "sin": sin})
+    with pytest.raises(ScheduleError, match=r"'sin' \(model.py:12: return top.sin\(\)\) uses 'relu'"):
+        lower(diamond.program, graph, schedule_of([Launch("sin", 0)]))
+
+
+def test_names_and_metadata_are_the_programs() -> None:
+    case = case_of(Towers(), torch.randn(2, 8))
+    module = lowered(case, random_schedule(case.graph, 3, seed=0))
+    ours = {node.name: node for node in module.graph.nodes}
+    for node in case.program.module.graph.nodes:
+        assert ours[node.name].meta["val"] is node.meta["val"] if "val" in node.meta else True
+        assert ours[node.name].meta.get("stack_trace") == node.meta.get("stack_trace")
+    assert [node.name for node in module.graph.find_nodes(op="placeholder")] == [
+        placeholder.name for placeholder in case.program.placeholders
+    ]
+
+
+def test_the_program_is_left_alone(diamond: Case) -> None:
+    before = diamond.program.module.code
+    lower(diamond.program, diamond.graph, random_schedule(diamond.graph, 2, seed=1))
+    assert diamond.program.module.code == before
+
+
+def test_submodules_of_higher_order_ops_are_shared() -> None:
+    root = nn.Module()
+    root.body = nn.Linear(4, 4)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    applied = graph.call_function(torch.utils.checkpoint.checkpoint, (graph.get_attr("body"), x))
+    graph.output((applied,))
+    program = Program(
+        fx.GraphModule(root, graph), (Placeholder("x", Role.INPUT, "0", "x"),), (applied.name,), "aten", "cpu"
+    )
+    own = frozenset({applied.name})
+    op = Op(applied.name, "checkpoint", (applied.name,), frozenset({"x"}), own, own)
+    storage = Storage(applied.name, Role.INTERMEDIATE, 16, (applied.name,), escapes=True)
+    op_graph = OpGraph({op.name: op}, (), {storage.name: storage}, (), "cpu")
+    module = lower(program, op_graph, schedule_of([Launch(op.name, 1, (FORK,))], (op.name,)))
+    assert module.body is root.body
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_live_exactly_until_the_schedule_releases_them(name: str) -> None:
+    """In the generated code every value of a released storage dies at the release, or before it as part of a list."""
+    graph = sample(name).graph
+    for seed in range(10):
+        schedule = random_schedule(graph, 3, seed)
+        module = lowered(sample(name), schedule)
+        nodes = {node.name: node for node in module.graph.nodes}
+        order = {name: index for index, name in enumerate(nodes)}
+        for launch in schedule.launches:
+            end = max(order[node] for node in graph.ops[launch.op].nodes)
+            for storage in launch.releases:
+                lives = [
+                    max(nodes[holder].users, key=lambda node: order[node.name])
+                    for holder in graph.storages[storage].holders
+                    if not isinstance(nodes[holder].meta["val"], (list, tuple))
+                ]
+                assert {last.target for last in lives} <= {streams.release}
+                assert all(end < order[last.name] <= end + 2 for last in lives)
+
+
+def last_lines_of(module: fx.GraphModule, *names: str) -> set[str]:
+    """The names of the nodes behind which these values die in the generated code."""
+    dying = {}
+    for line in module.code.splitlines():
+        statement, _, deletion = line.partition(";")
+        for name in deletion.replace(" ", "").split("=")[:-1]:
+            dying[name] = statement.split(" = ")[0].strip()
+    return {dying[name] for name in names}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_on_cuda_streams_the_bits_are_those_of_sequential_execution(seed: int) -> None:
+    torch.manual_seed(0)
+    model = Towers(towers=6, layers=4, width=256).cuda()
+    case = case_of(model, torch.randn(64, 256, device="cuda"))
+    expected, _ = case.expected()
+    module = lowered(case, random_schedule(case.graph, 4, seed))
+    caller = torch.cuda.Stream()
+    caller.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(caller):
+        for _ in range(20):
+            with streams.restored("cuda:0"):
+                results = module(*case.tensors)
+            assert torch.cuda.current_stream() == caller
+            assert same(results, expected)
+
+
+@pytest.mark.gpu
+def test_a_lowered_graph_can_be_captured_closing_fence_included() -> None:
+    case = case_of(model_of_a_diamond, torch.randn(1024, device="cuda"))
+    launches = [Launch("relu", 0), Launch("sin", 1, ("relu",)), Launch("cos", 0), Launch("add", 0, ("sin",))]
+    module = lowered(case, schedule_of(launches))
+    assert any(line.startswith("joined") for line in written(module))
+    expected, _ = case.expected()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+    with torch.no_grad(), capture, streams.restored("cuda:0"):
+        results = module(*case.tensors)
+    for _ in range(3):
+        results[0].zero_()
+        graph.replay()
+        assert same(results, expected)

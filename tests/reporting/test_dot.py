@@ -1,0 +1,98 @@
+"""Graphs as DOT, read back by a small parser; expectations follow from the drawing in reports.py."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from autostream.ir import FORK, JOIN, Dependency, Hazard, Launch, OpGraph, Schedule
+from autostream.reporting.dot import render
+from tests.reporting.reports import COSTS, DIAMOND, TWO_STREAMS, with_source
+
+STRING = r'"(?:[^"\\\n]|\\.)*"'
+ATTRIBUTES = rf"\[((?:\w+=(?:{STRING}|\w+) ?)*)\]"
+
+
+def parse(text: str) -> tuple[dict[str, dict[str, str]], dict[tuple[str, str], dict[str, str]]]:
+    """Attributes of the nodes and of the edges; fails on anything that is neither."""
+    nodes: dict[str, dict[str, str]] = {}
+    edges: dict[tuple[str, str], dict[str, str]] = {}
+    opening, default, *lines, closing = text.splitlines()
+    assert (opening, closing) == ("digraph {", "}")
+    assert default.startswith("  node [")
+    for line in lines:
+        matched = re.fullmatch(rf"  ({STRING})(?: -> ({STRING}))?(?: {ATTRIBUTES})?", line)
+        assert matched, line
+        first, second, inner = matched.groups()
+        attributes = dict(re.findall(rf"(\w+)=({STRING}|\w+)", inner or ""))
+        if second:
+            edges[first[1:-1], second[1:-1]] = attributes
+        else:
+            nodes[first[1:-1]] = attributes
+    return nodes, edges
+
+
+def test_every_op_and_hazard_is_drawn() -> None:
+    nodes, edges = parse(render(DIAMOND, TWO_STREAMS, COSTS))
+    assert set(nodes) == set("abcde")
+    assert set(edges) == {("a", "b"), ("a", "d"), ("b", "c"), ("c", "e"), ("d", "e")}
+    assert nodes["d"]["label"] == r'"d\naten.relu.default\nstream 1, 6.0 µs"'
+
+
+def test_one_colour_for_each_stream() -> None:
+    nodes, _ = parse(render(DIAMOND, TWO_STREAMS, COSTS))
+    colours = {name: attributes["fillcolor"] for name, attributes in nodes.items()}
+    assert len({colours[name] for name in "abce"}) == 1
+    assert colours["d"] != colours["a"]
+
+
+def test_sixteen_streams_have_sixteen_colours() -> None:
+    wide = OpGraph({f"n{at}": replace(DIAMOND.ops["a"], name=f"n{at}") for at in range(16)}, (), {}, (), "cuda:0")
+    schedule = Schedule("drawn", 16, tuple(Launch(f"n{at}", at) for at in range(16)))
+    nodes, _ = parse(render(wide, schedule, dict.fromkeys(wide.ops, COSTS["a"])))
+    assert len({attributes["fillcolor"] for attributes in nodes.values()}) == 16
+
+
+def test_the_critical_path_is_marked() -> None:
+    nodes, edges = parse(render(DIAMOND, TWO_STREAMS, COSTS))
+    assert {name for name, attributes in nodes.items() if attributes.get("color") == '"red"'} == set("abce")
+    assert {pair for pair, attributes in edges.items() if attributes.get("color") == '"red"'} == {
+        ("a", "b"),
+        ("b", "c"),
+        ("c", "e"),
+    }
+
+
+def test_waits_are_dashed_also_those_without_a_hazard_of_their_own() -> None:
+    launches = (Launch("a", 1, waits=(FORK,)), Launch("b", 0, waits=("a",)), Launch("d", 1), Launch("c", 0))
+    schedule = Schedule("drawn", 2, (*launches, Launch("e", 1, waits=("c", "b"))), join_waits=("e",))
+    nodes, edges = parse(render(DIAMOND, schedule, COSTS))
+    dashed = {pair for pair, attributes in edges.items() if attributes.get("style") == "dashed"}
+    assert dashed == {(FORK, "a"), ("a", "b"), ("c", "e"), ("b", "e"), ("e", JOIN)}
+    assert (nodes[FORK]["label"], nodes[JOIN]["label"]) == ('"fork"', '"join"')
+
+
+def test_other_hazards_carry_their_names_once() -> None:
+    more = (
+        *(Dependency("b", "d", Hazard.WAR, resource) for resource in ("s", "t")),
+        Dependency("b", "d", Hazard.ORDER, "rng"),
+        Dependency("a", "b", Hazard.WAW, "s"),
+    )
+    _, edges = parse(render(replace(DIAMOND, dependencies=DIAMOND.dependencies + more), TWO_STREAMS, COSTS))
+    assert edges["b", "d"]["label"] == '"WAR, ORDER"'
+    assert edges["a", "b"]["label"] == '"WAW"'
+    assert "label" not in edges["a", "d"]
+
+
+def test_text_from_the_model_is_escaped() -> None:
+    graph = with_source(DIAMOND, "a", 'net.py:1: s = "\\N" + "]; b -> c [" + \x1b\n}')
+    nodes, edges = parse(render(graph, TWO_STREAMS, COSTS))
+    assert nodes["a"]["tooltip"] == r'"net.py:1: s = \"\\N\" + \"]; b -> c [\" +  \n}"'
+    assert len(edges) == 5
+
+
+def test_a_name_with_quotes_is_one_name() -> None:
+    odd = OpGraph({'"x" -> y': replace(DIAMOND.ops["a"], name='"x" -> y')}, (), {}, (), "cuda:0")
+    nodes, edges = parse(render(odd, Schedule("drawn", 1, (Launch('"x" -> y', 0),)), {'"x" -> y': COSTS["a"]}))
+    assert list(nodes) == [r"\"x\" -> y"]
+    assert edges == {}

@@ -1,0 +1,140 @@
+"""Small op graphs for the tests: built from edges, drawn by name, or drawn at random by hypothesis.
+
+In all of them op ``x`` allocates and writes storage ``x`` and reads the storages of its predecessors, so every
+dependency is a read after a write; ops without predecessors read the input ``x_in``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from autostream.ir import (
+    FORK,
+    Assignment,
+    Dependency,
+    DeviceProfile,
+    Hazard,
+    Launch,
+    Op,
+    OpCost,
+    OpGraph,
+    Role,
+    Schedule,
+    Storage,
+)
+
+Edge = tuple[str, str]
+
+INPUT = Storage("x_in", Role.INPUT, bytes=1024, holders=("x_in",))
+
+
+def op(name: str, reads: Iterable[str] = (), **fields: Any) -> Op:
+    """An op that allocates and writes the storage of its own name; ``fields`` are those of :class:`Op`."""
+    own = frozenset({name})
+    return Op(
+        **{
+            "name": name,
+            "target": "aten.relu.default",
+            "nodes": (name,),
+            "reads": frozenset(reads) or frozenset({INPUT.name}),
+            "writes": own,
+            "allocates": own,
+            **fields,
+        }
+    )
+
+
+def graph_of(edges: Iterable[Edge] | str, names: Iterable[str] = (), outputs: Iterable[str] = ()) -> OpGraph:
+    """A graph of these edges, given as pairs or as ``"a-b b-c a-d"``.
+
+    Program order is that of ``names``, then of the first mention in ``edges``. What the ops in ``outputs`` write
+    escapes.
+
+    Example:
+        >>> graph = graph_of("a-b a-c b-d c-d", outputs="d")
+        >>> sorted(graph.ops["d"].reads), sorted(graph.pinned)
+        (['b', 'c'], ['d'])
+    """
+    pairs = _pairs(edges)
+    order = list(dict.fromkeys([*names, *(name for pair in pairs for name in pair)]))
+    place = {name: at for at, name in enumerate(order)}
+    backwards = [pair for pair in pairs if place[pair[0]] >= place[pair[1]]]
+    assert not backwards, f"program order must be topological; mention the producer first in {backwards}"
+    reads: dict[str, list[str]] = {name: [] for name in order}
+    for before, after in pairs:
+        reads[after].append(before)
+    escaping = frozenset(outputs)
+    return OpGraph(
+        ops={name: op(name, reads[name]) for name in order},
+        dependencies=tuple(Dependency(before, after, Hazard.RAW, before) for before, after in pairs),
+        storages={INPUT.name: INPUT}
+        | {name: Storage(name, Role.INTERMEDIATE, 1024, (name,), escapes=name in escaping) for name in order},
+        prelude=(),
+        device="cuda:0",
+    )
+
+
+def profile_with(**fields: Any) -> DeviceProfile:
+    """A device whose edges, forks and joins cost nothing, but for ``fields``."""
+    free = {"same_stream_edge_us": 0.0, "cross_stream_edge_us": 0.0, "fork_us": 0.0, "join_us": 0.0}
+    plain = {"name": "test", "multiprocessors": 100, "bandwidth": 1e6, "flops": {"float16": 1e6}, "kernel_us": 1.0}
+    return DeviceProfile(**{**plain, "source": "table", **free, **fields})
+
+
+def costs_of(
+    graph: OpGraph, durations: Mapping[str, float] | float = 1.0, sm_share: float = 0.1, bandwidth_share: float = 0.0
+) -> Mapping[str, OpCost]:
+    """A cost for every op: its duration in µs (by default 1, or one number for all) and the same shares for all."""
+    by_name = durations if isinstance(durations, Mapping) else dict.fromkeys(graph.ops, durations)
+    return {name: OpCost(by_name.get(name, 1.0), sm_share, bandwidth_share, "roofline") for name in graph.ops}
+
+
+@st.composite
+def random_graphs(draw: st.DrawFn, max_ops: int = 12, max_reads: int = 3) -> OpGraph:
+    """Graphs of 1 to ``max_ops`` ops ``n0``, ``n1``, …, each reading up to ``max_reads`` earlier ones."""
+    names = [f"n{at}" for at in range(draw(st.integers(1, max_ops)))]
+    edges: list[Edge] = []
+    for at, name in enumerate(names[1:], start=1):
+        reads = draw(st.sets(st.integers(0, at - 1), max_size=max_reads))
+        edges += [(names[before], name) for before in sorted(reads)]
+    outputs = draw(st.sets(st.sampled_from(names), max_size=3))
+    return graph_of(edges, names, outputs)
+
+
+@st.composite
+def random_costs(draw: st.DrawFn, graph: OpGraph, shares: bool = True) -> Mapping[str, OpCost]:
+    """Durations of whole µs, 0 to 20; with ``shares``, any share of the SMs and of the bandwidth, else tiny ones."""
+    share = st.sampled_from([0.01, 0.25, 0.5, 1.0]) if shares else st.just(0.001)
+    return {name: OpCost(float(draw(st.integers(0, 20))), draw(share), draw(share), "roofline") for name in graph.ops}
+
+
+def schedule_of(graph: OpGraph, assignment: Assignment) -> Schedule:
+    """An assignment with every wait that anyone could ask for: more than needed, but none missing."""
+    stream, first = assignment.stream, set[int]()
+    launches = []
+    for name in assignment.order:
+        foreign = [before for before in graph.digraph.predecessors(name) if stream[before] != stream[name]]
+        fork = [FORK] if stream[name] and stream[name] not in first else []
+        first.add(stream[name])
+        launches.append(Launch(name, stream[name], waits=(*fork, *foreign)))
+    last = {launch.stream: launch.op for launch in launches if launch.stream}
+    return Schedule(assignment.policy, assignment.streams, tuple(launches), join_waits=tuple(last.values()))
+
+
+def check_assignment(graph: OpGraph, assignment: Assignment, streams: int, pinned: Iterable[str] = ()) -> None:
+    """What every policy owes: each op once, after all that it depends on, on a stream in range, pinned ones on 0."""
+    assert sorted(assignment.order) == sorted(graph.ops) == sorted(assignment.stream)
+    place = {name: at for at, name in enumerate(assignment.order)}
+    assert all(place[dependency.before] < place[dependency.after] for dependency in graph.dependencies)
+    assert set(assignment.stream.values()) <= set(range(assignment.streams))
+    assert 1 <= assignment.streams <= streams
+    assert all(assignment.stream[name] == 0 for name in pinned)
+
+
+def _pairs(edges: Iterable[Edge] | str) -> Sequence[Edge]:
+    if isinstance(edges, str):
+        return [(before, after) for before, after in (edge.split("-") for edge in edges.split())]
+    return list(edges)

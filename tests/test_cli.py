@@ -1,0 +1,232 @@
+"""The command line as its users meet it: what it prints, where, and the exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from autostream import cli, pipeline
+from autostream.ir import Report
+from tests.reporting.reports import PLAIN, REPORT
+
+MODEL = """
+import torch
+from torch import nn
+
+class Diamond(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = x.relu()
+        return self.left(x) + self.right(x)
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x
+
+def with_inputs():
+    return Diamond().eval(), (torch.ones(4, 64),)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A TARGET that comes with its inputs."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(MODEL)
+    return "net.py:with_inputs"
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A pipeline that notes what it is asked for and answers with a report made by hand."""
+    asked = SimpleNamespace(report=REPORT)
+
+    def plan(model: object, args: object, kwargs: object, options: object, profile: object = None) -> Report:
+        vars(asked).update(model=model, args=args, options=options, profile=profile, grad=torch.is_grad_enabled())
+        return asked.report  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(pipeline, "plan", plan)
+    return asked
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that a command which cannot run leaves on stderr."""
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("autostream: error: ")
+    return err.removeprefix("autostream: error: ").rstrip("\n")
+
+
+def test_inspect_plans_a_real_model_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert cli.main(["inspect", model, "--profile", "h200", "--json", "--device", "cpu"]) == 0
+    dumped = json.loads(capsys.readouterr().out)
+    assert dumped["model"] == "Diamond"
+    assert dumped["profile"]["name"] == "NVIDIA H200"
+    assert dumped["summary"]["width"] == 2
+    targets = [op["target"].split(".")[1] for op in dumped["graph"]["ops"].values()]
+    assert targets == ["relu", "linear", "linear", "add"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "start"), [([], "model "), (["--json"], '{\n "schema": 1'), (["--dot"], "digraph {\n  node [")]
+)
+def test_three_faces_to_the_terminal_or_to_a_file(
+    capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace, flags: list[str], start: str
+) -> None:
+    assert cli.main(["inspect", model, *flags]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(start)
+    assert cli.main(["inspect", model, *flags, "--out", "report"]) == 0
+    assert capsys.readouterr().out == ""
+    assert Path("report").read_text(encoding="utf-8") == printed
+
+
+def test_inspect_asks_for_what_it_was_told(model: str, planned: SimpleNamespace) -> None:
+    argv = "inspect net.py:Diamond --input 2x64:float16 --device cpu --profile h200 --policy path_cover --streams 3"
+    assert cli.main([*argv.split(), "--costs", "roofline"]) == 0
+    assert planned.profile.name == "NVIDIA H200"
+    assert (planned.options.policy, planned.options.streams, planned.options.costs) == ("path_cover", 3, "roofline")
+    assert [(tuple(x.shape), x.dtype) for x in planned.args] == [((2, 64), torch.float16)]
+    assert planned.model.left.weight.dtype == torch.float16
+    assert not planned.grad
+
+
+def test_ops_limits_the_table(capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace) -> None:
+    assert cli.main(["inspect", model, "--ops", "2"]) == 0
+    assert "the 2 costliest of 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("", "the following arguments are required: COMMAND (autostream --help says more)"),
+        ("optimise x", "argument COMMAND: invalid choice: 'optimise'"),
+        ("inspect", "the following arguments are required: TARGET (autostream inspect --help says more)"),
+        ("inspect net.py:Diamond --colour", "unrecognized arguments: --colour"),
+        ("inspect no_such:f", "cannot import 'no_such': ModuleNotFoundError: No module named 'no_such'"),
+        ("inspect net.py:no_such", "net.py:no_such: module 'autostream_target_net' has no attribute 'no_such'"),
+        ("inspect net.py:Diamond", "net.py:Diamond comes without example inputs: give each one as --input"),
+        ("inspect net.py:Diamond --input 1,64", "--input 1,64: the shape '1,64' is not allowed: write whole numbers"),
+        ("inspect net.py:Diamond --input 1x64:half", "--input 1x64:half: the dtype 'half' is not allowed: use float16"),
+        (
+            "inspect net.py:Diamond --input 1x64 --input 1",
+            "net.py:Diamond: Diamond.forward does not take 2 inputs: ",
+        ),
+        ("inspect net.py:with_inputs --device gpu", "--device gpu is not allowed: use cpu, cuda or cuda:N"),
+        ("inspect net.py:with_inputs --device cuda:99", "--device cuda:99: PyTorch sees "),
+        ("inspect net.py:with_inputs --profile h2000", "there is no profile named 'h2000': use one of h200"),
+        ("inspect net.py:with_inputs --policy fast", 'policy=\'fast\' is not allowed: use "auto" or "sequential"'),
+        ("inspect net.py:with_inputs --streams 0", 'streams=0 is not allowed: use "auto" or a whole number'),
+        ("inspect net.py:with_inputs --streams two", "streams='two' is not allowed: use \"auto\" or a whole number"),
+        ("inspect net.py:with_inputs --costs free", 'costs=\'free\' is not allowed: use "auto" or "roofline"'),
+        ("inspect net.py:with_inputs --ops -1", "argument --ops: "),
+        ("inspect net.py:with_inputs --ops many", "argument --ops: 'many' is not allowed: use a whole number"),
+        ("inspect net.py:with_inputs --json --dot", "argument --dot: not allowed with argument --json"),
+        ("inspect net.py:with_inputs --out missing/file", "--out missing/file: No such file or directory: name a file"),
+        ("demo --device gpu", "--device gpu is not allowed: use cpu, cuda or cuda:N"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace, argv: str, said: str
+) -> None:
+    assert error_of(capsys, *argv.split()).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [("net.py:Branching --input 4", "Branching.*data-dependent"), ("net.py:Diamond --input 4x63", "Diamond.*4, 63")],
+)
+def test_a_model_that_cannot_be_traced_is_one_line(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, model: str, argv: str, said: str
+) -> None:
+    assert re.search(said, error_of(capsys, "inspect", *argv.split(), "--device", "cpu"))
+    logging.getLogger("torch").error("heard again")
+    heard = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert heard == ["heard again"], "what torch logs goes to stderr too"
+
+
+def test_nothing_to_draw_is_told_with_the_reason(
+    capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
+) -> None:
+    planned.report = PLAIN
+    said = error_of(capsys, "inspect", model, "--dot")
+    assert said == f"{model} has no graph to draw: forward branches on the value of a tensor (net.py:7)"
+
+
+@pytest.mark.parametrize("command", ["", "inspect", "demo"])
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main([*command.split(), "--help"])
+    assert raised.value.code == 0
+    out = capsys.readouterr().out
+    assert f"example: autostream {command or 'inspect'} " in out
+    assert ("TARGET RUNS CODE" in out) == (command == "inspect")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out.startswith("autostream 0.")
+
+
+class Doubling(nn.Module):
+    """Stands for an optimized model, right or wrong by a factor."""
+
+    def __init__(self, inner: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor, self.reports = inner, factor, (REPORT,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the inner model and spoil its result."""
+        return self.inner(x) * self.factor
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.00001, 0), (1.001, 1), (float("nan"), 1)])
+def test_the_demo_checks_outputs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, factor: float, code: int
+) -> None:
+    monkeypatch.setattr(cli, "prepare", lambda target, *_: (nn.Linear(8, 8).eval(), (torch.ones(1, 8),)))
+    monkeypatch.setattr(cli, "optimize", lambda model: Doubling(model, factor))
+    assert cli.main(["demo", "--device", "cpu"]) == code
+    out, err = capsys.readouterr()
+    assert "runs as       CUDA graph over 2 streams" in out
+    assert "largest difference from the plain model: " in out
+    assert "plain model: " in out
+    assert err == ("autostream: the outputs differ\n" if code else "")
+
+
+def test_a_terminal_that_lacks_characters_shows_others(
+    monkeypatch: pytest.MonkeyPatch, model: str, planned: SimpleNamespace
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli.main(["inspect", model]) == 0
+    assert b"14.0 ?s, 1.50? the speed" in terminal.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    program = "import sys; from autostream import cli; cli._inspect = lambda _: print('x' * 1_000_000) or 0"
+    command = [sys.executable, "-c", f"{program}; sys.exit(cli.main(['inspect', 'net']))"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

@@ -1,0 +1,81 @@
+"""The zoo: real models without downloads, alike in every process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from autostream.errors import TargetError
+from autostream.zoo import build
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "layers"),
+    [("googlenet", 224, 57 + 1), ("inception_v3", 299, 94 + 1)],
+)
+def test_inception_nets_are_whole_finite_and_depend_on_their_input(name: str, size: int, layers: int) -> None:
+    model, (image,) = build(name)
+    assert not model.training
+    assert image.shape == (1, 3, size, size)
+    kinds = (torch.nn.Conv2d, torch.nn.Linear)
+    assert sum(isinstance(module, kinds) for module in model.modules()) == layers, "no auxiliary classifiers"
+    with torch.no_grad():
+        outputs, others = model(image), model(image.flip(-1))
+    assert outputs.shape == (1, 1000)
+    assert outputs.isfinite().all()
+    # Weights that shrink their input at each layer leave nothing but biases: a wrong result would not show.
+    assert (outputs - others).abs().max() > 1e-3 * outputs.abs().max()
+
+
+def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first, (image,) = build("squeezenet1_1")
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second, (again,) = build("squeezenet1_1")
+    assert torch.equal(image, again)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_timm_model_has_the_input_of_its_configuration() -> None:
+    model, (image,) = build("test_byobnet.r160_in1k")
+    assert image.shape == (1, 3, 160, 160)
+    assert not model.training
+    assert model(image).shape == (1, 1000)
+
+
+def test_the_backbone_of_a_segmentation_model_is_not_downloaded() -> None:
+    model, _ = build("lraspp_mobilenet_v3_large")
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"), [("raft_small", [(1, 3, 224, 224)] * 2), ("r3d_18", [(1, 3, 16, 224, 224)])]
+)
+def test_other_tasks_take_other_inputs(name: str, shapes: list[tuple[int, ...]]) -> None:
+    _, args = build(name)
+    assert [tuple(arg.shape) for arg in args] == shapes
+
+
+def test_a_detector_takes_a_list_of_images() -> None:
+    _, (images,) = build("ssdlite320_mobilenet_v3_large")
+    assert [tuple(image.shape) for image in images] == [(3, 224, 224)]
+
+
+def test_a_misspelt_name_is_answered_with_near_ones() -> None:
+    with pytest.raises(TargetError, match=r"no zoo model 'googlenett' \(did you mean 'googlenet' or .*package.module:"):
+        build("googlenett")
+    with pytest.raises(TargetError, match="no zoo model '~': write a name from torchvision"):
+        build("~")
+
+
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_a_missing_library_names_the_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(
+        TargetError, match=rf"needs {library}, which is not installed: pip install \"autostream\[zoo\]\""
+    ):
+        build("googlenet")
