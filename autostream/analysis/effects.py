@@ -98,8 +98,9 @@ def effects_of(node: fx.Node) -> Effects:
         return Effects(launches=False)
     if isinstance(node.target, OpOverload) and node.target.namespace != "c10d":
         return _operator_effects(node, node.target)
-    if isinstance(node.target, HigherOrderOperator) and str(node.target) in _WRAPPERS:
-        return _wrapper_effects(node)
+    body = wrapped_graph(node)
+    if body is not None:
+        return _wrapper_effects(node, body)
     if _computes_on_host(node):
         return Effects(reads=_inputs(node), launches=False)
     return _opaque_effects(node)
@@ -222,18 +223,17 @@ _WRAPPERS = frozenset({"wrap_with_autocast", "wrap_with_set_grad_enabled"})
 def wrapped_graph(node: fx.Node) -> fx.Graph | None:
     """The graph that a call runs under another autocast or gradient mode, where that is all that it does."""
     if isinstance(node.target, HigherOrderOperator) and str(node.target) in _WRAPPERS:
-        return submodule_graph(_body(node))
+        return submodule_graph(_body_argument(node))
     return None
 
 
-def _body(node: fx.Node) -> fx.Node:
+def _body_argument(node: fx.Node) -> fx.Node:
     return next(arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr")
 
 
-def _wrapper_effects(node: fx.Node) -> Effects:
+def _wrapper_effects(node: fx.Node, body: fx.Graph) -> Effects:
     """Follow what the body's nodes look at back to the operands."""
-    body = submodule_graph(_body(node))
-    operands = node.args[node.args.index(_body(node)) + 1 :]
+    operands = node.args[node.args.index(_body_argument(node)) + 1 :]
     inner = {step: effects_of(step) for step in body.nodes}
     roots = dict(zip(body.find_nodes(op="placeholder"), map(nodes_in, operands), strict=True))
     for step, effects in inner.items():

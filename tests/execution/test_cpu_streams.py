@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
@@ -33,6 +33,7 @@ seeds = st.integers(0, 1000)
 # Right schedules
 
 
+@settings(deadline=None)
 @given(names, seeds, st.integers(0, 3 * LANES))
 def test_every_interleaving_of_a_right_schedule_computes_the_same(name: str, seed: int, order: int) -> None:
     case = sample(name)
@@ -40,6 +41,7 @@ def test_every_interleaving_of_a_right_schedule_computes_the_same(name: str, see
     assert right(case, lambda args: run_interleaved(lowered, args, order))
 
 
+@settings(deadline=None)
 @given(names, seeds)
 def test_so_do_threads(name: str, seed: int) -> None:
     case = sample(name)
@@ -64,7 +66,7 @@ def test_one_stream_needs_no_other_thread() -> None:
 def test_without_a_wait_some_victim_is_hit(name: str) -> None:
     case = sample(name)
     broken = [wrong for seed in range(8) for wrong in without_a_wait(random_schedule(case.graph, LANES, seed))]
-    assert len(broken) > 20
+    assert len(broken) > 10
     for schedule in broken:
         with pytest.raises(ScheduleError):
             verify(case.graph, schedule)
@@ -271,7 +273,8 @@ def test_an_exception_reaches_the_caller_from_any_lane_and_nobody_waits_forever(
 def test_an_exception_keeps_no_value_alive_by_itself() -> None:
     hand = Hand(2)
     hand.use(1)
-    failed = hand.call(fail, hand.call(torch.neg, hand.x))
+    failed = hand.call(fail, hand.x)
+    hand.wait(0, hand.record(1))
     program = ThreadedProgram(hand.module(failed))
     gc.disable()
     try:

@@ -17,13 +17,15 @@ from tests.execution.programs import MODELS, Case, Towers, case_of, random_sched
 
 
 def model_of_a_diamond(x: Tensor) -> Tensor:
-    r"""Two ops between two others.
+    r"""Two ops between two others::
 
-       relu
-      /    \
-    sin    cos
-      \    /
-       add
+            relu
+           /    \
+         sin    cos
+           \    /
+            add
+
+    ``sin`` and ``cos`` may run side by side.
     """
     top = x.relu()
     return top.sin() + top.cos()

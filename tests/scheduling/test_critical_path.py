@@ -155,10 +155,12 @@ def test_pinned_ops_leave_their_chain_for_stream_0() -> None:
 
 
 def test_a_pinned_op_lets_more_important_ones_of_stream_0_pass() -> None:
-    """Op p is pinned and ready from the start, but a ─ b ─ c is critical."""
+    """Op p is pinned and ready from the start, but a ─ b ─ c is critical and keeps stream 0."""
     graph = graph_of("a-b b-c", names="pabc")
     costs = costs_of(graph, {"p": 5.0, "a": 10.0, "b": 10.0, "c": 10.0})
-    assert critical_path(graph, costs, FREE, 1, frozenset("p")).order == ("a", "b", "c", "p")
+    assignment = critical_path(graph, costs, FREE, 2, frozenset("p"))
+    assert assignment.order == ("a", "b", "c", "p")
+    assert assignment.streams == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -170,6 +172,18 @@ def test_without_edge_costs_it_keeps_grahams_bound(data: st.DataObject, streams:
     makespan = simulate(schedule_of(graph, assignment), costs, FREE).makespan_us
     best = optimum_us(graph, costs, streams)
     assert best <= makespan <= (2 - 1 / streams) * best
+
+
+@given(data=st.data(), streams=st.integers(2, 5))
+def test_its_clock_is_that_of_the_simulator_where_nothing_slows_down(data: st.DataObject, streams: int) -> None:
+    graph = data.draw(random_graphs())
+    costs = data.draw(random_costs(graph, shares=False))
+    assignment = critical_path(graph, costs, PRICED, streams, graph.pinned)
+    slices = [entry for entry in simulate(schedule_of(graph, assignment), costs, PRICED).slices if entry.op in costs]
+    starts = [entry.start_us for entry in slices]
+    assert starts == sorted(starts)
+    if assignment.streams > 1:
+        assert f"end after {max(entry.end_us for entry in slices):.1f} µs" in assignment.decisions[0].reason
 
 
 @given(st.data())

@@ -59,11 +59,21 @@ def test_branches_of_successive_blocks_share_a_stream() -> None:
     assert assignment.stream == {"a": 0, "b": 0, "c": 1, "d": 0, "e": 0, "f": 1, "g": 0}
 
 
+def test_a_path_may_begin_the_moment_another_ends() -> None:
+    """At 2 µs, c ends, and e begins in its place.
+
+    a ─┬─ b ─┬─ d
+       └─ c  └─ e
+    """
+    graph = graph_of("a-b a-c b-d b-e")
+    assert path_cover(graph, costs_of(graph), FREE, 8, NONE).stream == {"a": 0, "b": 0, "c": 1, "d": 0, "e": 1}
+
+
 def test_paths_beyond_the_streams_go_where_work_ends_first() -> None:
-    """After a come b(4), c(1), d(1) and e(1), on two streams: all but b fit beside b."""
+    """After a come b(4) on stream 0, up to 5, and c(3) on stream 1, up to 4; then d(2), up to 6, and e(1)."""
     graph = graph_of("a-b a-c a-d a-e")
-    costs = costs_of(graph, {"a": 1.0, "b": 4.0, "c": 1.0, "d": 1.0, "e": 1.0})
-    assert path_cover(graph, costs, FREE, 2, NONE).stream == {"a": 0, "b": 0, "c": 1, "d": 1, "e": 1}
+    costs = costs_of(graph, {"a": 1.0, "b": 4.0, "c": 3.0, "d": 2.0, "e": 1.0})
+    assert path_cover(graph, costs, FREE, 2, NONE).stream == {"a": 0, "b": 0, "c": 1, "d": 1, "e": 0}
 
 
 def test_launches_are_issued_by_earliest_start() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autostream.errors import ScheduleError
@@ -43,6 +43,7 @@ def test_one_stream_takes_its_ops_and_its_gaps() -> None:
     assert timeline.source == "simulated"
 
 
+@example([48.0, 15.553372766170375])
 @given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=30))
 def test_one_stream_is_exact_whatever_the_durations(durations: list[float]) -> None:
     costs = {f"n{at}": cost(duration, 1.0, 1.0) for at, duration in enumerate(durations)}
@@ -81,6 +82,13 @@ def test_an_op_slows_down_when_another_starts() -> None:
     assert (span(timeline, "a"), span(timeline, "b")) == ((0.0, 13.0), (4.0, 10.0))
 
 
+def test_three_ops_share_the_device() -> None:
+    """Until 4, a(10) and b(10) run at half speed; until 7 all three at a third; a and b then have 7 µs of work left."""
+    schedule = plan(Launch("a", 0), Launch("b", 1), Launch("c", 2, waits=(FORK,)), join=("b", "c"))
+    timeline = simulate(schedule, {"a": cost(10.0, 1.0), "b": cost(10.0, 1.0), "c": cost(1.0, 1.0)}, PRICED)
+    assert [span(timeline, name) for name in "abc"] == pytest.approx([(0.0, 21.0), (0.0, 21.0), (4.0, 7.0)])
+
+
 def test_a_wait_costs_an_edge_and_the_latest_input_decides() -> None:
     """Op c waits for a, 0 to 10, on another stream, and follows b, 4 to 6, on its own: 12 is later than 6.5."""
     schedule = plan(Launch("a", 0), Launch("b", 1, waits=(FORK,)), Launch("c", 1, waits=("a",)), join=("c",))
@@ -95,7 +103,9 @@ def test_the_join_counts_towards_the_makespan() -> None:
     timeline = simulate(BESIDE, {"a": cost(10.0), "b": cost(20.0)}, PRICED)
     assert timeline.slices[-1] == Slice(JOIN, 0, 27.0, 27.0)
     assert timeline.makespan_us == 27.0
-    assert simulate(BESIDE, {"a": cost(30.0), "b": cost(20.0)}, PRICED).makespan_us == 30.0
+    longer = simulate(BESIDE, {"a": cost(30.0), "b": cost(20.0)}, PRICED)
+    assert longer.slices[-1] == Slice(JOIN, 0, 30.0, 30.0)
+    assert longer.makespan_us == 30.0
 
 
 def test_the_fork_counts_towards_the_makespan() -> None:

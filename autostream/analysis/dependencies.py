@@ -1,0 +1,174 @@
+"""Program → OpGraph: which op must come after which, because of which memory.
+
+Everything is told by storages, never by names: values that look at one block of memory occupy the same storage, and
+one that only may look at an argument's memory occupies that storage besides its own.
+
+    x ──▶ conv ──▶ view ──▶ add_ ──▶ view_1 ──▶ matmul        op conv:   nodes conv, view
+                                                              op add_:   nodes add_, view_1
+                                                              op matmul: nodes matmul
+
+A node that launches nothing is *folded*: issued together with the op that last wrote what it looks at. Nothing is lost
+by it, since whoever uses the node depends on that op anyway, as long as everything else that the node needs was issued
+before that op because of a dependency that exists anyway. Where that is not certain the node is an op of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from autostream.analysis.effects import Effects, effects_of
+from autostream.analysis.hazards import AccessHistory
+from autostream.analysis.memory import Memory, Names
+from autostream.analysis.source import user_line
+from autostream.analysis.values import tensors_given, tensors_in, value_of
+from autostream.analysis.work import Work, count_work
+from autostream.ir import Dependency, Op, OpGraph, Placeholder, Program
+
+
+def analyze(program: Program) -> OpGraph:
+    """Find the ops of a program, the memory that they share and the hazards between them.
+
+    Takes time linear in the number of nodes, arguments and accesses.
+
+    Args:
+        program: its nodes carry fake values that share a storage exactly where the real ones do.
+
+    Returns:
+        The ops in program order; the storages in the order in which they come into being; at most one dependency for
+        each pair of ops and kind of hazard.
+
+    Example:
+        >>> from autostream.ir import Role
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> y = graph.call_function(torch.ops.aten.relu.default, (x,))
+        >>> z = graph.call_function(torch.ops.aten.t.default, (y,))
+        >>> _ = graph.output((z,))
+        >>> x.meta["val"], y.meta["val"] = torch.ones(2, 3), torch.ones(2, 3)
+        >>> z.meta["val"] = y.meta["val"].t()
+        >>> module = fx.GraphModule(torch.nn.Module(), graph)
+        >>> placeholder = Placeholder("x", Role.INPUT, "0", "x")
+        >>> analyze(Program(module, (placeholder,), ("t",), "aten", "cpu")).ops["relu"].nodes
+        ('relu', 't')
+    """
+    parts = _Parts(program.placeholders)
+    for node in program.module.graph.nodes:
+        parts.add(node)
+    return OpGraph(
+        ops=_ops(parts.groups, program.device),
+        dependencies=tuple(parts.dependencies),
+        storages=parts.memory.storages(program.outputs),
+        prelude=tuple(parts.prelude),
+        device=program.device,
+    )
+
+
+@dataclass
+class _Group:
+    """An op in the making: a node that launches, or that could not be folded, and what was folded into it."""
+
+    node: fx.Node
+    effects: Effects
+    reads: Names
+    writes: Names
+    allocates: Names
+    members: list[str] = field(default_factory=list)
+
+
+class _Parts:
+    """What an op graph is made of, filled in program order."""
+
+    def __init__(self, placeholders: Iterable[Placeholder]) -> None:
+        self.memory = Memory()
+        self.groups: dict[str, _Group] = {}
+        self.dependencies: list[Dependency] = []
+        self.prelude: list[str] = []
+        self._placeholders = {placeholder.name: placeholder for placeholder in placeholders}
+        self._history = AccessHistory()
+        self._issuer: dict[fx.Node, str] = {}
+
+    def add(self, node: fx.Node) -> None:
+        """Take in the next node."""
+        if node.op == "placeholder":
+            self.memory.add_placeholder(node, self._placeholders[node.name])
+        elif node.op == "get_attr":
+            self.memory.add_attribute(node)
+            self.prelude.append(node.name)
+        elif node.op != "output":
+            effects = effects_of(node)
+            if effects.launches or not self._fold(node, effects):
+                self._launch(node, effects)
+
+    def _fold(self, node: fx.Node, effects: Effects) -> bool:
+        """Issue a node that launches nothing with an earlier op or before all of them, if nothing is lost by it."""
+        looked_at = self.memory.viewed(node)
+        writers = {self._history.last_writer(name) for name in looked_at} - {None}
+        needed = {op for op in (*writers, *map(self._issuer.get, node.all_input_nodes)) if op is not None}
+        if not needed:
+            self.prelude.append(node.name)
+            self.memory.add_view(node)
+            return True
+        host = self._history.last(needed)
+        if host not in writers or not needed <= {host} | self._history.directly_before(host):
+            return False
+        # If it copies after all, the copy must belong to the stream on which what it looks at is released.
+        if effects.may_copy and not set(looked_at) <= set(self.groups[host].allocates):
+            return False
+        self.groups[host].members.append(node.name)
+        self._issuer[node] = host
+        self.memory.add_view(node)
+        return True
+
+    def _launch(self, node: fx.Node, effects: Effects) -> None:
+        reads, writes = self.memory.occupied(effects.reads), self.memory.occupied(effects.writes)
+        made = self.memory.add_results(node, effects)
+        self.groups[node.name] = _Group(node, effects, reads, writes + made, made, [node.name])
+        self._issuer[node] = node.name
+        self.dependencies += self._history.record(node.name, reads, writes + made, sorted(effects.orders))
+
+
+def _ops(groups: Mapping[str, _Group], device: str) -> dict[str, Op]:
+    works = count_work([group.node for group in groups.values()])
+    return {name: _op(group, works[name], device) for name, group in groups.items()}
+
+
+def _op(group: _Group, work: Work, device: str) -> Op:
+    if not group.effects.launches:
+        work = replace(work, flops=0, bytes_read=0, bytes_written=0)
+    return Op(
+        name=group.node.name,
+        target=_target_name(group.node),
+        nodes=tuple(group.members),
+        reads=frozenset(group.reads),
+        writes=frozenset(group.writes),
+        allocates=frozenset(group.allocates),
+        orders=group.effects.orders,
+        device=_device_of(group.node, device),
+        dtype=work.dtype,
+        flops=work.flops,
+        bytes_read=work.bytes_read,
+        bytes_written=work.bytes_written,
+        elements=work.elements,
+        source=user_line(group.node.stack_trace),
+        uncapturable=group.effects.uncapturable,
+    )
+
+
+def _target_name(node: fx.Node) -> str:
+    if isinstance(node.target, str) or not hasattr(node.target, "__name__"):
+        return str(node.target)
+    return str(node.target) if "." in str(node.target) and " " not in str(node.target) else node.target.__name__
+
+
+def _device_of(node: fx.Node, scheduled: str) -> str:
+    """Where it runs: on the scheduled device if any of its tensors is there, else where its result is."""
+    devices = [_device_name(tensor.device) for tensor in tensors_in(value_of(node)) + tensors_given(node)]
+    return scheduled if scheduled in devices or not devices else devices[0]
+
+
+def _device_name(device: torch.device) -> str:
+    return str(device) if device.type == "cpu" or device.index is not None else f"{device.type}:0"

@@ -1,0 +1,31 @@
+"""Which of the user's lines a node comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+_FRAME = re.compile(r'^\s*File "(?P<path>.+?)", line (?P<line>\d+), in .*(?:\n\s+(?!File ")(?P<code>.*))?$', re.M)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def user_line(stack_trace: str | None) -> str:
+    """The innermost frame of a stack trace that is not PyTorch's own, or ``""``.
+
+    Paths inside the working directory are given relative to it, others as they are.
+
+    Example:
+        >>> user_line('File "/models/net.py", line 12, in forward\\n    y = self.conv(x)\\n')
+        '/models/net.py:12: y = self.conv(x)'
+    """
+    for frame in reversed(list(_FRAME.finditer(stack_trace or ""))):
+        path = frame["path"]
+        if not path.startswith((_TORCH, "<")):
+            return f"{_shortened(path)}:{frame['line']}: {(frame['code'] or '').strip()}".removesuffix(": ")
+    return ""
+
+
+def _shortened(path: str) -> str:
+    return path.removeprefix(os.getcwd() + os.sep)

@@ -1,0 +1,1 @@
+"""Benchmarks; each script writes JSON and a table into ``benchmarks/results``."""
