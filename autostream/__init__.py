@@ -6,14 +6,11 @@ with torch.inference_mode():
 print(autostream.explain(fast))        # what runs beside what, what it gained, and why not more
 """
 
-from importlib.metadata import version
-
 from autostream.api import OptimizedModule, optimize
 from autostream.errors import AutostreamError, CaptureError, OptionError, ScheduleError, TargetError, TraceError
 from autostream.ir import Report
 from autostream.reporting.explain import explain
-
-__version__ = version("autostream")
+from autostream.version import VERSION as __version__
 
 __all__ = [
     "AutostreamError",
@@ -24,6 +21,7 @@ __all__ = [
     "ScheduleError",
     "TargetError",
     "TraceError",
+    "__version__",
     "explain",
     "optimize",
 ]

@@ -372,8 +372,8 @@ class Report:
     Attributes:
         model: the model's class name.
         signature: readable, e.g. ``"1x3x224x224:float16 on cuda:0, eval, no_grad"``.
-        mode: what a call runs: ``"plain"`` (the model itself), ``"one stream"``, ``"streams"``, ``"threads"`` (streams of
-            a CPU), ``"cuda graph"``, ``"graph breaks"`` (see ``parts``), or ``"dry run"`` where nothing was to run.
+        mode: what a call runs: ``"plain"`` (the model itself), ``"one stream"``, ``"streams"``, ``"threads"`` (streams
+            of a CPU), ``"cuda graph"``, ``"graph breaks"`` (see ``parts``), or ``"dry run"`` where nothing was to run.
         profile: the device that was planned for.
         graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
             ``timeline`` is the simulated run of the chosen candidate.

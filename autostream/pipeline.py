@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from itertools import product
 
 import torch
@@ -35,6 +34,7 @@ from autostream.tracing.export import Traced, trace
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import LiveState, ModelWatch
 from autostream.tracing.tree import flatten
+from autostream.version import VERSION
 
 SHORTLIST = 6
 """Schedules that are worth measuring, besides the sequential one: the simulator ranks them, but it is only a model."""
@@ -220,7 +220,7 @@ def arguments_of(traced: Traced, model: nn.Module, tensors: Sequence[Tensor]) ->
 def versions() -> dict[str, str]:
     """What a result depends on besides the code."""
     return {
-        "autostream": version("autostream"),
+        "autostream": VERSION,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda or "none",

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from autostream.errors import CaptureError
+from autostream.errors import CaptureError, first_line
 from autostream.execution.cuda_graph import CapturedGraph, Run
 from autostream.execution.lower import lower
 from autostream.execution.runs import uncaptured
@@ -68,25 +68,28 @@ def select(
     Raises:
         CaptureError: the first candidate cannot be captured, so none can.
     """
-    measured: list[Candidate] = []
-    best: tuple[Candidate, Execution] | None = None
+    considered: list[Candidate] = []
+    best: tuple[int, Execution] | None = None
     for candidate in candidates:
+        considered.append(candidate)
         try:
             execution = build(program, graph, candidate, tensors, bound)
         except (CaptureError, torch.OutOfMemoryError) as error:
             if best is None:
                 raise
-            measured.append(replace(candidate, refusal=str(error)))
+            considered[-1] = replace(candidate, refusal=first_line(error))
             continue
-        rivals = [execution] if best is None else [best[1], execution]
-        times = interleaved([_timer(rival, tensors, program.device) for rival in rivals])
-        measured.append(replace(candidate, measured_us=times[-1]))
+        newest = len(considered) - 1, execution
+        rivals = [newest] if best is None else [best, newest]
+        times = interleaved([_timer(rival, tensors, program.device) for _, rival in rivals])
+        for (place, _), time_us in zip(rivals, times, strict=True):
+            considered[place] = replace(considered[place], measured_us=time_us)
         if best is None or times[-1] < times[0] * (1 - MARGIN):
-            best = measured[-1], execution
-        del rivals, execution
+            best = newest
+        del rivals, newest, execution
     if best is None:
         raise ValueError("there must be at least one candidate")
-    return Selection(best[1], best[0], tuple(measured))
+    return Selection(best[1], considered[best[0]], tuple(considered))
 
 
 def build(

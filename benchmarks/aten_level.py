@@ -2,8 +2,8 @@
 
     python -m benchmarks.aten_level --out benchmarks/results/h200-torch2.11
 
-The baseline is the same eager code captured on one stream. Both sides copy the input into static memory, replay, and copy
-the output out; they run in interleaved rounds, timed by device events around back-to-back calls.
+The baseline is the same eager code captured on one stream. Both sides copy the input into static memory, replay, and
+copy the output out; they run in interleaved rounds, timed by device events around back-to-back calls.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _measured(name: str) -> dict[str, Any]:
 
 def captured(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     """The eager model captured on one stream, as a function that takes any such input and returns a new output."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     static_x = x.clone()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -123,7 +123,8 @@ def captured(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     def call(x: Tensor) -> Tensor:
         static_x.copy_(x)
         graph.replay()
-        return static_y.clone()
+        copy: Tensor = static_y.clone()
+        return copy
 
     return call
 
@@ -140,7 +141,7 @@ def _interleaved(calls: list[Callable[[], object]]) -> list[list[float]]:
 
 
 def _device_us(call: Callable[[], object], runs: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     call()
     start.record()
     for _ in range(runs):

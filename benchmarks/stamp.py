@@ -23,7 +23,7 @@ def stamp() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cpus": os.cpu_count(),

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
+from torch._ops import OperatorBase
 
 from autostream.analysis.effects import Effects, effects_of
 from autostream.analysis.hazards import AccessHistory
@@ -52,8 +53,8 @@ def analyze(program: Program) -> OpGraph:
         >>> z.meta["val"] = y.meta["val"].t()
         >>> module = fx.GraphModule(torch.nn.Module(), graph)
         >>> placeholder = Placeholder("x", Role.INPUT, "0", "x")
-        >>> analyze(Program(module, (placeholder,), ("t",), "aten", "cpu")).ops["relu"].nodes
-        ('relu', 't')
+        >>> analyze(Program(module, (placeholder,), ("t_default",), "aten", "cpu")).ops["relu_default"].nodes
+        ('relu_default', 't_default')
     """
     parts = _Parts(program.placeholders)
     for node in program.module.graph.nodes:
@@ -159,9 +160,8 @@ def _op(group: _Group, work: Work, device: str) -> Op:
 
 
 def _target_name(node: fx.Node) -> str:
-    if isinstance(node.target, str) or not hasattr(node.target, "__name__"):
-        return str(node.target)
-    return str(node.target) if "." in str(node.target) and " " not in str(node.target) else node.target.__name__
+    named = isinstance(node.target, (str, OperatorBase))
+    return str(node.target) if named else getattr(node.target, "__name__", str(node.target))
 
 
 def _device_of(node: fx.Node, scheduled: str) -> str:

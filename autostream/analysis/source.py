@@ -12,12 +12,12 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def user_line(stack_trace: str | None) -> str:
-    """The innermost frame of a stack trace that is not PyTorch's own, or ``""``.
+    r"""The innermost frame of a stack trace that is not PyTorch's own, or ``""``.
 
     Paths inside the working directory are given relative to it, others as they are.
 
     Example:
-        >>> user_line('File "/models/net.py", line 12, in forward\\n    y = self.conv(x)\\n')
+        >>> user_line('File "/models/net.py", line 12, in forward\n    y = self.conv(x)\n')
         '/models/net.py:12: y = self.conv(x)'
     """
     for frame in reversed(list(_FRAME.finditer(stack_trace or ""))):

@@ -42,12 +42,14 @@ class Lanes:
 
 
 def fork(device: str, count: int) -> Lanes:
-    """Take ``count`` streams, at most 32: the current one of ``device``, and side streams that all runs share.
+    """Take ``count`` streams, at most 16: the current one of ``device``, and side streams that all runs share.
 
     Nothing is ordered by this: side streams wait for the caller where the graph says so.
     """
     caller = torch.cuda.current_stream(device)
-    sides = [side for side in _pool(caller.device_index) if side.cuda_stream != caller.cuda_stream]
+    # Captures have side streams to themselves: what other threads launch on a stream in capture is captured with it.
+    half = slice(_TURN // 2, None) if torch.cuda.is_current_stream_capturing() else slice(_TURN // 2)
+    sides = [side for side in _pool(caller.device_index)[half] if side.cuda_stream != caller.cuda_stream]
     return Lanes(device, (caller, *sides[: count - 1]))
 
 

@@ -99,7 +99,7 @@ def limits(summary: Summary) -> tuple[str, ...]:
     floors = sorted(
         [
             (line, f"{line:.0%} of the work is in line, on the critical path"),
-            (sms, f"one after the other, the ops already keep {sms:.0%} of the multiprocessors busy"),
+            (sms, f"one after the other, the ops already keep {sms:.0%} of the device busy"),
             (memory, f"one after the other, the ops already use {memory:.0%} of the memory bandwidth"),
         ],
         reverse=True,

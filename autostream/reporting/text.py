@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from tabulate import tabulate
 
@@ -17,6 +19,7 @@ _MODES = {
 }
 
 _SOURCE_WIDTH = 60
+_REFUSALS = 3
 
 
 def render(report: Report, *, ops: int | None = None) -> str:
@@ -67,7 +70,7 @@ def _lines(report: Report, numbers: Summary | None) -> Iterator[tuple[str, str]]
         yield "graph", _graph(report.graph, report.chosen, numbers)
         yield "bound", _bound(report.costs, numbers)
         yield from (("why not more", reason) for reason in _why_not_more(report, numbers))
-    yield from (("refused", _refusal(report, refusal)) for refusal in report.refusals)
+    yield from (("refused", refusal) for refusal in _refusals(report))
     if report.seconds:
         yield "prepared in", ", ".join(f"{stage} {took:.2f} s" for stage, took in report.seconds.items())
     if report.versions:
@@ -85,7 +88,7 @@ def _device(report: Report) -> str:
     assert report.profile is not None
     profile = report.profile
     units = "cores" if report.graph and report.graph.device == "cpu" else "SMs"
-    bandwidth = f"{profile.bandwidth / 1e6:.2f} TB/s"
+    bandwidth = f"{profile.bandwidth / 1e3:,.0f} GB/s"
     return f"{_line(profile.name)}: {profile.multiprocessors} {units}, {bandwidth} (profile: {profile.source})"
 
 
@@ -174,9 +177,18 @@ def _why_not_more(report: Report, numbers: Summary) -> Iterator[str]:
         )
 
 
+def _refusals(report: Report) -> Iterator[str]:
+    """Each kind by its first few: what hinders one op often hinders hundreds."""
+    for choice, group in groupby(sorted(report.refusals, key=lambda r: r.choice), key=lambda r: r.choice):
+        refusals = list(group)
+        yield from (_refusal(report, refusal) for refusal in refusals[:_REFUSALS])
+        if len(refusals) > _REFUSALS:
+            yield _line(f"{choice}: {len(refusals) - _REFUSALS} more")
+
+
 def _refusal(report: Report, refusal: Decision) -> str:
     op = report.graph.ops.get(refusal.op) if report.graph else None
-    source = f", {op.source}" if op and op.source else ""
+    source = f", {op.source}" if op and op.source and op.source not in refusal.reason else ""
     where = f" (op {refusal.op}{source})" if refusal.op else ""
     return _line(f"{refusal.choice}: {refusal.reason}{where}")
 
@@ -231,7 +243,7 @@ def _ops(report: Report, numbers: Summary | None, shown: frozenset[str]) -> str:
                 f"{cost.sm_share:.0%}",
                 _few(launch.waits),
                 f"{numbers.slack_us[op.name]:,.1f}",
-                _shortened(_line(op.source)),
+                _source(op.source),
             )
         )
     count = len(report.graph.ops)
@@ -278,5 +290,7 @@ def _line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SOURCE_WIDTH else text[: _SOURCE_WIDTH - 1] + "…"
+def _source(text: str) -> str:
+    """A source line without the directories of its file, cut to fit into a table."""
+    line = re.sub(r"^.*[/\\](?=[^/\\]+:\d+: )", "", _line(text))
+    return line if len(line) <= _SOURCE_WIDTH else line[: _SOURCE_WIDTH - 1] + "…"

@@ -10,8 +10,8 @@ A :class:`Structure` is hashable: two values with equal structures differ in the
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -21,10 +21,10 @@ from torch.utils import _pytree
 
 from autostream.errors import TraceError
 
-_CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, range, type, Enum,
+_CONSTANTS = {
+    type(None), type(...), bool, int, float, complex, str, bytes, range,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Structure:
     Attributes:
         kind: the container's type, the constant's type, or ``Tensor``.
         context: what else is needed to rebuild it: keys, field names, or the constant (floats by their bits).
-        children: structures of what it contains.
+        children: structures of what it contains; ``None`` for what contains nothing: constants and tensors.
     """
 
     kind: type
     context: Hashable = None
-    children: tuple[Structure, ...] = ()
+    children: tuple[Structure, ...] | None = None
 
 
 TENSOR = Structure(Tensor)
@@ -74,21 +74,46 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
     if isinstance(value, Tensor):
         tensors.append(value)
         return TENSOR
-    if isinstance(value, _CONSTANTS):
-        # 0.0 == -0.0 and nan != nan, yet the first pair differs and the second does not.
-        return Structure(type(value), value.hex() if isinstance(value, float) else value)
+    kind = type(value)
+    if kind in _CONSTANTS or isinstance(value, (Enum, type)):
+        return Structure(kind, _exact(value))
     opened = _open(value)
     if opened is None:
         raise TraceError(
-            f"a value of type {type(value).__module__}.{type(value).__qualname__} is neither a tensor, a constant nor "
+            f"a value of type {kind.__module__}.{kind.__qualname__} is neither a tensor, a constant nor "
             "a known container: register it with torch.utils._pytree.register_pytree_node, or pass its tensors"
         )
     context, children = opened
-    try:
-        hash(context)
-    except TypeError as error:
-        raise TraceError(f"the container {type(value).__qualname__} cannot be compared: {error}") from error
-    return Structure(type(value), context, tuple(_flatten(child, tensors) for child in children))
+    return Structure(kind, context, tuple(_flatten(child, tensors) for child in children))
+
+
+def _unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:
+    if structure.kind is Tensor:
+        return next(tensors)
+    if structure.children is None:
+        return _constant(structure.kind, structure.context)
+    children = [_unflatten(child, tensors) for child in structure.children]
+    return _close(structure.kind, structure.context, children)
+
+
+def _exact(value: Any) -> Hashable:
+    """A constant so that only constants that no program can tell apart are equal: 0.0 == -0.0, and nan != nan."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, complex):
+        return value.real.hex(), value.imag.hex()
+    if isinstance(value, range):
+        return value.start, value.stop, value.step
+    return value  # type: ignore[no-any-return]
+
+
+def _constant(kind: type, exact: Any) -> Any:
+    """The inverse of :func:`_exact`."""
+    if kind is float:
+        return float.fromhex(exact)
+    if kind is complex:
+        return complex(*map(float.fromhex, exact))
+    return range(*exact) if kind is range else exact
 
 
 def _open(value: Any) -> tuple[Hashable, Sequence[object]] | None:
@@ -97,32 +122,26 @@ def _open(value: Any) -> tuple[Hashable, Sequence[object]] | None:
     if kind in (list, tuple):
         return None, value
     if kind in (dict, OrderedDict):
-        return tuple(value), list(value.values())
+        return _without_tensors(tuple(value)), list(value.values())
     if kind is defaultdict:
-        return (value.default_factory, tuple(value)), list(value.values())
+        return (value.default_factory, _without_tensors(tuple(value))), list(value.values())
     if kind is slice:
         return None, (value.start, value.stop, value.step)
-    if issubclass(kind, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
-        return None, value
     if kind in _pytree.SUPPORTED_NODES:
         children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-        return _hashable(context), children
-    fields: Mapping[str, object] | None = getattr(kind, "__dataclass_fields__", None)
-    if fields is None:
-        return None
-    if issubclass(kind, OrderedDict):  # transformers' ModelOutput
-        return tuple(value), list(value.values())
-    present = [name for name in fields if hasattr(value, name)]
-    return tuple(present), [getattr(value, name) for name in present]
+        return _comparable(kind, context), list(children)
+    if issubclass(kind, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
+        return None, value
+    if is_dataclass(kind) and not issubclass(kind, _BUILT_IN):
+        # Attributes that are no fields belong to the object too.
+        names = [field.name for field in fields(kind) if hasattr(value, field.name)]
+        names = list(dict.fromkeys([*names, *getattr(value, "__dict__", ())]))
+        return tuple(names), [getattr(value, name) for name in names]
+    return None
 
 
-def _unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:
-    kind, context = structure.kind, structure.context
-    if kind is Tensor:
-        return next(tensors)
-    if issubclass(kind, _CONSTANTS):
-        return float.fromhex(context) if kind is float else context  # type: ignore[arg-type]
-    return _close(kind, context, [_unflatten(child, tensors) for child in structure.children])
+_BUILT_IN = (list, tuple, dict, set, frozenset, int, float, complex, str, bytes)
+"""What a dataclass that inherits from them contains besides its attributes is not known here."""
 
 
 def _close(kind: Any, context: Any, children: list[Any]) -> Any:
@@ -130,19 +149,17 @@ def _close(kind: Any, context: Any, children: list[Any]) -> Any:
     if kind in (list, tuple):
         return kind(children)
     if kind in (dict, OrderedDict):
-        return kind(zip(context, children, strict=True))
+        return kind(zip(unflatten(context, ()), children, strict=True))
     if kind is defaultdict:
-        return defaultdict(context[0], zip(context[1], children, strict=True))
+        return defaultdict(context[0], zip(unflatten(context[1], ()), children, strict=True))
     if kind is slice:
         return slice(*children)
+    if kind in _pytree.SUPPORTED_NODES:
+        return _pytree.SUPPORTED_NODES[kind].unflatten_fn(children, unflatten(context, ()))
     if hasattr(kind, "_fields"):
-        return kind(*children)
+        return tuple.__new__(kind, children)
     if hasattr(kind, "n_sequence_fields"):
         return kind(children)
-    if kind in _pytree.SUPPORTED_NODES:
-        return _pytree.SUPPORTED_NODES[kind].unflatten_fn(children, _original(context))
-    if issubclass(kind, OrderedDict):
-        return kind(**dict(zip(context, children, strict=True)))
     # The fields are those of an object that was already initialised: running __init__ again could change them.
     value = object.__new__(kind)
     for name, child in zip(context, children, strict=True):
@@ -150,16 +167,25 @@ def _close(kind: Any, context: Any, children: list[Any]) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class _ListContext:
-    """A list in the context of a registered container, made hashable."""
+def _without_tensors(value: object) -> Structure:
+    """Keys of a dictionary as a structure, which tells 1 from True where a tuple of keys would not.
 
-    items: tuple[Hashable, ...]
+    Raises:
+        TraceError: a key is no constant, nor made of constants.
+    """
+    tensors, structure = flatten(value)
+    if tensors:
+        raise TraceError("a tensor is a key of a dictionary, or part of what a container is compared by")
+    return structure
 
 
-def _hashable(context: Any) -> Hashable:
-    return _ListContext(tuple(_hashable(item) for item in context)) if isinstance(context, list) else context
-
-
-def _original(context: Any) -> Any:
-    return [_original(item) for item in context.items] if isinstance(context, _ListContext) else context
+def _comparable(kind: type, context: Any) -> Structure:
+    """The context of a registered container as a structure; what is no constant in there counts as it compares."""
+    try:
+        return _without_tensors(context)
+    except TraceError:
+        try:
+            hash(context)
+        except TypeError as error:
+            raise TraceError(f"the container {kind.__qualname__} cannot be compared: {error}") from error
+        return Structure(type(context), context)

@@ -47,7 +47,7 @@ def test_gain_compares_like_with_like() -> None:
     ("sm_share", "bandwidth_share", "tightest"),
     [
         (0.25, 0.5, "67% of the work is in line, on the critical path: at most 1.50×"),
-        (0.9, 0.5, "one after the other, the ops already keep 90% of the multiprocessors busy: at most 1.11×"),
+        (0.9, 0.5, "one after the other, the ops already keep 90% of the device busy: at most 1.11×"),
         (0.25, 0.8, "one after the other, the ops already use 80% of the memory bandwidth: at most 1.25×"),
     ],
 )

@@ -46,7 +46,7 @@ def test_the_summary_says_what_runs_and_how_fast() -> None:
     found = values(render(REPORT))
     assert found["model"] == ["Net"]
     assert found["signature"] == ["1x8:float16 on cuda:0, eval, no gradients"]
-    assert found["device"] == ["NVIDIA H200: 132 SMs, 4.80 TB/s (profile: table)"]
+    assert found["device"] == ["NVIDIA H200: 132 SMs, 4,800 GB/s (profile: table)"]
     assert found["runs as"] == ["CUDA graph over 2 streams (critical_path)"]
     assert found["measured"] == [
         "14.0 µs, 1.50× the speed of sequential in a CUDA graph (21.0 µs), 3.00× the speed of sequential (42.0 µs)"
@@ -116,6 +116,29 @@ def test_the_plain_model_comes_with_its_reason_and_no_tables() -> None:
 def test_a_refusal_names_the_op_and_its_source_line() -> None:
     report = replace(REPORT, graph=with_source(DIAMOND, "d", "net.py:3: y = f(x)"))
     assert values(summary(report))["refused"] == ["not fused: a hook watches it (op d, net.py:3: y = f(x))"]
+
+
+def test_a_reason_that_names_the_source_line_is_not_given_it_twice() -> None:
+    refusal = Decision("d", "not captured", "it synchronizes (net.py:3: y = f(x))")
+    report = replace(REPORT, graph=with_source(DIAMOND, "d", "net.py:3: y = f(x)"), refusals=(refusal,))
+    assert values(summary(report))["refused"] == ["not captured: it synchronizes (net.py:3: y = f(x)) (op d)"]
+
+
+def test_of_many_refusals_of_a_kind_the_first_are_shown() -> None:
+    many = [Decision(name, "not captured", "it synchronizes") for name in "abcde"]
+    report = replace(REPORT, refusals=(*many[:4], Decision("", "no streams", "there is one"), many[4]))
+    assert values(summary(report))["refused"] == [
+        "no streams: there is one",
+        *(f"not captured: it synchronizes (op {name})" for name in "abc"),
+        "not captured: 2 more",
+    ]
+
+
+@pytest.mark.parametrize("directory", ["/usr/lib/", "../", r"C:\models" "\\", ""])
+def test_source_lines_in_the_table_are_without_directories(directory: str) -> None:
+    source = f"{directory}net.py:3: y = a / b  # a/b:1: c"
+    report = replace(REPORT, graph=with_source(DIAMOND, "a", source))
+    assert rows(render(report), "Ops")[0][-1] == "net.py:3: y = a / b # a/b:1: c"
 
 
 def test_candidates_are_listed_and_the_chosen_one_is_marked() -> None:

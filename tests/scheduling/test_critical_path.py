@@ -93,6 +93,14 @@ def test_a_source_waits_for_the_fork_only_where_it_pays() -> None:
     assert critical_path(graph, costs_of(graph, 10.5), slow_fork, 4, NONE).stream == {"a": 0, "b": 1}
 
 
+def test_a_join_counts_the_edge_from_the_other_stream() -> None:
+    """On stream 0, a(10) ends at 10; so does b(9) on stream 1, but its edge to c(10) is longer: c runs from 12 to 22."""
+    graph = graph_of("a-c b-c", names="ab")
+    assignment = critical_path(graph, costs_of(graph, {"a": 10.0, "b": 9.0, "c": 10.0}), PRICED, 2, NONE)
+    assert assignment.stream == {"a": 0, "b": 1, "c": 0}
+    assert "29.0 µs of ops end after 22.0 µs" in assignment.decisions[0].reason
+
+
 def test_two_towers_share_nothing() -> None:
     """Each stays on a stream of its own.
 

@@ -1,0 +1,177 @@
+"""What only a GPU can show, end to end: values, streams, memory and threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+
+pytestmark = pytest.mark.gpu
+
+
+class Towers(nn.Module):
+    """Four branches that read one input and meet in a concatenation."""
+
+    def __init__(self, width: int = 512, towers: int = 4) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()) for _ in range(towers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([tower(x) for tower in self.towers], dim=-1)
+
+
+@pytest.fixture
+def towers() -> Towers:
+    torch.manual_seed(0)
+    return Towers().cuda().eval()
+
+
+@pytest.mark.parametrize("cuda_graph", [True, False])
+@pytest.mark.parametrize("policy", ["sequential", "critical_path", "path_cover"])
+@pytest.mark.parametrize("streams", [2, 4])
+def test_same_values(towers: Towers, policy: str, streams: int, cuda_graph: bool) -> None:
+    fast = autostream.optimize(towers, policy=policy, streams=streams, cuda_graph=cuda_graph)
+    with torch.no_grad():
+        for seed in range(5):
+            x = torch.randn(64, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+            torch.testing.assert_close(fast(x), towers(x), rtol=0, atol=0)
+    assert fast.reports[0].mode in (("cuda graph",) if cuda_graph else ("streams", "one stream"))
+
+
+def test_outputs_stay_valid(towers: Towers) -> None:
+    fast = autostream.optimize(towers)
+    with torch.no_grad():
+        xs = [torch.randn(64, 512, device="cuda") for _ in range(3)]
+        ys = [fast(x) for x in xs]
+        for x, y in zip(xs, ys, strict=True):
+            torch.testing.assert_close(y, towers(x), rtol=0, atol=0)
+
+
+def test_stream_and_device_are_as_before(towers: Towers) -> None:
+    fast = autostream.optimize(towers)
+    stream = torch.cuda.Stream()
+    x = torch.randn(64, 512, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), torch.no_grad():
+        y = fast(x)
+        assert torch.cuda.current_stream() == stream
+    stream.synchronize()
+    torch.testing.assert_close(y, towers(x).detach(), rtol=0, atol=0)
+
+
+def test_generators_and_buffers_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).cuda().train()
+    x = torch.randn(16, 8, device="cuda")
+    torch.cuda.manual_seed(3)
+    state, before = torch.cuda.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    fast = autostream.optimize(model, x)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    with torch.no_grad():
+        y = fast(x)
+    after = {k: v.clone() for k, v in model.state_dict().items()}
+    rng = torch.cuda.get_rng_state()
+    model.load_state_dict(before)
+    torch.cuda.manual_seed(3)
+    with torch.no_grad():
+        torch.testing.assert_close(y, model(x), rtol=0, atol=0)
+    assert torch.equal(rng, torch.cuda.get_rng_state())
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, after[name], rtol=0, atol=0)
+
+
+def test_changed_weights_are_seen(towers: Towers) -> None:
+    fast = autostream.optimize(towers)
+    x = torch.randn(64, 512, device="cuda")
+    with torch.no_grad():
+        fast(x)
+        towers.towers[0][0].weight.mul_(2)
+        torch.testing.assert_close(fast(x), towers(x), rtol=0, atol=0)
+        towers.towers[1][0].weight.data = torch.randn(512, 512, device="cuda")
+        torch.testing.assert_close(fast(x), towers(x), rtol=0, atol=0)
+        towers.towers[1][0].weight.data = towers.towers[1][0].weight.data.t()
+        torch.testing.assert_close(fast(x), towers(x), rtol=0, atol=0)
+        towers.towers[2][2] = nn.Linear(512, 512).cuda()
+        torch.testing.assert_close(fast(x), towers(x), rtol=0, atol=0)
+        towers.load_state_dict({k: torch.randn_like(v) for k, v in towers.state_dict().items()}, assign=True)
+        torch.testing.assert_close(fast(x), towers(x), rtol=0, atol=0)
+        fast.half()
+        torch.testing.assert_close(fast(x.half()), towers(x.half()), rtol=0, atol=0)
+
+
+def test_many_threads_on_streams_of_their_own(towers: Towers) -> None:
+    others = [Towers().cuda().eval() for _ in range(2)]
+    modules = [towers, *others]
+    fasts = [autostream.optimize(m, cuda_graph=graph) for m in modules for graph in (True, False)]
+    plain = [m for m in modules for _ in range(2)]
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            stream = torch.cuda.Stream()
+            generator = torch.Generator("cuda").manual_seed(seed)
+            with torch.cuda.stream(stream), torch.no_grad():
+                for turn in range(30):
+                    x = torch.randn(64, 512, device="cuda", generator=generator)
+                    at = (seed + turn) % len(fasts)
+                    y = fasts[at](x)
+                    torch.testing.assert_close(y, plain[at](x), rtol=0, atol=0)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def test_a_synchronising_op_is_refused_before_capture() -> None:
+    class Nonzero(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.masked_select(x, x > 0).sum() + x.sum()
+
+    fast = autostream.optimize(Nonzero())
+    x = torch.randn(100, device="cuda")
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), Nonzero()(x))
+    (report,) = fast.reports
+    assert report.mode in ("one stream", "streams")
+    assert any("masked_select" in refusal.reason and "test_on_gpu.py" in refusal.reason for refusal in report.refusals)
+
+
+def test_inputs_mutated_and_outputs_aliasing() -> None:
+    class Mutates(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            x.add_(1)
+            z = y * 2
+            return x, x[1:], z, z.t()
+
+    fast = autostream.optimize(Mutates(), cuda_graph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            x, y = torch.randn(4, 4, device="cuda"), torch.randn(4, 4, device="cuda")
+            expected_x = x.clone()
+            expected = Mutates()(expected_x, y)
+            outputs = fast(x, y)
+            assert outputs[0] is x
+            assert torch.equal(x, expected_x)
+            assert outputs[1].data_ptr() == x[1:].data_ptr()
+            assert outputs[2].data_ptr() == outputs[3].data_ptr()
+            for ours, theirs in zip(outputs, expected, strict=True):
+                assert torch.equal(ours, theirs)
+                assert ours.stride() == theirs.stride()
+    assert fast.reports[0].mode == "cuda graph"
+
+
+def test_wrong_device_is_named(towers: Towers) -> None:
+    with pytest.raises(autostream.TargetError, match=r"example input 0 is on cpu, the model on cuda:0"):
+        autostream.optimize(towers, torch.randn(64, 512))
