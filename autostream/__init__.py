@@ -10,7 +10,9 @@ from autostream.api import OptimizedModule, optimize
 from autostream.errors import AutostreamError, CaptureError, OptionError, ScheduleError, TargetError, TraceError
 from autostream.ir import Report
 from autostream.reporting.explain import explain
-from autostream.version import VERSION as __version__
+from autostream.version import VERSION
+
+__version__ = VERSION
 
 __all__ = [
     "AutostreamError",

@@ -96,9 +96,16 @@ class OptimizedModule(nn.Module):
         own["_watch"] = ModelWatch(model)
         own["_model"] = model
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call hooks and :meth:`forward`, as modules do.
+
+        Not inherited: tracing patches the method of ``nn.Module`` for all threads, and must not see this call.
+        """
+        return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        if torch.compiler.is_compiling() or disabled():
+        if torch.compiler.is_dynamo_compiling() or disabled():
             return self._model(*args, **kwargs)
         try:
             return self._scheduled(args, kwargs)

@@ -69,7 +69,7 @@ def _attempted(name: str) -> dict[str, Any]:
 
 def _measured(name: str) -> dict[str, Any]:
     model, (x,) = zoo.build(name)
-    model, x = model.cuda().half(), x.cuda().half()
+    model, x = calibrated(model.cuda(), x.cuda()).half(), x.cuda().half()
     with torch.inference_mode():
         eager = model(x)
         baseline = captured(model, x)
@@ -101,10 +101,22 @@ def _measured(name: str) -> dict[str, Any]:
         ],
         "tuning_s": round(tuning_s, 1),
         "seconds": {stage: round(seconds, 2) for stage, seconds in report.seconds.items()},
+        "output_norm": float(eager.double().norm()),
         "finite": bool(torch.isfinite(eager).all()),
         "equal_to_eager": torch.equal(outputs, eager),
         "relative_error": float((outputs.double() - eager.double()).norm() / eager.double().norm()),
     }
+
+
+def calibrated(model: nn.Module, x: Tensor) -> nn.Module:
+    """The model with batch statistics of its own: random weights and no statistics let activations vanish in fp16."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.momentum = 1.0
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.train()(torch.randn(8, *x.shape[1:], device=x.device))
+    return model.eval()
 
 
 def captured(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:

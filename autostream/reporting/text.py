@@ -13,6 +13,8 @@ from autostream.reporting.summary import Summary, baselines, gain, limits, summa
 
 _MODES = {
     "plain": "the plain model",
+    "one stream": "one op after another, uncaptured,",
+    "graph breaks": "pieces between graph breaks",
     "streams": "ops on CUDA streams, uncaptured,",
     "threads": "CPU threads,",
     "cuda graph": "CUDA graph",
@@ -111,16 +113,15 @@ def _on_streams(streams: int) -> str:
 def _times(report: Report, chosen: Candidate) -> Iterator[tuple[str, str]]:
     others = baselines(report)
     if chosen.measured_us is not None:
-        clocked = [other for other in others if other.measured_us is not None]
-        yield "measured", _compared(chosen.measured_us, chosen, [(other, other.measured_us) for other in clocked])
+        yield "measured", _compared(chosen.measured_us, [(other, other.measured_us) for other in others])
     else:
         yield "measured", "nothing: the times below are predicted"
-    yield "predicted", _compared(chosen.predicted_us, chosen, [(other, other.predicted_us) for other in others])
+    yield "predicted", _compared(chosen.predicted_us, [(other, other.predicted_us) for other in others])
     if chosen.schedule.streams == 1:
         yield "gain", _no_gain(report, chosen)
 
 
-def _compared(own_us: float, chosen: Candidate, others: Sequence[tuple[Candidate, float | None]]) -> str:
+def _compared(own_us: float, others: Sequence[tuple[Candidate, float | None]]) -> str:
     ratios = [
         f"{other_us / own_us:.2f}× the speed of {_baseline(other)} ({_us(other_us)})"
         for other, other_us in others
@@ -272,7 +273,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right
     return f"{title}\n" + tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=sides)
 
 
-def _us(us: float | None) -> str:
+def _us(us: float) -> str:
     return f"{us:,.1f} µs"
 
 
@@ -292,5 +293,7 @@ def _line(text: str) -> str:
 
 def _source(text: str) -> str:
     """A source line without the directories of its file, cut to fit into a table."""
-    line = re.sub(r"^.*[/\\](?=[^/\\]+:\d+: )", "", _line(text))
+    line = _line(text)
+    if place := re.match(r"(.*?)(:\d+: .*)", line):
+        line = re.split(r"[/\\]", place[1])[-1] + place[2]
     return line if len(line) <= _SOURCE_WIDTH else line[: _SOURCE_WIDTH - 1] + "…"

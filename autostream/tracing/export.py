@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -103,14 +104,39 @@ class _FlatModel(nn.Module):
 def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
     from torch.export import export
 
-    with untouched(flat.model), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+    with ExitStack() as stack:
+        stack.enter_context(_tracing)
+        stack.enter_context(untouched(flat.model))
+        stack.enter_context(_preserved_flags())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # export warns of attributes that it sets itself while it swaps parameters
         try:
-            warnings.simplefilter("ignore")  # export warns of attributes that it sets itself while it swaps parameters
             return export(flat, _ordinary(tensors), strict=False)
         except TraceError:
             raise
         except Exception as error:
             raise TraceError(f"torch.export cannot trace {type(flat.model).__name__}: {first_line(error)}") from error
+
+
+_tracing = threading.Lock()
+"""Tracing patches ``nn.Module`` for the whole process, so one model is traced at a time."""
+
+
+@contextmanager
+def _preserved_flags() -> Iterator[None]:
+    """Put back the flags by which PyTorch knows that it is exporting; an export that fails on 2.11 leaves them set.
+
+    Private to PyTorch; where a version has no such flags, there is nothing to put back.
+    """
+    names = ("_is_compiling_flag", "_is_exporting_flag")
+    flags = {name: getattr(torch.compiler, name) for name in names if hasattr(torch.compiler, name)}
+    try:
+        yield
+    finally:
+        for name, flag in flags.items():
+            setattr(torch.compiler, name, flag)
 
 
 def _ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -184,6 +184,8 @@ def _comparable(kind: type, context: Any) -> Structure:
     try:
         return _without_tensors(context)
     except TraceError:
+        if isinstance(context, Tensor):
+            raise
         try:
             hash(context)
         except TypeError as error:

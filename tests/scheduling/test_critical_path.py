@@ -94,7 +94,7 @@ def test_a_source_waits_for_the_fork_only_where_it_pays() -> None:
 
 
 def test_a_join_counts_the_edge_from_the_other_stream() -> None:
-    """On stream 0, a(10) ends at 10; so does b(9) on stream 1, but its edge to c(10) is longer: c runs from 12 to 22."""
+    """On stream 0, a(10) ends at 10; so does b(9) on stream 1, but its edge is longer: c(10) runs from 12 to 22."""
     graph = graph_of("a-c b-c", names="ab")
     assignment = critical_path(graph, costs_of(graph, {"a": 10.0, "b": 9.0, "c": 10.0}), PRICED, 2, NONE)
     assert assignment.stream == {"a": 0, "b": 1, "c": 0}
