@@ -7,6 +7,7 @@ trace ──▶ price ──▶ candidates ──▶ select ──▶ Scheduled
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,10 @@ from autostream.tracing.export import trace
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState
 from autostream.tracing.tree import Structure, unflatten
+
+_preparing = threading.RLock()
+"""One model is traced, measured and captured at a time: tracing patches ``nn.Module`` for all threads, measurements
+of two models disturb each other, and a process can capture one CUDA graph at a time."""
 
 
 class Stale(Exception):  # noqa: N818 - a notice between modules, not an error
@@ -58,6 +63,18 @@ class Scheduled:
     """
 
     def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        tensors: Sequence[Tensor],
+        signature: Signature,
+        bound_inputs: frozenset[int],
+        options: Options,
+    ) -> None:
+        with _preparing:
+            self._prepare(model, structure, tensors, signature, bound_inputs, options)
+
+    def _prepare(
         self,
         model: nn.Module,
         structure: Structure,
@@ -126,7 +143,7 @@ class Scheduled:
     def _recaptured(self, arguments: list[Tensor]) -> CapturedGraph:
         """The same schedule, captured again where the weights lie now."""
         program, chosen = self._traced.program, self._selection.chosen
-        with _undone(arguments, written(program, self._graph), program.device):
+        with _preparing, _undone(arguments, written(program, self._graph), program.device):
             execution = build(program, self._graph, chosen, arguments, self._bound)
         assert isinstance(execution, CapturedGraph), "a captured candidate is captured again"
         self._selection = replace(self._selection, execution=execution)

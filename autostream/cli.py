@@ -9,7 +9,6 @@ import argparse
 import io
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -56,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AutostreamError as error:
         print(f"autostream: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough; Python flushes once more at exit, to where nobody listens.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as head, has seen enough
         return 0
     return code
 

@@ -26,6 +26,7 @@ from torch.fx import Interpreter, Node
 from torch.fx.node import map_aggregate
 
 from autostream.costs.roofline import cost_of, price
+from autostream.execution.capture import capture
 from autostream.ir import Costs, DeviceProfile, Op, OpGraph, Placeholder, Program
 
 Call = Callable[[], object]
@@ -145,49 +146,17 @@ class _GraphTimer:
 
     def _time(self, call: Call, expected_us: float) -> tuple[float, int]:
         copies = min(_MAX_COPIES, math.ceil(_REPLAY_US / max(expected_us, 1.0)))
-        # Each time: with the last graph, cuBLAS's workspace of this stream may have gone.
-        _warm_up(call)
-        graph = torch.cuda.CUDAGraph()
+        # A first run loads kernels and chooses algorithms, which no capture may.
+        call()
+        graph, _ = capture(lambda: _repeat(call, copies), self._stream, self._pool)
         # A pool whose last graph is gone cannot be captured into again: the first one is kept, whatever comes of it.
         self._first = self._first or graph
-        _capture(graph, call, copies, self._pool)
         return _replay_us(graph) / copies, copies
 
 
-def _warm_up(call: Call) -> None:
-    """Run a call twice, as a capture needs it: lazy loading, autotuning and workspaces happen outside.
-
-    The first call may well wait for the device; if the second does too, capturing it would fail, and a failed capture
-    leaves the allocator and the generators of the process in disorder.
-    """
-    call()
-    if _synchronizes(call):
-        raise RuntimeError("the op makes the host wait for the device")
-
-
-def _synchronizes(call: Call) -> bool:
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    return any("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
-
-
-def _capture(graph: torch.cuda.CUDAGraph, call: Call, copies: int, pool: Any) -> None:
-    """Capture copies of a call on the current stream.
-
-    ``torch.cuda.graph`` would do it too, but synchronizes the device and empties the allocator's cache each time.
-    """
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        for _ in range(copies):
-            call()
-    finally:
-        graph.capture_end()
+def _repeat(call: Call, copies: int) -> None:
+    for _ in range(copies):
+        call()
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:

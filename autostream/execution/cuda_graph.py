@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
+from autostream.execution.capture import capture
 from autostream.execution.static import Handout, copyable, handouts, static_copies
 
 Run = Callable[..., Sequence[Tensor]]
@@ -73,7 +73,7 @@ class CapturedGraph:
         self._held = [tensors[index].detach() for index in self._bound]
         self._layout = layout(self._held)
         self._lock = threading.Lock()
-        self._graph, self._stream, outputs = _capture(run, self.static, device)
+        self._graph, self._stream, outputs = _captured(run, self.static, device)
         self._handouts: tuple[Handout, ...] = handouts(outputs, self.static, self._copied)
         self._last_stream = torch.cuda.current_stream(device)
 
@@ -128,36 +128,22 @@ def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Tensor
     return outputs
 
 
-def _capture(
+def _captured(
     run: Run, tensors: Sequence[Tensor], device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, torch.cuda.Stream, Sequence[Tensor]]:
-    """Warm up, then capture on a stream of the graph's own, which must live as long as the graph."""
-    with _capturing, torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        graph = torch.cuda.CUDAGraph()
-        try:
+    """Warm up, then capture, on a stream of the graph's own."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with _capturing:
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_RUNS):
                     run(*tensors)
-            _clear_cublas_workspaces()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                outputs = run(*tensors)
-        except Exception as error:
-            raise CaptureError(f"{first_line(error)}{where(error)}") from error
-        finally:
-            _clear_cublas_workspaces()
-            torch.cuda.current_stream(device).wait_stream(stream)
+            graph, outputs = capture(lambda: run(*tensors), stream)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{first_line(error)}{where(error)}") from error
+    finally:
+        torch.cuda.current_stream(device).wait_stream(stream)
     return graph, stream, outputs
-
-
-def _clear_cublas_workspaces() -> None:
-    """Make cuBLAS allocate new workspaces, so that a graph has its own, in its own memory, and shares them with nobody.
-
-    A workspace belongs to a thread and stream at capture. Two graphs captured over the same streams would scribble over
-    each other's when they are replayed at the same time. Inductor's CUDA graph trees do the same, before and after.
-    Private to PyTorch; present in 2.11 to 2.13. Without it, concurrent replays of different graphs are not safe.
-    """
-    clear: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()

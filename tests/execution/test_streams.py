@@ -40,7 +40,8 @@ class Cuda:
         self.device = 0
 
     def Stream(self, device: int) -> Stream:  # noqa: N802
-        return self.pools[device][next(self.turns[device]) % 32]
+        pool = self.pools[device]
+        return pool[next(self.turns[device]) % len(pool)]
 
     def current_stream(self, device: str) -> Stream:
         return self.current[int(device[-1])]
@@ -99,6 +100,18 @@ def test_lane_0_is_the_callers_stream_and_no_two_lanes_are_the_same(cuda: Cuda) 
     assert {lane.device_index for lane in lanes.streams} == {1}
 
 
+def test_a_stream_that_comes_round_again_is_still_the_same(cuda: Cuda) -> None:
+    """As it does for us if others take streams at the same time."""
+    cuda.pools[0] = cuda.pools[0][:10]
+    assert len({lane.cuda_stream for lane in streams.fork("cuda:0", 11).streams}) == 11
+
+
+def test_a_capture_has_side_streams_to_itself(cuda: Cuda) -> None:
+    others = streams.fork("cuda:0", 16).streams[1:]
+    cuda.current[0].capturing = True
+    assert not {*others} & {*streams.fork("cuda:0", 16).streams[1:]}
+
+
 def test_runs_share_side_streams(cuda: Cuda) -> None:
     assert streams.fork("cuda:0", 4) == streams.fork("cuda:0", 4)
 
@@ -154,7 +167,7 @@ def test_after_an_exception_in_a_capture_only_its_own_streams_are_joined(cuda: C
     """Waiting for a stream outside the capture would raise, and hide the exception."""
     cuda.current[0].capturing = True
     with failing("cuda:0"):
-        caller, forked, _ = streams.fork("cuda:0", 3).streams
+        caller, _, forked = streams.fork("cuda:0", 3).streams
         forked.capturing = True
     assert caller.waits == [forked]
 

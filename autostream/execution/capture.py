@@ -1,0 +1,100 @@
+"""Capturing a CUDA graph, and leaving the process in order when that fails.
+
+PyTorch (seen on 2.11) does not clean up after a capture that the driver has invalidated: the default random generator
+goes on believing that it is in a capture, so that every later random number raises, and the allocator keeps serving
+the dead capture's pool. Both are put right here. The pool's memory itself stays with the process.
+
+Private to PyTorch: cuBLAS workspaces and ``_cuda_endAllocateToPool``. Where a version lacks them, they are passed over.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def capture(
+    run: Callable[[], Result], stream: torch.cuda.Stream, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture what a function launches, on a stream that must live as long as the graph.
+
+    Other threads may go on using the device. The caller sees to it that no other capture is under way in the process,
+    and that the function has run before: libraries load kernels and choose algorithms in a first run.
+
+    Args:
+        run: launches work on the current stream, and on streams that it forks from it and joins to it.
+        stream: to capture on; not the default stream.
+        pool: of :func:`torch.cuda.graph_pool_handle`, to share memory with other graphs; by default the graph's own.
+
+    Returns:
+        The graph, and what the function returned.
+
+    Raises:
+        Exception: what the function raised, or what ended the capture. The process can draw random numbers, allocate and
+            capture as before.
+    """
+    pool = pool or torch.cuda.graph_pool_handle()
+    graph = torch.cuda.CUDAGraph()
+    stream.synchronize()
+    with (
+        torch.cuda.device(stream.device),
+        _own_cublas_workspaces(),
+        _no_garbage_collection(),
+        torch.cuda.stream(stream),
+    ):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            result = run()
+            graph.capture_end()
+        except BaseException:
+            _clean_up(graph, stream.device, pool)
+            raise
+    return graph, result
+
+
+def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    # Each step fails where there is nothing to do, and all do when the device itself is lost.
+    with suppress(RuntimeError):
+        graph.capture_end()
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    with suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the graph is empty
+        # A capture that succeeds is the one thing that tells the generator that capturing is over.
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")
+        empty.capture_end()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection could free another graph's memory, and freeing device memory ends the capture of this thread."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _own_cublas_workspaces() -> Iterator[None]:
+    """Make cuBLAS allocate new workspaces, so that a graph has its own, in its own memory, and shares them with nobody.
+
+    A workspace belongs to a thread and stream at capture. Two graphs captured over the same streams would scribble over
+    each other's when they are replayed at the same time. Inductor's CUDA graph trees do the same, before and after.
+    """
+    clear: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()

@@ -1,0 +1,110 @@
+"""Captures that fail run in a process of their own: what they could leave behind must not reach other tests."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from autostream.execution.capture import _no_garbage_collection
+
+
+def test_garbage_waits_for_the_end_of_a_capture() -> None:
+    assert gc.isenabled()
+    with pytest.raises(KeyError), _no_garbage_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with _no_garbage_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def run_alone(program: str) -> None:
+    """Run a program in a new process and fail with what it printed if it fails."""
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.gpu
+def test_after_a_failed_capture_all_goes_on() -> None:
+    run_alone(
+        """
+        import torch
+        from autostream.execution.capture import capture
+
+        torch.cuda.manual_seed(7)
+        expected = [torch.rand(4, device="cuda") for _ in range(3)]
+        torch.cuda.manual_seed(7)
+        assert torch.equal(torch.rand(4, device="cuda"), expected[0])
+
+        x, stream = torch.ones(1024, device="cuda"), torch.cuda.Stream()
+        for fails in (lambda: x.sum().item(), lambda: torch.nonzero(x), lambda: 1 / 0):
+            try:
+                capture(fails, stream)
+            except Exception as error:
+                print(type(error).__name__, error)
+            else:
+                raise AssertionError("a capture that waits for the device must fail")
+            assert not torch.cuda.is_current_stream_capturing()
+
+        assert torch.equal(torch.rand(4, device="cuda"), expected[1])      # the generator goes on where it was
+        before = torch.cuda.memory_allocated()
+        block = torch.empty(1 << 20, device="cuda")
+        assert torch.cuda.memory_allocated() > before
+        del block
+        assert torch.cuda.memory_allocated() == before
+        graph, y = capture(lambda: torch.dropout(x, 0.5, True) @ torch.ones(1024, device="cuda"), stream)
+        torch.cuda.manual_seed(1)
+        graph.replay()
+        first = y.clone()
+        torch.cuda.manual_seed(1)
+        graph.replay()
+        assert torch.equal(first, y)
+        torch.cuda.manual_seed(7)
+        assert torch.equal(torch.rand(4, device="cuda"), expected[0])
+        """
+    )
+
+
+@pytest.mark.gpu
+def test_optimize_after_an_unforeseen_synchronisation_runs_uncaptured() -> None:
+    run_alone(
+        """
+        import torch, autostream
+        from torch.library import custom_op
+
+        @custom_op("tests::waits", mutates_args=())
+        def waits(x: torch.Tensor) -> torch.Tensor:
+            return x * (2 if x.sum().item() > 0 else 3)
+
+        @waits.register_fake
+        def _(x):
+            return torch.empty_like(x)
+
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                return torch.dropout(waits(x) + torch.relu(x), 0.5, True)
+
+        fast, x = autostream.optimize(Model()), torch.rand(64, device="cuda")
+        with torch.no_grad():
+            for seed in range(3):
+                torch.cuda.manual_seed(seed)
+                expected = Model()(x)
+                torch.cuda.manual_seed(seed)
+                assert torch.equal(fast(x), expected)
+        (report,) = fast.reports
+        assert report.mode in ("one stream", "streams"), report.mode
+        assert any("waits" in refusal.reason for refusal in report.refusals), report.refusals
+        """
+    )
