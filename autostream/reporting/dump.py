@@ -28,8 +28,8 @@ def dump(report: Report) -> dict[str, Any]:
         >>> dumped["schema"], dumped["model"], dumped["refusals"], dumped["summary"]
         (1, 'Net', [], None)
     """
-    numbers = summary_of(report)
-    return {"schema": SCHEMA, **_plain(report), "summary": _plain(numbers)}
+    numbers, parts = summary_of(report), [dump(part) for part in report.parts]
+    return {"schema": SCHEMA, **_plain(report), "parts": parts, "summary": _plain(numbers)}
 
 
 def _plain(value: Any) -> Any:

@@ -46,6 +46,7 @@ def render(report: Report, *, ops: int | None = None) -> str:
         _candidates(report),
         _ops(report, numbers, shown),
         _decisions(report, shown),
+        *(f"Piece {number}\n{render(part, ops=ops)}" for number, part in enumerate(report.parts)),
     )
     return "\n\n".join(part for part in parts if part)
 

@@ -61,3 +61,10 @@ def test_numbers_that_json_lacks_become_null() -> None:
 def test_a_value_without_a_form_is_told_rather_than_lost() -> None:
     with pytest.raises(TypeError, match="a report holds a complex, which JSON has no form for: 1j"):
         dump(replace(REPORT, seconds={"trace": 1j}))  # type: ignore[dict-item]
+
+
+def test_pieces_of_a_split_model_are_dumped_as_reports() -> None:
+    piece = Report("GraphModule", "s", "one stream")
+    dumped = dump(Report("Net", "s", "graph breaks", parts=(piece,)))
+    assert dumped["parts"] == [dump(piece)]
+    assert dumped["parts"][0]["schema"] == dumped["schema"]

@@ -234,3 +234,12 @@ def test_names_that_look_like_numbers_stay_names() -> None:
     decision = Decision("", "1e5", "007")
     chosen = replace(CHOSEN, schedule=replace(ONE_STREAM, decisions=(decision,)))
     assert rows(render(replace(REPORT, chosen=chosen)), "Decisions") == [["", "1e5", "007"]]
+
+
+def test_pieces_of_a_split_model_are_shown() -> None:
+    piece = Report("GraphModule", "3:float32 on cpu, eval, no gradients", "one stream")
+    whole = Report("Net", "3:float32 on cpu, eval, no gradients", "graph breaks", parts=(piece, piece))
+    shown = render(whole)
+    assert "pieces between graph breaks" in shown
+    assert shown.index("Piece 0") < shown.index("Piece 1")
+    assert shown.count("GraphModule") == 2
