@@ -16,25 +16,31 @@ WAITS = "makes the host wait for the device"
 DATA_SHAPE = "its result's shape depends on data"
 ON_CPU = "runs on the CPU"
 FROM_HOST = "copies host memory that is not pinned to the device"
+TO_HOST = "copies to host memory, which the host may read before the graph has run"
+NUMBER = "takes a number from the CPU, which a graph would keep as it was when captured"
 BRANCHES = "chooses what to run by a value on the device"
 
 # Found by running PyTorch's own operator samples under torch.cuda.set_sync_debug_mode("error") and under stream
 # capture (torch 2.11, CUDA 13). Some of them wait for some arguments only.
 _WAITING = """
-    _ctc_loss _linalg_check_errors _local_scalar_dense _lu_with_info _unique _unique2 allclose argwhere bincount
-    cholesky combinations corrcoef cov ctc_loss embedding_renorm_ equal histc index_fill.int_Tensor
-    index_fill_.int_Tensor is_nonzero isin item linalg_cholesky linalg_cond linalg_eig linalg_eigh linalg_eigvals
-    linalg_eigvalsh linalg_inv linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu
-    linalg_lu_factor linalg_lu_factor_ex linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_solve linalg_svd
-    linalg_svdvals linalg_tensorinv linalg_tensorsolve linspace.Scalar_Tensor linspace.Tensor_Scalar
-    linspace.Tensor_Tensor logspace.Scalar_Tensor logspace.Tensor_Scalar logspace.Tensor_Tensor masked_fill.Tensor
-    masked_fill_.Tensor masked_select matrix_exp mode nonzero nonzero_numpy normal.Tensor_Tensor normal.float_Tensor
-    pinverse segment_reduce to_sparse unique_consecutive unique_dim unique_dim_consecutive where.default
+    _ctc_loss _linalg_check_errors _linalg_eigh _linalg_svd _local_scalar_dense _lu_with_info _unique _unique2 allclose
+    argwhere bincount cholesky combinations corrcoef cov ctc_loss equal histc is_nonzero isin item linalg_cholesky
+    linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_ldl_factor linalg_ldl_factor_ex
+    linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_matrix_power linalg_matrix_rank
+    linalg_pinv linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve linspace.Scalar_Tensor
+    linspace.Tensor_Scalar linspace.Tensor_Tensor logspace.Scalar_Tensor logspace.Tensor_Scalar logspace.Tensor_Tensor
+    masked_select matrix_exp mode nonzero nonzero_numpy normal.Tensor_Tensor normal.float_Tensor pinverse
+    segment_reduce to_sparse unique_consecutive unique_dim unique_dim_consecutive where.default
 """
 _WAITS = frozenset(_WAITING.split())
 
+_FILLS = frozenset({"masked_fill.Tensor", "masked_fill_.Tensor", "index_fill.int_Tensor", "index_fill_.int_Tensor"})
+_INDEX_PUTS = frozenset({"index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"})
+_INDEXES = _INDEX_PUTS | {"index", "_unsafe_index"}
+
+# A kernel takes a number that is on the CPU by value, except for these.
 _COPIES = frozenset({"to", "_to_copy", "copy", "copy_"})
-_INDEXES = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"})
+_COPIES_NUMBERS = _COPIES | _INDEX_PUTS | {"where"}
 
 
 def refusal_of(node: fx.Node, target: OpOverload, arguments: dict[str, Any]) -> str:
@@ -47,9 +53,9 @@ def refusal_of(node: fx.Node, target: OpOverload, arguments: dict[str, Any]) -> 
     """
     given, results = tensors_given(node), tensors_in(value_of(node))
     reason = _placement_refusal(given, results)
-    if reason or not given + results:
+    if reason or not given + results or _fills_by_mask(target, arguments):
         return reason
-    return WAITS if _waits(target, arguments) else _copy_refusal(target, arguments, given, results)
+    return WAITS if _waits(target, arguments) else _copy_refusal(target, given, results, arguments)
 
 
 def opaque_refusal_of(node: fx.Node) -> str:
@@ -64,29 +70,41 @@ def _placement_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -
     return DATA_SHAPE if any(free_unbacked_symbols(result) for result in results) else ""
 
 
+def _fills_by_mask(target: OpOverload, arguments: dict[str, Any]) -> bool:
+    """Whether it is ``x[mask] = number``, which runs as ``masked_fill``."""
+    if base_name(target) not in _INDEX_PUTS or arguments["accumulate"]:
+        return False
+    number = value_of(arguments["values"])
+    one_mask = [_is_mask(index) for index in nodes_in(arguments["indices"])] == [True]
+    return one_mask and number.dim() == 0 and not _on_device([number])
+
+
 def _waits(target: OpOverload, arguments: dict[str, Any]) -> bool:
     name = base_name(target)
+    full_name = f"{name}.{target._overloadname}"
     if name in _INDEXES:
         return any(_is_mask(index) for index in nodes_in(arguments["indices"]))
+    if full_name in _FILLS:
+        return _on_device(tensors_in(value_of(arguments["value"])))
     if name == "repeat_interleave":
         return arguments.get("output_size") is None and isinstance(arguments["repeats"], fx.Node)
     if name == "one_hot":
         return bool(arguments["num_classes"] == -1)
+    if name == "linalg_matrix_norm":
+        return arguments["ord"] in ("nuc", 2, -2)
     if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(target.tags):
         return True
-    return not _WAITS.isdisjoint({name, f"{name}.{target._overloadname}"})
+    return name in _WAITS or full_name in _WAITS
 
 
 def _copy_refusal(
-    target: OpOverload, arguments: dict[str, Any], given: list[torch.Tensor], results: list[torch.Tensor]
+    target: OpOverload, given: list[torch.Tensor], results: list[torch.Tensor], arguments: dict[str, Any]
 ) -> str:
     name = base_name(target)
     if results and not _on_device(results):
-        # Only to(non_blocking=True) makes its result in pinned memory, to which a graph can copy.
-        return "" if name in ("to", "_to_copy") and arguments.get("non_blocking") is True else WAITS
-    # A scalar on the CPU is passed to a kernel by value.
-    from_host = any(tensor.device.type == "cpu" and (tensor.dim() > 0 or name in _COPIES) for tensor in given)
-    return FROM_HOST if from_host else ""
+        return TO_HOST if name in ("to", "_to_copy") and arguments["non_blocking"] is True else WAITS
+    on_host = [tensor for tensor in given if tensor.device.type == "cpu"]
+    return FROM_HOST if any(tensor.dim() > 0 or name in _COPIES_NUMBERS for tensor in on_host) else ""
 
 
 def _is_mask(index: fx.Node) -> bool:

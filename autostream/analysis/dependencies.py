@@ -8,8 +8,8 @@ one that only may look at an argument's memory occupies that storage besides its
                                                               op matmul: nodes matmul
 
 A node that launches nothing is *folded*: issued together with the op that last wrote what it looks at. Nothing is lost
-by it, since whoever uses the node depends on that op anyway, as long as everything else that the node needs was issued
-before that op because of a dependency that exists anyway. Where that is not certain the node is an op of its own.
+by it, since whoever uses the node depends on that op anyway, as long as whatever else the node looks at was written by
+ops on which that op depends anyway. Where that is not certain the node is an op of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch._ops import OperatorBase
 
+from autostream.analysis.capturability import NUMBER, ON_CPU
 from autostream.analysis.effects import Effects, effects_of
 from autostream.analysis.hazards import AccessHistory
 from autostream.analysis.memory import Memory, Names
@@ -90,7 +91,7 @@ class _Parts:
         self.prelude: list[str] = []
         self._placeholders = {placeholder.name: placeholder for placeholder in placeholders}
         self._history = AccessHistory()
-        self._issuer: dict[fx.Node, str] = {}
+        self._literals: set[str] = set()
 
     def add(self, node: fx.Node) -> None:
         """Take in the next node."""
@@ -107,39 +108,48 @@ class _Parts:
     def _fold(self, node: fx.Node, effects: Effects) -> bool:
         """Issue a node that launches nothing with an earlier op or before all of them, if nothing is lost by it."""
         looked_at = self.memory.viewed(node)
-        writers = {self._history.last_writer(name) for name in looked_at} - {None}
-        needed = {op for op in (*writers, *map(self._issuer.get, node.all_input_nodes)) if op is not None}
-        if not needed:
+        writers = {op for op in map(self._history.last_writer, looked_at) if op is not None}
+        if writers:
+            host = self._history.last(writers)
+            if not writers <= {host} | self._history.directly_before(host):
+                return False
+            # If it copies after all, the copy must belong to the stream on which what it looks at is released.
+            if effects.may_copy and not set(looked_at) <= set(self.groups[host].allocates):
+                return False
+            self.groups[host].members.append(node.name)
+        else:
             self.prelude.append(node.name)
-            self.memory.add_view(node)
-            return True
-        host = self._history.last(needed)
-        if host not in writers or not needed <= {host} | self._history.directly_before(host):
-            return False
-        # If it copies after all, the copy must belong to the stream on which what it looks at is released.
-        if effects.may_copy and not set(looked_at) <= set(self.groups[host].allocates):
-            return False
-        self.groups[host].members.append(node.name)
-        self._issuer[node] = host
         self.memory.add_view(node)
         return True
 
     def _launch(self, node: fx.Node, effects: Effects) -> None:
         reads, writes = self.memory.occupied(effects.reads), self.memory.occupied(effects.writes)
         made = self.memory.add_results(node, effects)
+        if effects.uncapturable == ON_CPU and self._computes_from_literals(effects, reads + writes):
+            self._literals.update(made)
+            effects = replace(effects, uncapturable="")
+        elif not effects.uncapturable and not self._literals.issuperset(self.memory.occupied(_on_cpu(effects.reads))):
+            effects = replace(effects, uncapturable=NUMBER)
         self.groups[node.name] = _Group(node, effects, reads, writes + made, made, [node.name])
-        self._issuer[node] = node.name
         self.dependencies += self._history.record(node.name, reads, writes + made, sorted(effects.orders))
+
+    def _computes_from_literals(self, effects: Effects, accessed: Names) -> bool:
+        """Whether a call yields the same in every run: a CUDA graph may keep what it yielded while it was captured."""
+        # Only literals are lifted; tensors that a module holds can change from run to run.
+        return not effects.orders and (effects.copies or self._literals.issuperset(accessed))
+
+
+def _on_cpu(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """Those whose value is a tensor on the CPU."""
+    return tuple(node for node in nodes if any(tensor.device.type == "cpu" for tensor in tensors_in(value_of(node))))
 
 
 def _ops(groups: Mapping[str, _Group], device: str) -> dict[str, Op]:
-    works = count_work([group.node for group in groups.values()])
+    works = count_work({group.node: group.effects for group in groups.values()})
     return {name: _op(group, works[name], device) for name, group in groups.items()}
 
 
 def _op(group: _Group, work: Work, device: str) -> Op:
-    if not group.effects.launches:
-        work = replace(work, flops=0, bytes_read=0, bytes_written=0)
     return Op(
         name=group.node.name,
         target=_target_name(group.node),

@@ -1,8 +1,9 @@
 """What one fx node does: what it reads and writes, what its result may alias, and what stands in the way of capture.
 
-An operator's schema is believed, except where it is known to be wrong: composites that update running statistics,
-which PyTorch too knows by name (``torch/csrc/utils/schema_info.cpp``), and random operators that draw nothing because
-their probability is 0. A call without a schema is taken to read and write all that it is given.
+Schemas and fake values are believed, except where they are known to be wrong. Schemas hide that some composites update
+running statistics (PyTorch too knows them by name: ``torch/csrc/utils/schema_info.cpp``). Fake values hide that a
+dropout with nothing to do returns its argument, since they come from decompositions that clone, and that a lifted
+constant is a copy. A call without a schema is taken to read and write all that it is given.
 """
 
 from __future__ import annotations
@@ -43,8 +44,17 @@ _UPDATES_STATISTICS = {
     "aten::batch_norm_gather_stats_with_counts": "",
 }
 
+# Return their argument where they have nothing to do.
+_DROPOUTS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
+
+# Copy although their fake values share memory with their argument.
+_COPIES = frozenset({"lift_fresh_copy"})
+
 # Views where strides allow it and copies elsewhere; strides can differ between the device traced and the one run on.
-_VIEWS_IF_STRIDES_ALLOW = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+_VIEWS_IF_STRIDES_ALLOW = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous", "channel_shuffle"})
+
+# Operators that replace what is in their first argument without looking at it.
+_OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 _ASKING = """
     _assert_scalar _assert_tensor_metadata dim get_device is_complex is_conj is_contiguous is_floating_point is_neg
@@ -62,12 +72,13 @@ class Effects:
     """What one fx node does. The nodes named here are arguments of it, in the order in which it takes them.
 
     Attributes:
-        reads: what it needs: every argument.
+        reads: what it looks at: every argument but those that it only overwrites.
         writes: what it changes in place.
         aliases: what its results may share memory with, even where the fake values say that they do not.
         orders: resources whose users keep their program order: ``"rng"``, ``"collective"``, ``"world"``.
         launches: whether it does more than rename, reshape or ask for a size.
         may_copy: whether strides decide if it is a view or a copy.
+        copies: whether its result is new memory, even where the fake values say that it is not.
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
     """
 
@@ -77,6 +88,7 @@ class Effects:
     orders: frozenset[str] = frozenset()
     launches: bool = True
     may_copy: bool = False
+    copies: bool = False
     uncapturable: str = ""
 
 
@@ -112,16 +124,19 @@ def effects_of(node: fx.Node) -> Effects:
 def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
     arguments = bound_arguments(node, target)
     written, aliased = _annotated(target)
+    idle = base_name(target) in _DROPOUTS and _draws_nothing(target, arguments)
     writes = _named(arguments, written + _unannotated_writes(target, arguments))
+    aliases = _named(arguments, (*aliased, "input") if idle else aliased)
     orders = _orders(target, arguments, bool(writes))
-    launches = bool(writes or orders) or _makes_something(node, target)
+    launches = bool(writes or orders) or not (idle or _looks_only(node, target))
     return Effects(
-        reads=_inputs(node),
+        reads=_named(arguments, [name for name in arguments if name not in _overwritten(target)]),
         writes=writes,
-        aliases=tuple(source for source in _named(arguments, aliased) if _could_alias(node, source)),
+        aliases=tuple(source for source in aliases if _could_alias(node, source)),
         orders=orders,
         launches=launches,
         may_copy=base_name(target) in _VIEWS_IF_STRIDES_ALLOW,
+        copies=base_name(target) in _COPIES,
         uncapturable=refusal_of(node, target, arguments) if launches else "",
     )
 
@@ -137,6 +152,14 @@ def _annotated(target: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
     written = tuple(name for name, info in infos if info is not None and info.is_write)
     aliased = tuple(name for name, info in infos if returned & _alias_set(info))
     return written, aliased
+
+
+@cache
+def _overwritten(target: OpOverload) -> frozenset[str]:
+    """The names of the arguments whose contents do not matter: destinations of copies, and ``out=``."""
+    arguments = target._schema.arguments
+    outs = {arg.name for arg in arguments if arg.is_out}
+    return frozenset(outs | {arguments[0].name} if target._schema.name in _OVERWRITES else outs)
 
 
 def _alias_set(info: Any) -> set[str]:
@@ -168,14 +191,14 @@ def _draws_nothing(target: OpOverload, arguments: dict[str, Any]) -> bool:
     return "train" in arguments and arguments.get("p") == 0 and base_name(target) != "native_dropout"
 
 
-def _makes_something(node: fx.Node, target: OpOverload) -> bool:
-    """Whether a call that writes nothing yields more than another look at what it was given."""
+def _looks_only(node: fx.Node, target: OpOverload) -> bool:
+    """Whether a call that writes nothing yields sizes, or other looks at what it was given, and no more."""
     if base_name(target) in _ASKS_THE_HOST:
-        return False
-    results = tensors_in(value_of(node))
-    if not results or any(result.layout is not torch.strided for result in results):
         return True
-    return not storages_in(results) <= storages_in(tensors_given(node))
+    results = tensors_in(value_of(node))
+    if base_name(target) in _COPIES or not results or any(result.layout is not torch.strided for result in results):
+        return False
+    return storages_in(results) <= storages_in(tensors_given(node))
 
 
 def _could_alias(node: fx.Node, source: fx.Node) -> bool:
@@ -251,7 +274,7 @@ def _wrapper_effects(node: fx.Node, body: fx.Graph) -> Effects:
 
 def _looked_at(node: fx.Node, effects: Effects) -> Iterator[fx.Node]:
     mine = storages_in(value_of(node))
-    for source in effects.reads:
+    for source in node.all_input_nodes:
         if source in effects.aliases or mine & storages_in(value_of(source)):
             yield source
 

@@ -97,7 +97,7 @@ class _Results:
         self._written = frozenset(memory.occupied(effects.writes))
         self._own: dict[int, Names] = {}
         self._lookers: dict[int, list[fx.Node]] = {}
-        for source in effects.reads:
+        for source in () if effects.copies else node.all_input_nodes:
             for storage in storages_in(value_of(source)):
                 self._lookers.setdefault(storage, []).append(source)
         self._leaves = 0

@@ -7,7 +7,9 @@ import re
 
 import torch
 
-_FRAME = re.compile(r'^\s*File "(?P<path>.+?)", line (?P<line>\d+), in .*(?:\n\s+(?!File ")(?P<code>.*))?$', re.M)
+_FRAME = re.compile(
+    r'^\s*File "(?P<path>.+?)", line (?P<line>\d+), in .*(?:\n[ \t]+(?![ \t]|File ")(?P<code>.*))?$', re.M
+)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
-from autostream.analysis.effects import effects_of, wrapped_graph
+from autostream.analysis.effects import Effects, effects_of, wrapped_graph
 from autostream.analysis.values import base_name, concrete, tensors_given, tensors_in, value_of
 
 # Of their first argument they touch no more than what they pick, or put there.
 _GATHERS = frozenset({"embedding", "embedding_bag", "gather", "index", "index_select", "take", "take_along_dim"})
 _SCATTERS = frozenset({"index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "scatter_add_"})
 
-_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 _ALLOCATES_ONLY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"})
 
 
@@ -42,65 +42,73 @@ class Work:
     dtype: str
 
 
-def count_work(nodes: Iterable[fx.Node]) -> dict[str, Work]:
-    """Count the work of nodes that carry fake values, by name.
+def count_work(effects: Mapping[fx.Node, Effects]) -> dict[str, Work]:
+    """Count the work of nodes whose effects are known, by name. A node that launches nothing moves nothing.
 
-    FLOPs are those of :mod:`torch.utils.flop_counter`; for operators that are made of others it follows the operator
-    down on meta tensors, once for each combination of shapes. Where it cannot say, they count as 0.
+    FLOPs are those of :mod:`torch.utils.flop_counter`; an operator that is made of others is followed down on meta
+    tensors, once for each combination of shapes. Where the counter cannot say, they are 0.
 
     Example:
         >>> graph = fx.Graph()
         >>> a, b = graph.placeholder("a"), graph.placeholder("b")
         >>> product = graph.call_function(torch.ops.aten.mm.default, (a, b))
         >>> a.meta["val"], b.meta["val"], product.meta["val"] = torch.ones(2, 3), torch.ones(3, 5), torch.ones(2, 5)
-        >>> count_work([product])["mm_default"]
+        >>> count_work({product: effects_of(product)})["mm_default"]
         Work(flops=60, bytes_read=84, bytes_written=40, elements=10, dtype='float32')
     """
     flops = _Flops()
-    return {node.name: _work_of(node, flops) for node in nodes}
+    return {node.name: _work_of(node, effect, flops) for node, effect in effects.items()}
 
 
-def _work_of(node: fx.Node, flops: _Flops) -> Work:
+def _work_of(node: fx.Node, effects: Effects, flops: _Flops) -> Work:
     body = wrapped_graph(node)
     if body is not None:
-        return _sum([_work_of(step, flops) for step in body.nodes if effects_of(step).launches], node)
-    results = tensors_in(value_of(node)) or _written_tensors(node)
-    read, written = _traffic(node, results)
+        return _sum([_work_of(step, effects_of(step), flops) for step in body.nodes if step.op == "call_function"])
+    results = tensors_in(value_of(node)) or _tensors_of(effects.writes)
     elements = max((_numel(result) for result in results), default=0)
-    return Work(flops.of(node), read, written, elements, _compute_dtype(node, results))
+    dtype = _compute_dtype(results + tensors_given(node))
+    if not effects.launches:
+        return Work(0, 0, 0, elements, dtype)
+    read, written = _traffic(node, effects, results)
+    return Work(flops.of(node), read, written, elements, dtype)
 
 
-def _sum(works: list[Work], node: fx.Node) -> Work:
+def _sum(works: list[Work]) -> Work:
+    """The work of several nodes as one; it computes in what most of its FLOPs do."""
     return Work(
-        sum(work.flops for work in works),
-        sum(work.bytes_read for work in works),
-        sum(work.bytes_written for work in works),
-        max((work.elements for work in works), default=0),
-        max(works, key=lambda work: work.flops).dtype if works else _compute_dtype(node, []),
+        flops=sum(work.flops for work in works),
+        bytes_read=sum(work.bytes_read for work in works),
+        bytes_written=sum(work.bytes_written for work in works),
+        elements=max((work.elements for work in works), default=0),
+        dtype=max(works, key=lambda work: work.flops).dtype if works else "float32",
     )
 
 
 # --- memory traffic --------------------------------------------------------------------------------------------------
 
 
-def _traffic(node: fx.Node, results: list[torch.Tensor]) -> tuple[int, int]:
+def _traffic(node: fx.Node, effects: Effects, results: list[torch.Tensor]) -> tuple[int, int]:
     """Bytes read and written."""
     name = base_name(node.target) if isinstance(node.target, OpOverload) else ""
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    others = sum(_bytes(value_of(source)) for source in node.all_input_nodes if source is not first)
-    base = _bytes(value_of(first)) if first is not None else 0
+    base = _bytes(_tensors_of(source for source in effects.reads if source is first))
+    others = _bytes(_tensors_of(source for source in effects.reads if source is not first))
     written = _bytes(results)
     if name in _SCATTERS:
         base = written = min(base, others)
     elif name in _GATHERS:
         base = min(base, written)
-    elif name in _OVERWRITES or name.startswith("new_") or name.endswith("_like"):
+    elif name.startswith("new_") or name.endswith("_like"):
         base = 0
     return base + others, 0 if name in _ALLOCATES_ONLY else written
 
 
-def _bytes(value: Any) -> int:
-    return sum(_touched(tensor) for tensor in tensors_in(value))
+def _tensors_of(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
+    return [tensor for node in nodes for tensor in tensors_in(value_of(node))]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(map(_touched, tensors))
 
 
 def _touched(tensor: torch.Tensor) -> int:
@@ -116,14 +124,9 @@ def _numel(tensor: torch.Tensor) -> int:
     return product
 
 
-def _written_tensors(node: fx.Node) -> list[torch.Tensor]:
-    """What a node without results changes."""
-    return [tensor for source in effects_of(node).writes for tensor in tensors_in(value_of(source))]
-
-
-def _compute_dtype(node: fx.Node, results: list[torch.Tensor]) -> str:
-    """The first floating-point type of the results, else of the arguments, else whatever type there is."""
-    dtypes = [tensor.dtype for tensor in results + tensors_given(node)] or [torch.float32]
+def _compute_dtype(tensors: list[torch.Tensor]) -> str:
+    """The first floating-point type, else the first type, of results and then arguments."""
+    dtypes = [tensor.dtype for tensor in tensors] or [torch.float32]
     chosen = next((dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), dtypes[0])
     return str(chosen).removeprefix("torch.")
 
@@ -159,12 +162,30 @@ def _count_flops(node: fx.Node, target: OpOverload) -> int:
         formula = flop_registry.get(target.overloadpacket)
         if formula is not None:
             return int(formula(*args, **kwargs, out_val=_on_meta(value_of(node))))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.inference_mode(False), torch.no_grad(), _FlopCount() as count:
             target(*args, **kwargs)
-        return int(counter.get_total_flops())
+        return count.total
     except Exception:
         # A count is worth less than a schedule: formulas reject inputs that the operator itself accepts.
         return 0
+
+
+class _FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the FLOPs of the operators that this thread calls.
+
+    ``FlopCounterMode`` does too, but hooks every module of the process meanwhile, those of other threads among them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.total += int(formula(*args, **(kwargs or {}), out_val=result))
+        return result
 
 
 def _on_meta(value: Any) -> Any:

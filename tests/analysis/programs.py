@@ -1,4 +1,4 @@
-"""Programs for the tests of analysis: exported from small modules, or taped by hand on fake tensors; and ways to run them."""
+"""Programs to analyse: exported from small modules, or taped by hand on fake tensors; and ways to run them."""
 
 from __future__ import annotations
 
@@ -79,13 +79,15 @@ class Tape:
     """Records calls on fake tensors into a program, exactly as given."""
 
     def __init__(self, device: str = "cpu") -> None:
-        self.graph = fx.Graph()
+        self.graph, self.root = fx.Graph(), nn.Module()
         self.device = device
         self.placeholders: list[Placeholder] = []
         self._live: dict[fx.Node, Any] = {}
         self._mode = FakeTensorMode()
 
-    def input(self, *shape: int, role: Role = Role.INPUT, dtype: torch.dtype = torch.float32, device: str = "") -> fx.Node:
+    def input(
+        self, *shape: int, role: Role = Role.INPUT, dtype: torch.dtype = torch.float32, device: str = ""
+    ) -> fx.Node:
         """A new placeholder."""
         with self._mode:
             fake = torch.empty(shape, dtype=dtype, device=device or self.device)
@@ -114,14 +116,15 @@ class Tape:
         self._describe(node)
         return node
 
-    def value(self, node: fx.Node) -> Any:
-        return node.meta["val"]
+    def same_tensor(self, left: fx.Node, right: fx.Node) -> bool:
+        """Whether two nodes stand for one tensor, as after an in-place call, not only for the same memory."""
+        return self._live[left] is self._live[right]
 
     def case(self, outputs: Iterable[fx.Node]) -> Case:
         """The program, with random tensors to run it on."""
         results = tuple(outputs)
         self.graph.output(results)
-        module = fx.GraphModule(nn.Module(), self.graph)
+        module = fx.GraphModule(self.root, self.graph)
         names = tuple(node.name for node in results)
         program = Program(module, tuple(self.placeholders), names, "aten", self.device)
         return Case(program, self._tensors() if self.device == "cpu" else ())

@@ -1,4 +1,4 @@
-"""Random straight-line tensor programs: views, in-place ops, pointwise ops, ops with several results, random numbers."""
+"""Random straight-line tensor programs: views, in-place ops, ops with several results, random numbers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Player:
         self.draw, self.tape = draw, Tape()
         first = self.tape.input(4, 4)
         self.pool = [first, self.tape.input(4, 4), self.tape.input_like(first)]
+        self.pool += [self.tape.call(aten.sigmoid.default, x) for x in self.pool]
         self.statistics = [self.tape.input(4, role=Role.BUFFER), self.tape.input(4, role=Role.BUFFER)]
 
     def play(self) -> Case:
@@ -113,7 +114,7 @@ def _write(play: Player, x: fx.Node) -> None:
 def _turn(play: Player, x: fx.Node) -> None:
     """Changes how a tensor looks at its memory, for all later nodes that use it."""
     if x.meta["val"].dim() == 2 and x.op != "placeholder":
-        play.pool.remove(x)
+        play.pool = [other for other in play.pool if not play.tape.same_tensor(x, other)]
         play.keep(aten.t_.default, x)
 
 

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autostream.analysis.values import bound_arguments, concrete, storages_in, tensors_in
+from tests.analysis.programs import Tape, aten
+
+
+def test_symbolic_sizes_as_numbers() -> None:
+    env = ShapeEnv()
+    symbol = env.create_symbol(7, ConstantSource("batch"))
+    assert concrete(env.create_symintnode(symbol, hint=7) * 2) == 14
+    assert concrete(env.create_unbacked_symint()) == 1
+
+
+def test_views_have_the_storage_of_their_base() -> None:
+    x, y = torch.ones(4), torch.ones(4)
+    assert storages_in((x, [x[1:], None])) == storages_in(x.view(2, 2))
+    assert storages_in(x).isdisjoint(storages_in(y))
+
+
+def test_sparse_tensors_have_no_storage() -> None:
+    sparse = torch.eye(2).to_sparse()
+    assert tensors_in([sparse, 3]) == [sparse]
+    assert storages_in(sparse) == set()
+
+
+def test_arguments_by_position_by_name_and_by_default() -> None:
+    tape = Tape()
+    x = tape.input(4)
+    call = tape.call(aten.add.Tensor, x, other=x)
+    assert bound_arguments(call, aten.add.Tensor) == {"self": x, "other": x, "alpha": 1}
