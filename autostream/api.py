@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autostream.build import Pieces, Scheduled, Stale, Unsuitable
-from autostream.errors import TargetError, TraceError
+from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable
+from autostream.errors import TargetError, TraceError, first_line
 from autostream.ir import Decision, Report
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
@@ -23,6 +23,9 @@ from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import Structure, flatten, unflatten
 
 log = logging.getLogger(__name__)
+
+Entry = Scheduled | Pieces | Plain
+"""What calls of one signature run."""
 
 
 def optimize(
@@ -49,7 +52,8 @@ def optimize(
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.
-        TargetError: ``model`` is not callable, or the example inputs lie on another device than the model.
+        TargetError: ``model`` is neither a module nor a function, the example inputs are no sequence, or they lie on
+            another device than the model.
         TraceError: with ``strict=True``, the model cannot be traced.
 
     Example:
@@ -60,14 +64,29 @@ def optimize(
         ...     torch.equal(fast(x), model(x))
         True
     """
-    if not callable(model):
-        raise TargetError(f"optimize takes a torch.nn.Module or a function of tensors, not {model!r}")
+    if isinstance(model, type) or not callable(model):
+        hint = ": make one" if isinstance(model, type) and issubclass(model, nn.Module) else ""
+        raise TargetError(f"optimize takes a torch.nn.Module or a function of tensors, not {model!r}{hint}")
+    args, kwargs = _examples(example_inputs, example_kwargs)
     module = model if isinstance(model, nn.Module) else _FunctionModule(model)
     optimized = OptimizedModule(module, Options.parse(options))
     if example_inputs is not None or example_kwargs is not None:
-        args = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs or ())
-        optimized.prepare(*args, **(example_kwargs or {}))
+        optimized.prepare(*args, **kwargs)
     return optimized
+
+
+def _examples(inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments from what the caller gave.
+
+    Raises:
+        TargetError: it is something else.
+    """
+    if not isinstance(inputs, (Tensor, list, tuple, type(None))):
+        hint = ": use example_kwargs for keyword arguments" if isinstance(inputs, Mapping) else ""
+        raise TargetError(f"example_inputs must be a tensor, a list or a tuple, not a {type(inputs).__name__}{hint}")
+    if not isinstance(kwargs, (Mapping, type(None))):
+        raise TargetError(f"example_kwargs must be a dict, not a {type(kwargs).__name__}")
+    return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()), dict(kwargs or {})
 
 
 class OptimizedModule(nn.Module):
@@ -79,12 +98,14 @@ class OptimizedModule(nn.Module):
     Args:
         model: the module to run.
         options: how to schedule it.
-        bound_inputs: flat positions of inputs that stay where they are from call to call, as weights do.
+        bound_inputs: of a piece that Dynamo made, the flat positions of inputs that stay where they are from call to
+            call, as weights do. A piece is not split any further.
     """
 
-    _entries: OrderedDict[Signature, Scheduled | Pieces]
+    _entries: OrderedDict[Signature, Entry]
+    _bypasses: dict[str, Report]
 
-    def __init__(self, model: nn.Module, options: Options, bound_inputs: frozenset[int] = frozenset()) -> None:
+    def __init__(self, model: nn.Module, options: Options, bound_inputs: frozenset[int] | None = None) -> None:
         super().__init__()
         own = self.__dict__
         own |= {name: getattr(model, name) for name in _SHARED}
@@ -93,6 +114,7 @@ class OptimizedModule(nn.Module):
         own["_lock"] = threading.RLock()
         own["_entries"] = OrderedDict()
         own["_bypasses"] = {}
+        own["_compiled_call_impl"] = None
         own["_watch"] = ModelWatch(model)
         own["_model"] = model
 
@@ -101,7 +123,7 @@ class OptimizedModule(nn.Module):
 
         Not inherited: tracing patches the method of ``nn.Module`` for all threads, and must not see this call.
         """
-        return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
@@ -153,16 +175,19 @@ class OptimizedModule(nn.Module):
     def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, structure, signature = self._signature(args, kwargs)
         if signature.records_gradients:
-            raise self._refused("gradients are recorded: call it under torch.no_grad() or torch.inference_mode()")
+            raise self._refused(RECORDS_GRADIENTS)
         for _ in range(2):
             entry = self._entry(tensors, structure, signature)
             try:
                 return entry(tensors) if isinstance(entry, Scheduled) else entry(*args, **kwargs)
             except Stale:
-                with self._lock:
-                    self._entries.pop(signature, None)
+                self._drop(signature, entry)
             except Unsuitable as reason:
                 raise self._refused(str(reason)) from None
+            except Exception:
+                if isinstance(entry, Plain):  # it was the model that failed, perhaps at this input only
+                    self._drop(signature, entry)
+                raise
         raise self._refused("the model's state changes while it is called")
 
     def _signature(self, args: Any, kwargs: Any) -> tuple[list[Tensor], Structure, Signature]:
@@ -180,29 +205,43 @@ class OptimizedModule(nn.Module):
 
     def _renew_watch(self) -> None:
         if not self._watch.intact():
-            with self._lock:
-                self.__dict__["_watch"] = ModelWatch(self._model)
-                self._entries.clear()
+            self.__dict__["_watch"] = ModelWatch(self._model)
+            self._forget()
 
-    def _entry(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Scheduled | Pieces:
+    def _forget(self) -> None:
+        # Without the lock: it is held while another thread prepares, and that may be waiting for this thread.
+        self.__dict__["_entries"] = OrderedDict()
+
+    def _drop(self, signature: Signature, entry: Entry) -> None:
         with self._lock:
-            entry = self._entries.get(signature)
+            if self._entries.get(signature) is entry:
+                del self._entries[signature]
+
+    def _entry(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
+        with self._lock:
+            entries = self._entries
+            entry = entries.get(signature)
             if entry is None:
-                entry = self._entries[signature] = self._made(tensors, structure, signature)
-                while len(self._entries) > self._options.max_signatures:
-                    dropped, _ = self._entries.popitem(last=False)
+                entry = entries[signature] = self._made(tensors, structure, signature)
+                while len(entries) > self._options.max_signatures:
+                    dropped, _ = entries.popitem(last=False)
                     log.warning("%s: dropped the schedule for %s; see max_signatures", self._name, dropped)
-            self._entries.move_to_end(signature)
+            entries.move_to_end(signature)
             return entry
 
-    def _made(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Scheduled | Pieces:
+    def _made(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
         try:
-            return Scheduled(self._model, structure, tensors, signature, self._bound_inputs, self._options)
-        except TraceError as error:
+            bound_inputs = self._bound_inputs or frozenset()
+            return Scheduled(self._model, structure, tensors, signature, bound_inputs, self._options)
+        except Exception as error:
             if self._options.strict:
                 raise
-            log.warning("%s: %s; splitting it at graph breaks", self._name, error)
-            return Pieces(self._model, signature, str(error), self._piece)
+            if isinstance(error, TraceError) and self._bound_inputs is None:
+                log.warning("%s: %s; splitting it at graph breaks", self._name, error)
+                return Pieces(self._model, signature, str(error), self._piece)
+            reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
+            log.warning("%s runs plainly: %s", self._name, reason)
+            return Plain(self._model, signature, reason)
 
     def _piece(self, module: nn.Module, bound_inputs: frozenset[int]) -> OptimizedModule:
         return OptimizedModule(module, self._options, bound_inputs)
@@ -215,7 +254,8 @@ class OptimizedModule(nn.Module):
         if reason not in self._bypasses:
             log.warning("%s runs plainly: %s", self._name, reason)
             refusal = Decision("", "plain", reason)
-            self._bypasses[reason] = Report(self._name, "some calls", "plain", refusals=(refusal,), versions=versions())
+            report = Report(self._name, "some calls", "plain", refusals=(refusal,), versions=versions())
+            self.__dict__["_bypasses"] = {**self._bypasses, reason: report}
 
     @property
     def _name(self) -> str:
@@ -240,8 +280,7 @@ class OptimizedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OptimizedModule:
         self._model._apply(fn, recurse)
-        with self._lock:  # graphs hold the memory that the state has just left
-            self._entries.clear()
+        self._forget()  # graphs hold the memory that the state has just left
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -278,11 +317,14 @@ class OptimizedModule(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the model and the options; schedules are made anew."""
-        hooks = {name: value for name, value in self.__dict__.items() if name.endswith("_hooks")}
+        hooks = {name: value for name, value in self.__dict__.items() if "_hook" in name}
         return OptimizedModule, (self._model, self._options, self._bound_inputs), hooks
 
 
-_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_SHARED = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 class _Plain(Exception):  # noqa: N818 - a notice within this file, not an error

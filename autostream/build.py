@@ -36,6 +36,9 @@ _preparing = threading.RLock()
 of two models disturb each other, and a process can capture one CUDA graph at a time."""
 
 
+RECORDS_GRADIENTS = "gradients are recorded: call it under torch.no_grad() or torch.inference_mode()"
+
+
 class Stale(Exception):  # noqa: N818 - a notice between modules, not an error
     """The model's state is no longer what a schedule was made for: trace again."""
 
@@ -104,6 +107,8 @@ class Scheduled:
             Unsuitable: an input lies in memory of the model's state, some of which the model writes.
         """
         arguments = self._arguments(tensors)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments):
+            raise Unsuitable(RECORDS_GRADIENTS)
         if self._writes and not _storages(tensors).isdisjoint(_storages(arguments[: len(arguments) - len(tensors)])):
             raise Unsuitable("an input shares memory with the model's own state, and the model writes")
         return unflatten(self._traced.structure, self._run(arguments))
@@ -129,7 +134,7 @@ class Scheduled:
 
     def _arguments(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         state = self._state.tensors()
-        if not self._state.tied(state):
+        if not self._state.tied(state) or not self._state.configured():
             raise Stale
         present = [tensor for tensor in state if tensor is not None]
         if len(present) < len(state):
@@ -165,14 +170,14 @@ class Pieces:
     ) -> None:
         self._model = model
         self._signature = signature
-        self._refusals = [Decision("", "split at graph breaks", reason)]
+        self._refusals = {reason: Decision("", "split at graph breaks", reason)}
         self._pieces: list[OptimizedPiece] = []
 
         def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
             self._pieces.append(make_piece(module, bound_inputs))
             return self._pieces[-1]
 
-        self._run: Callable[..., Any] = split(model, piece)
+        self._run: Callable[..., Any] = split(model, piece, self._refuse)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
@@ -181,9 +186,13 @@ class Pieces:
         except Exception as error:
             if self._run is self._model or not is_refusal(error):
                 raise
-            self._refusals.append(Decision("", "plain", f"Dynamo cannot trace it either: {first_line(error)}"))
+            self._refuse(first_line(error))
             self._run, self._pieces = self._model, []
         return self._model(*args, **kwargs)
+
+    def _refuse(self, reason: str) -> None:
+        reason = f"Dynamo cannot trace it either: {reason}"
+        self._refusals = {**self._refusals, reason: Decision("", "plain", reason)}
 
     @property
     def report(self) -> Report:
@@ -191,11 +200,30 @@ class Pieces:
         return Report(
             model=type(self._model).__name__,
             signature=str(self._signature),
-            mode="plain" if self._run is self._model else "graph breaks",
-            refusals=tuple(self._refusals),
+            mode="graph breaks" if self._pieces or len(self._refusals) == 1 else "plain",
+            refusals=tuple(self._refusals.values()),
             versions=versions(),
             parts=tuple(report for piece in self._pieces for report in piece.reports),
         )
+
+
+class Plain:
+    """The model itself, for a signature for which nothing else works.
+
+    Args:
+        model: the live model.
+        signature: what this is made for.
+        reason: why it could not be scheduled.
+    """
+
+    def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
+        self._model = model
+        refusal = Decision("", "plain", reason)
+        self.report = Report(type(model).__name__, str(signature), "plain", refusals=(refusal,), versions=versions())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments."""
+        return self._model(*args, **kwargs)
 
 
 class OptimizedPiece(Protocol):

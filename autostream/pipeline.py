@@ -1,6 +1,6 @@
 """The stages in order; read this first.
 
-    trace ─▶ analyze ─▶ price ─▶ assign ─▶ synchronize ─▶ release ─▶ simulate ─▶ verify
+    trace ─▶ analyze ─▶ price ─▶ assign ─▶ synchronize ─▶ simulate ─▶ release ─▶ verify
                                                          then, in select.py: lower ─▶ capture ─▶ measure
 
 Everything here is computed from values and runs nothing on a device, but for measured costs.
@@ -8,17 +8,16 @@ Everything here is computed from values and runs nothing on a device, but for me
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from autostream import collector
 from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_of
 from autostream.costs.measured import measure
@@ -39,6 +38,12 @@ from autostream.version import VERSION
 SHORTLIST = 6
 """Schedules that are worth measuring, besides the sequential one: the simulator ranks them, but it is only a model."""
 
+_GPU_STREAMS = (2, 3, 4, 6, 8)
+_CPU_STREAMS = (2, 4)
+
+_LARGE = 4000
+"""Graphs of more ops than this are planned for every other number of streams: it takes long, and gains little."""
+
 
 @dataclass(frozen=True)
 class Priced:
@@ -48,7 +53,7 @@ class Priced:
         graph: ops and hazards.
         profile: the device that is planned for.
         costs: of each op.
-        refusals: why a CUDA graph cannot hold the program; empty where it can.
+        refusals: why a CUDA graph cannot hold the program; empty where it can, and on the CPU, which has none.
     """
 
     graph: OpGraph
@@ -89,7 +94,7 @@ def price_program(
         profile: of the device to plan for; by default the program's own.
         tensors: the program's arguments, for measured costs; without them, costs are estimated.
     """
-    with stopwatch("analyze"):
+    with stopwatch("analyze"), collector.paused():
         graph = analyze(program)
     profile = profile or profile_of(program.device)
     with stopwatch("price"):
@@ -111,18 +116,22 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
     """
     graph, profile, costs = priced.graph, priced.profile, priced.costs
     pinned: frozenset[str] = frozenset() if capture else graph.pinned
-    with stopwatch("schedule"):
-        candidates = sorted(
+    with stopwatch("schedule"), collector.paused():
+        ranked = sorted(
             (
                 Candidate(schedule, capture, simulate(schedule, costs, profile).makespan_us)
-                for schedule in _schedules(graph, costs, profile, options, pinned)
+                for schedule in _schedules(priced, options, pinned)
             ),
             key=lambda candidate: (candidate.schedule.streams > 1, candidate.predicted_us),
-        )[: 1 + SHORTLIST]
-    with stopwatch("verify"):
+        )
+        candidates = tuple(
+            replace(candidate, schedule=place_releases(graph, candidate.schedule))
+            for candidate in ranked[: 1 + SHORTLIST]
+        )
+    with stopwatch("verify"), collector.paused():
         for candidate in candidates:
             verify(graph, candidate.schedule, pinned=pinned)
-    return tuple(candidates)
+    return candidates
 
 
 def _price(
@@ -134,31 +143,34 @@ def _price(
     return price(graph, profile)
 
 
-def _schedules(
-    graph: OpGraph, costs: Costs, profile: DeviceProfile, options: Options, pinned: frozenset[str]
-) -> Iterator[Schedule]:
-    """The sequential schedule and every distinct one that the options allow."""
-    policies = [name for name in POLICIES if name != "sequential" and options.policy in ("auto", name)]
+def _schedules(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Schedule]:
+    """The sequential schedule and every distinct one that the options allow; nothing is released in them yet."""
+    graph, costs, profile = priced.graph, priced.costs, priced.profile
+    yield synchronize(graph, POLICIES["sequential"](graph, costs, profile, 1, pinned))
     seen = set()
-    for policy, streams in [("sequential", 1), *product(policies, _stream_counts(graph, options))]:
-        assignment = POLICIES[policy](graph, costs, profile, streams, pinned)
-        plan = (assignment.order, tuple(assignment.stream[op] for op in assignment.order))
-        if assignment.streams > 1 or policy == "sequential":
-            if plan not in seen:
-                yield place_releases(graph, synchronize(graph, assignment))
+    for policy in POLICIES if options.policy == "auto" else (options.policy,):
+        for streams in _stream_counts(priced, options):
+            assignment = POLICIES[policy](graph, costs, profile, streams, pinned)
+            plan = (assignment.order, tuple(assignment.stream[op] for op in assignment.order))
+            if assignment.streams > 1 and plan not in seen:
+                yield synchronize(graph, assignment)
             seen.add(plan)
+            if assignment.streams < streams:
+                break  # with more streams, the policy would leave more of them unused
 
 
-def _stream_counts(graph: OpGraph, options: Options) -> Sequence[int]:
+def _stream_counts(priced: Priced, options: Options) -> Sequence[int]:
     if options.streams != "auto":
         return (options.streams,)
-    if graph.device == "cpu":
-        return tuple(count for count in (2, 4) if count <= (os.cpu_count() or 1))
-    return (2, 3, 4, 6, 8)
+    if priced.graph.device == "cpu":
+        return [count for count in _CPU_STREAMS if count <= priced.profile.multiprocessors]
+    return _GPU_STREAMS if len(priced.graph.ops) <= _LARGE else _GPU_STREAMS[::2]
 
 
 def _capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:
     """Why a CUDA graph cannot hold these ops."""
+    if graph.device == "cpu":
+        return ()
     return tuple(
         Decision(op.name, "not captured", f"{op.target} {op.uncapturable}" + (f" ({op.source})" if op.source else ""))
         for op in graph.ops.values()
@@ -179,8 +191,9 @@ def plan(
         model: the module.
         args: positional example inputs.
         kwargs: keyword example inputs.
-        options: as for :func:`autostream.optimize`; costs are estimated unless ``costs="measured"``.
-        profile: a device to plan for, which need not be there.
+        options: as for :func:`autostream.optimize`; costs are estimated, unless ``costs="measured"`` and the device is
+            the model's own.
+        profile: a device to plan for, which need not be there: what runs on the CPU is planned as if it ran on that.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -189,7 +202,7 @@ def plan(
     tensors, structure = flatten((tuple(args), dict(kwargs)))
     signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
     with stopwatch("trace"):
-        traced = trace(model, tensors, structure)
+        traced = trace(model, tensors, structure, device=None if profile is None else _device_of(profile))
     arguments = arguments_of(traced, model, tensors) if options.costs == "measured" and profile is None else None
     priced = price_program(traced.program, options, stopwatch, profile, arguments)
     capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
@@ -209,6 +222,11 @@ def plan(
         seconds=dict(stopwatch.seconds),
         versions=versions(),
     )
+
+
+def _device_of(profile: DeviceProfile) -> str:
+    """What to call a device that need not be there."""
+    return "cpu" if profile == profile_of("cpu") else "cuda:0"
 
 
 def arguments_of(traced: Traced, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:

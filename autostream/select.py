@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -26,6 +27,7 @@ MARGIN = 0.01
 
 _ROUNDS = 9
 _ROUND_US = 2000.0
+_MAX_RUNS = 50
 _DUEL_S = 1.0
 _HOPELESS = 1.15
 
@@ -56,7 +58,8 @@ def select(
 ) -> Selection:
     """Build the candidates one by one, measure each against the best so far, and keep the best.
 
-    At most two are alive at a time, so that choosing takes no more memory than two of them.
+    They meet in the order of their streams, so that of equal ones that with fewer streams is kept. At most two are
+    alive at a time, so that choosing takes no more memory than two of them.
 
     Args:
         program: the traced model.
@@ -68,28 +71,38 @@ def select(
     Raises:
         CaptureError: the first candidate cannot be captured, so none can.
     """
-    considered: list[Candidate] = []
-    best: tuple[int, Execution] | None = None
-    for candidate in candidates:
-        considered.append(candidate)
+    considered = list(candidates)
+    by_streams = sorted(range(len(considered)), key=lambda index: considered[index].schedule.streams)
+    best, *others = by_streams
+
+    def make(index: int) -> Execution:
+        return build(program, graph, candidates[index], tensors, bound)
+
+    def timer(execution: Execution) -> Callable[[], float]:
+        return _timer(execution, tensors, program.device)
+
+    execution = make(best)
+    considered[best] = replace(considered[best], measured_us=interleaved([timer(execution)])[0])
+    for index in others:
         try:
-            execution = build(program, graph, candidate, tensors, bound)
+            winner, times = _duel(execution, partial(make, index), timer)
         except (CaptureError, torch.OutOfMemoryError) as error:
-            if best is None:
-                raise
-            considered[-1] = replace(candidate, refusal=first_line(error))
+            considered[index] = replace(considered[index], refusal=first_line(error))
             continue
-        newest = len(considered) - 1, execution
-        rivals = [newest] if best is None else [best, newest]
-        times = interleaved([_timer(rival, tensors, program.device) for _, rival in rivals])
-        for (place, _), time_us in zip(rivals, times, strict=True):
+        for place, time_us in zip((best, index), times, strict=True):
             considered[place] = replace(considered[place], measured_us=time_us)
-        if best is None or times[-1] < times[0] * (1 - MARGIN):
-            best = newest
-        del rivals, newest, execution
-    if best is None:
-        raise ValueError("there must be at least one candidate")
-    return Selection(best[1], considered[best[0]], tuple(considered))
+        if winner is not execution:
+            best, execution = index, winner
+    return Selection(execution, considered[best], tuple(considered))
+
+
+def _duel(
+    best: Execution, make: Callable[[], Execution], timer: Callable[[Execution], Callable[[], float]]
+) -> tuple[Execution, list[float]]:
+    """The faster of the best execution and a new one, and what each of them took, µs."""
+    rival = make()
+    times = interleaved([timer(best), timer(rival)])
+    return rival if times[1] < times[0] * (1 - MARGIN) else best, times
 
 
 def build(
@@ -103,9 +116,8 @@ def build(
     run = uncaptured(lower(program, graph, candidate.schedule), program.device, candidate.schedule.streams)
     if not candidate.captured:
         return run
-    repeatable = not any(written(program, graph)) and not any(op.orders for op in graph.ops.values())
-    device = torch.device(program.device)
-    return CapturedGraph(run, tensors, bound, written(program, graph), device, repeatable=repeatable)
+    draws = any(op.orders for op in graph.ops.values())  # what has unknown effects may draw as well
+    return CapturedGraph(run, tensors, bound, written(program, graph), torch.device(program.device), draws=draws)
 
 
 def written(program: Program, graph: OpGraph) -> tuple[bool, ...]:
@@ -134,32 +146,26 @@ def interleaved(timers: Sequence[Callable[[], float]]) -> list[float]:
 
 def _timer(execution: Execution, tensors: Sequence[Tensor], device: str) -> Callable[[], float]:
     """A function that runs something a few times and returns the µs of one run."""
-    if isinstance(execution, CapturedGraph):
-        run = execution.replay
-    else:
-        plain = execution
-
-        def run() -> None:
-            plain(*tensors)
-
-    clock = _host_us if device == "cpu" else _device_us
+    run = execution.replay if isinstance(execution, CapturedGraph) else partial(execution, *tensors)
+    clock = _host_us if device == "cpu" else partial(_device_us, device)
     clock(run, 1)
-    runs = max(1, min(50, round(_ROUND_US / max(clock(run, 1), 1.0))))
+    runs = max(1, min(_MAX_RUNS, round(_ROUND_US / max(clock(run, 1), 1.0))))
     return lambda: clock(run, runs)
 
 
-def _host_us(run: Callable[[], None], runs: int) -> float:
+def _host_us(run: Callable[[], object], runs: int) -> float:
     start = time.perf_counter()
     for _ in range(runs):
         run()
     return (time.perf_counter() - start) / runs * 1e6
 
 
-def _device_us(run: Callable[[], None], runs: int) -> float:
+def _device_us(device: str, run: Callable[[], object], runs: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
+    stream = torch.cuda.current_stream(device)
+    start.record(stream)
     for _ in range(runs):
         run()
-    end.record()
+    end.record(stream)
     end.synchronize()
     return float(start.elapsed_time(end)) / runs * 1e3

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autostream.analysis.values import base_name, nodes_in, tensors_given, tensors_in, value_of
 
@@ -67,7 +66,16 @@ def opaque_refusal_of(node: fx.Node) -> str:
 def _placement_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -> str:
     if not _on_device(given + results):
         return ON_CPU if given or results else ""
-    return DATA_SHAPE if any(free_unbacked_symbols(result) for result in results) else ""
+    return DATA_SHAPE if any(map(_depends_on_data, results)) else ""
+
+
+def _depends_on_data(result: torch.Tensor) -> bool:
+    if not any(isinstance(size, torch.SymInt) for size in result.shape):
+        return False
+    # Imports sympy, which takes half as long as importing torch.
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(result))
 
 
 def _fills_by_mask(target: OpOverload, arguments: dict[str, Any]) -> bool:

@@ -10,11 +10,11 @@ import torch
 _FRAME = re.compile(
     r'^\s*File "(?P<path>.+?)", line (?P<line>\d+), in .*(?:\n[ \t]+(?![ \t]|File ")(?P<code>.*))?$', re.M
 )
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 def user_line(stack_trace: str | None) -> str:
-    r"""The innermost frame of a stack trace that is not PyTorch's own, or ``""``.
+    r"""The innermost frame of a stack trace that is neither PyTorch's nor autostream's own, or ``""``.
 
     Paths inside the working directory are given relative to it, others as they are.
 
@@ -24,7 +24,7 @@ def user_line(stack_trace: str | None) -> str:
     """
     for frame in reversed(list(_FRAME.finditer(stack_trace or ""))):
         path = frame["path"]
-        if not path.startswith((_TORCH, "<")):
+        if not path.startswith((*_LIBRARIES, "<")):
             return f"{_shortened(path)}:{frame['line']}: {(frame['code'] or '').strip()}".removesuffix(": ")
     return ""
 

@@ -164,7 +164,7 @@ def _count_flops(node: fx.Node, target: OpOverload) -> int:
             return int(formula(*args, **kwargs, out_val=_on_meta(value_of(node))))
         with torch.inference_mode(False), torch.no_grad(), _FlopCount() as count:
             target(*args, **kwargs)
-        return count.total
+        return int(count.total)
     except Exception:
         # A count is worth less than a schedule: formulas reject inputs that the operator itself accepts.
         return 0

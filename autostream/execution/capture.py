@@ -9,13 +9,14 @@ Private to PyTorch: cuBLAS workspaces and ``_cuda_endAllocateToPool``. Where a v
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
+
+from autostream import collector
 
 Result = TypeVar("Result")
 
@@ -37,8 +38,8 @@ def capture(
         The graph, and what the function returned.
 
     Raises:
-        Exception: what the function raised, or what ended the capture. The process can draw random numbers, allocate and
-            capture as before.
+        Exception: what the function raised, or what ended the capture. The process can draw random numbers, allocate
+            and capture as before.
     """
     pool = pool or torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph()
@@ -46,7 +47,7 @@ def capture(
     with (
         torch.cuda.device(stream.device),
         _own_cublas_workspaces(),
-        _no_garbage_collection(),
+        collector.paused(),  # freeing another graph's memory would end this thread's capture
         torch.cuda.stream(stream),
     ):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -65,24 +66,26 @@ def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> N
         graph.capture_end()
     with suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
-    with suppress(RuntimeError), warnings.catch_warnings():
+    # The driver reports what ended the capture once more, to whoever asks next.
+    for _ in range(_ATTEMPTS):
+        if _captures_nothing(device):
+            return
+
+
+_ATTEMPTS = 4
+
+
+def _captures_nothing(device: torch.device) -> bool:
+    """Whether an empty capture succeeds: the one thing that tells the generator that capturing is over."""
+    with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         warnings.simplefilter("ignore")  # that the graph is empty
-        # A capture that succeeds is the one thing that tells the generator that capturing is over.
         empty = torch.cuda.CUDAGraph()
-        empty.capture_begin(capture_error_mode="thread_local")
-        empty.capture_end()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection could free another graph's memory, and freeing device memory ends the capture of this thread."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        try:
+            empty.capture_begin(capture_error_mode="thread_local")
+            empty.capture_end()
+        except RuntimeError:
+            return False
+    return True
 
 
 @contextmanager

@@ -316,9 +316,10 @@ def _frees(graph: fx.Graph) -> Mapping[str, Sequence[Free]]:
     indices: dict[int, int] = {}
     for node in graph.nodes:
         for index, tensor in enumerate(_tensors(node.meta.get("val")) if node.op != "output" else ()):
-            storage = tensor.untyped_storage()._cdata
-            indices.setdefault(storage, index)
-            holders[storage].append(node)
+            if tensor.layout is torch.strided:  # others have no storage, and live until the end of the run
+                storage = tensor.untyped_storage()._cdata
+                indices.setdefault(storage, index)
+                holders[storage].append(node)
     frees: dict[str, list[Free]] = defaultdict(list)
     for storage, nodes in holders.items():
         last = max((user for node in nodes for user in (node, *node.users)), key=position.__getitem__)

@@ -8,7 +8,8 @@ every call with what the graph holds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
 from autostream.execution.capture import capture
 from autostream.execution.static import Handout, copyable, handouts, static_copies
+from autostream.execution.streams import capture_stream
 
 Run = Callable[..., Sequence[Tensor]]
 """Takes flat tensors, returns flat tensors."""
@@ -28,6 +30,10 @@ WARMUP_RUNS = 2
 
 _capturing = threading.Lock()
 """A process can capture one graph at a time."""
+
+_drawing = threading.Lock()
+_drawn: dict[torch.device, torch.cuda.Stream] = {}
+"""By device, the stream of the last replay that drew random numbers."""
 
 
 class Moved(Exception):  # noqa: N818 - a notice between modules, not an error
@@ -46,8 +52,8 @@ class CapturedGraph:
         bound: which of them are used where they are. The others are copied into static tensors at each call.
         written: which of them ``run`` writes; those that are not bound are copied back.
         device: a CUDA device.
-        repeatable: whether running it once more than asked changes nothing: it writes no argument and draws no random
-            numbers. Then bound tensors are compared while the device is busy already.
+        draws: whether ``run`` may draw random numbers. If it neither draws nor writes, running it once more than asked
+            changes nothing, and bound tensors are compared while the device is busy already.
 
     Raises:
         CaptureError: the capture failed. The current device and stream are as before.
@@ -61,25 +67,34 @@ class CapturedGraph:
         written: Sequence[bool],
         device: torch.device,
         *,
-        repeatable: bool,
+        draws: bool,
     ) -> None:
         self.device = device
-        self._repeatable = repeatable
+        self._home = self._last_stream = torch.cuda.current_stream(device)
+        self._draws = draws
+        self._repeatable = not draws and not any(written)
         self._bound = [index for index, is_bound in enumerate(bound) if is_bound]
         self._copied = [index for index, is_bound in enumerate(bound) if not is_bound]
         self._returned = [index for index in self._copied if written[index]]
-        self.static = static_copies(tensors, self._copied)
+        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode is read-only outside
+            self.static = static_copies(tensors, self._copied)
         # What the graph reads stays allocated when a weight moves away, until a call notices.
         self._held = [tensors[index].detach() for index in self._bound]
         self._layout = layout(self._held)
         self._lock = threading.Lock()
-        self._graph, self._stream, outputs = _captured(run, self.static, device)
+        self._graph, outputs = _captured(run, self.static, device)
         self._handouts: tuple[Handout, ...] = handouts(outputs, self.static, self._copied)
-        self._last_stream = torch.cuda.current_stream(device)
+
+    def __del__(self) -> None:
+        """Whoever is given the static tensors' memory next, on the stream of their making, comes after all replays."""
+        if self._last_stream != self._home:
+            with suppress(RuntimeError):  # CUDA may have ended before Python does
+                self._home.wait_stream(self._last_stream)
 
     def replay(self) -> None:
         """Replay on the current stream with what the static tensors hold, copying nothing."""
-        self._graph.replay()
+        with _turn_to_draw(torch.cuda.current_stream(self.device)) if self._draws else nullcontext():
+            self._graph.replay()
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Copy inputs in, replay, copy outputs out: all asynchronous, on the device's current stream.
@@ -95,7 +110,7 @@ class CapturedGraph:
                 stream.wait_stream(self._last_stream)
                 self._last_stream = stream
             _copy([self.static[index] for index in self._copied], [tensors[index] for index in self._copied])
-            self._graph.replay()
+            self.replay()
             if self._repeatable:
                 self._compare(tensors)
             _copy([tensors[index] for index in self._returned], [self.static[index] for index in self._returned])
@@ -114,10 +129,27 @@ def layout(tensors: Sequence[Tensor]) -> Layout:
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy what is not in place already, in as few launches as possible."""
     pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.data_ptr() != s.data_ptr()]
+    # A static tensor may be passed for another input than its own: read it before it is written.
+    written = {target.untyped_storage()._cdata for target, _ in pairs}
+    clashing = [index for index, (_, source) in enumerate(pairs) if source.untyped_storage()._cdata in written]
+    if clashing:
+        aside = static_copies([source for _, source in pairs], clashing)
+        pairs = [(target, source) for (target, _), source in zip(pairs, aside, strict=True)]
     if len(pairs) == 1:  # a plain copy is faster than a list of one
         copyable(pairs[0][0]).copy_(copyable(pairs[0][1]), non_blocking=True)
     elif pairs:
         torch._foreach_copy_([copyable(t) for t, _ in pairs], [copyable(s) for _, s in pairs], non_blocking=True)
+
+
+@contextmanager
+def _turn_to_draw(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Come after the last replay that drew: a generator tells all graphs their seed and offset in the same memory."""
+    with _drawing:
+        last = _drawn.setdefault(stream.device, stream)
+        if last != stream:
+            stream.wait_stream(last)
+            _drawn[stream.device] = stream
+        yield
 
 
 def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -130,20 +162,17 @@ def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Tensor
 
 def _captured(
     run: Run, tensors: Sequence[Tensor], device: torch.device
-) -> tuple[torch.cuda.CUDAGraph, torch.cuda.Stream, Sequence[Tensor]]:
-    """Warm up, then capture, on a stream of the graph's own."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
+    """Warm up, then capture."""
+    stream = capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
         with _capturing:
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_RUNS):
                     run(*tensors)
-            graph, outputs = capture(lambda: run(*tensors), stream)
-    except torch.OutOfMemoryError:
-        raise
+            return capture(lambda: run(*tensors), stream)
     except Exception as error:
         raise CaptureError(f"{first_line(error)}{where(error)}") from error
     finally:
         torch.cuda.current_stream(device).wait_stream(stream)
-    return graph, stream, outputs

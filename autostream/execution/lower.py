@@ -19,14 +19,15 @@ What is printed is what runs, in this order::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from autostream.errors import ScheduleError
 from autostream.execution import streams
-from autostream.ir import FORK, JOIN, OpGraph, Program, Role, Schedule
+from autostream.ir import FORK, JOIN, OpGraph, Program, Role, Schedule, Storage
 
 
 def lower(program: Program, graph: OpGraph, schedule: Schedule) -> fx.GraphModule:
@@ -90,11 +91,11 @@ def _write_closing_fence(writer: _Writer, graph: OpGraph, schedule: Schedule) ->
 def _kept(graph: OpGraph, schedule: Schedule) -> list[str]:
     """The storages that a schedule owns and never releases."""
     released = {storage for launch in schedule.launches for storage in launch.releases}
-    return [
-        name
-        for name, storage in graph.storages.items()
-        if storage.role is Role.INTERMEDIATE and not storage.escapes and name not in released
-    ]
+    return [name for name, storage in graph.storages.items() if _is_owned(storage) and name not in released]
+
+
+def _is_owned(storage: Storage) -> bool:
+    return storage.role is Role.INTERMEDIATE and not storage.escapes
 
 
 class _Writer:
@@ -112,6 +113,10 @@ class _Writer:
         self._output = program.module.graph.output_node().name
         self._copies: dict[str, fx.Node] = {}
         self._released: dict[str, str] = {}
+        self._held: dict[str, set[str]] = defaultdict(set)
+        for storage in filter(_is_owned, graph.storages.values()):
+            for holder in storage.holders:
+                self._held[holder].add(storage.name)
         self._events: dict[str, fx.Node] = {}
         self._lane = 0
         givens = [node.name for node in self._originals.values() if node.op in ("placeholder", "get_attr")]
@@ -138,7 +143,10 @@ class _Writer:
                 )
             self._call(streams.wait, self._lanes, lane, self._events[point])
 
-    def release(self, storages: Iterable[str], when: str) -> None:
+    def release(self, storages: Sequence[str], when: str) -> None:
+        for storage in storages:
+            for holder in self._storages[storage].holders:
+                self._held[holder].discard(storage)
         holders = dict.fromkeys(holder for storage in storages for holder in self._holders(storage))
         if holders:
             self._call(streams.release, *(self._copies.pop(holder) for holder in holders))
@@ -175,8 +183,9 @@ class _Writer:
     def _holders(self, storage: str) -> Iterator[str]:
         """The values that keep a storage alive until its release.
 
-        Tensors, if there are any: a list of results would keep the other ones alive as well.
+        Tensors, if there are any: a list of results would keep the other ones alive as well. What an op like
+        ``contiguous`` returned may be a view of its argument or memory of its own: it stays until both may go.
         """
         live = [holder for holder in self._storages[storage].holders if holder in self._copies]
         tensors = [holder for holder in live if not isinstance(self._originals[holder].meta.get("val"), (list, tuple))]
-        yield from tensors or live
+        yield from (holder for holder in tensors if not self._held[holder]) if tensors else live

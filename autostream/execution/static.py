@@ -68,7 +68,7 @@ def handouts(outputs: Sequence[Tensor], static: Sequence[Tensor], copied: Sequen
         static: what it was given.
         copied: which of those are copies of the caller's tensors; the others are the caller's own.
     """
-    owners = {_storage(static[index]): index for index in reversed(range(len(static)))}
+    owners = {_storage(tensor): index for index, tensor in enumerate(static)}
     count: dict[int, int] = {}
     for output in {id(output): output for output in outputs}.values():
         count[_storage(output)] = count.get(_storage(output), 0) + 1
@@ -80,7 +80,7 @@ def handouts(outputs: Sequence[Tensor], static: Sequence[Tensor], copied: Sequen
         if earlier != place:
             plan.append(_repeat(earlier))
         elif owner is not None:
-            exact = next((i for i, tensor in enumerate(static) if _same_view(tensor, output)), None)
+            exact = next((i for i, tensor in enumerate(static) if tensor is output), None)
             plan.append(_argument(exact) if exact is not None else _argument_view(owner, output, static, copied))
         elif count[_storage(output)] == 1 and _dense(output):
             plan.append(_copy(output))
@@ -106,7 +106,7 @@ def _argument_view(owner: int, output: Tensor, static: Sequence[Tensor], copied:
         argument = arguments[owner]
         if argument.dtype == output.dtype:
             offset = argument.storage_offset() + ahead // output.element_size()
-            return argument.as_strided(output.shape, output.stride(), offset)
+            return _lazy_as(output, argument.as_strided(output.shape, output.stride(), offset))
         offset = (_byte_offset(argument) + ahead) // output.element_size()
         return _view(argument.untyped_storage(), output, offset)
 
@@ -133,13 +133,13 @@ def _shared_copy(output: Tensor) -> Handout:
 def _view(storage: torch.UntypedStorage, like: Tensor, offset: int | torch.SymInt) -> Tensor:
     """A tensor over ``storage`` with the dtype, shape and strides of ``like``."""
     empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(storage, offset, like.shape, like.stride())
+    return _lazy_as(like, empty.set_(storage, offset, like.shape, like.stride()))
 
 
-def _same_view(a: Tensor, b: Tensor) -> bool:
-    return _storage(a) == _storage(b) and (a.dtype, a.shape, a.stride(), a.storage_offset()) == (
-        b.dtype, b.shape, b.stride(), b.storage_offset(),
-    )  # fmt: skip
+def _lazy_as(like: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor conjugated and negated, as ``like`` is, by a flag that says so."""
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 def _storage(tensor: Tensor) -> int:
@@ -152,11 +152,9 @@ def _byte_offset(tensor: Tensor) -> int:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """First byte and the byte after the last of what a tensor covers in its storage."""
-    if tensor.numel() == 0:
-        return 0, 0
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = _byte_offset(tensor)
-    return start, start + extent * tensor.element_size()
+    return start, start + (reach + 1) * tensor.element_size() if tensor.numel() else start
 
 
 def _overlaps(tensor: Tensor) -> bool:

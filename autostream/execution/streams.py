@@ -53,6 +53,11 @@ def fork(device: str, count: int) -> Lanes:
     return Lanes(device, (caller, *sides[: count - 1]))
 
 
+def capture_stream(device: str | torch.device) -> torch.cuda.Stream:
+    """The stream to capture on: one that is left to captures, as their side streams are."""
+    return _pool(torch.cuda.current_stream(device).device_index)[-1]
+
+
 def use(lanes: Lanes, index: int) -> None:
     """Launch and allocate on this lane from now on, in this thread."""
     torch.cuda.set_stream(lanes.streams[index])

@@ -5,27 +5,66 @@ What is private to Dynamo is used here alone. Run on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from autostream.errors import first_line
+
 CompilePiece = Callable[[GraphModule, frozenset[int]], Callable[..., Any]]
 """Takes a graph and the positions of its inputs that stay where they are; returns what to run in its place."""
 
 
-def split(model: nn.Module, compile_piece: CompilePiece) -> Callable[..., Any]:
+def split(model: nn.Module, compile_piece: CompilePiece, refused: Callable[[str], None]) -> Callable[..., Any]:
     """A function that runs the model in pieces, each made by ``compile_piece`` in the first call that gets there.
 
-    Sizes are specialised: a piece is made anew for other shapes, as graphs for other signatures are.
+    Sizes are specialised: a piece is made anew for other shapes, as graphs for other signatures are. What Dynamo fails
+    to trace runs as it is from there on, for what came before has been done already; ``refused`` is told the reason.
     """
 
     def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_piece(module, bound_inputs(example_inputs))
 
-    return torch.compile(model, backend=backend, dynamic=False)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo import config
+
+        with config.patch(suppress_errors=True), _overheard(refused):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _overheard(refused: Callable[[str], None]) -> Iterator[None]:
+    """Pass on why Dynamo leaves something alone, instead of letting it log that at length; in this thread only."""
+    thread = threading.get_ident()
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        if record.thread != thread or not record.exc_info:
+            return True
+        if record.name == _CONVERT_FRAME and isinstance(record.exc_info[1], Exception):
+            refused(first_line(record.exc_info[1]))
+        return False
+
+    loggers = [logging.getLogger(name) for name in (_CONVERT_FRAME, "torch._subclasses.fake_tensor")]
+    for logger in loggers:
+        logger.addFilter(elsewhere)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(elsewhere)
+
+
+_CONVERT_FRAME = "torch._dynamo.convert_frame"
 
 
 def bound_inputs(example_inputs: Sequence[Any]) -> frozenset[int]:

@@ -7,20 +7,27 @@ depends on data) it refuses, and so do we.
 
 from __future__ import annotations
 
-import random
-import sys
+import logging
+import os
+import re
 import threading
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from autostream.errors import TraceError, first_line
 from autostream.ir import Placeholder, Program, Role
+from autostream.tracing.attributes import Holder, holders, untouched
+from autostream.tracing.guards import unusual
 from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -42,13 +49,15 @@ class Traced:
     constants: dict[str, Tensor]
 
 
-def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> Traced:
+def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, device: str | None = None) -> Traced:
     """Trace a model at these inputs, without computing anything or changing the model.
 
     Args:
         model: any module.
         tensors: the flat tensors of its arguments.
         structure: the structure of ``(args, kwargs)`` that they were taken from.
+        device: what to say that the ops run on, if that is another kind of device than the tensors are on: to plan for
+            one that is not here.
 
     Raises:
         TraceError: it cannot be traced; the message says why.
@@ -59,17 +68,32 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> 
         >>> [placeholder.target for placeholder in traced.program.placeholders]
         ['weight', 'bias', '0']
     """
+    _check(model)
     flat = _FlatModel(model, structure)
     exported = _export(flat, tensors)
     module = _pruned(exported)
+    if device is not None and torch.device(device).type != torch.device(_device(module)).type:
+        _relocate(module, torch.device(device))
+    placeholders, constants = _placeholders(exported, model, tensors)
     program = Program(
         module=module,
-        placeholders=_placeholders(exported, model, tensors),
+        placeholders=placeholders,
         outputs=tuple(node.name for node in module.graph.output_node().args[0]),  # type: ignore[union-attr, misc]
         level="aten",
         device=_device(module),
     )
-    return Traced(program, flat.result.structure, dict(exported.constants))
+    return Traced(program, flat.result.structure, constants)
+
+
+def _check(model: nn.Module) -> None:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TraceError("TorchScript cannot be traced: use the module that it was made from")
+    for module in model.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            _ = module.code  # Dynamo's compile theirs when it is asked for: in a trace, that would look like a change
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if reason := unusual(tensor):
+            raise TraceError(f"the model's {name} {reason}")
 
 
 class _Result:
@@ -89,39 +113,143 @@ class _FlatModel(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = unflatten(self._structure, tensors)
-        attributes = _attributes(self.model)
-        result = self.model(*args, **kwargs)
-        if changed := _changed(attributes, _attributes(self.model)):
+        before = holders(self.model)
+        given = [*tensors, *self.model.parameters(), *self.model.buffers()]
+        layouts = list(map(_layout, given))
+        try:
+            with _patched_for_this_thread(), _Constants():
+                result = _called(self.model, args, kwargs)
+        except Exception as error:
+            # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
+            raise _refusal(self.model, error) from error
+        if changed := next(filter(None, map(Holder.changed, before)), ""):
             raise TraceError(f"the model's forward changes its own attribute {changed}: a graph would do so only once")
         after, structure = flatten((args, kwargs))
         if structure != self._structure or any(new is not old for new, old in zip(after, tensors, strict=True)):
             raise TraceError("the model changes a container (list, dict, …) that it is given")
+        if list(map(_layout, given)) != layouts:
+            raise TraceError("the model changes the shape or the memory of a tensor in place (resize_, .data = …)")
         outputs, output_structure = flatten(result)
         self.result.structure = output_structure
         return tuple(outputs)
+
+
+def _called(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a model; if it is a graph, such as a piece that Dynamo made, let each op keep the user's line."""
+    if not isinstance(model, torch.fx.GraphModule) or kwargs:
+        return model(*args, **kwargs)
+    with torch.fx.traceback.preserve_node_meta():
+        return torch.fx.Interpreter(model).run(*args)
+
+
+class _Constants(TorchFunctionMode):
+    """Refuses to write a tensor that is neither an argument nor registered as a parameter or buffer.
+
+    For export such a tensor is a constant, and it executes the ops on constants while it traces.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond
+            return func(*args, **kwargs)
+        writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
+        written = [*_tensors(kwargs.get("out")), *_tensors(args[0] if writes and args else None)]
+        if any(map(_is_real, written)):
+            raise TraceError(f"the model writes ({func.__name__}) to a tensor that is no buffer: register it as one")
+        return func(*args, **kwargs)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    # Not isinstance: parameters and buffers are fake in a trace, and so is what is computed from them.
+    real = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return real and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+_IN_PLACE = re.compile(
+    r"(?!__).*[^_]_|__setitem__|__set__|__i(add|sub|mul|(true|floor)?div|mod|pow|and|or|xor|[lr]shift)__"
+)
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
     from torch.export import export
 
     with ExitStack() as stack:
-        stack.enter_context(_tracing)
         stack.enter_context(untouched(flat.model))
         stack.enter_context(_preserved_flags())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # export warns of attributes that it sets itself while it swaps parameters
+        stack.enter_context(_quiet())
         try:
             return export(flat, _ordinary(tensors), strict=False)
-        except TraceError:
-            raise
         except Exception as error:
-            raise TraceError(f"torch.export cannot trace {type(flat.model).__name__}: {first_line(error)}") from error
+            raise _refusal(flat.model, error) from error
 
 
-_tracing = threading.Lock()
-"""Tracing patches ``nn.Module`` for the whole process, so one model is traced at a time."""
+def _refusal(model: nn.Module, error: Exception) -> TraceError:
+    ours = isinstance(error, TraceError)
+    reason = str(error) if ours else f"torch.export cannot trace {type(model).__name__}: {first_line(error)}"
+    return TraceError(f"{reason}{_blamed(error)}")
+
+
+def _blamed(error: Exception) -> str:
+    """The innermost line of an error's traceback that is neither PyTorch's nor ours, or ``""``."""
+    libraries = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<string>")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    if not frames:
+        return ""
+    path = frames[-1].filename.removeprefix(os.getcwd() + os.sep)
+    return f" (at {path}:{frames[-1].lineno}: {frames[-1].line})"
+
+
+_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export._trace")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what PyTorch says while it traces, at length; what matters of it becomes the refusal."""
+    loggers = list(map(logging.getLogger, _TALKATIVE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+_UNPATCHED = {name: nn.Module.__dict__[name] for name in ("__call__", "__getattr__")}
+
+
+@contextmanager
+def _patched_for_this_thread() -> Iterator[None]:
+    """Let other threads' modules run as ever, while fx has methods of ``nn.Module`` patched to follow this thread's."""
+    patched = {name: nn.Module.__dict__[name] for name in _UNPATCHED}
+    tracing = threading.get_ident()
+
+    def of_thread(name: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            methods = patched if threading.get_ident() == tracing else _UNPATCHED
+            return methods[name](self, *args, **kwargs)
+
+        return method
+
+    try:
+        for name in patched:
+            setattr(nn.Module, name, of_thread(name))
+        yield
+    finally:
+        for name, method in patched.items():
+            setattr(nn.Module, name, method)
 
 
 @contextmanager
@@ -158,81 +286,14 @@ def _ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(map(ordinary, tensors))
 
 
-def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    # PyTorch's own layers keep book of weights that export exchanges for fake ones; nothing else in them changes.
-    return {
-        name: dict(vars(module))
-        for name, module in model.named_modules()
-        if not type(module).__module__.startswith("torch.nn.")
-    }
-
-
-def _changed(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> str:
-    """The path of an attribute that is not what it was, or ``""``."""
-    for module, old in before.items():
-        new = after[module]
-        for name in {**old, **new}:
-            if name not in old or name not in new or not _same(old[name], new[name]):
-                return f"{module}.{name}".lstrip(".")
-    return ""
-
-
-def _same(old: object, new: object) -> bool:
-    if type(old) is not type(new):
-        return False
-    if isinstance(old, (bool, int, float, str)):
-        return old == new
-    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
-        return len(old) == len(new) and all(map(_same, old, new))
-    return old is new
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore a model's attributes and all random generators afterwards.
-
-    Example:
-        >>> model = nn.Linear(1, 1)
-        >>> with untouched(model):
-        ...     model.bias = None
-        >>> model.bias is None
-        False
-    """
-    before = [
-        (contents, dict(contents))
-        for module in model.modules()
-        for contents in (vars(module), module._parameters, module._buffers, module._modules)
-    ]
-    with _preserved_generators():
-        try:
-            yield
-        finally:
-            for contents, old in before:
-                contents.clear()
-                contents.update(old)
-
-
-@contextmanager
-def _preserved_generators() -> Iterator[None]:
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    with ExitStack() as stack:
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        stack.enter_context(torch.random.fork_rng(devices))
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy:
-                numpy.random.set_state(numpy_state)
-
-
-def _placeholders(exported: ExportedProgram, model: nn.Module, tensors: Sequence[Tensor]) -> tuple[Placeholder, ...]:
-    """What each remaining placeholder is, and with which of them it shares its storage."""
+def _placeholders(
+    exported: ExportedProgram, model: nn.Module, tensors: Sequence[Tensor]
+) -> tuple[tuple[Placeholder, ...], dict[str, Tensor]]:
+    """What each remaining placeholder is, with which of them it shares its storage; and constants that tracing made."""
     kept = {node.name for node in exported.graph.find_nodes(op="placeholder")}
     inputs = iter(enumerate(tensors))
     placeholders: list[Placeholder] = []
+    constants: dict[str, Tensor] = {}
     owners: dict[int, str] = {}
     for spec in exported.graph_signature.input_specs:
         role = _ROLES.get(spec.kind.name)
@@ -240,10 +301,12 @@ def _placeholders(exported: ExportedProgram, model: nn.Module, tensors: Sequence
             raise TraceError(f"the model uses {spec.arg.name}, a {spec.kind.name.lower()}, which is no tensor")
         if spec.arg.name not in kept:
             continue
-        target, tensor = next(inputs) if role is Role.INPUT else _state(spec.target or "", exported, model)
+        target, tensor = next(inputs) if role is Role.INPUT else _state(spec.target or "", exported, model, constants)
+        if reason := unusual(tensor):
+            raise TraceError(f"the model's {target} {reason}")
         owner = owners.setdefault(tensor.untyped_storage()._cdata, spec.arg.name)
         placeholders.append(Placeholder(spec.arg.name, role, str(target), owner))
-    return tuple(placeholders)
+    return tuple(placeholders), constants
 
 
 _ROLES = {
@@ -254,26 +317,25 @@ _ROLES = {
 }
 
 
-def _state(target: str, exported: ExportedProgram, model: nn.Module) -> tuple[str | int, Tensor]:
+def _state(
+    target: str, exported: ExportedProgram, model: nn.Module, constants: dict[str, Tensor]
+) -> tuple[str | int, Tensor]:
     """Where a model holds the tensor that export calls ``target``, and that tensor.
 
-    A constant is looked for on the model, so that a changed attribute is seen; what is not there, tracing made.
+    A constant is looked for on the model, so that a changed attribute is seen; what is not there, tracing made: it is
+    put into ``constants``.
     """
     path = target.removeprefix("model.")
     owner, _, name = path.rpartition(".")
-    try:
+    with suppress(AttributeError):
         tensor = getattr(model.get_submodule(owner), name)
-    except AttributeError:
-        return target, _constant(exported, target)
-    known = target not in exported.constants or exported.constants[target] is tensor
-    return (path, tensor) if known else (target, _constant(exported, target))
-
-
-def _constant(exported: ExportedProgram, target: str) -> Tensor:
+        if target not in exported.constants or exported.constants[target] is tensor:
+            return path, tensor
     constant = exported.constants[target]
     if not isinstance(constant, Tensor):
         raise TraceError(f"the model uses {target}, a {type(constant).__name__}, which is no tensor")
-    return constant
+    constants[target] = constant
+    return target, constant
 
 
 def _pruned(exported: ExportedProgram) -> torch.fx.GraphModule:
@@ -289,6 +351,15 @@ def _pruned(exported: ExportedProgram) -> torch.fx.GraphModule:
 
 def _is_input(node: torch.fx.Node, exported: ExportedProgram) -> bool:
     return node.name in exported.graph_signature.user_inputs
+
+
+def _relocate(module: torch.fx.GraphModule, device: torch.device) -> None:
+    """Say of all values that they are on another device."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            for value in _tensors(node.meta.get("val")):
+                if isinstance(value, FakeTensor):
+                    value.fake_device = device
 
 
 def _device(module: torch.fx.GraphModule) -> str:

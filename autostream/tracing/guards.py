@@ -32,12 +32,21 @@ def unusual_tensor(tensors: Sequence[Tensor]) -> str:
         'input 1 has the layout torch.sparse_coo'
     """
     for index, tensor in enumerate(tensors):
-        if type(tensor) not in _ORDINARY:
-            return f"input {index} is a {type(tensor).__name__}"
-        if tensor.layout is not torch.strided:
-            return f"input {index} has the layout {tensor.layout}"
-        if tensor.device.type not in _DEVICES:
-            return f"input {index} is on {tensor.device}"
-        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return f"input {index} is quantized, conjugated or negated lazily"
+        if reason := unusual(tensor):
+            return f"input {index} {reason}"
+    return ""
+
+
+def unusual(tensor: Tensor) -> str:
+    """What a tensor is or has that an ordinary strided one does not, or ``""``."""
+    if type(tensor) not in _ORDINARY:
+        return f"is a {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}"
+    if tensor.device.type not in _DEVICES:
+        return f"is on {tensor.device}"
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return "is quantized, conjugated or negated lazily"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "belongs to a function transform (vmap, grad, …)"
     return ""

@@ -18,10 +18,10 @@ class Signature:
     Attributes:
         structure: of positional and keyword arguments, constants among them.
         tensors: per tensor its shape, strides, dtype and device.
-        aliases: per tensor, which earlier tensor shares its storage and at what offset; ``()`` where none does.
+        aliases: per tensor, which earlier tensor shares its storage and how many bytes ahead; ``()`` where none does.
         training: of the model and all its submodules, one byte each.
         records_gradients: whether the call would record a graph for autograd.
-        numerics: autocast, matmul precision and determinism as they are now.
+        numerics: autocast, precisions, determinism and attention kernels as they are now.
     """
 
     structure: Structure
@@ -62,20 +62,37 @@ def _aliases(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     # Offsets matter only relative to the tensor shared with: its own place in memory is not the program's business.
     firsts = [storages.index(storage) for storage in storages]
     return tuple(
-        (first, int(t.storage_offset() - tensors[first].storage_offset()))
-        for first, t in zip(firsts, tensors, strict=True)
+        (first, _byte_offset(t) - _byte_offset(tensors[first])) for first, t in zip(firsts, tensors, strict=True)
     )
+
+
+def _byte_offset(tensor: Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _numerics() -> Hashable:
     autocast = tuple(
         (device, torch.get_autocast_dtype(device)) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)
     )
+    # What torch.backends.cuda.matmul.fp32_precision is made of, and ten times as fast. Its older relatives, such as
+    # get_float32_matmul_precision(), raise where somebody used the newer ones.
+    precision = torch._C._get_fp32_precision_getter
     return (
         autocast,
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        *(precision(*setting) for setting in _PRECISIONS),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.enabled,
-        torch.backends.cudnn.allow_tf32,
+        *(enabled() for enabled in _ATTENTION_KERNELS),  # type: ignore[no-untyped-call]
     )
+
+
+_PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
+
+_ATTENTION_KERNELS = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+)
+"""What ``torch.nn.attention.sdpa_kernel`` chooses from; a captured graph has the choice that was made for it."""

@@ -8,9 +8,10 @@ reading some hundred entries of remembered dictionaries takes some µs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
@@ -28,20 +29,16 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
-        links = [(module._modules, name, child) for module in self.modules for name, child in module._modules.items()]
-        self._parents = [parent for parent, _, _ in links]
-        self._names = [name for _, name, _ in links]
-        self._children = [child for _, _, child in links]
-        self._child_dicts = [module._modules for module in self.modules]
-        self._child_counts = list(map(len, self._child_dicts))
+        # TorchScript modules have something else there, which never changes.
+        self._children = [module._modules for module in self.modules if isinstance(module._modules, dict)]
+        self._children_then = list(map(dict, self._children))
         self._hooks: list[Mapping[int, Any]] = [
             hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
 
     def intact(self) -> bool:
         """Whether no submodule was added, removed or replaced since this object was made."""
-        same = all(map(operator.is_, map(dict.get, self._parents, self._names), self._children))
-        return same and list(map(len, self._child_dicts)) == self._child_counts
+        return self._children == self._children_then
 
     def training(self) -> bytes:
         """The training flags of all modules, one byte each."""
@@ -62,9 +59,12 @@ class LiveState:
     """
 
     def __init__(self, model: nn.Module, placeholders: Sequence[Placeholder], constants: dict[str, Tensor]) -> None:
-        slots = [_slot(model, item, constants) for item in placeholders if item.role is not Role.INPUT]
+        held = [item for item in placeholders if item.role is not Role.INPUT]
+        slots = [_slot(model, item, constants) for item in held]
         self._dicts = [holder for holder, _ in slots]
         self._keys = [key for _, key in slots]
+        # A plain attribute, unlike a parameter or buffer, can become anything.
+        self._loose = [index for index, item in enumerate(held) if item.role is Role.CONSTANT]
         tensors = self.tensors()
         places = {id(tensor): index for index, tensor in enumerate(tensors)}
         # A tied weight has one placeholder and several names; when one of the names gets another tensor, it is untied.
@@ -79,15 +79,44 @@ class LiveState:
         self._tied_dicts: list[dict[str, Any]] = [holder for holder, _, _ in ties]
         self._tied_keys = [key for _, key, _ in ties]
         self._tied_places = [place for _, _, place in ties]
+        settings = list(_settings(model))
+        self._setting_dicts: list[dict[str, Any]] = [holder for holder, _ in settings]
+        self._setting_names = [name for _, name in settings]
+        self._settings_then = self._settings()
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors in placeholder order, as the model holds them now; ``None`` for one that was removed."""
-        return list(map(dict.get, self._dicts, self._keys))
+        tensors = list(map(dict.get, self._dicts, self._keys))
+        for index in self._loose:
+            if not isinstance(tensors[index], Tensor):
+                tensors[index] = None
+        return tensors
 
     def tied(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether weights that were tied when the program was traced still are, among these tensors."""
         named = map(dict.get, self._tied_dicts, self._tied_keys)
         return all(map(operator.is_, named, map(tensors.__getitem__, self._tied_places)))
+
+    def configured(self) -> bool:
+        """Whether numbers, strings and flags of modules other than PyTorch's own are as they were: graphs hold them."""
+        pairs = zip(self._settings(), self._settings_then, strict=True)
+        return all(now is then or (type(now) is type(then) and now == then) for now, then in pairs)
+
+    def _settings(self) -> list[Any]:
+        return list(map(dict.get, self._setting_dicts, self._setting_names))
+
+
+_SETTINGS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where modules hold constants: the dictionary of their attributes, and the key."""
+    common = vars(nn.Module())
+    for module in model.modules():
+        if not type(module).__module__.startswith("torch.nn."):
+            for name, value in vars(module).items():
+                if name not in common and isinstance(value, _SETTINGS):
+                    yield vars(module), name
 
 
 def _slot(model: nn.Module, placeholder: Placeholder, constants: dict[str, Tensor]) -> tuple[dict[str, Any], str]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,8 @@ _CONSTANTS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """A nested value without its tensors.
+class Structure(NamedTuple):
+    """A nested value without its tensors: a tuple, because it is hashed and compared at each call.
 
     Attributes:
         kind: the container's type, the constant's type, or ``Tensor``.
@@ -122,9 +121,9 @@ def _open(value: Any) -> tuple[Hashable, Sequence[object]] | None:
     if kind in (list, tuple):
         return None, value
     if kind in (dict, OrderedDict):
-        return _without_tensors(tuple(value)), list(value.values())
+        return _keys(value), list(value.values())
     if kind is defaultdict:
-        return (value.default_factory, _without_tensors(tuple(value))), list(value.values())
+        return (value.default_factory, _keys(value)), list(value.values())
     if kind is slice:
         return None, (value.start, value.stop, value.step)
     if kind in _pytree.SUPPORTED_NODES:
@@ -149,9 +148,9 @@ def _close(kind: Any, context: Any, children: list[Any]) -> Any:
     if kind in (list, tuple):
         return kind(children)
     if kind in (dict, OrderedDict):
-        return kind(zip(unflatten(context, ()), children, strict=True))
+        return kind(zip(_original_keys(context), children, strict=True))
     if kind is defaultdict:
-        return defaultdict(context[0], zip(unflatten(context[1], ()), children, strict=True))
+        return defaultdict(context[0], zip(_original_keys(context[1]), children, strict=True))
     if kind is slice:
         return slice(*children)
     if kind in _pytree.SUPPORTED_NODES:
@@ -167,12 +166,21 @@ def _close(kind: Any, context: Any, children: list[Any]) -> Any:
     return value
 
 
-def _without_tensors(value: object) -> Structure:
-    """Keys of a dictionary as a structure, which tells 1 from True where a tuple of keys would not.
+def _keys(value: dict[Any, Any]) -> tuple[str, ...] | Structure:
+    """The keys of a dictionary; as a structure unless all are strings, to tell 1 from True.
 
     Raises:
         TraceError: a key is no constant, nor made of constants.
     """
+    keys = tuple(value)
+    return keys if all(type(key) is str for key in keys) else _without_tensors(keys)
+
+
+def _original_keys(keys: tuple[str, ...] | Structure) -> tuple[Any, ...]:
+    return unflatten(keys, ()) if isinstance(keys, Structure) else keys
+
+
+def _without_tensors(value: object) -> Structure:
     tensors, structure = flatten(value)
     if tensors:
         raise TraceError("a tensor is a key of a dictionary, or part of what a container is compared by")

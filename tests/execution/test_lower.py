@@ -134,6 +134,32 @@ def test_a_release_names_every_tensor_of_the_storage_used_or_not() -> None:
     assert last_lines_of(module, "add", "view", "add_") == {"release"}
 
 
+def test_what_may_be_a_view_or_a_copy_is_dropped_when_both_storages_may_go() -> None:
+    """``contiguous`` copies here, on a side stream that has not waited for ``sin`` when ``add`` may go::
+
+    stream 0:  add ──────────────▶ sin (add goes) ──────▶ mul
+                  ╲               ╱                      ╱
+    stream 1:      contiguous ───╱───▶ cos (contiguous goes)
+    """
+
+    def model(x: Tensor) -> Tensor:
+        turned = (x + 1).t().contiguous()
+        top = turned.sin()
+        return top.cos() * top
+
+    case = case_of(model, torch.randn(4, 4))
+    launches = [
+        Launch("add", 0),
+        Launch("contiguous", 1, ("add",)),
+        Launch("sin", 0, ("contiguous",), releases=("add",)),
+        Launch("cos", 1, ("sin",), releases=("contiguous",)),
+        Launch("mul", 0, ("cos",)),
+    ]
+    module = lowered(case, schedule_of(launches))
+    assert last_lines_of(module, "add", "t") == {"release"}
+    assert last_lines_of(module, "contiguous") == {"release_1"}
+
+
 def test_a_list_of_results_does_not_hold_what_was_taken_out_of_it() -> None:
     """The values are released before the indices, and a tuple of both would keep them until then."""
 

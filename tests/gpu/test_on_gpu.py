@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -107,31 +108,90 @@ def test_changed_weights_are_seen(towers: Towers) -> None:
 
 
 def test_many_threads_on_streams_of_their_own(towers: Towers) -> None:
-    others = [Towers().cuda().eval() for _ in range(2)]
-    modules = [towers, *others]
-    fasts = [autostream.optimize(m, cuda_graph=graph) for m in modules for graph in (True, False)]
-    plain = [m for m in modules for _ in range(2)]
+    """Their first calls race too. What is expected was computed before: no plain model may run while it is traced."""
+    models = [towers, *(Towers().cuda().eval() for _ in range(2))]
+    fasts = [autostream.optimize(model, cuda_graph=graph) for model in models for graph in (True, False)]
+    xs = [torch.randn(64, 512, device="cuda") for _ in range(10)]
+    with torch.no_grad():
+        expected = [[model(x) for x in xs] for model in models for _ in range(2)]
+    torch.cuda.synchronize()
     failures: list[BaseException] = []
 
     def work(seed: int) -> None:
         try:
-            stream = torch.cuda.Stream()
-            generator = torch.Generator("cuda").manual_seed(seed)
-            with torch.cuda.stream(stream), torch.no_grad():
-                for turn in range(30):
-                    x = torch.randn(64, 512, device="cuda", generator=generator)
-                    at = (seed + turn) % len(fasts)
-                    y = fasts[at](x)
-                    torch.testing.assert_close(y, plain[at](x), rtol=0, atol=0)
+            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+                for turn in range(60):
+                    which, at = (seed + turn) % len(fasts), (seed * 7 + turn) % len(xs)
+                    torch.testing.assert_close(fasts[which](xs[at]), expected[which][at], rtol=0, atol=0)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(24)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
+    assert [len(fast.reports) for fast in fasts] == [1] * len(fasts)
+
+
+def test_graphs_replayed_side_by_side_do_not_share_workspaces() -> None:
+    """Two captured models over the same side streams, on two streams at once, with products that split their sums."""
+    torch.manual_seed(0)
+    models = [Towers(width=1024).cuda().half().eval() for _ in range(2)]
+    x = torch.randn(16, 1024, device="cuda", dtype=torch.float16)
+    with torch.no_grad():
+        expected = [model(x) for model in models]
+        fasts = [autostream.optimize(m, x, streams=4, policy="critical_path", cuda_graph=True) for m in models]
+        streams = [torch.cuda.Stream() for _ in models]
+        torch.cuda.synchronize()
+        for _ in range(100):
+            outputs = []
+            for fast, stream in zip(fasts, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    outputs.append([fast(x) for _ in range(3)])
+            torch.cuda.synchronize()
+            for results, right in zip(outputs, expected, strict=True):
+                assert all(torch.equal(result, right) for result in results)
+
+
+def test_a_number_on_the_cpu_is_read_at_each_call() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return torch.relu(x) * scale
+
+    fast, x = autostream.optimize(Scaled()), torch.randn(64, device="cuda")
+    with torch.no_grad():
+        for value in (2.0, 3.0):
+            assert torch.equal(fast(x, torch.tensor(value)), Scaled()(x, torch.tensor(value)))
+    assert fast.reports[0].mode != "cuda graph"
+
+
+def test_static_inputs_are_not_copied(towers: Towers) -> None:
+    fast, x = autostream.optimize(towers, cuda_graph=True), torch.randn(64, 512, device="cuda")
+    with torch.no_grad():
+        (static,), _ = fast.static_inputs(x)
+        static.copy_(x)
+        torch.testing.assert_close(fast(static), towers(x), rtol=0, atol=0)
+        static.copy_(-x)
+        torch.testing.assert_close(fast(static), towers(-x), rtol=0, atol=0)
+    assert static.data_ptr() != x.data_ptr()
+
+
+def test_memory_comes_back(towers: Towers) -> None:
+    x = torch.randn(64, 512, device="cuda")
+    with torch.no_grad():
+        autostream.optimize(towers, x)(x)
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            fast = autostream.optimize(towers, x)
+            fast(x)
+            del fast
+            gc.collect()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before
 
 
 def test_a_synchronising_op_is_refused_before_capture() -> None:

@@ -1,0 +1,25 @@
+"""Keeping Python's cyclic garbage collector out of the way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Collect no cyclic garbage inside; what reference counting frees is freed as ever.
+
+    Example:
+        >>> with paused():
+        ...     gc.isenabled()
+        False
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,151 @@
+"""Splitting at graph breaks: the pieces, which of their inputs stay put, and what counts as a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from autostream.tracing.dynamo import bound_inputs, is_refusal, split
+
+X = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Broken(nn.Module):
+    r"""Three pieces, with a print and a branch that depends on data between them::
+
+    norm(linear) ── print ── sum > 0 ─┬─ add
+                                      └─ neg
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        y = self.norm(self.linear(x))
+        print("between")
+        y = y.relu() + 1 if y.abs().sum() > 0 else -y
+        return {"y": y, "shape": tuple(y.shape)}
+
+
+class Recorder:
+    """Makes pieces that run as they are, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[GraphModule, frozenset[int]]] = []
+        self.runs = 0
+
+    def __call__(self, module: GraphModule, bound: frozenset[int]) -> object:
+        self.pieces.append((module, bound))
+
+        def run(*args: object) -> object:
+            self.runs += 1
+            return module(*args)
+
+        return run
+
+    def ops(self) -> list[list[str]]:
+        return [
+            [
+                getattr(node.target, "__name__", str(node.target))
+                for node in module.graph.nodes
+                if node.op.startswith("call")
+            ]
+            for module, _ in self.pieces
+        ]
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@torch.no_grad()
+def test_a_model_is_split_where_it_breaks_and_computes_the_same(
+    recorder: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Broken().eval()
+    fast = split(model, recorder)
+    result = fast(X)
+    assert torch.equal(result["y"], model(X)["y"])
+    assert result["shape"] == (2, 2)
+    assert capsys.readouterr().out == "between\n" * 2
+    first, *others = recorder.ops()
+    assert first == ["linear", "batch_norm"]
+    assert others == [["abs", "sum", "gt"], ["relu", "add"]]
+
+
+@torch.no_grad()
+def test_pieces_are_made_once_for_each_shape(recorder: Recorder) -> None:
+    fast = split(Broken().eval(), recorder)
+    fast(X)
+    fast(X + 1)
+    assert (len(recorder.pieces), recorder.runs) == (3, 6)
+    fast(torch.ones(5, 2))
+    assert len(recorder.pieces) == 6
+    assert all(not any(isinstance(size, torch.SymInt) for size in shape) for shape in shapes(recorder))
+
+
+def shapes(recorder: Recorder) -> list[torch.Size]:
+    nodes = [node for module, _ in recorder.pieces for node in module.graph.find_nodes(op="placeholder")]
+    return [node.meta["example_value"].shape for node in nodes]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_weights_and_buffers_stay_put_and_inputs_do_not(recorder: Recorder, mode: str) -> None:
+    model = Broken().train(mode == "train")
+    split(model, recorder)(X)
+    module, bound = recorder.pieces[0]
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    moving = [name for index, name in enumerate(names) if index not in bound]
+    assert len(moving) == 1
+    assert "x" in moving[0]
+    assert len(bound) == (7 if mode == "train" else 6)
+    assert all(bound == frozenset() for _, bound in recorder.pieces[1:])
+
+
+def test_parameters_are_bound_and_tensors_and_numbers_are_not() -> None:
+    assert bound_inputs([torch.ones(1), nn.Parameter(torch.ones(1)), 3]) == {1}
+
+
+@torch.no_grad()
+def test_a_buffer_written_by_a_piece_is_the_models_own(recorder: Recorder) -> None:
+    model = Broken().train()
+    split(model, recorder)(X)
+    assert model.norm.num_batches_tracked.item() == 1
+
+
+def test_errors_of_the_model_are_no_refusals(recorder: Recorder) -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise KeyError("the model's own")
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return fails(x)
+
+    with pytest.raises(KeyError) as caught:
+        split(Failing(), recorder)(X)
+    assert not is_refusal(caught.value)
+
+
+def test_what_dynamo_cannot_do_is_a_refusal(recorder: Recorder) -> None:
+    def refuses(module: GraphModule, bound: frozenset[int]) -> object:
+        raise RuntimeError("no piece for you")
+
+    with pytest.raises(Exception, match="no piece for you") as caught:
+        split(nn.ReLU(), refuses)(X)
+    assert is_refusal(caught.value)
+    assert not is_refusal(RuntimeError("no piece for you"))

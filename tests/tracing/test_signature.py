@@ -1,0 +1,152 @@
+"""Signatures: equal where one schedule serves both calls, different where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autostream.tracing.signature import Signature, signature_of
+from autostream.tracing.tree import flatten
+
+
+def signature(*args: object, training: bytes = b"\0", gradients: bool = False) -> Signature:
+    tensors, structure = flatten((args, {}))
+    return signature_of(structure, tensors, training, gradients)
+
+
+def test_calls_that_differ_in_values_alone_share_a_signature() -> None:
+    one, other = signature(torch.ones(2, 3), 1), signature(torch.zeros(2, 3), 1)
+    assert one == other
+    assert hash(one) == hash(other)
+
+
+X = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        signature(X.half()),
+        signature(X.t()),
+        signature(X[:2]),
+        signature(X, 1),
+        signature(X, training=b"\1"),
+        signature(X, gradients=True),
+        signature([X]),
+        signature(X.to("meta")),
+    ],
+    ids=["dtype", "strides", "shape", "argument", "training", "gradients", "structure", "device"],
+)
+def test_what_tracing_depends_on_makes_another_signature(other: Signature) -> None:
+    assert signature(X) != other
+
+
+def test_the_same_numbers_of_another_kind_make_another_signature() -> None:
+    assert len({signature(X, value) for value in (1, True, 1.0, "1", 0.0, -0.0)}) == 6
+
+
+def test_inputs_that_share_memory_are_told_from_those_that_do_not() -> None:
+    r"""Pairs of two elements of a row of eight::
+
+    apart    [. .]  elsewhere [. .]
+    same     [. .]
+             [. .]
+    behind   [. .]
+                 [. .]
+    before       [. .]
+             [. .]
+    """
+    row = torch.arange(8.0)
+    apart = signature(row[0:2].clone(), row[0:2].clone())
+    same = signature(row[0:2], row[0:2])
+    behind = signature(row[0:2], row[2:4])
+    before = signature(row[2:4], row[0:2])
+    assert len({apart, same, behind, before}) == 4
+    assert apart.aliases == ()
+    assert behind.aliases == ((0, 0), (0, 8))
+
+
+def test_where_both_lie_in_memory_does_not_matter() -> None:
+    row = torch.arange(8.0)
+    assert signature(row[0:2], row[1:3]) == signature(row[4:6], row[5:7])
+    assert signature(row[0:2]) == signature(row[3:5])
+
+
+def test_distances_are_in_bytes_whatever_the_dtypes() -> None:
+    """Half a float is two bytes: element 2 of the floats is element 4 of the halves."""
+    row = torch.arange(8.0)
+    halves = row.view(torch.float16)
+    assert signature(row[2:4], halves[4:8]) == signature(row[0:2], halves[0:4])
+    assert signature(row[2:4], halves[4:8]) != signature(row[0:2], halves[2:6])
+
+
+def test_who_shares_with_whom_matters() -> None:
+    a, b = torch.ones(2), torch.ones(2)
+    assert signature(a, a, b) != signature(a, b, b)
+    assert signature(a, b, a).aliases == ((0, 0), (1, 0), (0, 0))
+
+
+@contextmanager
+def setting(owner: object, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def calling(function: Callable[[Any], None], value: object, back: object) -> Iterator[None]:
+    function(value)
+    try:
+        yield
+    finally:
+        function(back)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.autocast("cpu", dtype=torch.float16),
+        lambda: calling(torch.set_default_dtype, torch.float64, torch.float32),
+        lambda: calling(torch.use_deterministic_algorithms, True, False),
+        lambda: setting(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        lambda: setting(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+        lambda: setting(torch.backends.cudnn.rnn, "fp32_precision", "ieee"),
+        lambda: setting(torch.backends.cudnn, "enabled", False),
+        lambda: sdpa_kernel(SDPBackend.MATH),
+    ],
+    ids=["autocast", "half", "default", "deterministic", "matmul", "conv", "rnn", "cudnn", "attention"],
+)
+def test_what_the_choice_of_kernels_depends_on_makes_another_signature(changed: Callable[[], Any]) -> None:
+    before = signature(X)
+    with changed():
+        assert signature(X) != before
+    assert signature(X) == before
+
+
+def test_both_autocast_dtypes_are_told_apart() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one = signature(X)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert signature(X) != one
+
+
+def test_a_signature_reads_well() -> None:
+    image, scalar = torch.ones(1, 3, 8, 8, dtype=torch.float16), torch.tensor(1)
+    assert str(signature(image, scalar)) == "1x3x8x8:float16 on cpu, scalar:int64 on cpu, eval, no gradients"
+    assert str(signature(training=b"\0\1", gradients=True)) == "no tensors, train, gradients"
+
+
+def test_tensors_are_not_kept_alive() -> None:
+    x = torch.ones(3)
+    holds = signature(x)
+    assert not any(isinstance(item, Tensor) for item in (*holds.tensors[0], *holds.aliases))

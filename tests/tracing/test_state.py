@@ -1,0 +1,235 @@
+"""Live models: what replaces a tensor or a module is noticed without a walk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.tracing.export import trace
+from autostream.tracing.state import LiveState, ModelWatch
+from autostream.tracing.tree import flatten
+
+
+class Net(nn.Module):
+    """Two tied layers, a norm, a buffer and a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.other.weight = self.one.weight
+        self.register_buffer("shift", torch.ones(2))
+        self.plain = torch.ones(2)
+        self.empty = None
+        self.factor, self.mode, self.options = 2.0, "sum", [1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.other(self.one(self.body(x))) + self.shift + self.plain + torch.tensor([1.0, 2.0])
+        return y * self.factor
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net().eval()
+
+
+class Live:
+    """The state of a traced model, by name."""
+
+    def __init__(self, net: Net) -> None:
+        tensors, structure = flatten(((torch.ones(3, 2),), {}))
+        traced = trace(net, tensors, structure)
+        self.names = [placeholder.target for placeholder in traced.program.placeholders[:-1]]
+        self.state = LiveState(net, traced.program.placeholders, traced.constants)
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        return self.state.tensors()[self.names.index(name)]
+
+    @property
+    def tied(self) -> bool:
+        return self.state.tied(self.state.tensors())
+
+
+def test_tensors_stand_in_the_order_of_the_placeholders(net: Net) -> None:
+    """The tied weight has one placeholder, under one of its names; the literal of ``forward`` stands nowhere else."""
+    live = Live(net)
+    named = {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers()), "plain": net.plain}
+    held = {name: tensor for name, tensor in zip(live.names, live.state.tensors(), strict=True) if name in named}
+    assert all(tensor is named[name] for name, tensor in held.items())
+    assert {"one.weight", "other.weight"} - held.keys() in ({"one.weight"}, {"other.weight"})
+    (literal,) = set(live.names) - held.keys()
+    assert torch.equal(live[literal], torch.tensor([1.0, 2.0]))  # type: ignore[arg-type]
+    assert "body.1.num_batches_tracked" not in live.names, "nobody reads it"
+    assert live.tied
+
+
+def test_a_replaced_parameter_is_what_the_next_call_gets(net: Net) -> None:
+    live = Live(net)
+    net.body[0].bias = nn.Parameter(torch.zeros(2))
+    assert live["body.0.bias"] is net.body[0].bias
+    net.body[0].bias.data = torch.full((2,), 3.0)
+    assert live["body.0.bias"].tolist() == [3, 3]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_loaded_state_is_what_the_next_call_gets(net: Net, assign: bool) -> None:
+    live = Live(net)
+    net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()}, assign=assign)
+    assert live["body.0.weight"] is net.body[0].weight
+    assert live["shift"] is net.shift
+    assert net.shift.tolist() == [2, 2]
+    assert live.tied is not assign, "two loaded tensors are not one"
+
+
+def test_converted_buffers_and_replaced_attributes_are_what_the_next_call_gets(net: Net) -> None:
+    live = Live(net)
+    net.half()
+    assert live["shift"].dtype == live["body.1.running_mean"].dtype == torch.float16  # type: ignore[union-attr]
+    net.plain = torch.zeros(2)
+    assert live["plain"] is net.plain
+
+
+@pytest.mark.parametrize(
+    ("name", "remove"),
+    [
+        ("shift", lambda net: delattr(net, "shift")),
+        ("shift", lambda net: setattr(net, "shift", None)),
+        ("body.0.bias", lambda net: net.body[0].register_parameter("bias", None)),
+        ("plain", lambda net: delattr(net, "plain")),
+        ("plain", lambda net: setattr(net, "plain", 3.0)),
+        ("plain", lambda net: setattr(net, "plain", nn.Parameter(torch.ones(2)))),
+    ],
+)
+def test_what_was_removed_or_moved_is_none(net: Net, name: str, remove: Callable[[Net], Any]) -> None:
+    live = Live(net)
+    assert live[name] is not None
+    remove(net)
+    assert live[name] is None
+
+
+@pytest.mark.parametrize("layer", ["one", "other"])
+def test_a_tie_that_is_cut_at_either_end_is_noticed(net: Net, layer: str) -> None:
+    live = Live(net)
+    getattr(net, layer).weight = nn.Parameter(torch.zeros(2, 2))
+    assert not live.tied
+
+
+def test_a_tie_to_a_new_tensor_is_still_a_tie(net: Net) -> None:
+    live = Live(net)
+    net.one.weight = net.other.weight = nn.Parameter(torch.zeros(2, 2))
+    assert live.tied
+    (name,) = {"one.weight", "other.weight"} & set(live.names)
+    assert live[name] is net.one.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "configured"),
+    [
+        (lambda net: setattr(net, "factor", 3.0), False),
+        (lambda net: setattr(net, "factor", 2), False),
+        (lambda net: setattr(net, "factor", torch.ones(2)), False),
+        (lambda net: setattr(net, "mode", "mean"), False),
+        (lambda net: setattr(net, "empty", 1), False),
+        (lambda net: delattr(net, "mode"), False),
+        (lambda net: setattr(net, "factor", float("2")), True),
+        (lambda net: setattr(net, "unrelated", 1), True),
+        (lambda net: net.eval(), True),
+    ],
+)
+def test_a_changed_setting_is_noticed(net: Net, change: Callable[[Net], Any], configured: bool) -> None:
+    live = Live(net)
+    assert live.state.configured()
+    change(net)
+    assert live.state.configured() is configured
+
+
+# The watch.
+
+
+class Deep(nn.Module):
+    """Modules at several depths, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Net(), Net()])
+        self.again = self.blocks[0]
+        self.register_module("vacant", None)
+
+
+@pytest.fixture
+def deep() -> Deep:
+    return Deep()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda deep: deep.blocks[1].body.__setitem__(0, nn.Linear(2, 2)),
+        lambda deep: deep.blocks[1].body.__delitem__(1),
+        lambda deep: deep.blocks.append(nn.ReLU()),
+        lambda deep: deep.blocks[0].body.add_module("new", nn.ReLU()),
+        lambda deep: deep.blocks[1]._modules.update(one=nn.Linear(2, 2)),
+        lambda deep: deep.blocks[1]._modules.update(renamed=deep.blocks[1]._modules.pop("one")),
+        lambda deep: setattr(deep, "vacant", nn.ReLU()),
+        lambda deep: setattr(deep, "again", None),
+        lambda deep: setattr(deep, "again", deep.blocks[1]),
+        lambda deep: delattr(deep, "again"),
+    ],
+)
+def test_another_module_anywhere_is_noticed(deep: Deep, change: Callable[[Deep], Any]) -> None:
+    watch = ModelWatch(deep)
+    assert watch.intact()
+    change(deep)
+    assert not watch.intact()
+
+
+def test_what_changes_no_module_leaves_the_watch_intact(deep: Deep) -> None:
+    watch = ModelWatch(deep)
+    deep.half()
+    deep.eval()
+    deep.blocks[0].shift = torch.zeros(2)
+    assert watch.intact()
+
+
+def test_the_mode_of_each_module_counts(deep: Deep) -> None:
+    watch = ModelWatch(deep)
+    modes = {watch.training()}
+    deep.blocks[1].body[1].eval()
+    modes.add(watch.training())
+    deep.eval()
+    modes.add(watch.training())
+    assert len(modes) == 3
+    assert watch.training() == bytes(len(list(deep.modules())))
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_count_while_they_are_there(deep: Deep, register: str) -> None:
+    watch = ModelWatch(deep)
+    assert not watch.hooked()
+    handle = getattr(deep.blocks[1].body[0], register)(lambda *arguments: None)
+    assert watch.hooked()
+    handle.remove()
+    assert not watch.hooked()
+
+
+@pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
+def test_hooks_of_all_modules_count_too(deep: Deep, register: str) -> None:
+    watch = ModelWatch(deep)
+    handle = getattr(nn.modules.module, register)(lambda *arguments: None)
+    try:
+        assert watch.hooked()
+    finally:
+        handle.remove()
+    assert not watch.hooked()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_can_be_watched() -> None:
+    watch = ModelWatch(nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(1, 1))), nn.ReLU()))
+    assert watch.intact()
+    assert watch.training() == b"\1" * 4
+    assert not watch.hooked()

@@ -1,0 +1,294 @@
+"""Nested values: what comes back is what went in, and structures are equal exactly where no program can tell."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from enum import Enum, IntEnum
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from autostream.errors import TraceError
+from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
+
+ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Number(IntEnum):
+    ONE = 1
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Sum(namedtuple("Sum", "parts total")):
+    """A named tuple that is made in its own way."""
+
+    def __new__(cls, parts: list[int]) -> Sum:
+        return super().__new__(cls, parts, sum(parts))
+
+
+@dataclass
+class Batch:
+    """A dataclass with everything that can go wrong in remaking one."""
+
+    limit: ClassVar[object] = object()
+    x: Tensor
+    steps: int = 0
+    tags: list[str] = field(default_factory=list)
+    doubled: Tensor = field(init=False)
+    scale: InitVar[float] = 2.0
+
+    def __post_init__(self, scale: float) -> None:
+        self.doubled = self.x * scale
+        self.steps += 1
+        self.note = "no field"
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    y: Tensor | None = None
+
+
+@dataclass
+class Listed(list):  # type: ignore[type-arg]
+    """Holds items besides its fields."""
+
+    x: int = 1
+
+
+class Registered:
+    """Opened by torch's pytree."""
+
+    def __init__(self, x: object, about: object) -> None:
+        self.x, self.about = x, about
+
+
+_pytree.register_pytree_node(
+    Registered, lambda r: ([r.x], r.about), lambda children, about: Registered(*children, about)
+)
+
+
+def structure(value: object) -> Structure:
+    return flatten(value)[1]
+
+
+def again(value: object) -> Any:
+    """A value taken apart and put together."""
+    tensors, shape = flatten(value)
+    hash(shape)
+    result = unflatten(shape, tensors)
+    assert type(result) is type(value)
+    tensors_again, shape_again = flatten(result)
+    assert shape_again == shape
+    assert list(map(id, tensors_again)) == list(map(id, tensors))
+    return result
+
+
+CONSTANTS = [
+    None, True, 1, 1.5, -0.0, math.inf, 1 + 2j, "text", b"bytes", ..., range(1, 7, 2), int, nn.Linear,
+    Color.RED, Number.ONE, torch.float16, torch.device("cpu"), torch.strided, torch.channels_last, torch.Size([2, 3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", CONSTANTS, ids=repr)
+def test_constants_are_their_own_structure(value: object) -> None:
+    tensors, shape = flatten(value)
+    assert tensors == []
+    assert unflatten(shape, []) == value
+    again(value)
+
+
+def test_a_nan_comes_back_and_equals_itself() -> None:
+    assert math.isnan(again(math.nan))
+    assert structure(math.nan) == structure(float("nan"))
+    assert structure(complex(math.nan, 1)) == structure(complex(math.nan, 1))
+    assert math.copysign(1, again(-0.0)) == -1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (0j, complex(0, -0.0)),
+        (1, Number.ONE),
+        ("a", b"a"),
+        ((1, 2), [1, 2]),
+        ((2, 3), torch.Size([2, 3])),
+        (range(0), range(1, 1)),
+        (None, ()),
+        ({}, OrderedDict()),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({1: ONE}, {True: ONE}),
+        ({0.0: ONE}, {-0.0: ONE}),
+        ({"a": ONE}, {"b": ONE}),
+        (defaultdict(int, a=ONE), defaultdict(list, a=ONE)),
+        (slice(1), slice(0, 1)),
+        (Registered(ONE, [1, "a"]), Registered(ONE, [True, "a"])),
+        ([ONE], [ONE, ONE]),
+        (ONE, [ONE]),
+        (Frozen(ONE), Frozen(ONE, ONE)),
+    ],
+)
+def test_what_a_program_can_tell_apart_has_different_structures(one: object, other: object) -> None:
+    assert structure(one) != structure(other)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: [x, (x, 1), {"k": [x]}],
+        lambda x: OrderedDict(a=x, b=2),
+        lambda x: defaultdict(list, a=x),
+        lambda x: {("paper", "cites", 1): x, None: 3},
+        lambda x: deque([x, 1], maxlen=3),
+        lambda x: slice(x, None, 2),
+        lambda x: Pair(x, [x]),
+        lambda x: Frozen(x),
+        lambda x: Batch(x, tags=["t"]),
+        lambda x: Registered([x], {"any": ["context", 1.5]}),
+        lambda x: nn.Parameter(x),
+        lambda x: torch.return_types.max((x, x)),
+    ],
+)
+def test_containers_come_back_and_only_their_tensors_make_them_differ(make: Callable[[Tensor], object]) -> None:
+    again(make(ONE))
+    assert structure(make(ONE)) == structure(make(TWO))
+    assert hash(structure(make(ONE))) == hash(structure(make(TWO)))
+
+
+def test_tensors_are_in_order_and_repeated_ones_are_repeated() -> None:
+    tensors, shape = flatten({"b": ONE, "a": (TWO, [ONE])})
+    assert list(map(id, tensors)) == [id(ONE), id(TWO), id(ONE)]
+    assert shape.children == (TENSOR, structure((TWO, [ONE])))
+    swapped = unflatten(shape, [TWO, ONE, TWO])
+    assert swapped["b"] is TWO
+    assert list(swapped) == ["b", "a"]
+
+
+def test_named_tuples_are_remade_without_their_own_constructor() -> None:
+    assert again(Sum([1, 2])) == ([1, 2], 3)
+    assert again(Pair(1, 2)) == Pair(1, 2)
+
+
+def test_dataclasses_are_remade_as_they_are_and_not_initialised_again() -> None:
+    batch = Batch(ONE, steps=4)
+    remade = again(batch)
+    assert vars(remade) == vars(batch)
+    assert remade.steps == 5
+    assert remade.doubled is batch.doubled
+    assert again(Frozen(ONE, None)) == Frozen(ONE, None)
+
+
+def test_a_dataclass_with_an_unset_field_stays_so() -> None:
+    batch = Batch(ONE)
+    del batch.doubled
+    assert not hasattr(again(batch), "doubled")
+
+
+def test_defaults_and_lengths_of_containers_survive() -> None:
+    assert again(defaultdict(list, a=ONE)).default_factory is list
+    assert again(deque([1], maxlen=7)).maxlen == 7
+    remade = again(Registered(ONE, {"any": ["context", 1.5]}))
+    assert remade.about == {"any": ["context", 1.5]}
+
+
+def test_results_of_torch_ops_come_back() -> None:
+    assert again(torch.eye(2).max(0)).values.tolist() == [1, 1]
+    assert again(torch.linalg.svd(torch.eye(2))).S.tolist() == [1, 1]
+    assert again(nn.utils.rnn.pack_sequence([torch.ones(2, 2)])).data.shape == (2, 2)
+
+
+def test_outputs_of_transformers_come_back(transformers_outputs: Any) -> None:
+    output = transformers_outputs.BaseModelOutput(last_hidden_state=ONE, hidden_states=(ONE, TWO))
+    remade = again(output)
+    assert remade.hidden_states[1] is TWO
+    assert remade.attentions is None
+    assert list(remade) == ["last_hidden_state", "hidden_states"]
+
+
+@pytest.fixture
+def transformers_outputs() -> Any:
+    return pytest.importorskip("transformers.utils.generic") and pytest.importorskip("transformers.modeling_outputs")
+
+
+class MyInt(int):
+    """Could carry anything."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, MyInt(3), torch.Generator(), nn.ReLU(), len, lambda: 1, Listed(), bytearray(b"a")],
+    ids=lambda value: type(value).__name__,
+)
+def test_unknown_objects_are_refused_by_type_in_one_line_that_says_what_to_do(value: object) -> None:
+    with pytest.raises(TraceError, match=rf"{type(value).__qualname__} is neither .*register_pytree_node") as refusal:
+        flatten([ONE, {"k": value}])
+    assert "\n" not in str(refusal.value)
+
+
+def test_numbers_of_numpy_are_no_floats() -> None:
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(TraceError, match="numpy"):
+        flatten(numpy.float64(1.5))  # is an instance of float
+
+
+def test_a_tensor_cannot_be_a_key() -> None:
+    with pytest.raises(TraceError, match="key"):
+        flatten({ONE: 1})
+    with pytest.raises(TraceError, match="compared"):
+        flatten(Registered(1, ONE))
+    with pytest.raises(TraceError, match="neither"):
+        flatten({object(): 1})
+
+
+def test_a_registered_container_may_be_compared_by_anything_that_can_be() -> None:
+    about = len
+    assert again(Registered(ONE, about)).about is about
+    with pytest.raises(TraceError, match="Registered cannot be compared"):
+        flatten(Registered(ONE, [len]))
+
+
+values = st.recursive(
+    st.sampled_from([*CONSTANTS, math.nan, ONE, TWO]),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from(["a", "b", 1, None, (1, "c")]), inner, max_size=3),
+        st.builds(Pair, inner, inner),
+        st.builds(Frozen, inner, inner),
+        st.builds(slice, inner, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_any_nesting_comes_back(value: object) -> None:
+    again(value)
+    assert repr(again(value)) == repr(value)
+
+
+@given(values, values)
+def test_equal_structures_mean_equal_values_up_to_tensors(one: object, other: object) -> None:
+    if structure(one) == structure(other):
+        zeros = [torch.zeros(())] * len(flatten(one)[0])
+        assert repr(unflatten(structure(one), zeros)) == repr(unflatten(structure(other), zeros))
