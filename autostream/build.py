@@ -172,6 +172,7 @@ class Pieces:
         self._signature = signature
         self._refusals = {reason: Decision("", "split at graph breaks", reason)}
         self._pieces: list[OptimizedPiece] = []
+        self._called = False
 
         def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
             self._pieces.append(make_piece(module, bound_inputs))
@@ -181,6 +182,7 @@ class Pieces:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
+        self._called = True
         try:
             return self._run(*args, **kwargs)
         except Exception as error:
@@ -200,7 +202,7 @@ class Pieces:
         return Report(
             model=type(self._model).__name__,
             signature=str(self._signature),
-            mode="graph breaks" if self._pieces or len(self._refusals) == 1 else "plain",
+            mode="graph breaks" if self._pieces or not self._called else "plain",
             refusals=tuple(self._refusals.values()),
             versions=versions(),
             parts=tuple(report for piece in self._pieces for report in piece.reports),

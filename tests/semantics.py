@@ -15,23 +15,50 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.ir import Assignment, Costs, DeviceProfile, OpGraph
-from autostream.scheduling import POLICIES
+from autostream.scheduling import POLICIES, Policy
+
+Inputs = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and keyword arguments of a call."""
 
 GRAD_MODES = (torch.no_grad, torch.no_grad, torch.inference_mode)
-"""Calls that a model must get right one after another: the one that prepares, a repeated one, and in other modes."""
+"""Modes of successive calls: the one that prepares, one that repeats it, and one in another mode without gradients."""
 
 
-def scattered(
-    graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int, pinned: frozenset[str]
-) -> Assignment:
-    """A policy that changes the stream at every op, whatever that costs: the most waits that there can be."""
+class Model(nn.Module):
+    """A function of a module and its arguments, with parameters, buffers, submodules and attributes by name."""
+
+    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+class Beside(nn.Module):
+    """A model with work beside it, so that a schedule over two streams exists whatever the model does."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        beside = torch.arange(8.0).sin()
+        result = self.model(*args, **kwargs)
+        return result, beside.cos()
+
+
+def scattered(graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int, pinned: frozenset[str]) -> Assignment:
+    """A policy that changes the stream at every op, whatever that costs: as many waits as there can be."""
     lanes = itertools.cycle(reversed(range(streams)))
     stream = {op: 0 if op in pinned else next(lanes) for op in graph.ops}
     return Assignment("scattered", 1 + max(stream.values(), default=0), tuple(graph.ops), stream)
 
 
-def force_streams(monkeypatch: pytest.MonkeyPatch, policy: Any = scattered) -> dict[str, Any]:
-    """Let the schedule over two streams win however long it takes; returns the options to optimize with."""
+def force_streams(monkeypatch: pytest.MonkeyPatch, policy: Policy = scattered) -> dict[str, Any]:
+    """Let a schedule over two streams win, however long it takes; returns the options to optimize with."""
     monkeypatch.setattr("autostream.select.interleaved", lambda timers: [1.0, 0.5][: len(timers)])
     monkeypatch.setattr("autostream.pipeline.POLICIES", {**POLICIES, "critical_path": policy})
     return {"policy": "critical_path", "streams": 2}
@@ -39,9 +66,10 @@ def force_streams(monkeypatch: pytest.MonkeyPatch, policy: Any = scattered) -> d
 
 CONFIGURATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
     "default": lambda monkeypatch: {},
-    "critical_path": lambda monkeypatch: force_streams(monkeypatch, POLICIES["critical_path"]),
+    "critical path": lambda monkeypatch: force_streams(monkeypatch, POLICIES["critical_path"]),
     "scattered": force_streams,
 }
+"""Ways to optimize: each makes what it patches and returns options."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +77,7 @@ class Observed:
     """What a caller can see of a call.
 
     Attributes:
-        result: what was returned, or the exception.
+        result: what was returned, or the type and the message of the exception.
         world: the arguments and the model's tensors afterwards.
         relations: which of all these tensors are the same object, and which share memory.
         generators: states of the random generators afterwards.
@@ -58,84 +86,83 @@ class Observed:
     result: Any
     world: Any
     relations: Sequence[tuple[int, int]]
-    generators: Any
+    generators: tuple[Tensor, object]
 
 
-def observe(run: Callable[..., Any], model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observed:
-    """Call ``run``, which is ``model`` or made from it, and look at everything around it."""
+def observe(run: Callable[..., Any], model: Any, inputs: Inputs) -> Observed:
+    """Call ``run``, which is ``model`` or was made of it, and look at everything around it."""
     torch.manual_seed(7)
     random.seed(7)
+    args, kwargs = inputs
     try:
         result = run(*args, **kwargs)
     except Exception as error:
         result = (type(error), str(error))
-    state = dict(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else {}
-    world = (args, kwargs, state)
-    return Observed(result, world, relations(list(tensors_of((result, world)))), (torch.get_rng_state(), random.getstate()))
+    world = (inputs, dict(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else {})
+    generators = (torch.get_rng_state(), random.getstate())
+    return Observed(result, world, relations([*tensors_in(result), *tensors_in(world)]), generators)
 
 
-def check_same(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> autostream.OptimizedModule:
-    """Call the plain and the optimized model several times with the same; whatever can be seen must be equal."""
-    ours, theirs = (copy.deepcopy((model, args, kwargs)) for _ in range(2))
-    fast = autostream.optimize(ours[0], **options)
-    for grad_mode in GRAD_MODES:
-        with grad_mode():
-            same_value(observe(fast, *ours), observe(theirs[0], *theirs))
+def check_same(
+    model: Any, inputs: Inputs, options: Mapping[str, Any], modes: Sequence[Callable[[], Any]] = GRAD_MODES
+) -> autostream.OptimizedModule:
+    """Call copies of the plain and of the optimized model side by side; whatever can be seen must be the same."""
+    (ours, our_inputs), (theirs, their_inputs) = (copy.deepcopy((model, inputs)) for _ in range(2))
+    fast = autostream.optimize(ours, **options)
+    for mode in modes:
+        with mode():
+            same(observe(fast, ours, our_inputs), observe(theirs, theirs, their_inputs))
     return fast
 
 
-def same_value(ours: Any, theirs: Any) -> None:
+def same(ours: Any, theirs: Any) -> None:
     """Check that two values have the same structure, types, numbers to the bit, and layouts."""
     assert type(ours) is type(theirs), (ours, theirs)
     if isinstance(ours, Tensor):
         _same_tensor(ours, theirs)
     elif isinstance(ours, Mapping):
-        assert list(ours) == list(theirs)
-        for key in ours:
-            same_value(ours[key], theirs[key])
-        same_value(getattr(ours, "__dict__", None), getattr(theirs, "__dict__", None))
+        same(list(ours.items()), list(theirs.items()))
+        same(getattr(ours, "__dict__", None), getattr(theirs, "__dict__", None))
     elif isinstance(ours, (list, tuple)):
         assert len(ours) == len(theirs), (ours, theirs)
         for one, other in zip(ours, theirs, strict=True):
-            same_value(one, other)
+            same(one, other)
     elif dataclasses.is_dataclass(ours) and not isinstance(ours, type):
-        same_value(vars(ours), vars(theirs))
+        same(vars(ours), vars(theirs))
     elif isinstance(ours, float):
         assert ours.hex() == theirs.hex()
     else:
-        assert ours == theirs or repr(ours) == repr(theirs), (ours, theirs)
+        assert ours == theirs
 
 
 def _same_tensor(ours: Tensor, theirs: Tensor) -> None:
     assert _layout(ours) == _layout(theirs)
-    ours, theirs = (tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach() for tensor in (ours, theirs))
-    ours, theirs = (t.resolve_conj().resolve_neg() for t in (ours, theirs))
+    ours, theirs = ours.detach(), theirs.detach()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-    if ours.is_floating_point():
+    if ours.is_floating_point() and ours.layout is torch.strided and not ours.is_meta:
         assert torch.equal(ours.signbit(), theirs.signbit())
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     place = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
-    return tensor.dtype, tensor.shape, tensor.layout, place, tensor.requires_grad, tensor.is_inference()
+    flags = (tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg())
+    return type(tensor), tensor.dtype, tensor.shape, tensor.layout, place, flags
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in a nested value, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
+        yield from itertools.chain.from_iterable(map(tensors_in, value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_of(vars(value))
+        yield from tensors_in(vars(value))
 
 
 def relations(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """For each tensor the first that is the same object, and the first that shares its storage."""
+    """For each tensor, the first that is the same object and the first that shares its storage."""
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
     objects = [id(tensor) for tensor in strided]
     storages = [tensor.untyped_storage()._cdata for tensor in strided]

@@ -130,8 +130,7 @@ class _GraphTimer:
     def __init__(self, device: str, gap_us: float) -> None:
         self._stream = _side_stream(device)
         self._gap_us = gap_us
-        self._pool = torch.cuda.graph_pool_handle()
-        self._first: torch.cuda.CUDAGraph | None = None
+        self._kept: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, call: Call, expected_us: float) -> float:
         """Time one call without the gap that follows it, µs."""
@@ -148,9 +147,9 @@ class _GraphTimer:
         copies = min(_MAX_COPIES, math.ceil(_REPLAY_US / max(expected_us, 1.0)))
         # A first run loads kernels and chooses algorithms, which no capture may.
         call()
-        graph, _ = capture(lambda: _repeat(call, copies), self._stream, self._pool)
-        # A pool whose last graph is gone cannot be captured into again: the first one is kept, whatever comes of it.
-        self._first = self._first or graph
+        graph, _ = capture(lambda: _repeat(call, copies), self._stream, self._kept and self._kept.pool())
+        # A pool lives as long as a graph of it does: the first one is kept, so that all use the same memory.
+        self._kept = self._kept or graph
         return _replay_us(graph) / copies, copies
 
 

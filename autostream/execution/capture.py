@@ -32,7 +32,8 @@ def capture(
     Args:
         run: launches work on the current stream, and on streams that it forks from it and joins to it.
         stream: to capture on; not the default stream.
-        pool: of :func:`torch.cuda.graph_pool_handle`, to share memory with other graphs; by default the graph's own.
+        pool: of :func:`torch.cuda.graph_pool_handle`, to share memory with other graphs; by default the graph's own. It
+            must have a living graph or be new: one whose last graph is gone, or failed, cannot be captured into again.
 
     Returns:
         The graph, and what the function returned.
@@ -50,8 +51,8 @@ def capture(
         collector.paused(),  # freeing another graph's memory would end this thread's capture
         torch.cuda.stream(stream),
     ):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             result = run()
             graph.capture_end()
         except BaseException:

@@ -98,6 +98,21 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 holder.restore()
 
 
+def host_generators() -> tuple[object, ...]:
+    """The states of Python's and of NumPy's global generator, to compare.
+
+    Example:
+        >>> before = host_generators()
+        >>> _ = random.random()
+        >>> host_generators() == before
+        False
+    """
+    if numpy := sys.modules.get("numpy"):
+        name, keys, *rest = numpy.random.get_state()
+        return random.getstate(), name, keys.tobytes(), *rest
+    return (random.getstate(),)
+
+
 @contextmanager
 def _preserved_generators() -> Iterator[None]:
     python = random.getstate()

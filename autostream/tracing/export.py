@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
+from autostream import collector
 from autostream.errors import TraceError, first_line
 from autostream.ir import Placeholder, Program, Role
-from autostream.tracing.attributes import Holder, holders, untouched
+from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.guards import unusual
+from autostream.tracing.lines import note_line
+from autostream.tracing.replica import replica
 from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -69,8 +74,11 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
         ['weight', 'bias', '0']
     """
     _check(model)
-    flat = _FlatModel(model, structure)
+    flat = _FlatModel(replica(model), structure)
     exported = _export(flat, tensors)
+    if _reached_originals(exported, model):
+        flat = _FlatModel(model, structure)
+        exported = _export(flat, tensors)
     module = _pruned(exported)
     if device is not None and torch.device(device).type != torch.device(_device(module)).type:
         _relocate(module, torch.device(device))
@@ -88,12 +96,16 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
 def _check(model: nn.Module) -> None:
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise TraceError("TorchScript cannot be traced: use the module that it was made from")
-    for module in model.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            _ = module.code  # Dynamo's compile theirs when it is asked for: in a trace, that would look like a change
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if reason := unusual(tensor):
             raise TraceError(f"the model's {name} {reason}")
+
+
+def _reached_originals(exported: ExportedProgram, model: nn.Module) -> bool:
+    """Whether a replica led back to the model by a way that was not copied: its weights then look like constants."""
+    state = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    constants = [constant for constant in exported.constants.values() if isinstance(constant, Tensor)]
+    return any(constant.untyped_storage()._cdata in state for constant in constants)
 
 
 class _Result:
@@ -116,14 +128,17 @@ class _FlatModel(nn.Module):
         before = holders(self.model)
         given = [*tensors, *self.model.parameters(), *self.model.buffers()]
         layouts = list(map(_layout, given))
+        generators = host_generators()
         try:
-            with _patched_for_this_thread(), _Constants():
+            with _patched_for_this_thread(), preserve_node_meta(), _Constants():
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
             raise _refusal(self.model, error) from error
         if changed := next(filter(None, map(Holder.changed, before)), ""):
             raise TraceError(f"the model's forward changes its own attribute {changed}: a graph would do so only once")
+        if host_generators() != generators:
+            raise TraceError("the model draws random numbers from Python or NumPy: a graph would do so only once")
         after, structure = flatten((args, kwargs))
         if structure != self._structure or any(new is not old for new, old in zip(after, tensors, strict=True)):
             raise TraceError("the model changes a container (list, dict, …) that it is given")
@@ -138,8 +153,7 @@ def _called(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Call a model; if it is a graph, such as a piece that Dynamo made, let each op keep the user's line."""
     if not isinstance(model, torch.fx.GraphModule) or kwargs:
         return model(*args, **kwargs)
-    with torch.fx.traceback.preserve_node_meta():
-        return torch.fx.Interpreter(model).run(*args)
+    return torch.fx.Interpreter(model).run(*args)
 
 
 class _Constants(TorchFunctionMode):
@@ -152,6 +166,7 @@ class _Constants(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond
             return func(*args, **kwargs)
+        note_line(sys._getframe(1))
         writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
         written = [*_tensors(kwargs.get("out")), *_tensors(args[0] if writes and args else None)]
         if any(map(_is_real, written)):
@@ -183,6 +198,8 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_quiet())
+        stack.enter_context(_uncompiled())
+        stack.enter_context(collector.paused())
         try:
             return export(flat, _ordinary(tensors), strict=False)
         except Exception as error:
@@ -225,6 +242,15 @@ def _quiet() -> Iterator[None]:
 
 def _nothing(record: logging.LogRecord) -> bool:
     return False
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Let export not compile the graph anew after each of its passes, since nobody runs it in between.
+
+    Private to PyTorch; where a version lacks it, export compiles.
+    """
+    lazily = getattr(getattr(torch.fx, "_lazy_graph_module", None), "_use_lazy_graph_module", None)
+    return lazily(True) if lazily else nullcontext()
 
 
 _UNPATCHED = {name: nn.Module.__dict__[name] for name in ("__call__", "__getattr__")}
@@ -341,11 +367,13 @@ def _state(
 def _pruned(exported: ExportedProgram) -> torch.fx.GraphModule:
     """Export's graph without checks that the signature makes already, and without state that nobody reads."""
     module: torch.fx.GraphModule = exported.graph_module
-    for node in reversed(list(module.graph.nodes)):
+    nodes = list(module.graph.nodes)
+    for node in reversed(nodes):
         checked = node.op == "call_function" and node.target is torch.ops.aten._assert_tensor_metadata.default
         if checked or (node.op == "placeholder" and not node.users and not _is_input(node, exported)):
             module.graph.erase_node(node)
-    module.recompile()
+    if len(module.graph.nodes) < len(nodes):
+        module.recompile()
     return module
 
 

@@ -1,0 +1,102 @@
+"""The values that travel: they do not change, they print, they hold no tensor, and what they derive is right."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, is_dataclass, replace
+
+import networkx as nx
+import pytest
+
+from autostream import ir
+from autostream.ir import FORK, Dependency, Hazard, Launch, OpGraph, Schedule, Slice, Timeline
+from tests.scheduling.graphs import graph_of, op
+
+VALUES = [value for value in vars(ir).values() if is_dataclass(value) and value.__module__ == ir.__name__]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: value.__name__)
+def test_every_value_is_frozen_and_says_what_its_fields_are(value: type) -> None:
+    assert value.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    documentation = inspect.getdoc(value) or ""
+    missing = [name for name in value.__dataclass_fields__ if name not in documentation]  # type: ignore[attr-defined]
+    assert not missing or value in (Slice, Timeline)  # whose fields are said to be in the summary
+
+
+def test_nothing_here_imports_torch() -> None:
+    """Types apart: what is computed from these values needs neither torch nor a device."""
+    tree = ast.parse(inspect.getsource(ir))
+    imported = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [getattr(node, "module", None) or node.names[0].name for node in imported]
+    assert not [name for name in names if name.startswith("torch")]
+
+
+def test_a_graph_is_a_frozen_digraph_in_program_order() -> None:
+    """
+    c ─▶ a ─▶ b        program order is c, a, b, d
+    └───────▶ d
+    """
+    digraph = graph_of("c-a a-b c-d", names="cabd").digraph
+    assert list(digraph) == ["c", "a", "b", "d"]
+    assert list(digraph.successors("c")) == ["a", "d"]
+    with pytest.raises(nx.NetworkXError):
+        digraph.add_edge("b", "d")
+
+
+def test_several_hazards_between_two_ops_are_one_edge() -> None:
+    graph = graph_of("a-b")
+    twice = replace(graph, dependencies=(*graph.dependencies, Dependency("a", "b", Hazard.WAW, "a")))
+    assert list(twice.digraph.edges) == [("a", "b")]
+
+
+def test_pinned_are_ops_of_other_devices_and_those_that_allocate_outputs() -> None:
+    """c writes into what a allocated and an output keeps: only a is pinned for it."""
+    graph = graph_of("a-b a-c", outputs="a")
+    ops = {
+        **graph.ops,
+        "b": replace(graph.ops["b"], device="cpu"),
+        "c": replace(graph.ops["c"], writes=frozenset({"a", "c"})),
+    }
+    assert replace(graph, ops=ops).pinned == {"a", "b"}
+
+
+def test_an_op_without_allocations_is_not_pinned() -> None:
+    graph = OpGraph({"a": op("a", allocates=frozenset())}, (), graph_of((), "a", outputs="a").storages, (), "cuda:0")
+    assert graph.pinned == frozenset()
+
+
+def test_a_schedule_counts_every_wait() -> None:
+    schedule = Schedule("mine", 2, (Launch("a", 0), Launch("b", 1, (FORK, "a")), Launch("c", 0, ("b",))), ("b",))
+    assert schedule.wait_count == 4
+    assert schedule.stream_of == {"a": 0, "b": 1, "c": 0}
+
+
+def test_a_makespan_is_from_the_first_start_to_the_last_end() -> None:
+    """The op that ends last need be neither the last one nor the one that starts last."""
+    slices = (Slice("a", 0, 5.0, 30.0), Slice("b", 1, 3.0, 4.0), Slice("c", 1, 7.0, 9.0))
+    assert Timeline(slices).makespan_us == 27.0
+    assert Timeline(()).makespan_us == 0.0
+
+
+def test_values_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Launch("a", 0).stream = 1  # type: ignore[misc]
+
+
+def test_the_scheduler_runs_where_torch_cannot_be_imported() -> None:
+    program = """
+import sys
+sys.modules["torch"] = None
+import types
+package = types.ModuleType("autostream")
+package.__path__ = [{path!r}]
+sys.modules["autostream"] = package
+from autostream.scheduling import POLICIES, verify, synchronize, releases, simulate
+from autostream.ir import OpGraph, Op
+graph = OpGraph({{"a": Op("a", "f", ("a",), frozenset(), frozenset({{"a"}}))}}, (), {{}}, (), "cpu")
+verify.verify(graph, synchronize.synchronize(graph, POLICIES["sequential"](graph, {{}}, None, 1, frozenset())))
+""".format(path=str(inspect.getfile(ir).rpartition("/")[0]))
+    subprocess.run([sys.executable, "-c", program], check=True)

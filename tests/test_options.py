@@ -1,0 +1,95 @@
+"""Options are checked when they are made, and a refusal says what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any, get_args
+
+import pytest
+
+from autostream.errors import OptionError
+from autostream.options import MAX_STREAMS, Options, PolicyName, disabled
+from autostream.scheduling import POLICIES
+
+ALLOWED = {
+    "streams": ["auto", 1, 2, MAX_STREAMS],
+    "policy": ["auto", "sequential", "critical_path", "path_cover"],
+    "costs": ["auto", "roofline", "measured"],
+    "cuda_graph": ["auto", True, False],
+    "kernels": ["eager"],
+    "strict": [True, False],
+    "max_signatures": [1, 8, 1000],
+}
+REFUSED = {
+    "streams": [0, -1, MAX_STREAMS + 1, 2.0, True, "2", None, "AUTO"],
+    "policy": ["", "auto ", "heft", None, 1],
+    "costs": ["", "guess", None],
+    "cuda_graph": ["yes", 1, 0, None],
+    "kernels": ["auto", "inductor", None],
+    "strict": [1, 0, "auto", None],
+    "max_signatures": [0, -1, 1.5, True, "8", None],
+}
+
+
+def pairs(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, values in table.items() for value in values]
+
+
+def test_every_option_is_tested_and_all_by_default_are_allowed() -> None:
+    names = [field.name for field in fields(Options)]
+    assert names == list(ALLOWED) == list(REFUSED)
+    assert Options() == Options.parse({})
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(ALLOWED))
+def test_what_is_allowed_is_kept(name: str, value: object) -> None:
+    kept = getattr(Options.parse({name: value}), name)
+    assert (kept, type(kept)) == (value, type(value))
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(REFUSED))
+def test_what_is_not_allowed_is_refused_with_what_is(name: str, value: object) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.parse({name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{name}={value!r} is not allowed: use ")
+    some = ALLOWED[name][0]
+    assert f'"{some}"' in message or str(some) in message
+
+
+def test_a_refusal_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="streams=17"):
+        Options(streams=17)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_known_one() -> None:
+    with pytest.raises(OptionError, match=r"there is no option 'stream' \(did you mean 'streams'\?\): use streams, "):
+        Options.parse({"stream": 2})
+
+
+def test_a_name_like_no_other_is_answered_with_all() -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.parse({"xyzzy": 2})
+    assert "did you mean" not in str(caught.value)
+    assert all(field.name in str(caught.value) for field in fields(Options))
+
+
+def test_options_do_not_change_and_may_be_keys() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Options().streams = 3  # type: ignore[misc]
+    assert len({Options(), Options(streams=2), Options(streams=2)}) == 2
+
+
+def test_every_policy_can_be_asked_for_and_no_other() -> None:
+    assert set(get_args(PolicyName)) == {"auto", *POLICIES}
+
+
+@pytest.mark.parametrize(("value", "off"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)])
+def test_the_environment_can_switch_autostream_off(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, off: bool
+) -> None:
+    if value is None:
+        monkeypatch.delenv("AUTOSTREAM_DISABLE", raising=False)
+    else:
+        monkeypatch.setenv("AUTOSTREAM_DISABLE", value)
+    assert disabled() is off

@@ -1,0 +1,458 @@
+"""Whatever a model does, its optimized self does the same: scheduled, split at graph breaks, or as it is.
+
+Each case is called in three grad modes and under several configurations, next to a copy of the plain model. Compared
+are results, arguments and state afterwards to the bit, which tensors are the same object or share memory, layouts, and
+the random generators.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autostream
+from tests.semantics import CONFIGURATIONS, Beside, Model, check_same, force_streams, same
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    """Dynamo compiles a function a few times only, and then lets it be; most models here share one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def t(*shape: int) -> Tensor:
+    """A tensor of this shape, always the same."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
+
+
+@dataclass
+class Pair:
+    """A dataclass as people write them: not registered anywhere."""
+
+    x: Tensor
+    n: int = 3
+
+
+Named = namedtuple("Named", "a b")
+
+
+def model_output(s: Model, given: Any) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    return BaseModelOutputWithPooling(last_hidden_state=given.last_hidden_state + 1, pooler_output=None)
+
+
+def a_model_output() -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=t(3))
+
+
+def several_views_of_a_result(s: Model, x: Tensor) -> Any:
+    z = x * 2
+    return z, z.t(), z[0], z, (x + 1).split(1), z.expand(2, 3, 4), z.unfold(0, 2, 1)
+
+
+def writes_overlapping_inputs(s: Model, x: Tensor, y: Tensor) -> Any:
+    x.add_(1)
+    z = y * 2
+    y.mul_(3)
+    return z + x.sum(), x, y
+
+
+def writes_inputs(s: Model, x: Tensor, y: Tensor) -> Any:
+    x.add_(y)
+    y.relu_()
+    x[0].zero_()
+    x[:, 1] = x[:, 0]
+    x[x > 1] = 0
+    return x.sum(), y[1:]
+
+
+def writes_and_returns_nothing(s: Model, x: Tensor) -> None:
+    x.add_(1)
+
+
+def counts_in_buffers(s: Model, x: Tensor) -> Any:
+    s.count.add_(1)
+    s.last.copy_(x)
+    return x * s.count, s.last
+
+
+def chains_of_in_place_ops(s: Model, x: Tensor) -> Tensor:
+    for _ in range(6):
+        a = x * 2
+        a.view(-1).add_(1)
+        x = x + a.relu()
+        x[1:].mul_(0.5)
+    return x
+
+
+def draws(s: Model, x: Tensor) -> Any:
+    noise = torch.rand(3), torch.randn(2), torch.randperm(5), torch.rand_like(x)
+    return *noise, torch.bernoulli(x.sigmoid()), x.clone().uniform_(), x.exponential_()
+
+
+def autocasts_a_part(s: Model, x: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = s.layer(x)
+    return y, s.layer(x)
+
+
+def records_gradients_inside(s: Model, x: Tensor) -> Any:
+    with torch.enable_grad():
+        y = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((y**3).sum(), y)
+    return slope
+
+
+class Twice(nn.Module):
+    """One module called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.layer(self.layer(x) * 2)
+
+
+class Tied(nn.Module):
+    """Two modules with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.embedding(x)), self.embedding.weight.sum()
+
+
+def tied_input() -> Any:
+    layer = nn.Linear(3, 3)
+    return layer, layer.weight
+
+
+def overlapping() -> Any:
+    base = t(4, 4)
+    return base[0:2], base[1:3]
+
+
+def twice_the_same() -> Any:
+    x = t(2, 4)
+    return x, x
+
+
+def buffer_as_input() -> Any:
+    buffer = nn.Buffer(torch.zeros(3))
+
+    def writes_the_buffer(s: Model, x: Tensor) -> Any:
+        s.buffer.add_(1)
+        return x * 2, s.buffer + 1
+
+    return Model(writes_the_buffer, buffer=buffer), buffer
+
+
+SCHEDULED: Mapping[str, Callable[[], tuple[Any, ...]]] = {
+    # Arguments and results of all kinds; a case is the model, its arguments, and at the end a dict of keyword ones.
+    "keywords": lambda: (Model(lambda s, x, y=None, *, z=1: x * z + y), t(3, 4), {"y": t(3, 4), "z": 3}),
+    "left-out keywords": lambda: (Model(lambda s, x, y=None, *, z=1: x * z if y is None else x + y), t(3), {}),
+    "nested containers": lambda: (
+        Model(lambda s, d: {"a": [d["x"] + 1, {"b": (d["l"][0] * 2, None, 3, "s")}], "c": d["t"][1]}),
+        {"x": t(2), "l": [t(3)], "t": (1, t(2))},
+        {},
+    ),
+    "dataclass": lambda: (Model(lambda s, pair: Pair(pair.x * pair.n, 4)), Pair(t(3)), {}),
+    "ModelOutput": lambda: (Model(model_output), a_model_output(), {}),
+    "named tuple": lambda: (Model(lambda s, n: Named(n.b + 1, n.a * 2)), Named(t(3), t(3)), {}),
+    "ordered dict": lambda: (Model(lambda s, d: OrderedDict(b=d["a"] + 1, a=2)), OrderedDict(a=t(3)), {}),
+    "default dict": lambda: (Model(lambda s, d: defaultdict(list, o=[d["a"] + 1])), defaultdict(int, a=t(3)), {}),
+    "constants": lambda: (
+        Model(lambda s, x, n, text, f, dtype: (x.to(dtype) * n * f, text, n, f, dtype, None)),
+        *(t(3), 2, "text", float("nan"), torch.float64, {}),
+    ),
+    "sizes": lambda: (Model(lambda s, x: (x.shape, x.size(0), x.dtype, x.device, x.relu().shape)), t(8, 2), {}),
+    "a number alone": lambda: (Model(lambda s: 3), {}),
+    "no inputs": lambda: (Model(lambda s: s.weight * 2, weight=nn.Parameter(t(3))), {}),
+    "new tensors": lambda: (
+        Model(lambda s, x: (torch.tensor([1.0, 2.0]), x + torch.arange(3), torch.ones(2).expand(4, 2))),
+        *(t(3), {}),
+    ),
+    "integers": lambda: (
+        Model(lambda s, x, y: (x // y, x / y, x.bool() & y.bool())),
+        *(torch.tensor([5, 6]), torch.tensor([2, 4]), {}),
+    ),
+    "precisions": lambda: (Model(lambda s, x: (x.half() * 2, x.bfloat16() + 1, x.double().sum())), t(3), {}),
+    "complex numbers": lambda: (
+        Model(lambda s, x: (torch.fft.fft(x), torch.fft.fft(x).conj(), torch.fft.ifft(torch.fft.fft(x)).real)),
+        *(t(8), {}),
+    ),
+    "several results of an op": lambda: (
+        Model(lambda s, x: (x.topk(2), x.sort(), x.max(0), torch.unique(x), torch.var_mean(x))),
+        *(t(8), {}),
+    ),
+    "sizes that depend on data": lambda: (Model(lambda s, x: (x[x > 0] * 2).sin()), t(8), {}),
+    "parameters as inputs": lambda: (Model(lambda s, x: (x * 2, x, x[1:])), nn.Parameter(t(3)), {}),
+    "a function": lambda: (lambda x, y=2: (x * y, x + y), t(3), {"y": 4}),
+    # Aliases.
+    "outputs that are inputs": lambda: (Model(lambda s, x, y: (x, y, x, y + 1)), t(3), t(3), {}),
+    "outputs that are views of inputs": lambda: (
+        Model(lambda s, x: (x[1:], x.t(), x.view(-1), x.detach(), x.view_as(x), x.contiguous(), x.to(x.dtype))),
+        *(t(3, 4), {}),
+    ),
+    "outputs that alias each other": lambda: (Model(several_views_of_a_result), t(3, 4), {}),
+    "outputs that are state": lambda: (
+        Model(lambda s, x: (s.w, s.w.t(), x @ s.w, s.b), w=nn.Parameter(t(4, 4)), b=nn.Buffer(t(4))),
+        *(t(3, 4), {}),
+    ),
+    "a container that is given back": lambda: (Model(lambda s, d: (d, d["a"] + 1)), {"a": t(3)}, {}),
+    "overlapping inputs, written": lambda: (Model(writes_overlapping_inputs), *overlapping(), {}),
+    "one tensor twice, written": lambda: (Model(writes_overlapping_inputs), *twice_the_same(), {}),
+    "a weight as input": lambda: (*tied_input(), {}),
+    "a buffer as input, written": lambda: (*buffer_as_input(), {}),
+    # Layouts.
+    "not contiguous": lambda: (Model(lambda s, x: (x + 1, x.relu(), x.t() @ x)), t(4, 6)[:, ::2], {}),
+    "expanded": lambda: (Model(lambda s, x: (x + 1, x.contiguous() * 2, x.sum(0))), t(1, 6).expand(4, 6), {}),
+    "zero elements": lambda: (Model(lambda s, x: (x + 1, x.sum(), x.reshape(0), torch.cat([x, x]))), t(0, 6), {}),
+    "scalar": lambda: (Model(lambda s, x: (x + 1, x * 2)), torch.tensor(3.0), {}),
+    "channels last": lambda: (nn.Conv2d(3, 4, 3), t(2, 3, 8, 8).to(memory_format=torch.channels_last), {}),
+    "sparse inside": lambda: (Model(lambda s, x: x.to_sparse().sum().sin()), t(3, 3), {}),
+    # State.
+    "a module called twice": lambda: (Twice(), t(3, 4), {}),
+    "tied weights": lambda: (Tied(), torch.tensor([1, 2, 3]), {}),
+    "batchnorm in train mode": lambda: (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.BatchNorm2d(4)),
+        *(t(2, 3, 8, 8), {}),
+    ),
+    "counters in buffers": lambda: (
+        Model(counts_in_buffers, count=nn.Buffer(torch.zeros(())), last=nn.Buffer(torch.zeros(3))),
+        *(t(3), {}),
+    ),
+    "tensors as plain attributes": lambda: (Model(lambda s, x: (x + s.shift, s.shift), shift=t(3)), t(3), {}),
+    "parametrized weights": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), t(3), {}),
+    "power iteration in train mode": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), t(3), {}),
+    # Writes.
+    "inputs written": lambda: (Model(writes_inputs), t(3, 4), t(3, 4), {}),
+    "an input written, nothing returned": lambda: (Model(writes_and_returns_nothing), t(3), {}),
+    "out arguments": lambda: (Model(lambda s, x, out: torch.add(x, 1, out=out)), t(3), torch.zeros(3), {}),
+    "chains of in-place ops": lambda: (Model(chains_of_in_place_ops), t(3, 4), {}),
+    # Random numbers.
+    "dropout in train mode": lambda: (
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.2), nn.AlphaDropout(0.1)),
+        *(t(4, 8), {}),
+    ),
+    "random numbers": lambda: (Model(draws), t(3), {}),
+    "recurrent, with dropout": lambda: (nn.GRU(4, 5, 2, dropout=0.5), t(2, 3, 4), {}),
+    # Modes and higher-order ops.
+    "autocast inside": lambda: (Model(autocasts_a_part, layer=nn.Linear(4, 4)), t(3, 4), {}),
+    "checkpoint": lambda: (
+        Model(lambda s, x: checkpoint(s.layer, x, use_reentrant=False), layer=nn.Linear(3, 3)),
+        *(t(3), {}),
+    ),
+    "cond": lambda: (
+        Model(lambda s, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))),
+        *(t(3), {}),
+    ),
+    "a number taken from a tensor": lambda: (Model(lambda s, x: x * x.sum().item()), t(3), {}),
+}
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_what_is_scheduled(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, *args, kwargs = SCHEDULED[name]()
+    options = CONFIGURATIONS[configuration](monkeypatch)
+    model = Beside(model) if configuration == "scattered" else model
+    fast = check_same(model, (args, kwargs), {**options, "strict": True})
+    modes = {report.mode for report in fast.reports}
+    assert modes == {"threads"} if configuration == "scattered" else modes <= {"threads", "one stream"}
+
+
+def test_gradients_recorded_inside() -> None:
+    """Not in inference mode, where the plain model cannot record any."""
+    fast = check_same(Model(records_gradients_inside), ([t(3)], {}), {"strict": True}, [torch.no_grad] * 2)
+    assert fast.reports[0].mode == "one stream"
+
+
+class Counting(nn.Module):
+    """Counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class WithGenerator(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __deepcopy__(self, memo: object) -> WithGenerator:
+        return WithGenerator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(3, generator=self.generator)
+
+
+def appends(s: Model, values: list[Tensor]) -> list[Tensor]:
+    values.append(values[0] * 2)
+    return values
+
+
+def inserts(s: Model, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    values["b"] = values["a"] * 2
+    return values
+
+
+def replaces_a_buffer(s: Model, x: Tensor) -> Tensor:
+    s.buffer = s.buffer + x
+    return s.buffer * 2
+
+
+def writes_a_plain_attribute(s: Model, x: Tensor) -> Tensor:
+    s.shift.add_(1)
+    return x + s.shift
+
+
+def raises_a_lookup_error(s: Model, x: Tensor) -> Tensor:
+    raise KeyError("no such thing")
+
+
+def raises_at_positive_sums(s: Model, x: Tensor) -> Tensor:
+    x.add_(1)
+    if x.sum() > -1e9:
+        raise ValueError("the sum is too large")
+    return x
+
+
+def writes_breaks_and_raises(s: Model, x: Tensor) -> Tensor:
+    x.add_(1)
+    print(end="")
+    if x.sum() > 0:
+        x.mul_(2)
+    return x @ x
+
+
+def shrinks(s: Model, x: Tensor) -> torch.Size:
+    x.resize_(2)
+    return x.shape
+
+
+SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
+    "control flow that depends on data": (
+        lambda: (Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), t(3), {}),
+        "data-dependent",
+    ),
+    "a number that is returned": (lambda: (Model(lambda s, x: (x * 2, x.sum().item())), t(3), {}), "SymFloat"),
+    "averages over all batches": (lambda: (nn.BatchNorm1d(4, momentum=None), t(5, 4), {}), "data-dependent"),
+    "Python attributes that change": (lambda: (Counting(), t(3), {}), "changes its own attribute calls"),
+    "a buffer that is replaced": (
+        lambda: (Model(replaces_a_buffer, buffer=nn.Buffer(t(3))), t(3), {}),
+        "changes its own attribute buffer",
+    ),
+    "a plain attribute that is written": (
+        lambda: (Model(writes_a_plain_attribute, shift=t(3)), t(3), {}),
+        "no buffer: register it",
+    ),
+    "a list that grows": (lambda: (Model(appends), [t(3)], {}), "changes a container"),
+    "a dictionary that grows": (lambda: (Model(inserts), {"a": t(3)}, {}), "changes a container"),
+    "an input that is resized": (lambda: (Model(shrinks), t(3), {}), "changes the shape"),
+    "an input that is transposed in place": (lambda: (Model(lambda s, x: x.t_()), t(3, 4), {}), "changes the shape"),
+    "NumPy": (lambda: (Model(lambda s, x: torch.from_numpy(x.numpy() + 1)), t(3), {}), "numpy"),
+    "random numbers of Python": (lambda: (Model(lambda s, x: x * random.random()), t(3), {}), "Python or NumPy"),
+    "a generator of its own": (lambda: (WithGenerator(), t(3), {}), "no tensor"),
+    "an exception": (lambda: (Model(raises_a_lookup_error), t(3), {}), "KeyError"),
+    "an exception that depends on data": (lambda: (Model(raises_at_positive_sums), t(3), {}), "data-dependent"),
+    "an exception after a graph break": (
+        lambda: (Model(writes_breaks_and_raises), t(2, 3).abs(), {}),
+        "data-dependent",
+    ),
+}
+
+
+@pytest.mark.parametrize("configuration", ["default", "scattered"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_what_is_split(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, reason = SPLIT[name]
+    model, *args, kwargs = make()
+    np.random.seed(3)
+    fast = check_same(model, (args, kwargs), CONFIGURATIONS[configuration](monkeypatch))
+    refused = [report for report in fast.reports if report.refusals]
+    assert refused
+    assert {report.mode for report in refused} <= {"graph breaks", "plain"}
+    assert all(reason in refusal.reason for report in refused for refusal in report.refusals[:1])
+
+
+def test_pieces_are_scheduled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In front of the break there are three independent ops, behind it two."""
+
+    def breaks(s: Model, x: Tensor) -> Tensor:
+        y = x.sin() + x.cos() * x.exp()
+        if y.sum() > 1e9:
+            return y
+        return y.sin() * y.cos()
+
+    options = force_streams(monkeypatch)
+    fast = check_same(Model(breaks), ([t(3)], {}), options, [torch.no_grad] * 2)
+    (report,) = fast.reports
+    assert report.mode == "graph breaks"
+    assert [part.mode for part in report.parts] == ["threads", "threads"]
+
+
+class Handle:
+    """An object of the user's that no tracer knows."""
+
+    factor = 2
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
+    "a set": (lambda: (Model(lambda s, x, k: x * len(k)), t(3), {1, 2}, {}), "builtins.set"),
+    "a function": (lambda: (Model(lambda s, x, f: f(x)), t(3), torch.relu, {}), "builtin_function"),
+    "an object": (lambda: (Model(lambda s, x, h: x * h.factor), t(3), Handle(), {}), "Handle is neither a tensor"),
+    "a sparse tensor": (lambda: (Model(lambda s, x: (x * 2).to_dense()), t(3, 3).to_sparse(), {}), "torch.sparse_coo"),
+    "a meta tensor": (lambda: (Model(lambda s, x: (x * 2).shape), t(3).to("meta"), {}), "is on meta"),
+    "vmap inside": (lambda: (Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x)), t(3, 4), {}), "Batched"),
+    "lazy parameters": (lambda: (nn.LazyLinear(3), t(3), {}), "hooks"),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_runs_plainly(name: str) -> None:
+    make, reason = PLAIN[name]
+    model, *args, kwargs = make()
+    fast = check_same(model, (args, kwargs), {})
+    assert any(reason in refusal.reason for report in fast.reports for refusal in report.refusals)
+    assert any(report.mode == "plain" for report in fast.reports)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
+def test_tensors_that_are_conjugated_or_negated_lazily_run_plainly(lazy: Callable[[Tensor], Tensor]) -> None:
+    x = lazy(torch.view_as_complex(t(4, 2)))
+    model = Model(lambda s, x: (x * 2, x))
+    fast = autostream.optimize(model)
+    same(fast(x), model(x))
+    assert fast.reports[0].mode == "plain"

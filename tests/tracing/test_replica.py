@@ -1,0 +1,121 @@
+"""Replicas share tensors and nothing that tracing changes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.tracing.export import trace
+from autostream.tracing.replica import replica
+from autostream.tracing.tree import flatten
+
+
+class Reaching(nn.Module):
+    """Reaches one layer in many ways: as a child, through containers, and by a bound method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.same = self.layer
+        self.pairs = [(self.layer, 1), {"layer": self.layer}]
+        self.method = self.layer.forward
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method(self.pairs[1]["layer"](x)) * self.scale  # type: ignore[index]
+
+
+class Closing(nn.Module):
+    """Reaches its layer through a closure, which no replica can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.layer = nn.Linear(3, 3)
+        self.run = lambda x: layer(x) + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+def test_all_ways_lead_to_the_twin() -> None:
+    model = Reaching()
+    twin = replica(model)
+    assert isinstance(twin, Reaching)
+    assert twin is not model
+    assert twin.layer is not model.layer
+    assert twin.same is twin.layer is twin.pairs[0][0] is twin.pairs[1]["layer"] is twin.method.__self__  # type: ignore[index]
+    assert twin.layer.weight is model.layer.weight
+    x = torch.randn(2, 3)
+    assert torch.equal(twin(x), model(x))
+
+
+def test_what_is_set_on_a_replica_stays_there() -> None:
+    model = Reaching()
+    weight = model.layer.weight
+    twin = replica(model)
+    twin.layer.weight = nn.Parameter(torch.zeros(3, 3))
+    twin.pairs.append(1)  # type: ignore[arg-type]
+    twin.scale = 3.0
+    twin.eval()
+    assert model.layer.weight is weight
+    assert len(model.pairs) == 2
+    assert model.scale == 2.0
+    assert model.training
+    assert model.layer.training
+
+
+def test_recurrent_layers_keep_their_lists_of_weights() -> None:
+    model = nn.LSTM(3, 3)
+    twin = replica(model)
+    twin.weight_ih_l0 = nn.Parameter(torch.zeros(12, 3))
+    assert model._flat_weights[0] is model.weight_ih_l0
+    assert twin._flat_weights[0] is twin.weight_ih_l0
+
+
+@pytest.mark.parametrize("model", [Reaching(), Closing()], ids=["followed", "not followed"])
+def test_weights_are_placeholders_however_they_are_reached(model: nn.Module) -> None:
+    x = torch.randn(2, 3)
+    tensors, structure = flatten(((x,), {}))
+    traced = trace(model, tensors, structure)
+    assert [placeholder.role.value for placeholder in traced.program.placeholders] == [
+        "parameter",
+        "parameter",
+        "input",
+    ]
+    with torch.no_grad():
+        state = [model.get_parameter(p.target) for p in traced.program.placeholders[:-1]]
+        assert {id(tensor) for tensor in state} == {id(tensor) for tensor in model.parameters()}
+        assert torch.equal(traced.program.module(*state, x)[0], model(x))
+
+
+def test_other_threads_call_the_model_while_it_is_traced() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(60))).eval()
+    x = torch.randn(2, 8)
+    tensors, structure = flatten(((x,), {}))
+    failures: list[BaseException] = []
+    calls, done = [0], threading.Event()
+    with torch.no_grad():
+        expected = model(x)
+
+    def call() -> None:
+        try:
+            with torch.no_grad():
+                while not done.is_set():
+                    assert torch.equal(model(x), expected)
+                    calls[0] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        trace(model, tensors, structure)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    assert calls[0] > 0
