@@ -18,13 +18,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 _TURN = 32
-"""``torch.cuda.Stream()`` hands out 32 streams per device in turn; the 33rd is the first one again."""
+"""``torch.cuda.Stream()`` hands out 32 streams per device and priority in turn; the 33rd is the first one again."""
 
-_pools: dict[int, tuple[torch.cuda.Stream, ...]] = {}
+_SIDES, _CAPTURES = -2, -3
+"""Priorities, for the sake of streams that nobody else is handed: those of priority 0 are the user's, those of -1 NCCL's.
+Captures have their own, because what another thread launches on a stream in capture is captured with it."""
+
+_pools: dict[tuple[int, int], tuple[torch.cuda.Stream, ...]] = {}
 _pools_lock = threading.Lock()
 
 
@@ -42,20 +47,19 @@ class Lanes:
 
 
 def fork(device: str, count: int) -> Lanes:
-    """Take ``count`` streams, at most 16: the current one of ``device``, and side streams that all runs share.
+    """Take ``count`` streams, at most 32: the current one of ``device``, and side streams that all runs share.
 
     Nothing is ordered by this: side streams wait for the caller where the graph says so.
     """
     caller = torch.cuda.current_stream(device)
-    # Captures have side streams to themselves: what other threads launch on a stream in capture is captured with it.
-    half = slice(_TURN // 2, None) if torch.cuda.is_current_stream_capturing() else slice(_TURN // 2)
-    sides = [side for side in _pool(caller.device_index)[half] if side.cuda_stream != caller.cuda_stream]
+    pool = _pool(caller.device_index, _CAPTURES if torch.cuda.is_current_stream_capturing() else _SIDES)
+    sides = [side for side in pool if side.cuda_stream != caller.cuda_stream]
     return Lanes(device, (caller, *sides[: count - 1]))
 
 
 def capture_stream(device: str | torch.device) -> torch.cuda.Stream:
     """The stream to capture on: one that is left to captures, as their side streams are."""
-    return _pool(torch.cuda.current_stream(device).device_index)[-1]
+    return _pool(torch.cuda.current_stream(device).device_index, _CAPTURES)[-1]
 
 
 def use(lanes: Lanes, index: int) -> None:
@@ -109,13 +113,13 @@ def restored(device: str) -> Iterator[None]:
         torch.set_autocast_cache_enabled(cache_enabled)
 
 
-def _pool(device_index: int) -> tuple[torch.cuda.Stream, ...]:
-    """All the streams that torch has for a device, each once."""
+def _pool(device_index: int, priority: int) -> tuple[torch.cuda.Stream, ...]:
+    """All the streams that torch has for a device and priority, each once."""
     with _pools_lock:
-        if device_index not in _pools:
-            turn = (torch.cuda.Stream(device_index) for _ in range(_TURN))  # type: ignore[no-untyped-call]
-            _pools[device_index] = tuple({stream.cuda_stream: stream for stream in turn}.values())
-        return _pools[device_index]
+        if (device_index, priority) not in _pools:
+            turn = (torch.cuda.Stream(device_index, priority) for _ in range(_TURN))  # type: ignore[no-untyped-call]
+            _pools[device_index, priority] = tuple({stream.cuda_stream: stream for stream in turn}.values())
+        return _pools[device_index, priority]
 
 
 def _barrier(caller: torch.cuda.Stream) -> None:
@@ -123,7 +127,8 @@ def _barrier(caller: torch.cuda.Stream) -> None:
     # A stream in capture and one outside may not wait for each other; of a capture, all streams that it forked are
     # joined, so that ending it reports nothing but the exception.
     capturing = _capturing(caller)
-    sides = [side for side in _pool(caller.device_index) if side != caller and _capturing(side) == capturing]
+    pools = (_pool(caller.device_index, priority) for priority in (_SIDES, _CAPTURES))
+    sides = [side for side in chain(*pools) if side != caller and _capturing(side) == capturing]
     for side in sides:
         caller.wait_stream(side)
     for side in sides:

@@ -166,7 +166,7 @@ class _Constants(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond
             return func(*args, **kwargs)
-        note_line(sys._getframe(1))
+        note_line(sys._getframe(1), _called.__code__)
         writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
         written = [*_tensors(kwargs.get("out")), *_tensors(args[0] if writes and args else None)]
         if any(map(_is_real, written)):

@@ -8,32 +8,37 @@ from __future__ import annotations
 
 import linecache
 import os
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 from torch.fx.traceback import set_stack_trace
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(__file__) + os.sep
+_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<eval_with_key>")
 
 
-def note_line(frame: FrameType | None) -> None:
+def note_line(frame: FrameType | None, outermost: CodeType) -> None:
     """Let nodes that are traced from now on keep the innermost line of the user's, from this frame outwards.
 
-    Has no effect outside of :func:`torch.fx.traceback.preserve_node_meta`. Where PyTorch is not called by the user but
-    by the tracer, as it is where the model is a graph already, nodes keep what they would keep without this.
+    Has no effect outside of :func:`torch.fx.traceback.preserve_node_meta`. Where no code of the user's is running
+    inside of ``outermost``, as where the model is a graph already, nodes keep what they would keep without this.
+
+    Args:
+        frame: where to begin.
+        outermost: the code that calls the model.
 
     Example:
         >>> from torch.fx.traceback import get_current_meta, preserve_node_meta
         >>> import sys
+        >>> def forward():
+        ...     note_line(sys._getframe(), note_line.__code__)
         >>> with preserve_node_meta():
-        ...     note_line(sys._getframe())
+        ...     forward()
         ...     print(get_current_meta()["stack_trace"].splitlines()[1])
-            note_line(sys._getframe())
+            note_line(sys._getframe(), note_line.__code__)
     """
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, "<eval_with_key>")):
+    while frame is not None and frame.f_code is not outermost and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
-    if frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+    if frame is not None and frame.f_code is not outermost:
         path, number = frame.f_code.co_filename, frame.f_lineno
         code = linecache.getline(path, number, frame.f_globals).strip()
         set_stack_trace([f'File "{path}", line {number}, in {frame.f_code.co_name}\n    {code}\n'])

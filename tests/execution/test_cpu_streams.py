@@ -56,7 +56,7 @@ def test_one_stream_needs_no_other_thread() -> None:
     before = threading.active_count()
     with torch.no_grad():
         assert right(case, lambda args: program(*args))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before, "those of earlier tests may have ended meanwhile"
 
 
 # Wrong schedules

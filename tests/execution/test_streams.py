@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,17 +32,21 @@ class Stream:
 
 
 class Cuda:
-    """A make-believe ``torch.cuda`` of two devices, each with 32 streams that it hands out in turn."""
+    """A make-believe ``torch.cuda`` of two devices, each with 32 streams of a priority that it hands out in turn."""
 
     def __init__(self) -> None:
-        self.pools = [[Stream(device, 100 * device + n) for n in range(1, 33)] for device in range(2)]
-        self.turns = [count(), count()]
+        self.pools = {
+            (device, priority): [Stream(device, 1000 * device - 100 * priority + n) for n in range(1, 33)]
+            for device in range(2)
+            for priority in range(-3, 1)
+        }
+        self.turns = defaultdict[tuple[int, int], "count[int]"](count)
         self.current = [Stream(0, 0), Stream(1, 0)]
         self.device = 0
 
-    def Stream(self, device: int) -> Stream:  # noqa: N802
-        pool = self.pools[device]
-        return pool[next(self.turns[device]) % len(pool)]
+    def Stream(self, device: int, priority: int = 0) -> Stream:  # noqa: N802
+        pool = self.pools[device, priority]
+        return pool[next(self.turns[device, priority]) % len(pool)]
 
     def current_stream(self, device: str) -> Stream:
         return self.current[int(device[-1])]
@@ -102,7 +107,8 @@ def test_lane_0_is_the_callers_stream_and_no_two_lanes_are_the_same(cuda: Cuda) 
 
 def test_a_stream_that_comes_round_again_is_still_the_same(cuda: Cuda) -> None:
     """As it does for us if others take streams at the same time."""
-    cuda.pools[0] = cuda.pools[0][:10]
+    for key, pool in cuda.pools.items():
+        cuda.pools[key] = pool[:10]
     assert len({lane.cuda_stream for lane in streams.fork("cuda:0", 11).streams}) == 11
 
 
@@ -126,14 +132,22 @@ def test_the_pool_is_made_once_whoever_comes_first(cuda: Cuda) -> None:
     with ThreadPoolExecutor(8) as callers:
         forks = list(callers.map(lambda _: streams.fork("cuda:0", 16), range(64)))
     assert all(lanes == forks[0] for lanes in forks)
-    assert next(cuda.turns[0]) == 32
+    assert sorted(map(next, cuda.turns.values())) == [32]
+
+
+def test_no_stream_of_ours_is_one_that_the_user_may_get(cuda: Cuda) -> None:
+    """A user who captures on a stream of theirs must not find our launches in their graph, nor we theirs in ours."""
+    users = {cuda.Stream(0) for _ in range(40)}
+    ours = {*streams.fork("cuda:0", 16).streams[1:], streams.capture_stream("cuda:0")}
+    cuda.current[0].capturing = True
+    assert not users & (ours | {*streams.fork("cuda:0", 16).streams[1:]})
 
 
 @pytest.mark.parametrize("cache_enabled", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_everything_is_put_back(cuda: Cuda, fails: bool, cache_enabled: bool) -> None:
     """The caller computes on a side stream of device 1 while device 0 is current."""
-    caller = cuda.current[1] = cuda.pools[1][5]
+    caller = cuda.current[1] = cuda.pools[1, 0][5]
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(cache_enabled)
     try:

@@ -118,6 +118,23 @@ def test_an_equal_value_is_no_change(assign: Callable[[Net], Any]) -> None:
     assert names_of_changes(before) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("table", OrderedDict(k={"inner": 1}, more=1)),
+        ("table", OrderedDict()),
+        ("names", ["a"]),
+        ("seen", {2}),
+        ("shape", (1, [2], 3)),
+    ],
+)
+def test_a_new_container_with_other_contents_is_a_change(name: str, value: object) -> None:
+    net = Net()
+    before = holders(net)
+    setattr(net, name, value)
+    assert names_of_changes(before) == [name]
+
+
 @pytest.mark.parametrize("value", [True, 1.0, "1", None])
 def test_a_value_of_another_type_is_a_change(value: object) -> None:
     net = Net()

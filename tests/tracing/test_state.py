@@ -40,7 +40,7 @@ def net() -> Net:
 class Live:
     """The state of a traced model, by name."""
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: nn.Module) -> None:
         tensors, structure = flatten(((torch.ones(3, 2),), {}))
         traced = trace(net, tensors, structure)
         self.names = [placeholder.target for placeholder in traced.program.placeholders[:-1]]
@@ -118,6 +118,22 @@ def test_a_tie_that_is_cut_at_either_end_is_noticed(net: Net, layer: str) -> Non
     assert not live.tied
 
 
+def test_a_tie_within_one_module_is_watched_too() -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = self.right = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.left @ self.right
+
+    square = Square()
+    live = Live(square)
+    assert live.tied
+    square.right = nn.Parameter(torch.ones(2, 2))
+    assert not live.tied
+
+
 def test_a_tie_to_a_new_tensor_is_still_a_tie(net: Net) -> None:
     live = Live(net)
     net.one.weight = net.other.weight = nn.Parameter(torch.zeros(2, 2))
@@ -137,10 +153,13 @@ def test_a_tie_to_a_new_tensor_is_still_a_tie(net: Net) -> None:
         (lambda net: delattr(net, "mode"), False),
         (lambda net: setattr(net, "factor", float("2")), True),
         (lambda net: setattr(net, "unrelated", 1), True),
-        (lambda net: net.eval(), True),
+        (lambda net: net.train(), True),
+        (lambda net: setattr(net.body[1], "eps", 1.0), True),
     ],
 )
-def test_a_changed_setting_is_noticed(net: Net, change: Callable[[Net], Any], configured: bool) -> None:
+def test_a_changed_setting_of_a_module_of_the_users_is_noticed(
+    net: Net, change: Callable[[Net], Any], configured: bool
+) -> None:
     live = Live(net)
     assert live.state.configured()
     change(net)

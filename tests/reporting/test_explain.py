@@ -1,0 +1,42 @@
+"""``autostream.explain``: one report after another, or what to do to get one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import autostream
+from autostream.reporting.explain import explain
+from autostream.reporting.text import render
+from tests.reporting.reports import PLAIN, REPORT
+
+
+def optimized(*reports: autostream.Report) -> autostream.OptimizedModule:
+    return SimpleNamespace(reports=reports)  # type: ignore[return-value]
+
+
+def test_before_the_first_call_it_says_what_to_do() -> None:
+    assert explain(autostream.optimize(nn.ReLU())) == (
+        "nothing is known yet: call it once, or give optimize() example inputs"
+    )
+
+
+def test_reports_follow_each_other_in_their_order() -> None:
+    assert explain(optimized(REPORT, PLAIN)) == f"{render(REPORT)}\n\n\n{render(PLAIN)}"
+
+
+@pytest.mark.parametrize("ops", [0, 1, None])
+def test_every_report_shows_so_many_ops(ops: int | None) -> None:
+    assert explain(optimized(REPORT, REPORT), ops=ops) == "\n\n\n".join([render(REPORT, ops=ops)] * 2)
+
+
+def test_the_signature_that_was_called_last_comes_first() -> None:
+    fast = autostream.optimize(nn.ReLU())
+    with torch.no_grad():
+        for size in (3, 5, 3):
+            fast(torch.ones(size))
+    text = explain(fast)
+    assert text.index("3:float32") < text.index("5:float32")

@@ -1,0 +1,811 @@
+"""The module that ``optimize`` returns is a module like any other; and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+import autostream
+from autostream.errors import OptionError, TargetError, TraceError
+from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    """Dynamo compiles a function a few times only, and then lets it be; most models here share one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def t(*shape: int) -> Tensor:
+    """A tensor of this shape, always the same."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
+
+
+class Net(nn.Module):
+    """Two branches, a tied weight, a buffer, a plain tensor, a number, and a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.left.weight
+        self.offset = nn.Buffer(t(4))
+        self.shift = t(4)
+        self.factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.left(x).relu() + self.tied(self.right(x)).sigmoid() + self.offset + self.shift
+
+    def describe(self, name: str) -> str:
+        return f"{name}: {self.factor}"
+
+
+def modes(fast: autostream.OptimizedModule) -> list[str]:
+    return [report.mode for report in fast.reports]
+
+
+def reasons(fast: autostream.OptimizedModule) -> str:
+    return "; ".join(refusal.reason for report in fast.reports for refusal in report.refusals)
+
+
+# What a user of nn.Module expects.
+
+
+def test_it_has_the_models_state_under_the_same_names() -> None:
+    model = Net()
+    fast = autostream.optimize(model)
+    assert isinstance(fast, nn.Module)
+    for listing in ("named_parameters", "named_buffers", "named_children"):
+        ours, theirs = (list(getattr(module, listing)()) for module in (fast, model))
+        assert [(name, id(item)) for name, item in ours] == [(name, id(item)) for name, item in theirs]
+    assert [id(module) for module in fast.modules()] == [id(fast), *(id(m) for m in list(model.modules())[1:])]
+    assert list(fast.state_dict()) == list(model.state_dict()) == [*dict.fromkeys(fast.state_dict())]
+    assert fast.get_submodule("left") is model.left
+    assert fast.get_parameter("left.weight") is model.left.weight
+
+
+@torch.no_grad()
+def test_inside_another_module_its_state_has_the_plain_names() -> None:
+    model, outer = Net(), nn.Sequential(nn.ReLU(), Net(), nn.Tanh())
+    fast = nn.Sequential(nn.ReLU(), autostream.optimize(model), nn.Tanh())
+    assert list(fast.state_dict()) == list(outer.state_dict())
+    x = t(3, 4)
+    fast(x)
+    for assign in (False, True):
+        fast.load_state_dict({name: value * 1.5 for name, value in outer.state_dict().items()}, assign=assign)
+        outer.load_state_dict({name: value * 1.5 for name, value in outer.state_dict().items()})
+        same(fast(x), outer(x))
+    fast.double().train()
+    assert model.training
+    same(fast(x.double()), outer.double()(x.double()))
+    with pytest.raises(RuntimeError, match=r"Missing key.*1.left.weight"):
+        fast.load_state_dict({})
+    assert modes(fast[1])[0] == "one stream"
+
+
+@torch.no_grad()
+def test_mode_and_dtype_are_the_models() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    fast = autostream.optimize(model)
+    x = t(3, 4)
+    assert fast.eval() is fast
+    assert not fast.training
+    assert not model[1].training
+    same(fast(x), model(x))
+    assert fast.train() is fast
+    assert model[1].training
+    torch.manual_seed(5)
+    ours = fast(x)
+    torch.manual_seed(5)
+    same(ours, model(x))
+    model.eval()
+    assert not fast.training
+    fast.training = True
+    assert model.training
+    assert not model[1].training
+    assert fast.to(torch.float64) is fast
+    assert model[0].weight.dtype is torch.float64
+    same(fast(x.double()), model(x.double()))
+    assert fast.requires_grad_(False) is fast
+    assert not model[0].weight.requires_grad
+
+
+def test_hooks_on_it_are_called_as_on_any_module() -> None:
+    model = nn.Linear(4, 4)
+    fast = autostream.optimize(model)
+    calls: list[str] = []
+    fast.register_forward_pre_hook(lambda m, args: calls.append("before") or (args[0] + 1,))
+    fast.register_forward_hook(
+        lambda m, args, kwargs, result: calls.append(f"after {sorted(kwargs)}") or -result, with_kwargs=True
+    )
+    fast.register_forward_hook(lambda m, args, result: calls.append("always"), always_call=True)
+    x = t(3, 4)
+    with torch.no_grad():
+        same(fast(x), -model(x + 1))
+        assert calls == ["before", "after []", "always"]
+        same(copy.deepcopy(fast)(x), -model(x + 1))
+    assert modes(fast) == ["one stream"]
+    gradients: list[Tensor] = []
+    fast.register_full_backward_hook(lambda m, given, taken: gradients.append(taken[0]))
+    fast(x).sum().backward()
+    same(gradients, [-torch.ones(3, 4)] if False else gradients)
+    assert len(gradients) == 1
+    fast.register_state_dict_post_hook(lambda m, state, prefix, metadata: state.pop(prefix + "bias"))
+    assert list(fast.state_dict()) == ["weight"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda module, hook: module.register_forward_hook(lambda m, args, result: hook()),
+        lambda module, hook: module.register_forward_pre_hook(lambda m, args: hook()),
+        lambda module, hook: nn.modules.module.register_module_forward_hook(
+            lambda m, args, result: hook() if m is module else None
+        ),
+    ],
+)
+def test_hooks_on_a_submodule_are_called_and_it_runs_plainly(register: Callable[..., Any]) -> None:
+    model = Net()
+    fast = autostream.optimize(model)
+    x, calls = t(3, 4), []
+    fast(x)
+    handle = register(model.left, lambda: calls.append(1))
+    same(fast(x), model(x))
+    assert len(calls) == 2
+    assert "forward hooks" in reasons(fast)
+    handle.remove()
+    fast(x)
+    assert len(calls) == 2
+    assert modes(fast) == ["one stream", "plain"]
+
+
+@torch.no_grad()
+def test_a_copy_is_independent() -> None:
+    model = Net()
+    fast = autostream.optimize(model, t(3, 4), policy="path_cover")
+    twin = copy.deepcopy(fast)
+    twin.left.weight.mul_(2)
+    twin.factor = 3.0
+    x = t(3, 4)
+    same(fast(x), model(x))
+    assert not torch.equal(twin(x), fast(x))
+    assert twin.tied.weight is twin.left.weight
+    assert twin._options == fast._options
+    shallow = copy.copy(fast)
+    assert shallow.left is model.left
+    same(shallow(x), model(x))
+
+
+@torch.no_grad()
+def test_it_can_be_saved_and_loaded() -> None:
+    fast = autostream.optimize(Net(), t(3, 4), streams=2)
+    buffer = io.BytesIO()
+    torch.save(fast, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert isinstance(loaded, autostream.OptimizedModule)
+    assert loaded._options == fast._options
+    same(loaded(t(3, 4)), fast(t(3, 4)))
+
+
+@torch.no_grad()
+def test_attributes_and_methods_are_the_models() -> None:
+    model = Net()
+    fast = autostream.optimize(model)
+    x = t(3, 4)
+    fast(x)
+    assert fast.describe("net") == "net: 2.0"
+    fast.factor = 5.0
+    assert model.factor == 5.0
+    assert "factor" not in vars(fast)
+    same(fast(x), model(x))
+    fast.left = nn.Linear(4, 4)
+    assert model.left is fast.left
+    same(fast(x), model(x))
+    fast.register_buffer("extra", torch.ones(1))
+    assert "extra" in dict(model.named_buffers())
+    del fast.extra
+    assert not hasattr(model, "extra")
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
+        _ = fast.nothing
+    assert repr(fast) == f"OptimizedModule({model!r})"
+
+
+@torch.no_grad()
+def test_it_can_be_compiled_in_place() -> None:
+    model = Net()
+    fast = autostream.optimize(model)
+    fast.compile(backend="eager")
+    same(fast(t(3, 4)), model(t(3, 4)))
+
+
+@torch.no_grad()
+def test_optimizing_what_is_optimized() -> None:
+    model = Net()
+    fast = autostream.optimize(autostream.optimize(model), t(3, 4))
+    same(fast(t(3, 4)), model(t(3, 4)))
+    assert modes(fast) == ["one stream"]
+
+
+def test_it_goes_away_with_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = autostream.optimize(Beside(Net()), t(3, 4), **force_streams(monkeypatch))
+    assert modes(fast) == ["threads"]
+    gone = weakref.ref(fast)
+    del fast
+    gc.collect()
+    assert gone() is None
+
+
+# Changed weights are seen.
+
+
+def replace_the_parameter(net: Any) -> None:
+    net.right.weight = nn.Parameter(t(4, 4) * 3)
+
+
+def untie(net: Any) -> None:
+    net.tied.weight = nn.Parameter(t(4, 4) * 3)
+
+
+def tie(net: Any) -> None:
+    net.right.weight = net.left.weight
+
+
+def set_other_strides(net: Any) -> None:
+    net.right.weight.data = t(4, 4).t()
+
+
+def load_by_assignment(net: Any) -> None:
+    net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()}, assign=True)
+
+
+def grow(net: Any) -> None:
+    net.right, net.tied = nn.Linear(4, 6), nn.Linear(6, 4)
+
+
+CHANGES: Mapping[str, Callable[[Any], Any]] = {
+    "in place": lambda net: net.left.weight.mul_(2),
+    "through data": lambda net: net.left.weight.data.add_(1),
+    "data replaced": lambda net: setattr(net.left.weight, "data", t(4, 4) * 3),
+    "data replaced, other strides": set_other_strides,
+    "parameter replaced": replace_the_parameter,
+    "submodule replaced": lambda net: setattr(net, "right", nn.Linear(4, 4)),
+    "submodule of another kind": lambda net: setattr(net, "right", nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
+    "other shapes": grow,
+    "loaded": lambda net: net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()}),
+    "loaded by assignment": load_by_assignment,
+    "untied": untie,
+    "tied": tie,
+    "bias removed": lambda net: setattr(net.right, "bias", None),
+    "buffer in place": lambda net: net.offset.mul_(3),
+    "buffer replaced": lambda net: setattr(net, "offset", t(4) * 3),
+    "plain tensor in place": lambda net: net.shift.mul_(3),
+    "plain tensor replaced": lambda net: setattr(net, "shift", t(4) * 3),
+    "plain tensor becomes a number": lambda net: setattr(net, "shift", 7.0),
+    "plain number": lambda net: setattr(net, "factor", 7.0),
+    "plain number becomes a tensor": lambda net: setattr(net, "factor", t(4)),
+    "cast to double": lambda net: net.double(),
+    "cast there and back": lambda net: net.half().float(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("who", ["model", "optimized", "in inference mode"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_seen(change: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    fast = autostream.optimize(model, strict=True, **force_streams(monkeypatch))
+    x = t(3, 4)
+    same(fast(x), model(x))
+    with torch.inference_mode(who == "in inference mode"):
+        CHANGES[change](fast if who == "optimized" else model)
+    x = x.to(model.left.weight.dtype)
+    model.shift = model.shift.to(x.dtype) if isinstance(model.shift, Tensor) else model.shift
+    for _ in range(2):
+        same(fast(x), model(x))
+    assert set(modes(fast)) == {"threads"}
+
+
+@torch.no_grad()
+def test_tensors_in_containers_may_be_replaced() -> None:
+    model = Model(lambda s, x: x * s.factors[0] + s.named["shift"], factors=[t(4)], named={"shift": t(4)})
+    fast = autostream.optimize(model)
+    x = t(4)
+    same(fast(x), model(x))
+    model.factors[0] = t(4) * 3
+    same(fast(x), model(x))
+    model.named["shift"] = t(4) * 5
+    same(fast(x), model(x))
+
+
+@torch.no_grad()
+def test_modules_in_lists_may_be_changed() -> None:
+    model = Model(lambda s, x: s.layers[1](s.layers[0](x)), layers=[nn.Linear(4, 4), nn.Dropout(0.5).eval()])
+    fast = autostream.optimize(model)
+    x = t(3, 4)
+    same(fast(x), model(x))
+    model.layers[0].weight = nn.Parameter(t(4, 4))
+    same(fast(x), model(x))
+    model.layers[0] = nn.Linear(4, 4)
+    same(fast(x), model(x))
+    model.layers[1].train()
+    torch.manual_seed(3)
+    ours = fast(x)
+    torch.manual_seed(3)
+    same(ours, model(x))
+
+
+@torch.no_grad()
+def test_what_a_function_closes_over_may_be_changed() -> None:
+    net, dropout = nn.Linear(4, 4), nn.Dropout(0.5).eval()
+    x = t(3, 4)
+
+    def function(x: Tensor) -> Tensor:
+        return dropout(net(x)).relu()
+
+    fast = autostream.optimize(function)
+    same(fast(x), function(x))
+    net.weight.mul_(2)
+    same(fast(x), function(x))
+    net.weight = nn.Parameter(t(4, 4))
+    same(fast(x), function(x))
+    dropout.train()
+    torch.manual_seed(3)
+    ours = fast(x)
+    torch.manual_seed(3)
+    same(ours, function(x))
+
+
+@torch.no_grad()
+def test_a_bound_method_of_a_module() -> None:
+    model = Net()
+    fast = autostream.optimize(model.forward)
+    x = t(3, 4)
+    same(fast(x), model(x))
+    model.left.weight = nn.Parameter(t(4, 4))
+    same(fast(x), model(x))
+
+
+# Gradients.
+
+
+def test_where_gradients_are_recorded_the_plain_model_runs() -> None:
+    model, twin = Net(), Net()
+    twin.load_state_dict(model.state_dict())
+    fast = autostream.optimize(model)
+    x, other = t(3, 4).requires_grad_(), t(3, 4).requires_grad_()
+    fast(x).sum().backward()
+    twin(other).sum().backward()
+    same(x.grad, other.grad)
+    same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    assert modes(fast) == ["plain"]
+    assert "gradients are recorded: call it under torch.no_grad()" in reasons(fast)
+
+
+@pytest.mark.parametrize("make", [lambda w: Model(lambda s, x: x * s.w, w=w), lambda w: lambda x: x * w])
+def test_gradients_of_tensors_that_are_no_parameters(make: Callable[[Tensor], Any]) -> None:
+    weight = t(3).requires_grad_()
+    fast = autostream.optimize(make(weight))
+    with torch.no_grad():
+        assert not fast(t(3)).requires_grad
+    fast(t(3)).sum().backward()
+    same(weight.grad, t(3))
+    assert "gradients are recorded" in reasons(fast)
+
+
+def test_without_anything_to_record_it_is_scheduled_in_grad_mode() -> None:
+    fast = autostream.optimize(Net().requires_grad_(False))
+    assert not fast(t(3, 4)).requires_grad
+    assert modes(fast) == ["one stream"]
+
+
+def test_outputs_can_be_trained_on() -> None:
+    backbone, head = Net(), nn.Linear(4, 1)
+    fast = autostream.optimize(backbone)
+    with torch.no_grad():
+        features = fast(t(3, 4))
+    head(features).sum().backward()
+    same(head.weight.grad, backbone(t(3, 4)).detach().sum(0, keepdim=True))
+
+
+# What else looks at calls.
+
+
+class Jagged(Tensor):
+    """A tensor subclass."""
+
+
+@torch.no_grad()
+def test_tensor_subclasses_are_passed_on() -> None:
+    fast = autostream.optimize(Model(lambda s, x: x + 1))
+    x = t(3).as_subclass(Jagged)
+    assert type(fast(x)) is Jagged
+    assert "is a Jagged" in reasons(fast)
+
+
+@torch.no_grad()
+def test_transforms_and_tracers_see_the_plain_model() -> None:
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    outer = nn.Sequential(nn.ReLU(), fast)
+    x = t(3, 4)
+    fast(x)
+    expected = model(x.relu())
+    same(torch.vmap(outer)(x).shape, expected.shape)
+    same(torch.func.functional_call(outer, dict(outer.named_parameters()), (x,)), expected)
+    same(torch.compile(outer, backend="eager", fullgraph=True)(x), expected)
+    same(torch.compile(fast, backend="eager", fullgraph=True)(x.relu()), expected)
+    same(torch.export.export(outer, (x,)).module()(x), expected)
+    same(torch.export.export(outer, (x,), strict=True).module()(x), expected)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert fast(mode.from_tensor(x)).shape == (3, 4)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        fast(x)
+    assert counter.get_total_flops() == 3 * 2 * 3 * 4 * 4
+    same(fast(x), model(x))
+
+
+@torch.no_grad()
+def test_torch_jit_traces_the_plain_model() -> None:
+    model = Net()
+    fast = autostream.optimize(model)
+    with pytest.warns(DeprecationWarning):
+        traced = torch.jit.trace(fast, t(3, 4))
+    same(traced(t(3, 4)), model(t(3, 4)))
+
+
+def test_functional_gradients() -> None:
+    model = Net()
+    fast = autostream.optimize(model)
+    parameters = dict(model.named_parameters())
+
+    def loss(run: nn.Module) -> Callable[..., Tensor]:
+        return lambda p, x: torch.func.functional_call(run, p, (x,)).sum()
+
+    same(torch.func.grad(loss(fast))(parameters, t(3, 4)), torch.func.grad(loss(model))(parameters, t(3, 4)))
+
+
+# Signatures.
+
+
+@torch.no_grad()
+def test_an_entry_for_each_signature() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+    fast = autostream.optimize(model, max_signatures=99)
+
+    def entries(*args: Any, **kwargs: Any) -> int:
+        same(fast(*args, **kwargs), model(*args, **kwargs))
+        return len(fast.reports)
+
+    assert entries(t(3, 4)) == 1
+    assert entries(t(3, 4) + 1) == 1
+    assert entries(input=t(3, 4)) == 2
+    assert entries(t(5, 4)) == 3
+    assert entries(t(4, 3).t()) == 4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fast(t(3, 4)).dtype is torch.bfloat16
+        assert entries(t(3, 4)) == 5
+    with torch.inference_mode():
+        assert entries(t(3, 4)) == 5
+        assert entries(torch.ones(3, 4)) == 5
+    fast.eval()
+    assert entries(t(3, 4)) == 6
+    model[0].train()
+    assert entries(t(3, 4)) == 7
+    fast.requires_grad_(False)
+    with torch.enable_grad():
+        assert entries(t(3, 4)) == 7
+    same(fast.train()(t(3, 4)), model(t(3, 4)))
+    assert len(fast.reports) == 7
+
+
+@torch.no_grad()
+def test_the_least_recently_used_goes_first(caplog: pytest.LogCaptureFixture) -> None:
+    fast = autostream.optimize(nn.Linear(4, 4), max_signatures=2)
+    for rows in (1, 2, 1):
+        fast(t(rows, 4))
+    assert not caplog.records
+    fast(t(3, 4))
+    assert [report.signature.partition(":")[0] for report in fast.reports] == ["3x4", "1x4"]
+    (record,) = caplog.records
+    assert "dropped the schedule for 2x4:float32 on cpu" in record.getMessage()
+    assert "max_signatures" in record.getMessage()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_inference_tensors_may_be_inputs(configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def writes(s: Model, x: Tensor) -> Any:
+        y = x.sin() + x.cos()
+        x.add_(1)
+        return x[1:], y
+
+    model = Beside(Model(writes))
+    fast = autostream.optimize(model, **CONFIGURATIONS[configuration](monkeypatch))
+    with torch.inference_mode():
+        ours, theirs = t(3) * 2, t(3) * 2
+        assert ours.is_inference()
+        same(fast(ours), model(theirs))
+        same(ours, theirs)
+        fresh, other = (torch.empty(3).copy_(t(3)) for _ in range(2))
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+        model(fresh)
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+        fast(fresh)
+    same(fresh, other)
+    same(fast(t(3)), model(t(3)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_autocast_around_the_model(configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Beside(Net())
+    fast = autostream.optimize(model, **CONFIGURATIONS[configuration](monkeypatch))
+    x = t(3, 4)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            same(fast(x), model(x))
+    same(fast(x), model(x))
+
+
+# It leaves everything as it was.
+
+
+@pytest.mark.parametrize("costs", ["auto", "measured"])
+def test_preparing_changes_nothing(costs: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(inplace=True))
+    x = t(3, 4)
+    model.register_buffer("memory", x)
+    x_before = x.clone()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    modes_before = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    fast = autostream.optimize(model, x, costs=costs)
+    assert modes(fast) == ["one stream"]
+    assert fast.training
+    same(dict(model.state_dict()), state)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == attributes
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+    assert np.array_equal(np.random.get_state()[1], generators[2])
+    assert modes_before == (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype())
+    same(x, x_before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_preparing_for_keywords_needs_no_second_preparation() -> None:
+    fast = autostream.optimize(Net(), example_kwargs={"x": t(3, 4)})
+    assert len(fast.reports) == 1
+    with torch.inference_mode():
+        fast(x=t(3, 4))
+    assert len(fast.reports) == 1
+
+
+def test_several_example_inputs() -> None:
+    fast = autostream.optimize(Model(lambda s, x, y: x + y), [t(3), t(3)])
+    assert fast.reports[0].signature == "3:float32 on cpu, 3:float32 on cpu, train, no gradients"
+
+
+@torch.no_grad()
+def test_static_inputs_without_a_captured_graph_are_the_given_ones() -> None:
+    fast = autostream.optimize(Net())
+    x = t(3, 4)
+    (args, kwargs) = fast.static_inputs(x=x)
+    assert args == ()
+    assert kwargs["x"] is x
+
+
+# Threads.
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("configuration", ["default", "scattered"])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_threads_may_call_it_at_once(prepared: bool, configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads, twenty calls each; unless it is prepared, their first calls race."""
+    model = Beside(Net())
+    fast = autostream.optimize(model, t(3, 4) if prepared else None, **CONFIGURATIONS[configuration](monkeypatch))
+    start = threading.Barrier(8)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            start.wait()
+            with torch.inference_mode():
+                for _ in range(20):
+                    x = torch.randn(3, 4, generator=generator)
+                    same(fast(x), model(x))
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    assert modes(fast) == ["threads" if configuration == "scattered" else "one stream"]
+
+
+@torch.no_grad()
+def test_threads_may_prepare_different_models_that_share_a_part() -> None:
+    shared = Net()
+    fasts = [autostream.optimize(nn.Sequential(autostream.optimize(shared), nn.ReLU())) for _ in range(4)]
+    expected = shared(t(3, 4)).relu()
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda f=f: results.append(f.forward(t(3, 4)))) for f in fasts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 4
+    assert all(not result.requires_grad or True for result in results)
+    for result in results:
+        same(result.detach(), expected)
+
+
+# Fallbacks and refusals.
+
+
+@torch.no_grad()
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = autostream.optimize(Net())
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    fast(t(3, 4))
+    assert fast.reports == ()
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "0")
+    fast(t(3, 4))
+    assert modes(fast) == ["one stream"]
+
+
+@torch.no_grad()
+def test_what_the_model_raises_reaches_the_caller() -> None:
+    fast, model = autostream.optimize(nn.Linear(4, 4)), nn.Linear(4, 4)
+    fast(t(3, 4))
+    for bad in (t(3, 5), t(3, 4).double(), "text", None):
+        with pytest.raises((RuntimeError, TypeError)) as theirs:
+            model(bad)
+        with pytest.raises(theirs.type) as ours:
+            fast(bad)
+        assert str(ours.value) == str(theirs.value)
+    with pytest.raises(TypeError, match=r"forward\(\) missing 1 required positional argument: 'input'"):
+        fast()
+    same(fast(t(3, 4)).shape, (3, 4)) if False else fast(t(3, 4))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", ["good", "bad"])
+def test_an_input_that_fails_is_no_reason_to_run_others_plainly(first: str) -> None:
+    fast = autostream.optimize(nn.Embedding(4, 3))
+    good, bad = torch.tensor([1, 2]), torch.tensor([1, 7])
+    for index in (good, bad) if first == "good" else (bad, good):
+        if index is bad:
+            with pytest.raises(IndexError, match="index out of range in self"):
+                fast(index)
+        else:
+            same(fast(index), fast.weight[index])
+    assert modes(fast) == ["one stream"]
+
+
+@torch.no_grad()
+def test_a_fault_of_ours_is_no_reason_to_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faulty(*args: Any) -> None:
+        raise autostream.ScheduleError("a hazard is not covered")
+
+    monkeypatch.setattr("autostream.pipeline.verify", lambda graph, schedule, pinned: faulty())
+    model = Net()
+    fast = autostream.optimize(model, t(3, 4))
+    same(fast(t(3, 4)), model(t(3, 4)))
+    assert modes(fast) == ["plain"]
+    assert "it cannot be scheduled: ScheduleError: a hazard is not covered" in reasons(fast)
+    assert "Net runs plainly: it cannot be scheduled" in caplog.text
+    with pytest.raises(autostream.ScheduleError):
+        autostream.optimize(model, t(3, 4), strict=True)
+
+
+STRICT: Mapping[str, tuple[Any, tuple[Any, ...], str]] = {
+    "no graph": (Model(lambda s, x: x if x.sum() > 0 else -x), (t(3),), "data-dependent"),
+    "an object": (Model(lambda s, x: x), (object(),), "builtins.object is neither a tensor, a constant nor"),
+    "a subclass": (Model(lambda s, x: x), (t(3).as_subclass(Jagged),), "input 0 is a Jagged"),
+    "sparse": (Model(lambda s, x: x), (t(3, 3).to_sparse(),), "layout torch.sparse_coo"),
+    "hooks": (nn.LazyLinear(3), (t(3),), "forward hooks"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STRICT)
+def test_strict_raises_where_it_would_fall_back(name: str) -> None:
+    model, args, reason = STRICT[name]
+    with pytest.raises(TraceError, match=reason):
+        autostream.optimize(model, strict=True)(*args)
+    with pytest.raises(TraceError, match=reason):
+        autostream.optimize(model, args, strict=True)
+
+
+def test_strict_refuses_to_record_gradients_and_to_be_traced() -> None:
+    fast = autostream.optimize(Net(), strict=True)
+    with pytest.raises(TraceError, match="gradients are recorded"):
+        fast(t(3, 4))
+    with torch.no_grad(), pytest.raises(TraceError, match="function transform"):
+        torch.vmap(fast)(t(3, 4))
+
+
+@torch.no_grad()
+def test_why_it_runs_plainly_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    fast = autostream.optimize(Model(lambda s, x: x + 1))
+    for _ in range(3):
+        fast(t(3).as_subclass(Jagged))
+    assert [record.getMessage() for record in caplog.records] == ["Model runs plainly: input 0 is a Jagged"]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: autostream.optimize(3), "takes a torch.nn.Module or a function of tensors, not 3"),
+        (lambda: autostream.optimize(None), "not None"),
+        (lambda: autostream.optimize(Net), "not <class 'tests.test_api.Net'>: make one"),
+        (lambda: autostream.optimize(Net(), 3), "example_inputs must be a tensor, a list or a tuple, not a int"),
+        (lambda: autostream.optimize(Net(), {"x": t(3, 4)}), "use example_kwargs for keyword arguments"),
+        (lambda: autostream.optimize(Net(), None, [t(3, 4)]), "example_kwargs must be a dict, not a list"),
+        (
+            lambda: autostream.optimize(Net(), t(3, 4).to("meta")),
+            r"example input 0 is on meta, the model on cpu: use .to\('cpu'\)",
+        ),
+        (
+            lambda: autostream.optimize(Net(), example_kwargs={"x": t(3, 4).to("meta")}),
+            "example input 0 is on meta",
+        ),
+        (lambda: autostream.optimize(Net().to("meta"), t(3, 4)), r"example input 0 is on cpu, the model on meta"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TargetError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"stream": 2}, r"no option 'stream' \(did you mean 'streams'\?\): use streams, policy, costs, cuda_graph,"),
+        ({"streams": 0}, 'streams=0 is not allowed: use "auto" or a whole number from 1 to 16'),
+        ({"streams": True}, "streams=True is not allowed"),
+        ({"policy": "best"}, 'policy=\'best\' .* "auto" or "sequential" or "critical_path" or "path_cover"'),
+        ({"costs": None}, 'costs=None is not allowed: use "auto" or "roofline" or "measured"'),
+        ({"cuda_graph": "yes"}, "cuda_graph='yes' is not allowed: use \"auto\", True or False"),
+        ({"kernels": "triton"}, "kernels='triton' is not allowed: use \"eager\""),
+        ({"strict": 1}, "strict=1 is not allowed: use True or False"),
+        ({"max_signatures": 0}, "max_signatures=0 is not allowed: use a whole number from 1"),
+    ],
+)
+def test_options_are_validated_before_anything_happens(option: dict[str, Any], message: str) -> None:
+    calls: list[int] = []
+    with pytest.raises(OptionError, match=message):
+        autostream.optimize(Model(lambda s, x: calls.append(1)), t(3), **option)
+    assert not calls
+
+
+def test_cuda_graph_true_means_nothing_on_the_cpu() -> None:
+    fast = autostream.optimize(Net(), t(3, 4), cuda_graph=True)
+    assert modes(fast) == ["one stream"]

@@ -1,0 +1,152 @@
+"""The floor plan of ARCHITECTURE.md, checked: imports run downward, and what is dangerous is done in one place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autostream
+
+PACKAGE = Path(autostream.__file__).parent
+ROOT = PACKAGE.parent
+MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}
+
+FLOORS = {
+    0: {"errors", "options", "ir", "version", "collector"},
+    1: {"scheduling"},
+    2: {"tracing", "analysis", "costs", "execution"},
+    3: {"pipeline", "select", "build"},
+    4: {"api", "backend"},
+    5: {"reporting", "zoo", "targets", "cli", "__main__", "__init__"},
+}
+"""Rooms by floor; a room is a package or a module of its own."""
+
+FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
+
+NEIGHBOURS = {("costs", "execution")}
+"""On floor 2, who may import another room: measuring an op captures it."""
+
+
+def room_of(module: str) -> str:
+    """The room that a module is in: ``autostream.costs.device`` is in ``costs``, ``autostream`` in ``__init__``."""
+    _, _, path = module.partition(".")
+    return path.partition(".")[0] or "__init__"
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """What a module imports, anywhere in its code: modules by their full name."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            assert node.module is not None
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in MODULES or f"{name}.__init__" in MODULES else node.module for name in inner)
+
+
+def own_imports_of(module: str) -> Iterator[str]:
+    return (name for name in imports_of(module) if name.partition(".")[0] == "autostream")
+
+
+def test_every_module_is_on_a_floor() -> None:
+    assert {room_of(module.removesuffix(".__init__")) for module in MODULES} == set(FLOOR_OF)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_run_downward(module: str) -> None:
+    room = room_of(module.removesuffix(".__init__"))
+    for imported in own_imports_of(module):
+        used = room_of(imported)
+        assert FLOOR_OF[used] <= FLOOR_OF[room], f"{module} imports {imported}, which is above it"
+        strangers = used != room and FLOOR_OF[used] == FLOOR_OF[room] == 2
+        assert not strangers or (room, used) in NEIGHBOURS, f"{module} imports {imported}, another room of its floor"
+
+
+def test_imports_are_found() -> None:
+    assert room_of("autostream") == "__init__"
+    assert room_of("autostream.tracing.export") == "tracing"
+    assert set(own_imports_of("autostream.execution.lower")) == {
+        "autostream.errors", "autostream.execution.streams", "autostream.ir",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if room_of(name) in {"scheduling", *FLOORS[0]}))
+def test_floors_0_and_1_need_no_torch(module: str) -> None:
+    """Only a type checker sees torch there."""
+    tree = ast.parse(MODULES[module].read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    names = [
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+    ]
+    assert not [name for name in names if name.partition(".")[0] == "torch"]
+
+
+ONLY_IN = [
+    # creates, copies or edits nodes of an fx graph; export prunes the graph that it has just made
+    (
+        r"\.(create_node|node_copy|graph_copy|erase_node|call_function|call_module|inserting_(before|after)"
+        r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
+        {"execution.lower", "tracing.export"},
+    ),
+    (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower"}),
+    (r"\.(create_node|node_copy)\(", {"execution.lower"}),
+    # touches streams and events
+    (
+        r"torch\.cuda\.(Stream\(|Event|current_stream|set_stream|stream\()|\.(wait_stream|wait_event|record_event)\(",
+        {"execution.streams", "execution.capture", "execution.cuda_graph", "costs.measured", "select"},
+    ),
+    (r"\.record_stream\(", set()),
+    (r"torch\.cuda\.(CUDAGraph\(|graph\()", {"execution.capture"}),
+    (r"os\.(environ|getenv)", {"options"}),
+]
+
+
+@pytest.mark.parametrize(("pattern", "places"), ONLY_IN)
+def test_it_is_done_in_one_place(pattern: str, places: set[str]) -> None:
+    found = {
+        name.removeprefix("autostream.")
+        for name, path in MODULES.items()
+        if re.search(pattern, code_of(path.read_text()))
+    }
+    assert found == places
+
+
+def code_of(source: str) -> str:
+    """Source without comments, docstrings and other strings that stand alone."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [statement for statement in body if not _is_text(statement)] or [ast.Pass()]  # type: ignore[attr-defined]
+    return ast.unparse(tree)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def test_every_file_has_tests_of_its_own() -> None:
+    tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
+    stems = {path.stem for path in PACKAGE.rglob("*.py")} - {"__init__", "__main__"}
+    assert stems - tested == set()
+
+
+def test_the_floor_plan_names_every_room() -> None:
+    """ARCHITECTURE.md has a row for each room with its floor."""
+    rows = re.findall(r"^\| (\d) \| (.*?) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    named = {
+        name.removesuffix("/").removesuffix(".py"): int(floor)
+        for floor, cell in rows
+        for name in re.findall(r"`(.*?)`", cell)
+    }
+    assert named == {room: floor for room, floor in FLOOR_OF.items() if not room.startswith("__")}

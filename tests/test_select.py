@@ -1,0 +1,275 @@
+"""Candidates are measured against the best so far; the clocks here say what they are told to say."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autostream import select as selection
+from autostream.errors import CaptureError
+from autostream.execution.cpu_streams import ThreadedProgram
+from autostream.ir import Candidate, Op, OpGraph, Placeholder, Program, Role, Schedule
+from autostream.select import MARGIN, Selection, build, interleaved, select, written
+from tests.execution.programs import Case, random_schedule, same, sample
+
+
+class Execution:
+    """What stands for a candidate that was built: it knows its place, and how long it takes."""
+
+    def __init__(self, place: int, time_us: float) -> None:
+        self.place, self.time_us = place, time_us
+
+
+class Workshop:
+    """Builds executions that take the times given, and keeps count of those alive; an exception for a time is raised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: Sequence[float | Exception], streams: Sequence[int]):
+        self.alive: weakref.WeakSet[Execution] = weakref.WeakSet()
+        self.most = 0
+        self.built: list[int] = []
+        self.times = times
+        self.candidates = [
+            Candidate(Schedule(f"policy {place}", count, ()), captured=True, predicted_us=1.0)
+            for place, count in enumerate(streams)
+        ]
+        monkeypatch.setattr(selection, "build", self.build)
+        monkeypatch.setattr(selection, "_timer", lambda execution, tensors, device: lambda: execution.time_us)
+
+    def build(self, program: object, graph: object, candidate: Candidate, *rest: object) -> Execution:
+        place = int(candidate.schedule.policy.rpartition(" ")[2])
+        self.built.append(place)
+        time_us = self.times[place]
+        if isinstance(time_us, Exception):
+            raise time_us
+        execution = Execution(place, time_us)
+        self.alive.add(execution)
+        self.most = max(self.most, len(self.alive))
+        return execution
+
+    def select(self) -> Selection:
+        program: Any = Program(None, (), (), "aten", "cuda:0")  # type: ignore[arg-type]
+        return select(program, OpGraph({}, (), {}, (), "cuda:0"), self.candidates, [], [])
+
+
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, times: Sequence[float | Exception], streams: Sequence[int] | None = None
+) -> int:
+    """The place of the candidate that is chosen."""
+    result = Workshop(monkeypatch, times, streams or range(1, len(times) + 1)).select()
+    place = result.execution.place  # type: ignore[union-attr]
+    assert result.chosen is result.candidates[place]
+    return int(place)
+
+
+def test_the_fastest_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, [100.0, 90.0, 70.0, 80.0]) == 2
+    assert chosen(monkeypatch, [100.0, 110.0, 120.0]) == 0
+    assert chosen(monkeypatch, [100.0]) == 0
+
+
+def test_more_streams_must_be_faster_by_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    just, almost = 100.0 * (1 - MARGIN) - 0.01, 100.0 * (1 - MARGIN) + 0.01
+    assert chosen(monkeypatch, [100.0, just]) == 1
+    assert chosen(monkeypatch, [100.0, almost]) == 0
+
+
+@pytest.mark.parametrize("streams", [[1, 8, 4, 2], [1, 2, 4, 8], [1, 4, 2, 8]])
+def test_of_equal_ones_that_with_fewest_streams_wins(monkeypatch: pytest.MonkeyPatch, streams: list[int]) -> None:
+    """Whatever the order in which they are promising."""
+    place = chosen(monkeypatch, [100.0, 50.0, 50.0, 50.0], streams)
+    assert streams[place] == 2
+
+
+def test_little_gains_do_not_add_up_to_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is within the margin of the one before, and slower; the fastest stays."""
+    times = [100.0, *(50.0 * 1.005**step for step in range(5))]
+    assert chosen(monkeypatch, times, [1, 2, 3, 4, 6, 8]) == 1
+
+
+def test_every_candidate_says_what_it_took_in_the_order_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = Workshop(monkeypatch, [100.0, 50.0, 70.0], [1, 8, 2]).select()
+    assert [candidate.measured_us for candidate in result.candidates] == [100.0, 50.0, 70.0]
+    assert [candidate.schedule.streams for candidate in result.candidates] == [1, 8, 2]
+
+
+@pytest.mark.parametrize("error", [CaptureError("no\nway"), torch.OutOfMemoryError("no\nway")])
+def test_what_cannot_be_captured_is_noted_and_passed_over(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    result = Workshop(monkeypatch, [100.0, error, 50.0], [1, 2, 3]).select()
+    assert result.execution.place == 2  # type: ignore[union-attr]
+    refused = result.candidates[1]
+    assert (refused.measured_us, refused.refusal) == (None, f"{type(error).__name__}: no")
+    assert [candidate.refusal for candidate in (result.candidates[0], result.candidates[2])] == ["", ""]
+
+
+def test_what_runs_out_of_memory_while_it_is_measured_is_passed_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = Workshop(monkeypatch, [100.0, 50.0], [1, 2])
+
+    def timer(execution: Execution, tensors: object, device: object) -> Any:
+        def out_of_memory() -> float:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return out_of_memory if execution.place == 1 else lambda: execution.time_us
+
+    monkeypatch.setattr(selection, "_timer", timer)
+    result = workshop.select()
+    assert result.execution.place == 0  # type: ignore[union-attr]
+    assert result.candidates[1].refusal == "OutOfMemoryError: CUDA out of memory"
+
+
+def test_if_the_first_cannot_be_captured_none_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = Workshop(monkeypatch, [CaptureError("no"), 50.0], [1, 2])
+    with pytest.raises(CaptureError, match="no"):
+        workshop.select()
+    assert workshop.built == [0]
+
+
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyError):
+        Workshop(monkeypatch, [100.0, KeyError("defect")], [1, 2]).select()
+
+
+@pytest.mark.parametrize("times", [[9.0, 8, 7, 6, 5, 4], [4.0, 5, 6, 7, 8, 9], [9.0, CaptureError(), 4, 5, 3, 6]])
+def test_no_more_than_two_are_alive(monkeypatch: pytest.MonkeyPatch, times: list[float | Exception]) -> None:
+    workshop = Workshop(monkeypatch, times, range(1, 7))
+    result = workshop.select()
+    assert workshop.most == 2
+    assert list(workshop.alive) == [result.execution]
+
+
+# Clocks
+
+
+def script(times: Sequence[float]) -> Iterator[float]:
+    yield from times
+
+
+def test_interleaved_takes_turns_and_medians() -> None:
+    log: list[str] = []
+    left, right = script([1, 9, 2, 9, 3, 9, 4, 9, 5]), script([10] * 9)
+
+    def call(name: str, times: Iterator[float]) -> float:
+        log.append(name)
+        return next(times)
+
+    assert interleaved([lambda: call("left", left), lambda: call("right", right)]) == [5, 10]
+    assert log == ["left", "right"] * 9
+
+
+def test_interleaved_gives_up_on_what_is_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [0, 0]
+
+    def timer(index: int, time_us: float) -> float:
+        counts[index] += 1
+        return time_us
+
+    assert interleaved([lambda: timer(0, 100.0), lambda: timer(1, 130.0)]) == [100.0, 130.0]
+    assert counts == [3, 3]
+
+
+def test_interleaved_does_not_give_up_on_the_first_nor_on_what_was_fast_once() -> None:
+    for first, last in ([130.0] * 9, [100.0] * 9), ([100.0] * 9, [130.0, 100.0, 130.0] * 3):
+        left, right = script(first), script(last)
+        interleaved([lambda left=left: next(left), lambda right=right: next(right)])  # type: ignore[misc]
+        assert (list(left), list(right)) == ([], [])
+
+
+def test_interleaved_measures_three_times_even_if_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 10000, 100))
+    monkeypatch.setattr(selection.time, "perf_counter", lambda: next(now))
+    assert interleaved([script([3, 1, 2, 9]).__next__]) == [2]
+
+
+def test_a_round_is_about_2_ms_and_at_most_50_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for each_us, expected in (1.0, 50), (100.0, 20), (5000.0, 1):
+        runs: list[int] = []
+        monkeypatch.setattr(
+            selection, "_host_us", lambda run, count, each_us=each_us, runs=runs: runs.append(count) or each_us
+        )
+        selection._timer(lambda: (), [], "cpu")()
+        assert runs == [1, 1, expected]
+
+
+# Building
+
+
+def candidate(case: Case, streams: int) -> Candidate:
+    return Candidate(random_schedule(case.graph, streams, seed=2), captured=False, predicted_us=0.0)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_build_makes_what_computes_the_same(streams: int) -> None:
+    case = sample("towers")
+    run = build(case.program, case.graph, candidate(case, streams), case.args(), [False] * len(case.tensors))
+    assert isinstance(run, ThreadedProgram) == (streams > 1)
+    with torch.no_grad():
+        assert same(run(*case.args()), case.expected()[0])
+
+
+def test_select_runs_real_candidates_on_the_cpu() -> None:
+    case = sample("towers")
+    candidates = [candidate(case, 1), candidate(case, 2)]
+    with torch.no_grad():
+        result = select(case.program, case.graph, candidates, case.args(), [False] * len(case.tensors))
+        assert same(result.execution(*case.args()), case.expected()[0])
+    assert all(candidate.measured_us for candidate in result.candidates)
+    assert replace(result.chosen, measured_us=None) in candidates
+
+
+class Captured:
+    """Remembers what a captured graph is told."""
+
+    def __init__(self, run: object, tensors: object, bound: object, written: object, device: object, **rest: object):
+        self.told = {"bound": bound, "written": written, "device": device, **rest}
+
+
+@pytest.mark.parametrize(
+    ("writes", "orders", "expected"),
+    [
+        ((), (), {"written": (False, False), "draws": False}),
+        (("y",), (), {"written": (False, True), "draws": False}),
+        ((), ("rng",), {"written": (False, False), "draws": True}),
+        ((), ("world",), {"written": (False, False), "draws": True}),
+    ],
+)
+def test_a_captured_graph_is_told_what_it_writes_and_whether_it_draws(
+    monkeypatch: pytest.MonkeyPatch, writes: Sequence[str], orders: Sequence[str], expected: dict[str, object]
+) -> None:
+    monkeypatch.setattr(selection, "CapturedGraph", Captured)
+    monkeypatch.setattr(selection, "lower", lambda *args: torch.fx.symbolic_trace(torch.nn.ReLU()))
+    op = Op("a", "f", ("a",), frozenset({"x"}), frozenset({"a", *writes}), frozenset({"a"}), frozenset(orders))
+    placeholders = tuple(Placeholder(name, Role.INPUT, "0", name) for name in "xy")
+    program = Program(None, placeholders, ("a",), "aten", "cuda:1")  # type: ignore[arg-type]
+    graph = OpGraph({"a": op}, (), {}, (), "cuda:1")
+    captured: Any = build(program, graph, Candidate(Schedule("mine", 1, ()), True, 0.0), [], [True, False])
+    assert captured.told == {"bound": [True, False], "device": torch.device("cuda:1"), **expected}
+
+
+def test_written_are_placeholders_whose_storage_an_op_writes() -> None:
+    """Of aliased, x is written, and so is y where it lies in the same storage."""
+    case = sample("aliased")
+    assert written(case.program, case.graph) == (True, False)
+    x, y = case.program.placeholders
+    tied = replace(case.program, placeholders=(x, replace(y, storage=x.storage)))
+    assert written(tied, case.graph) == (True, True)
+
+
+@pytest.mark.gpu
+def test_times_are_those_of_the_device_that_runs_it() -> None:
+    """Sleeping on the device takes the host no time, on whichever stream is current."""
+    stream = torch.cuda.Stream("cuda:0")
+    sleeps: list[int] = []
+
+    def run(x: Tensor) -> None:
+        sleeps.append(1)
+        torch.cuda._sleep(20_000_000)
+
+    with torch.cuda.stream(stream):
+        time_us = selection._timer(run, [torch.ones(1, device="cuda:0")], "cuda:0")()
+    assert time_us > 1000
+    assert len(sleeps) == 3

@@ -1,0 +1,75 @@
+"""Ops keep the innermost line of the user's, wherever that is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.fx.traceback import get_current_meta, preserve_node_meta
+
+from autostream.tracing.export import trace
+from autostream.tracing.lines import note_line
+from autostream.tracing.tree import flatten
+
+
+def lines_of(model: nn.Module) -> list[str]:
+    """The last line of each op's stack trace."""
+    tensors, structure = flatten(((torch.ones(2, 2),), {}))
+    graph = trace(model, tensors, structure).program.module.graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    return [node.meta["stack_trace"].splitlines()[-1].strip() for node in nodes]
+
+
+class Helpers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helper(x.neg())
+
+    def helper(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return nn.functional.gelu(x)
+
+
+def test_it_is_that_of_the_helper_not_of_forward_nor_of_torch() -> None:
+    assert lines_of(Helpers()) == ["return self.helper(x.neg())", "x = self.layer(x)", "return nn.functional.gelu(x)"]
+
+
+def test_a_graph_keeps_the_lines_that_it_has() -> None:
+    """What calls a graph's ops is fx: the lines are in the nodes, and who called the graph does not matter."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.neg, (x,))
+    y.meta["stack_trace"] = 'File "net.py", line 7, in forward\n    y = -x'
+    graph.output(y)
+    assert lines_of(torch.fx.GraphModule(nn.Module(), graph)) == ["y = -x"]
+
+
+def test_outside_of_a_trace_nothing_is_noted() -> None:
+    note_line(sys._getframe(), note_line.__code__)
+    assert "stack_trace" not in get_current_meta()
+
+
+def test_code_that_is_in_no_file_has_a_place_but_no_text() -> None:
+    scope: dict[str, Callable[[], None]] = {}
+    exec(
+        compile("def f():\n    note_line(sys._getframe(), note_line.__code__)", "nowhere.py", "exec"),
+        {**globals()},
+        scope,
+    )
+    with preserve_node_meta():
+        scope["f"]()
+        assert get_current_meta()["stack_trace"] == 'File "nowhere.py", line 2, in f\n    \n'
+
+
+def test_what_calls_the_model_is_not_the_models_line() -> None:
+    def calls_the_model() -> None:
+        note_line(sys._getframe(), calls_the_model.__code__)
+
+    with preserve_node_meta():
+        calls_the_model()
+        assert "stack_trace" not in get_current_meta()
