@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from collections import OrderedDict
@@ -12,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable
+from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
 from autostream.errors import TargetError, TraceError, first_line
 from autostream.ir import Decision, Report
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
-from autostream.tracing.guards import unusual_call, unusual_tensor
+from autostream.tracing.guards import exporting, unusual_call, unusual_tensor
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import Structure, flatten, unflatten
@@ -127,7 +128,7 @@ class OptimizedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        if torch.compiler.is_dynamo_compiling() or disabled():
+        if torch.compiler.is_dynamo_compiling() or disabled() or exporting():
             return self._model(*args, **kwargs)
         try:
             return self._scheduled(args, kwargs)
@@ -181,12 +182,12 @@ class OptimizedModule(nn.Module):
             try:
                 return entry(tensors) if isinstance(entry, Scheduled) else entry(*args, **kwargs)
             except Stale:
-                self._drop(signature, entry)
+                self._drop(entry)
             except Unsuitable as reason:
                 raise self._refused(str(reason)) from None
             except Exception:
                 if isinstance(entry, Plain):  # it was the model that failed, perhaps at this input only
-                    self._drop(signature, entry)
+                    self._drop(entry)
                 raise
         raise self._refused("the model's state changes while it is called")
 
@@ -212,25 +213,34 @@ class OptimizedModule(nn.Module):
         # Without the lock: it is held while another thread prepares, and that may be waiting for this thread.
         self.__dict__["_entries"] = OrderedDict()
 
-    def _drop(self, signature: Signature, entry: Entry) -> None:
+    def _drop(self, entry: Entry) -> None:
         with self._lock:
-            if self._entries.get(signature) is entry:
+            for signature in [signature for signature, other in self._entries.items() if other is entry]:
                 del self._entries[signature]
 
     def _entry(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
         with self._lock:
             entries = self._entries
-            entry = entries.get(signature)
-            if entry is None:
-                entry = entries[signature] = self._made(tensors, structure, signature)
-                while len(entries) > self._options.max_signatures:
-                    dropped, _ = entries.popitem(last=False)
-                    log.warning("%s: dropped the schedule for %s; see max_signatures", self._name, dropped)
+            if signature not in entries:
+                with preparing:
+                    # Again, for a trace in another thread sets flags for all threads that are part of a signature.
+                    training, gradients = self._watch.training(), signature.records_gradients
+                    signature = signature_of(structure, tensors, training, gradients)
+                    if signature not in entries:
+                        entries[signature] = self._made(tensors, structure, signature)
+                self._evict(entries)
             entries.move_to_end(signature)
-            return entry
+            return entries[signature]
+
+    def _evict(self, entries: OrderedDict[Signature, Entry]) -> None:
+        while len(entries) > self._options.max_signatures:
+            dropped, _ = entries.popitem(last=False)
+            log.warning("%s: dropped the schedule for %s; see max_signatures", self._name, dropped)
 
     def _made(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
         try:
+            if any(isinstance(module, OptimizedModule) for module in self._model.modules()):
+                raise TraceError("a part of it is optimized already: optimize the whole alone")
             bound_inputs = self._bound_inputs or frozenset()
             return Scheduled(self._model, structure, tensors, signature, bound_inputs, self._options)
         except Exception as error:
@@ -332,14 +342,27 @@ class _Plain(Exception):  # noqa: N818 - a notice within this file, not an error
 
 
 class _FunctionModule(nn.Module):
-    """A function as a module."""
+    """A function as a module. The modules that it refers to, or that it is a method of, are its submodules."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = function
+        # Not add_module, which refuses names of its own attributes.
+        self._modules |= {k: value for k, value in _referred_to(function).items() if isinstance(value, nn.Module)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+
+def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a Python function or method refers to by name; nothing for other callables."""
+    if not inspect.isfunction(getattr(function, "__func__", function)):
+        return {}
+    try:
+        variables = inspect.getclosurevars(function)
+    except ValueError:  # a variable has no value yet
+        return {}
+    return {**variables.globals, **variables.nonlocals, "self": getattr(function, "__self__", None)}
 
 
 def _check_devices(model: nn.Module, inputs: object) -> None:

@@ -31,7 +31,7 @@ from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState
 from autostream.tracing.tree import Structure, unflatten
 
-_preparing = threading.RLock()
+preparing = threading.RLock()
 """One model is traced, measured and captured at a time: tracing patches ``nn.Module`` for all threads, measurements
 of two models disturb each other, and a process can capture one CUDA graph at a time."""
 
@@ -74,7 +74,7 @@ class Scheduled:
         bound_inputs: frozenset[int],
         options: Options,
     ) -> None:
-        with _preparing:
+        with preparing:
             self._prepare(model, structure, tensors, signature, bound_inputs, options)
 
     def _prepare(
@@ -148,8 +148,9 @@ class Scheduled:
     def _recaptured(self, arguments: list[Tensor]) -> CapturedGraph:
         """The same schedule, captured again where the weights lie now."""
         program, chosen = self._traced.program, self._selection.chosen
-        with _preparing, _undone(arguments, written(program, self._graph), program.device):
-            execution = build(program, self._graph, chosen, arguments, self._bound)
+        with preparing, torch.inference_mode(False), torch.no_grad():
+            with _undone(arguments, written(program, self._graph), program.device):
+                execution = build(program, self._graph, chosen, arguments, self._bound)
         assert isinstance(execution, CapturedGraph), "a captured candidate is captured again"
         self._selection = replace(self._selection, execution=execution)
         return execution

@@ -172,7 +172,7 @@ def _capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:
     if graph.device == "cpu":
         return ()
     return tuple(
-        Decision(op.name, "not captured", f"{op.target} {op.uncapturable}" + (f" ({op.source})" if op.source else ""))
+        Decision(op.name, "not captured", f"{op.target}: {op.uncapturable}" + (f" ({op.source})" if op.source else ""))
         for op in graph.ops.values()
         if op.uncapturable
     )

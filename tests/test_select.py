@@ -27,7 +27,7 @@ class Execution:
 
 
 class Workshop:
-    """Builds executions that take the times given, and keeps count of those alive; an exception for a time is raised."""
+    """Builds executions that take the times given, and counts those alive; raises what is given for a time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: Sequence[float | Exception], streams: Sequence[int]):
         self.alive: weakref.WeakSet[Execution] = weakref.WeakSet()
@@ -46,7 +46,7 @@ class Workshop:
         self.built.append(place)
         time_us = self.times[place]
         if isinstance(time_us, Exception):
-            raise time_us
+            raise type(time_us)(*time_us.args)  # a new one, since an exception holds on to what it passed through
         execution = Execution(place, time_us)
         self.alive.add(execution)
         self.most = max(self.most, len(self.alive))

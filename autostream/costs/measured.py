@@ -50,8 +50,8 @@ def measure(program: Program, graph: OpGraph, profile: DeviceProfile, args: Sequ
 
     The program runs once, without gradients, on the current stream; what it writes of ``args`` it writes to copies, and
     the generators' states are put back. An op keeps its estimate (:func:`~autostream.costs.roofline.price`) where it
-    cannot be timed: it is of another device, is not capturable, makes the host wait, has effects besides random
-    numbers, fails when it is run alone, or comes when timing has already taken long.
+    cannot be timed: it is of another device, cannot be captured on a GPU, has effects besides random numbers, fails
+    when it is run alone, or comes when timing has already taken long.
 
     Args:
         program: what to run.
@@ -192,7 +192,8 @@ def _current(device: str) -> AbstractContextManager[object]:
 
 def _is_timeable(op: Op, device: str) -> bool:
     """Whether an op can be repeated: a collective needs its peers, and what has unknown effects must happen once."""
-    return op.device == device and not op.uncapturable and op.orders <= {"rng"}
+    capturable = device == "cpu" or not op.uncapturable
+    return op.device == device and capturable and op.orders <= {"rng"}
 
 
 def _signature(value: object) -> Hashable:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from autostream import collector
 from autostream.errors import TraceError, first_line
@@ -74,10 +75,11 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
         ['weight', 'bias', '0']
     """
     _check(model)
-    flat = _FlatModel(replica(model), structure)
+    held = _held(model)
+    flat = _FlatModel(_with_ordinary_parameters(replica(model)), structure, held)
     exported = _export(flat, tensors)
     if _reached_originals(exported, model):
-        flat = _FlatModel(model, structure)
+        flat = _FlatModel(model, structure, held)
         exported = _export(flat, tensors)
     module = _pruned(exported)
     if device is not None and torch.device(device).type != torch.device(_device(module)).type:
@@ -101,11 +103,20 @@ def _check(model: nn.Module) -> None:
             raise TraceError(f"the model's {name} {reason}")
 
 
+def _held(model: nn.Module) -> frozenset[int]:
+    """The ids of all tensors that are parameters, buffers or other attributes of a model's modules."""
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    held = chain(model.parameters(), model.buffers(), attributes)
+    return frozenset(id(value) for value in held if isinstance(value, Tensor))
+
+
 def _reached_originals(exported: ExportedProgram, model: nn.Module) -> bool:
     """Whether a replica led back to the model by a way that was not copied: its weights then look like constants."""
     state = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    constants = [constant for constant in exported.constants.values() if isinstance(constant, Tensor)]
-    return any(constant.untyped_storage()._cdata in state for constant in constants)
+    constants = [constant for constant in exported.constants.values() if type(constant) in (Tensor, nn.Parameter)]
+    with suppress(NotImplementedError):  # wrapped by a function transform, which is refused for what it is
+        return any(constant.untyped_storage()._cdata in state for constant in constants)
+    return False
 
 
 class _Result:
@@ -117,10 +128,11 @@ class _Result:
 class _FlatModel(nn.Module):
     """A model that takes and returns flat tensors, so that export never sees a container."""
 
-    def __init__(self, model: nn.Module, structure: Structure) -> None:
+    def __init__(self, model: nn.Module, structure: Structure, held: frozenset[int]) -> None:
         super().__init__()
         self.model = model
         self._structure = structure
+        self._held = held
         self.result = _Result()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -130,7 +142,7 @@ class _FlatModel(nn.Module):
         layouts = list(map(_layout, given))
         generators = host_generators()
         try:
-            with _patched_for_this_thread(), preserve_node_meta(), _Constants():
+            with _patched_for_this_thread(), preserve_node_meta(), _Constants(self._held):
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
@@ -157,10 +169,16 @@ def _called(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 class _Constants(TorchFunctionMode):
-    """Refuses to write a tensor that is neither an argument nor registered as a parameter or buffer.
+    """Refuses tensors that a graph could not follow.
 
-    For export such a tensor is a constant, and it executes the ops on constants while it traces.
+    For export, a tensor that is neither an argument nor registered as a parameter or buffer is a constant. It executes
+    ops that write one while it traces. And whoever calls the graph later knows where to look for another tensor in its
+    place if it is an attribute of a module, but not if it is in a container or in a module that is in one.
     """
+
+    def __init__(self, held: frozenset[int]) -> None:
+        super().__init__()
+        self._held = held
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -171,13 +189,16 @@ class _Constants(TorchFunctionMode):
         written = [*_tensors(kwargs.get("out")), *_tensors(args[0] if writes and args else None)]
         if any(map(_is_real, written)):
             raise TraceError(f"the model writes ({func.__name__}) to a tensor that is no buffer: register it as one")
+        used = [] if func.__name__ == "__get__" else tree_leaves((args, kwargs))
+        if any(_is_real(value) and id(value) not in self._held for value in used):
+            raise TraceError(f"the model uses ({func.__name__}) a tensor that is no attribute of it: make it a buffer")
         return func(*args, **kwargs)
 
 
-def _is_real(tensor: Tensor) -> bool:
+def _is_real(tensor: object) -> bool:
     # Not isinstance: parameters and buffers are fake in a trace, and so is what is computed from them.
     real = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return real and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return real and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # type: ignore[arg-type]
 
 
 _IN_PLACE = re.compile(
@@ -310,6 +331,21 @@ def _ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return stand_in.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     return tuple(map(ordinary, tensors))
+
+
+def _with_ordinary_parameters(twin: nn.Module) -> nn.Module:
+    """Exchange parameters made in inference mode for ordinary ones over the same memory: export refuses them."""
+    ordinary: dict[int, nn.Parameter] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for module in twin.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_inference():
+                    place = parameter.storage_offset(), parameter.shape, parameter.stride()
+                    alias = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                    alias.set_(parameter.untyped_storage(), *place)
+                    stand_in = ordinary.setdefault(id(parameter), nn.Parameter(alias, parameter.requires_grad))
+                    setattr(module, name, stand_in)
+    return twin
 
 
 def _placeholders(

@@ -11,6 +11,12 @@ _ORDINARY = {Tensor, nn.Parameter, nn.Buffer}
 _DEVICES = {"cpu", "cuda"}
 
 
+def exporting() -> bool:
+    """Whether ``torch.export`` is tracing this call, as part of another model."""
+    # The flag is set for all threads, dispatch modes are one thread's own.
+    return torch.compiler.is_exporting() and torch._C._len_torch_dispatch_stack() > 0
+
+
 def unusual_call() -> str:
     """Why the circumstances of this call are not ordinary, or ``""``."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-Twins = dict[int, nn.Module]
+Twins = dict[int, Any]
+"""Of a module or container, by identity, its copy: what two modules share, their twins share too."""
 
 
 def replica(model: nn.Module) -> nn.Module:
@@ -30,19 +31,25 @@ def replica(model: nn.Module) -> nn.Module:
         False
     """
     originals = list(model.modules())
-    twins: Twins = {id(module): object.__new__(type(module)) for module in originals}
+    modules: dict[int, nn.Module] = {id(module): object.__new__(type(module)) for module in originals}
+    twins: Twins = dict(modules)
     for module in originals:
-        vars(twins[id(module)]).update({name: _twin(value, twins) for name, value in vars(module).items()})
-    return twins[id(model)]
+        vars(modules[id(module)]).update({name: _twin(value, twins) for name, value in vars(module).items()})
+    return modules[id(model)]
 
 
 def _twin(value: Any, twins: Twins) -> Any:
-    if isinstance(value, nn.Module):
-        return twins.get(id(value), value)
+    if id(value) in twins:
+        return twins[id(value)]
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _twin(value.__self__, twins))
-    if type(value) in (list, tuple, set):
-        return type(value)(_twin(item, twins) for item in value)
+    if type(value) is tuple:
+        return tuple(_twin(item, twins) for item in value)
+    if type(value) not in (list, set, dict, OrderedDict):
+        return value
+    twin = twins[id(value)] = type(value)()  # before its items, for it may be among what they contain
     if type(value) in (dict, OrderedDict):
-        return type(value)((name, _twin(item, twins)) for name, item in value.items())
-    return value
+        twin.update((name, _twin(item, twins)) for name, item in value.items())
+    else:
+        (twin.extend if type(value) is list else twin.update)(_twin(item, twins) for item in value)
+    return twin

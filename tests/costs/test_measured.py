@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autostream.costs import measured
 from autostream.costs.device import profile_of
-from autostream.costs.measured import measure
+from autostream.costs.measured import _is_timeable, measure
 from autostream.costs.roofline import price
 from autostream.ir import Op, OpGraph, Placeholder, Program, Role
 
@@ -239,12 +239,11 @@ def test_random_numbers_are_drawn_as_if_nothing_had_been_measured() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"uncapturable": "it copies to the host"},
         {"orders": frozenset({"collective"})},
         {"orders": frozenset({"rng", "world"})},
         {"device": "cuda:0"},
     ],
-    ids=["uncapturable", "collective", "side effect", "other device"],
+    ids=["collective", "side effect", "other device"],
 )
 def test_what_cannot_be_repeated_keeps_its_estimate(timer: _Counting, changes: dict[str, Any]) -> None:
     program, graph = _program(lambda graph, x: (graph.call_function(aten.relu.default, (x,)),), 1)
@@ -252,6 +251,13 @@ def test_what_cannot_be_repeated_keeps_its_estimate(timer: _Counting, changes: d
     costs = measure(program, graph, profile_of("cpu"), [torch.ones(3)])
     assert costs == price(graph, profile_of("cpu"))
     assert timer.results == []
+
+
+@pytest.mark.parametrize(("device", "timeable"), [("cpu", True), ("cuda:0", False)])
+def test_what_cannot_be_captured_is_timed_where_nothing_is_captured(device: str, timeable: bool) -> None:
+    _, graph = _program(lambda graph, x: (graph.call_function(aten.relu.default, (x,)),), 1)
+    op = _with_op(graph, "relu_default", device=device, uncapturable="runs on the CPU").ops["relu_default"]
+    assert _is_timeable(op, device) is timeable
 
 
 def test_an_op_that_cannot_be_timed_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:

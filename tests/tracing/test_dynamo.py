@@ -77,7 +77,7 @@ def test_a_model_is_split_where_it_breaks_and_computes_the_same(
     recorder: Recorder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Broken().eval()
-    fast = split(model, recorder)
+    fast = split(model, recorder, print)
     result = fast(X)
     assert torch.equal(result["y"], model(X)["y"])
     assert result["shape"] == (2, 2)
@@ -89,7 +89,7 @@ def test_a_model_is_split_where_it_breaks_and_computes_the_same(
 
 @torch.no_grad()
 def test_pieces_are_made_once_for_each_shape(recorder: Recorder) -> None:
-    fast = split(Broken().eval(), recorder)
+    fast = split(Broken().eval(), recorder, print)
     fast(X)
     fast(X + 1)
     assert (len(recorder.pieces), recorder.runs) == (3, 6)
@@ -107,7 +107,7 @@ def shapes(recorder: Recorder) -> list[torch.Size]:
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_weights_and_buffers_stay_put_and_inputs_do_not(recorder: Recorder, mode: str) -> None:
     model = Broken().train(mode == "train")
-    split(model, recorder)(X)
+    split(model, recorder, print)(X)
     module, bound = recorder.pieces[0]
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     moving = [name for index, name in enumerate(names) if index not in bound]
@@ -124,7 +124,7 @@ def test_parameters_are_bound_and_tensors_and_numbers_are_not() -> None:
 @torch.no_grad()
 def test_a_buffer_written_by_a_piece_is_the_models_own(recorder: Recorder) -> None:
     model = Broken().train()
-    split(model, recorder)(X)
+    split(model, recorder, print)(X)
     assert model.norm.num_batches_tracked.item() == 1
 
 
@@ -137,15 +137,45 @@ def test_errors_of_the_model_are_no_refusals(recorder: Recorder) -> None:
             return fails(x)
 
     with pytest.raises(KeyError) as caught:
-        split(Failing(), recorder)(X)
+        split(Failing(), recorder, print)(X)
     assert not is_refusal(caught.value)
 
 
-def test_what_dynamo_cannot_do_is_a_refusal(recorder: Recorder) -> None:
-    def refuses(module: GraphModule, bound: frozenset[int]) -> object:
-        raise RuntimeError("no piece for you")
+@torch.no_grad()
+def test_what_dynamo_fails_at_runs_as_it_is_and_nothing_is_done_twice(recorder: Recorder) -> None:
+    """The piece before the break has run when the one behind it fails."""
+    runs = 0
 
-    with pytest.raises(Exception, match="no piece for you") as caught:
-        split(nn.ReLU(), refuses)(X)
+    def make_piece(module: GraphModule, bound: frozenset[int]) -> object:
+        if recorder.pieces:
+            raise RuntimeError("no piece for you")
+        return recorder(module, bound)
+
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal runs
+            x.add_(1)
+            torch._dynamo.graph_break()
+            runs += 1
+            return x * 2
+
+    reasons: list[str] = []
+    fast = split(Counting(), make_piece, reasons.append)
+    x = torch.zeros(2)
+    assert fast(x).tolist() == [2, 2]
+    assert x.tolist() == [1, 1]
+    assert (runs, recorder.runs) == (1, 1)
+    assert any("BackendCompilerFailed" in reason for reason in reasons)
+
+
+@torch.no_grad()
+def test_what_dynamo_does_not_let_go_is_a_refusal(recorder: Recorder) -> None:
+    """The branches of a ``cond`` must be traceable."""
+
+    class Breaking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda x: print() or x + 1, lambda x: x - 1, (x,))
+
+    with pytest.raises(RuntimeError) as caught:
+        split(Breaking(), recorder, print)(X)
     assert is_refusal(caught.value)
-    assert not is_refusal(RuntimeError("no piece for you"))

@@ -340,11 +340,17 @@ def test_a_model_without_inputs_or_with_numbers_alone_can_be_traced() -> None:
     assert_same_as_plain(Alone(), 5)
 
 
-def test_tensors_in_closures_and_lists_are_constants_by_identity() -> None:
+def test_tensors_in_closures_and_lists_are_refused_for_they_could_be_replaced_unseen() -> None:
     held = [torch.ones(4)]
-    result = traced(lambda x: x + held[0], X)
-    (constant,) = result.constants.values()
-    assert constant is held[0]
+    assert "uses (add) a tensor that is no attribute of it: make it a buffer" in refusal(lambda x: x + held[0], X)
+    assert "uses (cat) a tensor" in refusal(lambda x: torch.cat([x, held[0][None]]), X)
+    layer = nn.Linear(4, 4)
+    assert "uses (linear) a tensor" in refusal(lambda x: layer(x), X)
+
+
+def test_tensors_that_the_model_makes_are_constants() -> None:
+    (constant,) = traced(lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]), X).constants.values()
+    assert constant.tolist() == [1, 2, 3, 4]
 
 
 def test_casts_of_an_ambient_autocast_happen_when_the_program_runs() -> None:

@@ -67,6 +67,36 @@ def test_what_is_set_on_a_replica_stays_there() -> None:
     assert model.layer.training
 
 
+def test_what_modules_share_their_twins_share() -> None:
+    left, right = nn.ReLU(), nn.ReLU()
+    left.skips = right.skips = []
+    left.ring = [left.skips]
+    left.ring.append(left.ring)
+    twin = replica(nn.Sequential(left, right))
+    assert twin[0].skips is twin[1].skips is twin[0].ring[0]
+    assert twin[0].ring[1] is twin[0].ring
+    assert twin[0].skips is not left.skips
+
+
+def test_values_may_pass_from_module_to_module_through_a_container() -> None:
+    class Down(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.skips.append(x)
+            return x.relu()
+
+    class Up(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.skips.pop()
+
+    model = nn.Sequential(Down(), Up())
+    model[0].skips = model[1].skips = []
+    x = torch.randn(2, 3)
+    tensors, structure = flatten(((x,), {}))
+    (output,) = trace(model, tensors, structure).program.module(x)
+    assert torch.equal(output, x + x.relu())
+    assert model[0].skips == []
+
+
 def test_recurrent_layers_keep_their_lists_of_weights() -> None:
     model = nn.LSTM(3, 3)
     twin = replica(model)

@@ -1,0 +1,527 @@
+"""Captured graphs. Where there is no GPU, a make-believe graph records a run on the CPU and repeats it in a replay."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autostream.errors import CaptureError
+from autostream.execution import cuda_graph
+from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, Moved, layout
+
+CPU = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class Stream:
+    """A stream that only says whom it waits for."""
+
+    name: str
+    device: torch.device = CPU
+    waits: list[Stream] = field(default_factory=list)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other)
+
+
+class Replayable:
+    """What was recorded: a replay runs it again and puts the results where those of the recorded run lie."""
+
+    def __init__(self, run: Callable[[], Sequence[Tensor]]) -> None:
+        with torch.inference_mode(False):  # a replay knows no modes
+            self._run, self.outputs = run, run()
+
+    def replay(self) -> None:
+        for recorded, new in zip(self.outputs, self._run(), strict=True):
+            recorded.copy_(new)
+
+
+@dataclass
+class Cuda:
+    """The current stream, and what happened."""
+
+    home: Stream = field(default_factory=lambda: Stream("home"))
+    capturing: Stream = field(default_factory=lambda: Stream("capturing"))
+    log: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.current = self.home
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def capture(self, run: Callable[[], Sequence[Tensor]], stream: Stream) -> tuple[Replayable, Sequence[Tensor]]:
+        self.log.append(f"capture on {stream.name}, current {self.current.name}")
+        graph = Replayable(run)
+        return graph, graph.outputs
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    fake = Cuda()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
+    monkeypatch.setattr(torch.cuda, "stream", fake.on)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cuda_graph, "capture", fake.capture)
+    monkeypatch.setattr(cuda_graph, "capture_stream", lambda device: fake.capturing)
+    monkeypatch.setattr(cuda_graph, "_drawn", {})
+    return fake
+
+
+def captured(
+    run: Callable[..., Sequence[Tensor]],
+    *tensors: Tensor,
+    bound: Sequence[int] = (),
+    written: Sequence[int] = (),
+    draws: bool = False,
+    device: torch.device = CPU,
+) -> CapturedGraph:
+    places = range(len(tensors))
+    flags = ([place in chosen for place in places] for chosen in (bound, written))
+    return CapturedGraph(run, tensors, *flags, device, draws=draws)
+
+
+class Copies(TorchDispatchMode):
+    """Notes every op that copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if "copy" in name or name == "clone":
+            self.log.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def copies(graph: CapturedGraph, *tensors: Tensor) -> list[str]:
+    """The copies that a call makes besides its replay."""
+    graph.replay = lambda: None  # type: ignore[method-assign]
+    with Copies() as mode:
+        graph(*tensors)
+    return mode.log
+
+
+def twice(x: Tensor) -> tuple[Tensor, ...]:
+    return (x * 2,)
+
+
+# Values
+
+
+def test_a_call_computes_with_what_it_is_given(cuda: Cuda) -> None:
+    graph = captured(twice, torch.tensor([1.0]))
+    first, second = graph(torch.tensor([3.0])), graph(torch.tensor([5.0]))
+    assert [first[0].item(), second[0].item()] == [6.0, 10.0]
+
+
+def test_what_was_captured_with_is_not_touched(cuda: Cuda) -> None:
+    x = torch.tensor([1.0])
+    captured(lambda x: (x.add_(1),), x, written=[0])
+    assert x.item() == 1.0
+
+
+def test_bound_tensors_are_read_where_they_are(cuda: Cuda) -> None:
+    weight = torch.tensor([2.0])
+    graph = captured(lambda w, x: (w * x,), weight, torch.ones(1), bound=[0])
+    assert graph.static[0] is weight
+    weight.fill_(7)
+    assert graph(weight, torch.tensor([3.0]))[0].item() == 21.0
+
+
+def test_what_is_written_is_written_to_the_callers(cuda: Cuda) -> None:
+    """Of three inputs, the first is read, the second is written, the third is written and bound."""
+
+    def run(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        z.add_(1)
+        return (y.add_(x),)
+
+    bound = torch.tensor([0.0])
+    graph = captured(run, torch.ones(1), torch.ones(1), bound, bound=[2], written=[1, 2])
+    bound.zero_()
+    x, y = torch.tensor([3.0]), torch.tensor([4.0])
+    (output,) = graph(x, y, bound)
+    assert (x.item(), y.item(), bound.item()) == (3.0, 7.0, 1.0)
+    assert output is y
+
+
+def test_a_view_of_an_input_is_a_view_of_the_callers(cuda: Cuda) -> None:
+    graph = captured(lambda x: (x[1:], x * 2), torch.arange(3.0))
+    x = torch.tensor([4.0, 5.0, 6.0])
+    view, product = graph(x)
+    assert view.data_ptr() == x[1:].data_ptr()
+    assert view.tolist() == [5.0, 6.0]
+    assert product.tolist() == [8.0, 10.0, 12.0]
+
+
+def test_a_view_of_a_weight_is_one(cuda: Cuda) -> None:
+    weight = torch.nn.Parameter(torch.arange(4.0))
+    with torch.no_grad():
+        whole, part = captured(lambda w: (w, w[2:]), weight, bound=[0])(weight)
+    assert whole is weight
+    assert part.data_ptr() == weight[2:].data_ptr()
+    assert not part.requires_grad
+
+
+# Copies
+
+
+def test_nothing_is_copied_in_that_is_there_already(cuda: Cuda) -> None:
+    graph = captured(lambda x, y: (x + y,), torch.ones(2), torch.ones(2))
+    assert copies(graph, *graph.static) == ["clone"]
+    assert copies(graph, torch.ones(2), graph.static[1]) == ["copy_", "clone"]
+    assert copies(graph, torch.ones(2), torch.ones(2)) == ["_foreach_copy_", "clone"]
+
+
+def test_bound_tensors_are_not_copied(cuda: Cuda) -> None:
+    tensors = torch.ones(2), torch.ones(2)
+    assert copies(captured(lambda x, y: (x + y,), *tensors, bound=[0, 1]), *tensors) == ["clone"]
+
+
+def test_only_what_is_written_is_copied_back(cuda: Cuda) -> None:
+    graph = captured(lambda x, y: (x + 1, y.add_(1)), torch.ones(2), torch.ones(2), written=[1])
+    assert copies(graph, torch.ones(2), torch.ones(2)) == ["_foreach_copy_", "copy_", "clone"]
+
+
+def test_an_expanded_input_is_copied_as_the_memory_that_it_covers(cuda: Cuda) -> None:
+    x = torch.tensor([1.0]).expand(5)
+    graph = captured(twice, x)
+    assert graph.static[0].untyped_storage().nbytes() == 4
+    assert graph(torch.tensor([3.0]).expand(5))[0].tolist() == [6.0] * 5
+
+
+def test_static_tensors_may_be_passed_in_another_order(cuda: Cuda) -> None:
+    """Each is read before it is written, on the way in and on the way back."""
+
+    def run(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        return x.add_(10), y.add_(20), z.add_(30)
+
+    graph = captured(run, torch.ones(1), torch.ones(1), torch.ones(1), written=[0, 1, 2])
+    x, y, z = graph.static
+    for tensor, value in ((x, 1.0), (y, 2.0), (z, 3.0)):
+        tensor.fill_(value)
+    outputs = graph(y, z, x)
+    assert [output.item() for output in outputs] == [12.0, 23.0, 31.0]
+    assert [tensor.item() for tensor in (y, z, x)] == [12.0, 23.0, 31.0]
+
+
+def test_static_tensors_are_ordinary_ones_even_if_made_in_inference_mode(cuda: Cuda) -> None:
+    """Who is called in inference mode first may be called outside of it later."""
+    with torch.inference_mode():
+        graph = captured(twice, torch.ones(1))
+    assert not graph.static[0].is_inference()
+    assert graph(torch.tensor([4.0]))[0].item() == 8.0
+
+
+# Moved weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "replays"),
+    [({}, 1), ({"draws": True}, 0), ({"written": [0]}, 0), ({"written": [1]}, 0)],
+    ids=["repeatable", "draws", "writes a weight", "writes an input"],
+)
+def test_a_weight_that_moved_is_noticed_before_anything_is_done_that_cannot_be_undone(
+    cuda: Cuda, changes: dict[str, Any], replays: int
+) -> None:
+    weight, x = torch.ones(2), torch.ones(2)
+    graph = captured(lambda w, x: (w * x,), weight, torch.ones(2), bound=[0], **changes)
+    done: list[None] = []
+    graph.replay = lambda: done.append(None)  # type: ignore[method-assign]
+    graph.static[1].fill_(5)
+    with pytest.raises(Moved):
+        graph(weight.clone(), x)
+    assert len(done) == replays
+    assert x.tolist() == [1.0, 1.0]
+    graph(weight, x)
+    assert len(done) == replays + 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda w: w.clone(),
+        lambda w: w[:1],
+        lambda w: w.t(),
+        lambda w: w.view(torch.int32),
+        lambda w: w.as_strided((2, 2), (0, 1)),
+    ],
+    ids=["address", "shape", "strides", "dtype", "expanded"],
+)
+def test_whatever_a_graph_takes_for_granted_of_a_weight_is_compared(
+    cuda: Cuda, other: Callable[[Tensor], Tensor]
+) -> None:
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    graph = captured(lambda w: (w + 0,), weight, bound=[0])
+    graph(weight.view(2, 2))
+    with pytest.raises(Moved):
+        graph(other(weight))
+    assert layout([other(weight)]) != layout([weight])
+
+
+def test_a_weight_that_moved_stays_allocated_until_a_call_notices(cuda: Cuda) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    storage = weight.untyped_storage()._cdata
+    graph = captured(twice, weight, bound=[0])
+    weight.data = torch.zeros(2)
+    assert [tensor.untyped_storage()._cdata for tensor in graph._held] == [storage]
+
+
+# Streams
+
+
+def test_a_call_on_another_stream_comes_after_the_one_before(cuda: Cuda) -> None:
+    graph, other = captured(twice, torch.ones(1)), Stream("other")
+    cuda.home.waits.clear()
+    graph(torch.ones(1))
+    assert cuda.home.waits == []
+    for _ in range(2):
+        with cuda.on(other):
+            graph(torch.ones(1))
+    assert other.waits == [cuda.home]
+    graph(torch.ones(1))
+    assert cuda.home.waits == [other]
+
+
+def test_memory_of_a_graph_that_dies_comes_after_its_last_replay(cuda: Cuda) -> None:
+    """Its static tensors go back to the stream on which they were made, where the last replay was not."""
+    for stream, expected in (cuda.home, []), (Stream("other"), ["other"]):
+        graph = captured(twice, torch.ones(1))
+        with cuda.on(stream):
+            graph(torch.ones(1))
+        cuda.home.waits.clear()
+        del graph
+        gc.collect()
+        assert [waited.name for waited in cuda.home.waits] == expected
+
+
+def test_graphs_that_draw_come_after_each_other_and_others_do_not(cuda: Cuda) -> None:
+    """The generator tells all graphs in the same memory what to draw."""
+    one, two, quiet = (captured(twice, torch.ones(1), draws=draws) for draws in (True, True, False))
+    streams = [Stream("s1"), Stream("s2"), Stream("s3")]
+    for graph, stream in zip((one, two, quiet), streams, strict=True):
+        with cuda.on(stream):
+            graph(torch.ones(1))
+    first, second, third = ([waited.name for waited in stream.waits] for stream in streams)
+    assert first == ["home"]
+    assert second == ["home", "s1"]
+    assert third == ["home"]
+    with cuda.on(streams[0]):
+        one.replay()
+    assert [waited.name for waited in streams[0].waits] == ["home", "s2"]
+
+
+def test_calls_of_several_threads_take_turns(cuda: Cuda) -> None:
+    graph = captured(twice, torch.zeros(64))
+    wrong: list[float] = []
+
+    def work(value: float) -> None:
+        for _ in range(50):
+            (output,) = graph(torch.full((64,), value))
+            if not torch.equal(output, torch.full((64,), 2 * value)):
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(float(value),)) for value in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# Capturing
+
+
+def test_a_run_is_warmed_up_and_captured_on_a_stream_between_the_callers_work(cuda: Cuda) -> None:
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        cuda.log.append(f"run on {cuda.current.name}")
+        return (x,)
+
+    captured(run, torch.ones(1))
+    assert cuda.log[:WARMUP_RUNS] == ["run on capturing"] * WARMUP_RUNS
+    assert cuda.log[WARMUP_RUNS].startswith("capture on capturing")
+    assert (cuda.capturing.waits, cuda.home.waits) == ([cuda.home], [cuda.capturing])
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError, KeyError])
+def test_a_run_that_fails_is_a_capture_error_that_says_what_failed(cuda: Cuda, kind: type[Exception]) -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise kind("no way\nand so on")
+
+    graph = fx.Graph()
+    graph.output((graph.call_function(fails, (graph.placeholder("x"),)),))
+    module = fx.GraphModule({}, graph)
+    with pytest.raises(CaptureError, match=r"no way.* at fails = .*fails\(x\)") as caught:
+        captured(module.forward, torch.ones(1))
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, kind)
+    assert cuda.current is cuda.home
+    assert cuda.home.waits == [cuda.capturing]
+    assert not cuda_graph._capturing.locked()
+
+
+def test_an_interrupt_is_no_capture_error(cuda: Cuda) -> None:
+    def interrupted(x: Tensor) -> tuple[Tensor, ...]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        captured(interrupted, torch.ones(1))
+    assert not cuda_graph._capturing.locked()
+
+
+# On a GPU
+
+GPU = torch.device("cuda:0")
+SIZE = 2048
+
+
+def chain(weight: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """Some hundred µs of large products, in integers small enough to be exact."""
+    for _ in range(4):
+        x = (x @ weight) % 7
+    return (x,)
+
+
+def integers(seed: int, *shape: int) -> Tensor:
+    return torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed)).float().to(GPU)
+
+
+@pytest.mark.gpu
+def test_two_graphs_side_by_side_compute_what_they_do_alone() -> None:
+    """200 times, each on a stream of its own: they share weights, but no memory that either writes."""
+    weight = integers(0, SIZE, SIZE)
+    inputs = [integers(seed, SIZE, SIZE) for seed in range(1, 5)]
+    expected = [chain(weight, x)[0] for x in inputs]
+    graphs = [captured(chain, weight, inputs[0], bound=[0], device=GPU) for _ in range(2)]
+    streams = [torch.cuda.Stream(GPU) for _ in graphs]
+    torch.cuda.synchronize()
+    wrong = torch.zeros(2, device=GPU)
+    torch.cuda.synchronize()
+    for turn in range(200):
+        for place, (graph, stream) in enumerate(zip(graphs, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                (output,) = graph(weight, inputs[(turn + place) % 4])
+                wrong[place] += (output != expected[(turn + place) % 4]).any()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+def test_one_graph_on_two_streams_computes_what_it_does_on_one() -> None:
+    weight = integers(0, SIZE, SIZE)
+    inputs = [integers(seed, SIZE, SIZE) for seed in range(1, 5)]
+    expected = [chain(weight, x)[0] for x in inputs]
+    graph = captured(chain, weight, inputs[0], bound=[0], device=GPU)
+    streams = [torch.cuda.Stream(GPU) for _ in range(2)]
+    torch.cuda.synchronize()
+    outputs = []
+    for turn in range(40):
+        with torch.cuda.stream(streams[turn % 2]):
+            outputs.append(graph(weight, inputs[turn % 4])[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, expected[turn % 4]) for turn, output in enumerate(outputs))
+
+
+@pytest.mark.gpu
+def test_graphs_side_by_side_draw_what_they_do_in_turn() -> None:
+    """Each first computes for long, so that the other is told where to draw before it does."""
+
+    def drops(x: Tensor) -> tuple[Tensor, ...]:
+        torch.cuda._sleep(3_000_000)
+        return (torch.dropout(x, 0.5, True),)
+
+    x = torch.ones(4096, device=GPU)
+    graphs = [captured(drops, x, draws=True, device=GPU) for _ in range(2)]
+    torch.cuda.manual_seed(0)
+    expected = [graph(x)[0] for _ in range(5) for graph in graphs]
+    torch.cuda.synchronize()
+    torch.cuda.manual_seed(0)
+    streams, outputs = [torch.cuda.Stream(GPU) for _ in graphs], []
+    for _ in range(5):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append(graph(x)[0])
+    torch.cuda.synchronize()
+    assert [torch.equal(a, b) for a, b in zip(outputs, expected, strict=True)] == [True] * 10
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_all_as_it_was() -> None:
+    """In the middle of it, the host waits for the device, which no graph can hold."""
+
+    def waits(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    graph = fx.Graph()
+    graph.output((graph.call_function(waits, (graph.placeholder("x"),)),))
+    run = fx.GraphModule({}, graph).forward
+    x, stream = torch.ones(8, device=GPU), torch.cuda.Stream(GPU)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        with pytest.raises(CaptureError, match="at waits = "):
+            captured(run, x, device=GPU)
+        assert torch.cuda.current_stream(GPU) == stream
+        assert torch.cuda.current_device() == GPU.index
+        assert not torch.cuda.is_current_stream_capturing()
+        assert torch.rand(8, device=GPU).max().item() < 1
+        assert captured(twice, x, device=GPU)(x)[0].tolist() == [2.0] * 8
+
+
+@pytest.mark.gpu
+def test_nothing_is_copied_into_a_real_graph_that_is_there_already() -> None:
+    graph = captured(lambda x, y: (x + y,), torch.ones(2, device=GPU), torch.ones(2, device=GPU), device=GPU)
+    graph.static[0].fill_(3)
+    graph.static[1].fill_(4)
+    with Copies() as mode:
+        (output,) = graph(*graph.static)
+    assert mode.log == ["clone"]
+    assert output.tolist() == [7.0, 7.0]
+    (swapped,) = captured(lambda x, y: (x - y,), *graph.static, device=GPU)(*reversed(graph.static))
+    assert swapped.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.gpu
+def test_a_view_of_an_input_of_a_real_graph_is_a_view_of_the_callers() -> None:
+    graph = captured(lambda x: (x[1:], x.add_(1)), torch.arange(3.0, device=GPU), written=[0], device=GPU)
+    x = torch.tensor([4.0, 5.0, 6.0], device=GPU)
+    view, whole = graph(x)
+    assert whole is x
+    assert view.data_ptr() == x[1:].data_ptr()
+    assert view.tolist() == [6.0, 7.0]
+
+
+@pytest.mark.gpu
+def test_a_dead_graphs_memory_is_not_given_away_while_it_is_replayed() -> None:
+    """The graph sleeps, then reads its input; meanwhile it dies, and somebody fills what was its memory."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        torch.cuda._sleep(100_000_000)
+        return (x * 2,)
+
+    other = torch.cuda.Stream(GPU)
+    x = torch.ones(1 << 20, device=GPU)
+    graph = captured(run, x, device=GPU)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        (output,) = graph(x)
+    del graph
+    gc.collect()
+    fillers = [torch.full((1 << 20,), 9.0, device=GPU) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert len(fillers) == 4
+    assert torch.equal(output, x * 2)

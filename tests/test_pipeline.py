@@ -1,0 +1,396 @@
+"""The stages before the device: what is considered, what is refused, and dry runs for devices that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream import pipeline
+from autostream.costs.device import profile_named, profile_of
+from autostream.errors import ScheduleError, TargetError, TraceError
+from autostream.ir import Assignment, Candidate, DeviceProfile, OpGraph, Report, Schedule
+from autostream.options import Options
+from autostream.pipeline import SHORTLIST, Priced, Stopwatch, candidates_for, plan, price_program
+from autostream.scheduling import POLICIES
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.sequential import sequential
+from autostream.scheduling.simulate import simulate
+from tests.execution.programs import Towers, case_of, sample
+from tests.scheduling.graphs import costs_of, graph_of, profile_with
+
+H200 = profile_named("h200")
+X = torch.randn(2, 8)
+
+#   a ─┬─ b ── c ─┬─ h        three branches of 9 µs each
+#      ├─ d ── e ─┤
+#      └─ f ── g ─┘
+BRANCHES = graph_of("a-b b-c a-d d-e a-f f-g c-h e-h g-h", names="abcdefgh", outputs="h")
+
+
+def priced(graph: OpGraph = BRANCHES, profile: DeviceProfile | None = None, duration_us: float = 9.0) -> Priced:
+    return Priced(
+        graph,
+        profile or profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0),
+        costs_of(graph, duration_us),
+        (),
+    )
+
+
+def candidates(capture: bool = True, given: Priced | None = None, **options: Any) -> tuple[Candidate, ...]:
+    return candidates_for(given or priced(), Options(**options), capture, Stopwatch())
+
+
+def tried(**options: Any) -> list[tuple[str, int]]:
+    return [(candidate.schedule.policy, candidate.schedule.streams) for candidate in candidates(**options)]
+
+
+# Candidates
+
+
+def test_the_sequential_schedule_comes_first_then_the_best_by_prediction() -> None:
+    first, *others = candidates()
+    assert (first.schedule.policy, first.schedule.streams) == ("sequential", 1)
+    predicted = [candidate.predicted_us for candidate in others]
+    assert predicted == sorted(predicted)
+    assert first.predicted_us > predicted[0]
+
+
+def test_predictions_are_those_of_the_simulator() -> None:
+    """Eight ops of 9 µs with seven gaps of 1 µs in a row; four with three where the branches run side by side."""
+    given = priced()
+    found = candidates(given=given)
+    assert found[0].predicted_us == 8 * 9 + 7
+    assert found[1].predicted_us == 4 * 9 + 3
+    for candidate in found:
+        assert candidate.predicted_us == simulate(candidate.schedule, given.costs, given.profile).makespan_us
+
+
+def test_no_two_are_the_same() -> None:
+    """Three branches give no work to a fourth stream, so more than three are not tried."""
+    plans = [tuple((launch.op, launch.stream) for launch in c.schedule.launches) for c in candidates()]
+    assert len(set(plans)) == len(plans) > 3
+    assert max(streams for _, streams in tried()) == 3
+
+
+def test_storage_is_released_in_all_of_them() -> None:
+    for candidate in candidates():
+        assert candidate.schedule == place_releases(BRANCHES, candidate.schedule)
+        assert any(launch.releases for launch in candidate.schedule.launches)
+
+
+def test_no_more_are_measured_than_the_shortlist() -> None:
+    """Nine branches keep any number of streams busy, so there would be more."""
+    wide = graph_of([("a", f"b{n}") for n in range(9)] + [(f"b{n}", f"c{n}") for n in range(9)])
+    found = candidates(given=priced(wide))
+    assert len(found) == 1 + SHORTLIST
+
+
+@pytest.mark.parametrize("policy", ["critical_path", "path_cover"])
+def test_a_policy_that_is_asked_for_is_the_only_one_besides_the_sequential(policy: str) -> None:
+    assert {name for name, _ in tried(policy=policy)} == {"sequential", policy}
+
+
+def test_the_sequential_policy_stands_alone() -> None:
+    assert tried(policy="sequential") == [("sequential", 1)]
+
+
+def test_a_number_of_streams_that_is_asked_for_is_the_only_one() -> None:
+    assert tried(streams=2) == [("sequential", 1), ("critical_path", 2), ("path_cover", 2)]
+    assert tried(streams=1) == [("sequential", 1)]
+
+
+def test_a_gpu_is_tried_with_several_numbers_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = asked(monkeypatch)
+    candidates()
+    assert counts == [2, 3, 4, 6, 8]
+
+
+def test_a_large_graph_is_tried_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = asked(monkeypatch)
+    monkeypatch.setattr(pipeline, "_LARGE", len(BRANCHES.ops) - 1)
+    candidates()
+    assert counts == [2, 4, 8]
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, []), (2, [2]), (3, [2]), (64, [2, 4])])
+def test_a_cpu_is_tried_with_as_many_streams_as_it_has_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, expected: list[int]
+) -> None:
+    counts = asked(monkeypatch)
+    candidates(given=priced(replace(BRANCHES, device="cpu"), profile_with(multiprocessors=cores)))
+    assert counts == expected
+
+
+def test_what_leaves_streams_unused_is_not_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain needs one stream, so it would not use a third."""
+    counts = asked(monkeypatch, spread=False)
+    assert len(candidates(given=priced(graph_of("a-b b-c")))) == 1
+    assert counts == [2]
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, spread: bool = True) -> list[int]:
+    """The numbers of streams that the one policy besides the sequential is asked for; it says that it uses them all."""
+    counts: list[int] = []
+
+    def policy(graph: OpGraph, costs: object, profile: object, streams: int, pinned: frozenset[str]) -> Assignment:
+        counts.append(streams)
+        order = tuple(graph.ops)
+        stream = {name: at % streams if spread else 0 for at, name in enumerate(order)}
+        return Assignment("mine", streams if spread else 1, order, stream)
+
+    monkeypatch.setattr(pipeline, "POLICIES", {"sequential": sequential, "mine": policy})
+    return counts
+
+
+def test_captured_schedules_put_outputs_anywhere_and_uncaptured_ones_on_the_callers_stream() -> None:
+    """The last op of a branch that is an output may be on any stream only where the outputs are copied out."""
+    outputs = graph_of("a-b a-c a-d", outputs="bcd")
+    assert {c.captured for c in candidates(capture=True, given=priced(outputs))} == {True}
+    captured = candidates(capture=True, given=priced(outputs), streams=3, policy="critical_path")[-1]
+    assert {captured.schedule.stream_of[name] for name in "bcd"} == {0, 1, 2}
+    for candidate in candidates(capture=False, given=priced(outputs)):
+        assert not candidate.captured
+        assert {candidate.schedule.stream_of[name] for name in "bcd"} == {0}
+
+
+def test_a_schedule_that_is_wrong_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect in the synchronizer: the join waits for the branches, but h, which reads what they make, does not."""
+    honest = pipeline.synchronize
+
+    def careless(graph: OpGraph, assignment: Assignment) -> Schedule:
+        schedule = honest(graph, assignment)
+        last = replace(schedule.launches[-1], waits=())
+        return replace(schedule, launches=(*schedule.launches[:-1], last), join_waits=schedule.launches[-1].waits)
+
+    monkeypatch.setattr(pipeline, "synchronize", careless)
+    with pytest.raises(ScheduleError, match="'h' must come after"):
+        candidates(streams=3)
+
+
+def test_a_policy_that_moves_a_pinned_op_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(graph: OpGraph, costs: Any, profile: Any, streams: int, pinned: frozenset[str]) -> Assignment:
+        return POLICIES["critical_path"](graph, costs, profile, streams, frozenset())
+
+    monkeypatch.setattr(pipeline, "POLICIES", {"sequential": sequential, "careless": careless})
+    with pytest.raises(ScheduleError, match="pinned to stream 0"):
+        candidates(capture=False, given=priced(graph_of("a-b a-c", outputs="bc")))
+
+
+def test_an_empty_graph_has_one_schedule() -> None:
+    (only,) = candidates(given=priced(graph_of(())))
+    assert (only.schedule.launches, only.predicted_us) == ((), 0.0)
+
+
+# Stages
+
+
+def test_stages_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def logged(name: str) -> None:
+        function = getattr(pipeline, name)
+
+        def stage(*args: Any, **kwargs: Any) -> Any:
+            log.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(pipeline, name, stage)
+
+    stages = ["trace", "analyze", "price", "synchronize", "simulate", "place_releases", "verify"]
+    for name in stages:
+        logged(name)
+    report = plan(Towers(), (X,), {}, Options(policy="sequential"), H200)
+    assert list(dict.fromkeys(log)) == stages
+    assert list(report.seconds) == ["trace", "analyze", "price", "schedule", "verify"]
+    assert all(seconds > 0 for seconds in report.seconds.values())
+
+
+def test_a_stopwatch_adds_up_and_counts_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 11.0, 20.0, 22.0, 30.0, 34.0])
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now))
+    stopwatch = Stopwatch()
+    with stopwatch("a"):
+        pass
+    with stopwatch("b"):
+        pass
+    with pytest.raises(KeyError), stopwatch("a"):
+        raise KeyError
+    assert stopwatch.seconds == {"a": 1.0 + 4.0, "b": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("costs", "device", "tensors", "source"),
+    [
+        ("auto", "cpu", True, "roofline"),
+        ("auto", "cuda:0", True, "measured"),
+        ("auto", "cuda:0", False, "roofline"),
+        ("measured", "cpu", True, "measured"),
+        ("measured", "cpu", False, "roofline"),
+        ("roofline", "cuda:0", True, "roofline"),
+    ],
+)
+def test_costs_are_measured_where_asked_for_or_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, costs: Any, device: str, tensors: bool, source: str
+) -> None:
+    case = sample("towers")
+    program = replace(case.program, device=device)
+
+    def measure(program: object, graph: OpGraph, profile: object, args: object) -> Mapping[str, Any]:
+        return {name: replace(cost, source="measured") for name, cost in costs_of(graph).items()}
+
+    monkeypatch.setattr(pipeline, "measure", measure)
+    args = case.args() if tensors else None
+    result = price_program(program, Options(costs=costs), Stopwatch(), H200, args)
+    assert {cost.source for cost in result.costs.values()} == {source}
+    assert result.profile is H200
+
+
+def test_without_a_profile_the_programs_device_is_planned_for() -> None:
+    assert price_program(sample("towers").program, Options(), Stopwatch()).profile == profile_of("cpu")
+
+
+# Dry runs
+
+
+class Waits(nn.Module):
+    """One op that a CUDA graph cannot hold."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.relu(), torch.masked_select(x, x > 0).sum()
+
+
+def dry_run(model: nn.Module, profile: DeviceProfile | None = H200, **options: Any) -> Report:
+    return plan(model.eval(), (X,), {}, Options(**options), profile)
+
+
+def test_a_gpu_that_is_not_here_is_planned_for_as_if_it_were() -> None:
+    report = dry_run(Towers(towers=8))
+    assert report.graph is not None
+    assert report.graph.device == "cuda:0"
+    assert {op.device for op in report.graph.ops.values()} == {"cuda:0"}
+    assert report.refusals == ()
+    assert {candidate.captured for candidate in report.candidates} == {True}
+    assert {candidate.schedule.streams for candidate in report.candidates} >= {1, 4, 8}
+    assert report.profile is H200
+    assert (report.mode, report.model) == ("dry run", "Towers")
+
+
+def test_ops_cost_what_they_would_on_that_gpu() -> None:
+    """Of 8 × 8 products, none takes longer than the shortest kernel."""
+    assert {cost.duration_us for cost in dry_run(Towers()).costs.values()} == {H200.kernel_us}
+
+
+def test_the_best_by_prediction_is_chosen() -> None:
+    report = dry_run(Towers())
+    assert report.chosen is min(report.candidates, key=lambda candidate: candidate.predicted_us)
+    assert report.timeline is not None
+    assert report.timeline.makespan_us == report.chosen.predicted_us
+    assert all(candidate.measured_us is None for candidate in report.candidates)
+
+
+def test_what_that_gpu_could_not_capture_is_named_with_its_line() -> None:
+    report = dry_run(Waits())
+    assert [refusal.choice for refusal in report.refusals] == ["not captured"]
+    (refusal,) = report.refusals
+    target, _, reason = refusal.reason.partition(": ")
+    assert (refusal.op, target) == ("masked_select", "aten.masked_select.default")
+    assert reason.startswith("its result's shape depends on data (")
+    assert reason.endswith("return x.relu(), torch.masked_select(x, x > 0).sum())")
+    assert "test_pipeline.py:" in reason
+    assert {candidate.captured for candidate in report.candidates} == {False}
+
+
+def test_without_capture_nothing_is_captured_and_outputs_stay_on_stream_0() -> None:
+    report = dry_run(Towers(), cuda_graph=False)
+    assert report.graph is not None
+    assert report.graph.pinned
+    for candidate in report.candidates:
+        assert not candidate.captured
+        assert {candidate.schedule.stream_of[name] for name in report.graph.pinned} == {0}
+
+
+@pytest.mark.parametrize("profile", [None, profile_named("cpu")])
+def test_a_cpu_is_no_gpu_that_refuses_to_capture(profile: DeviceProfile | None) -> None:
+    report = dry_run(Towers(), profile)
+    assert report.graph is not None
+    assert report.graph.device == "cpu"
+    assert report.refusals == ()
+    assert {candidate.captured for candidate in report.candidates} == {False}
+    assert report.profile == profile_of("cpu")
+
+
+def test_what_is_inside_of_another_autocast_mode_moves_along() -> None:
+    class Autocast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = x @ x.t()
+            return y.relu()
+
+    report = dry_run(Autocast())
+    assert report.graph is not None
+    assert {op.device for op in report.graph.ops.values()} == {"cuda:0"}
+    assert report.refusals == ()
+
+
+def test_a_dry_run_changes_nothing_and_computes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    plan(model, (X,), {}, Options(), H200)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert {tensor.device for tensor in model.state_dict().values()} == {torch.device("cpu")}
+
+
+def test_costs_are_measured_on_the_models_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {cost.source for cost in dry_run(Towers(), None, costs="measured").costs.values()} == {"measured"}
+    assert {cost.source for cost in dry_run(Towers(), H200, costs="measured").costs.values()} == {"roofline"}
+
+
+def test_keyword_arguments_are_planned_with() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, *, scale: Tensor, twice: bool) -> Tensor:
+            return x * scale * (2 if twice else 1)
+
+    arguments = {"scale": torch.ones(8), "twice": False}
+    report = plan(Takes(), (X,), arguments, Options(), H200)
+    assert report.graph is not None
+    assert len(report.graph.ops) == 2
+    assert "2x8:float32 on cpu, 8:float32 on cpu" in report.signature
+
+
+def test_a_model_that_cannot_be_traced_is_refused() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x
+
+    with pytest.raises(TraceError):
+        dry_run(Branches())
+
+
+def test_a_device_that_is_neither_here_nor_named_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    program = replace(case_of(Towers(), X).program, device="cuda:0")
+    with pytest.raises(TargetError, match="name it"):
+        price_program(program, Options(), Stopwatch())
+
+
+def test_versions_are_those_that_matter() -> None:
+    assert list(pipeline.versions()) == ["autostream", "python", "torch", "cuda"]
+    assert all(isinstance(value, str) and value for value in pipeline.versions().values())
+
+
+def test_arguments_are_state_then_inputs() -> None:
+    model = Towers().eval()
+    tensors, structure = pipeline.flatten(((X,), {}))
+    traced = pipeline.trace(model, tensors, structure)
+    found = pipeline.arguments_of(traced, model, tensors)
+    state = dict(model.named_parameters())
+    expected: Iterator[Tensor] = (state.get(p.target, X) for p in traced.program.placeholders)
+    assert all(a is b for a, b in zip(found, expected, strict=True))
