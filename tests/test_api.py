@@ -567,6 +567,18 @@ def test_inference_tensors_may_be_inputs(configuration: str, monkeypatch: pytest
     same(fast(t(3)), model(t(3)))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("training", [False, True])
+def test_models_made_in_inference_mode(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train(training)
+    twin = copy.deepcopy(model)
+    fast = autostream.optimize(model, t(3, 4))
+    for _ in range(2):
+        same(fast(t(3, 4)), twin(t(3, 4)))
+    same(dict(model.state_dict()), dict(twin.state_dict()))
+    assert training or set(modes(fast)) <= {"one stream", "threads"}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_autocast_around_the_model(configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:

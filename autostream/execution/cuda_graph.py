@@ -87,7 +87,7 @@ class CapturedGraph:
 
     def __del__(self) -> None:
         """Whoever is given the static tensors' memory next, on the stream of their making, comes after all replays."""
-        if False:
+        if self._last_stream != self._home:
             with suppress(RuntimeError):  # CUDA may have ended before Python does
                 self._home.wait_stream(self._last_stream)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import sys
 import threading
 import traceback
 import warnings
@@ -24,16 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.fx.traceback import preserve_node_meta
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from autostream import collector
 from autostream.errors import TraceError, first_line
 from autostream.ir import Placeholder, Program, Role
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
+from autostream.tracing.constants import Constants, tensors_held
 from autostream.tracing.guards import unusual
-from autostream.tracing.lines import note_line
-from autostream.tracing.replica import replica
+from autostream.tracing.replica import replica, with_ordinary_parameters
 from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -75,8 +71,8 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
         ['weight', 'bias', '0']
     """
     _check(model)
-    held = _held(model)
-    flat = _FlatModel(_with_ordinary_parameters(replica(model)), structure, held)
+    held = tensors_held(model)
+    flat = _FlatModel(with_ordinary_parameters(replica(model)), structure, held)
     exported = _export(flat, tensors)
     if _reached_originals(exported, model):
         flat = _FlatModel(model, structure, held)
@@ -101,13 +97,6 @@ def _check(model: nn.Module) -> None:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if reason := unusual(tensor):
             raise TraceError(f"the model's {name} {reason}")
-
-
-def _held(model: nn.Module) -> frozenset[int]:
-    """The ids of all tensors that are parameters, buffers or other attributes of a model's modules."""
-    attributes = (value for module in model.modules() for value in vars(module).values())
-    held = chain(model.parameters(), model.buffers(), attributes)
-    return frozenset(id(value) for value in held if isinstance(value, Tensor))
 
 
 def _reached_originals(exported: ExportedProgram, model: nn.Module) -> bool:
@@ -142,7 +131,7 @@ class _FlatModel(nn.Module):
         layouts = list(map(_layout, given))
         generators = host_generators()
         try:
-            with _patched_for_this_thread(), preserve_node_meta(), _Constants(self._held):
+            with _patched_for_this_thread(), preserve_node_meta(), Constants(self._held, _called.__code__):
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
@@ -166,44 +155,6 @@ def _called(model: nn.Module, args: Any, kwargs: Any) -> Any:
     if not isinstance(model, torch.fx.GraphModule) or kwargs:
         return model(*args, **kwargs)
     return torch.fx.Interpreter(model).run(*args)
-
-
-class _Constants(TorchFunctionMode):
-    """Refuses tensors that a graph could not follow.
-
-    For export, a tensor that is neither an argument nor registered as a parameter or buffer is a constant. It executes
-    ops that write one while it traces. And whoever calls the graph later knows where to look for another tensor in its
-    place if it is an attribute of a module, but not if it is in a container or in a module that is in one.
-    """
-
-    def __init__(self, held: frozenset[int]) -> None:
-        super().__init__()
-        self._held = held
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond
-            return func(*args, **kwargs)
-        note_line(sys._getframe(1), _called.__code__)
-        writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
-        written = [*_tensors(kwargs.get("out")), *_tensors(args[0] if writes and args else None)]
-        if any(map(_is_real, written)):
-            raise TraceError(f"the model writes ({func.__name__}) to a tensor that is no buffer: register it as one")
-        used = [] if func.__name__ == "__get__" else tree_leaves((args, kwargs))
-        if any(_is_real(value) and id(value) not in self._held for value in used):
-            raise TraceError(f"the model uses ({func.__name__}) a tensor that is no attribute of it: make it a buffer")
-        return func(*args, **kwargs)
-
-
-def _is_real(tensor: object) -> bool:
-    # Not isinstance: parameters and buffers are fake in a trace, and so is what is computed from them.
-    real = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return real and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # type: ignore[arg-type]
-
-
-_IN_PLACE = re.compile(
-    r"(?!__).*[^_]_|__setitem__|__set__|__i(add|sub|mul|(true|floor)?div|mod|pow|and|or|xor|[lr]shift)__"
-)
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
@@ -331,21 +282,6 @@ def _ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return stand_in.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     return tuple(map(ordinary, tensors))
-
-
-def _with_ordinary_parameters(twin: nn.Module) -> nn.Module:
-    """Exchange parameters made in inference mode for ordinary ones over the same memory: export refuses them."""
-    ordinary: dict[int, nn.Parameter] = {}
-    with torch.inference_mode(False), torch.no_grad():
-        for module in twin.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.is_inference():
-                    place = parameter.storage_offset(), parameter.shape, parameter.stride()
-                    alias = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-                    alias.set_(parameter.untyped_storage(), *place)
-                    stand_in = ordinary.setdefault(id(parameter), nn.Parameter(alias, parameter.requires_grad))
-                    setattr(module, name, stand_in)
-    return twin
 
 
 def _placeholders(

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 Twins = dict[int, Any]
@@ -52,4 +53,28 @@ def _twin(value: Any, twins: Twins) -> Any:
         twin.update((name, _twin(item, twins)) for name, item in value.items())
     else:
         (twin.extend if type(value) is list else twin.update)(_twin(item, twins) for item in value)
+    return twin
+
+
+def with_ordinary_parameters(twin: nn.Module) -> nn.Module:
+    """Exchange parameters made in inference mode for ordinary ones over the same memory.
+
+    Export refuses to trace them.
+
+    Example:
+        >>> with torch.inference_mode():
+        ...     twin = nn.Linear(1, 1)
+        >>> with_ordinary_parameters(twin).weight.is_inference()
+        False
+    """
+    ordinary: dict[int, nn.Parameter] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for module in twin.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_inference():
+                    place = parameter.storage_offset(), parameter.shape, parameter.stride()
+                    alias = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                    alias.set_(parameter.untyped_storage(), *place)
+                    stand_in = ordinary.setdefault(id(parameter), nn.Parameter(alias, parameter.requires_grad))
+                    setattr(module, name, stand_in)
     return twin

@@ -118,6 +118,16 @@ def test_a_capture_has_side_streams_to_itself(cuda: Cuda) -> None:
     assert not {*others} & {*streams.fork("cuda:0", 16).streams[1:]}
 
 
+def test_what_is_captured_on_is_left_to_captures_too(cuda: Cuda) -> None:
+    stream = streams.capture_stream("cuda:0")
+    assert stream not in streams.fork("cuda:0", 16).streams
+    stream.capturing = True
+    cuda.set_stream(stream)
+    lanes = streams.fork("cuda:0", 16)
+    assert lanes.streams[0] is stream
+    assert len({lane.cuda_stream for lane in lanes.streams}) == 16
+
+
 def test_runs_share_side_streams(cuda: Cuda) -> None:
     assert streams.fork("cuda:0", 4) == streams.fork("cuda:0", 4)
 

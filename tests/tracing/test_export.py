@@ -516,7 +516,8 @@ def test_what_no_graph_can_return_is_refused() -> None:
 
 
 def test_a_function_transform_that_export_forgets_to_follow_is_refused() -> None:
-    assert "function transform" in refusal(lambda x: torch.func.grad(lambda y: (y**2).sum())(x), X)
+    reason = refusal(lambda x: torch.func.grad(lambda y: (y**2).sum())(x), X)
+    assert "function transform" in reason or "torch.export cannot trace" in reason, "2.11 notices it by itself"
 
 
 def test_a_random_generator_of_the_models_own_is_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.tracing.export import trace
-from autostream.tracing.replica import replica
+from autostream.tracing.replica import replica, with_ordinary_parameters
 from autostream.tracing.tree import flatten
 
 
@@ -149,3 +149,20 @@ def test_other_threads_call_the_model_while_it_is_traced() -> None:
         thread.join()
     assert not failures, failures[0]
     assert calls[0] > 0
+
+
+def test_parameters_made_in_inference_mode_get_ordinary_stand_ins_over_the_same_memory() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.LSTM(3, 3))
+        model[1].weight = model[0].weight
+    ordinary = nn.Parameter(torch.ones(3))
+    model[0].bias = ordinary
+    twin = with_ordinary_parameters(replica(model))
+    assert model[0].weight.is_inference()
+    assert not any(parameter.is_inference() for parameter in twin.parameters())
+    assert all(parameter.requires_grad for parameter in twin.parameters())
+    assert twin[0].weight is twin[1].weight
+    assert twin[0].weight.data_ptr() == model[0].weight.data_ptr()
+    assert twin[0].bias is ordinary
+    assert twin[2]._flat_weights[0] is twin[2].weight_ih_l0
+    assert model[2]._flat_weights[0] is model[2].weight_ih_l0

@@ -1,0 +1,78 @@
+"""Tensors that a model uses without holding them: what a graph of it could not follow."""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import chain
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from autostream.errors import TraceError
+from autostream.tracing.lines import note_line
+
+
+def tensors_held(model: nn.Module) -> frozenset[int]:
+    """The ids of all tensors that are parameters, buffers or other attributes of a model's modules.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> tensors_held(model) == {id(model.weight), id(model.bias)}
+        True
+    """
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    held = chain(model.parameters(), model.buffers(), attributes)
+    return frozenset(id(value) for value in held if isinstance(value, Tensor))
+
+
+class Constants(TorchFunctionMode):
+    """Refuses tensors that a graph could not follow.
+
+    For export, a tensor that is neither an argument nor registered as a parameter or buffer is a constant. It executes
+    ops that write one while it traces. And whoever calls the graph later knows where to look for another tensor in its
+    place if it is an attribute of a module, but not if it is in a container or in a module that is in one.
+
+    Args:
+        held: what :func:`tensors_held` says of the model.
+        outermost: the code that calls the model; ops keep the lines of what it calls.
+    """
+
+    def __init__(self, held: frozenset[int], outermost: CodeType) -> None:
+        super().__init__()
+        self._held = held
+        self._outermost = outermost
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function.
+
+        Raises:
+            TraceError: it uses or writes such a tensor.
+        """
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond
+            return func(*args, **kwargs)
+        note_line(sys._getframe(1), self._outermost)
+        writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
+        written = [*tree_leaves(kwargs.get("out")), *tree_leaves(args[0] if writes and args else None)]
+        if any(map(_is_real, written)):
+            raise TraceError(f"the model writes ({func.__name__}) to a tensor that is no buffer: register it as one")
+        used = [] if func.__name__ == "__get__" else tree_leaves((args, kwargs))
+        if any(_is_real(value) and id(value) not in self._held for value in used):
+            raise TraceError(f"the model uses ({func.__name__}) a tensor that is no attribute of it: make it a buffer")
+        return func(*args, **kwargs)
+
+
+def _is_real(tensor: object) -> bool:
+    # Not isinstance: parameters and buffers are fake in a trace, and so is what is computed from them.
+    real = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return real and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # type: ignore[arg-type]
+
+
+_IN_PLACE = re.compile(
+    r"(?!__).*[^_]_|__setitem__|__set__|__i(add|sub|mul|(true|floor)?div|mod|pow|and|or|xor|[lr]shift)__"
+)

@@ -1,0 +1,70 @@
+"""The planning benchmark: its models have the ops that they promise, and its arithmetic is right."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from autostream.costs.device import profile_named
+from autostream.ir import Report
+from benchmarks import planning
+from benchmarks.planning import STAGES, Chains, exponent, main, planned
+
+
+@pytest.mark.parametrize("ops", [1, 135, 136, 1000])
+def test_a_model_has_the_ops_that_are_asked_for_or_up_to_one_joint_more(ops: int) -> None:
+    """Between two sums, eight chains have 16 ops each; a sum takes seven."""
+    seconds = planned(ops, profile_named("h200"))
+    joint = 8 * 16 + 7
+    assert seconds["ops"] % joint == 0
+    assert ops <= seconds["ops"] < ops + joint
+    assert seconds["total"] == sum(seconds[stage] for stage in STAGES)
+
+
+def test_chains_may_run_side_by_side_between_joints(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[Report] = []
+    plan = planning.pipeline.plan
+    monkeypatch.setattr(planning.pipeline, "plan", lambda *args: reports.append(plan(*args)) or reports[-1])  # type: ignore[func-returns-value]
+    planned(135, profile_named("h200"))
+    (report,) = reports
+    assert max(candidate.schedule.streams for candidate in report.candidates) == 8
+    assert {candidate.captured for candidate in report.candidates} == {True}
+
+
+def test_a_model_computes_something() -> None:
+    torch.manual_seed(0)
+    assert Chains(1000)(torch.randn(planning.WIDTH, planning.WIDTH)).isfinite().all()
+
+
+def test_the_exponent_is_that_of_the_growth_from_first_to_last() -> None:
+    rows = [{"ops": 100.0, "trace": 3.0}, {"ops": 200.0, "trace": 99.0}, {"ops": 400.0, "trace": 48.0}]
+    assert exponent(rows, "trace") == pytest.approx(2.0)
+    assert math.isnan(exponent(rows[:1], "trace"))
+
+
+def test_results_are_written_as_json_and_as_tables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning, "import_seconds", lambda: {"torch": 1.0, "autostream": 1.25})
+    assert main(["1", "200", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "planning.json").read_text())
+    assert [row["ops"] for row in result["rows"]] == [135, 270]
+    assert set(result["exponents"]) == {*STAGES, "total", "export"}
+    assert result["import_ratio"] == 1.25
+    assert result["profile"] == "NVIDIA H200"
+    assert result["stamp"]["torch"] == str(torch.__version__)
+    table = (tmp_path / "planning.md").read_text()
+    assert table.strip() in capsys.readouterr().out
+    assert "ratio 1.25" in table
+    assert "| 270" in table
+
+
+def test_importing_is_timed_in_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "IMPORTS", 1)
+    seconds = planning.import_seconds()
+    assert list(seconds) == ["torch", "autostream"]
+    assert all(value > 0.05 for value in seconds.values())

@@ -1,0 +1,151 @@
+"""``torch.compile(model, backend="autostream")``: the same results as without it, whatever Dynamo hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.api import OptimizedModule
+from autostream.backend import autostream
+from autostream.errors import OptionError
+from tests.semantics import CONFIGURATIONS, Model, force_streams, same
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[OptimizedModule]:
+    """The modules that the backend makes from here on."""
+    modules: list[OptimizedModule] = []
+
+    def make(*args: Any) -> OptimizedModule:
+        modules.append(OptimizedModule(*args))
+        return modules[-1]
+
+    monkeypatch.setattr("autostream.backend.OptimizedModule", make)
+    return modules
+
+
+def t(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+class Net(nn.Module):
+    """Two branches, with a buffer that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.calls.add_(1)
+        return {"y": self.left(x).relu() * self.right(x).sigmoid() + self.calls, "n": x.shape[0], "x": x}
+
+
+def test_it_is_registered_by_entry_point() -> None:
+    (entry,) = entry_points(group="torch_dynamo_backends", name="autostream")
+    assert entry.value == "autostream.backend:autostream"
+    assert "autostream" in torch._dynamo.list_backends()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_by_name_and_with_options(
+    configuration: str, monkeypatch: pytest.MonkeyPatch, made: list[OptimizedModule]
+) -> None:
+    options = CONFIGURATIONS[configuration](monkeypatch)
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    fast = torch.compile(model, backend="autostream", options={**options, "strict": True})
+    for rows in (3, 3, 5, 6, 3):
+        x = t(rows, 4)
+        result = fast(x)
+        same(result, plain(x))
+        assert result["x"] is x
+    assert model.calls.item() == 5
+    assert all(report.mode in ("one stream", "threads") for module in made for report in module.reports)
+    assert any(report.mode == "threads" for module in made for report in module.reports) or configuration != "scattered"
+
+
+@torch.no_grad()
+def test_as_a_function(made: list[OptimizedModule]) -> None:
+    fast = torch.compile(Net(), backend=autostream, dynamic=False, fullgraph=True)
+    fast(t(3, 4))
+    fast(t(5, 4))
+    assert [len(module.reports) for module in made] == [1, 1]
+
+
+@torch.no_grad()
+def test_weights_are_bound_and_inputs_are_not(made: list[OptimizedModule]) -> None:
+    """Two weights, two biases and a buffer stay where they are; the input does not."""
+    torch.compile(Net(), backend=autostream)(t(3, 4))
+    (module,) = made
+    assert len(module._bound_inputs) == 5
+    with torch.no_grad():
+        assert module.reports[0].signature.count(":float32") == 6
+
+
+@torch.no_grad()
+def test_graph_breaks_make_pieces(monkeypatch: pytest.MonkeyPatch, made: list[OptimizedModule]) -> None:
+    def breaks(s: Model, x: Tensor) -> Tensor:
+        y = x.sin() + x.cos() * x.exp()
+        if y.sum() > 1e9:
+            return y
+        return y.sin() * y.cos()
+
+    model = Model(breaks)
+    fast = torch.compile(model, backend="autostream", options=force_streams(monkeypatch))
+    for _ in range(2):
+        same(fast(t(3)), model(t(3)))
+    assert [report.mode for module in made for report in module.reports] == ["threads", "threads"]
+
+
+def test_training_through_it(made: list[OptimizedModule]) -> None:
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    torch.compile(model, backend="autostream")(t(3, 4))["y"].sum().backward()
+    plain(t(3, 4))["y"].sum().backward()
+    same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert "gradients are recorded" in made[0].reports[0].refusals[0].reason
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_random_numbers_are_those_of_the_plain_model(mode: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
+    fast = torch.compile(model, backend="autostream")
+    with mode():
+        for _ in range(2):
+            torch.manual_seed(3)
+            ours, state = fast(t(3, 4)), torch.get_rng_state()
+            torch.manual_seed(3)
+            same(ours, model(t(3, 4)))
+            assert torch.equal(state, torch.get_rng_state())
+
+
+@torch.no_grad()
+def test_what_export_refuses_runs_as_it_is_and_is_not_split_for_ever(made: list[OptimizedModule]) -> None:
+    """Dynamo follows ``vmap``, and its piece is refused by export."""
+    model = Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x))
+    fast = torch.compile(model, backend="autostream")
+    same(fast(t(3, 4)), model(t(3, 4)))
+    assert made[0].reports[0].mode == "plain"
+
+
+@torch.no_grad()
+def test_options_are_validated() -> None:
+    module = torch.fx.symbolic_trace(nn.ReLU())
+    with pytest.raises(OptionError, match=r"no option 'stream' \(did you mean 'streams'\?\)"):
+        autostream(module, [t(3)], options={"stream": 3})
+    with pytest.raises(Exception, match="streams=0 is not allowed"):
+        torch.compile(nn.ReLU(), backend="autostream", options={"streams": 0})(t(3))

@@ -1,0 +1,303 @@
+"""From a model and one signature to something that runs: what is reported, put back, and refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
+from autostream.errors import CaptureError
+from autostream.ir import Candidate, Decision, Report
+from autostream.options import Options
+from autostream.pipeline import Priced
+from autostream.select import Selection
+from autostream.tracing.signature import signature_of
+from autostream.tracing.state import ModelWatch
+from autostream.tracing.tree import flatten
+from tests.semantics import Model, force_streams, same
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def t(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def scheduled(model: nn.Module, *args: Any, bound: frozenset[int] = frozenset(), **options: Any) -> Scheduled:
+    """A model scheduled for these arguments."""
+    tensors, structure = flatten((args, {}))
+    signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
+    return Scheduled(model, structure, tensors, signature, bound, Options(**options))
+
+
+def noisy() -> nn.Module:
+    """Writes buffers and draws random numbers."""
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+
+@torch.no_grad()
+def test_the_report_tells_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(lambda s, x: (x.sin() + x.cos()) * s.w, w=nn.Parameter(t(4)))
+    report = scheduled(model, t(3, 4), **force_streams(monkeypatch)).report
+    assert (report.model, report.signature) == ("Model", "3x4:float32 on cpu, train, no gradients")
+    assert report.mode == "threads"
+    assert list(report.graph.ops) == list(report.costs) == ["sin", "cos", "add", "mul"]
+    assert [candidate.schedule.streams for candidate in report.candidates] == [1, 2]
+    assert report.chosen is report.candidates[1]
+    assert [round(c.measured_us, 1) for c in report.candidates] == [1.0, 0.5]
+    assert {piece.op for piece in report.timeline.slices} >= set(report.graph.ops)
+    assert report.refusals == ()
+    assert list(report.seconds) == ["trace", "analyze", "price", "schedule", "verify", "select"]
+    assert report.versions["torch"] == torch.__version__
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("costs", ["roofline", "measured"])
+def test_preparing_puts_everything_back(costs: str) -> None:
+    model = noisy()
+    x = t(3, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    scheduled(model, x, costs=costs)
+    same(dict(model.state_dict()), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    same(x, t(3, 4))
+
+
+@torch.no_grad()
+def test_a_failure_while_preparing_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(timers: Sequence[Any]) -> list[float]:
+        raise MemoryError
+
+    monkeypatch.setattr("autostream.select.interleaved", failing)
+    model = noisy()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    with pytest.raises(MemoryError):
+        scheduled(model, t(3, 4))
+    same(dict(model.state_dict()), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "w", nn.Parameter(t(1))),
+        lambda model: setattr(model, "w", nn.Parameter(t(4).double())),
+        lambda model: setattr(model, "w", nn.Parameter(t(8)[::2])),
+        lambda model: setattr(model, "w", None),
+        lambda model: delattr(model, "w"),
+        lambda model: setattr(model, "twin", nn.Parameter(t(4))),
+        lambda model: setattr(model, "factor", 3),
+    ],
+)
+def test_state_of_another_kind_is_stale_and_nothing_has_run(change: Any) -> None:
+    def writes(s: Model, x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * s.w * s.twin * s.factor
+
+    weight = nn.Parameter(t(4))
+    model = Model(writes, w=weight, twin=weight, factor=2)
+    entry = scheduled(model, t(4))
+    change(model)
+    x = t(4)
+    with pytest.raises(Stale):
+        entry([x])
+    same(x, t(4))
+
+
+@torch.no_grad()
+def test_an_input_in_memory_that_the_model_writes_is_unsuitable() -> None:
+    def writes(s: Model, x: Tensor) -> Tensor:
+        s.b.add_(1)
+        return x * 2
+
+    model = Model(writes, b=nn.Buffer(torch.zeros(4)))
+    entry = scheduled(model, t(2))
+    with pytest.raises(Unsuitable, match="shares memory with the model's own state"):
+        entry([model.b[:2]])
+    assert model.b.tolist() == [0] * 4
+    same(entry([t(2)]), t(2) * 2)
+
+
+@torch.no_grad()
+def test_an_input_in_memory_that_the_model_only_reads_is_fine() -> None:
+    model = Model(lambda s, x: x * s.b[:2], b=nn.Buffer(t(4)))
+    same(scheduled(model, t(2))([model.b[2:]]), model.b[2:] * model.b[:2])
+
+
+def test_gradients_that_would_be_recorded_are_unsuitable() -> None:
+    model = Model(lambda s, x: x * s.w, w=t(4).requires_grad_())
+    with torch.no_grad():
+        entry = scheduled(model, t(4))
+        assert not entry([t(4)]).requires_grad
+    with pytest.raises(Unsuitable, match="gradients are recorded"):
+        entry([t(4)])
+
+
+@torch.no_grad()
+def test_weights_and_bound_inputs_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is that of the placeholders: the weight, then the inputs, of which the second one stays put."""
+    seen: list[Sequence[bool]] = []
+
+    def spy(program: Any, graph: Any, candidates: Any, tensors: Sequence[Tensor], bound: Sequence[bool]) -> Selection:
+        seen.append(bound)
+        assert [tensor is given for tensor, given in zip(tensors, [model.w, x, y], strict=True)] == list(bound)
+        return Selection(program.module.forward, candidates[0], tuple(candidates))
+
+    monkeypatch.setattr("autostream.build.select", spy)
+    x, y = t(4), t(4)
+    model = Model(lambda s, x, y: x * s.w + y, w=nn.Parameter(t(4)))
+    entry = scheduled(model, x, y, bound=frozenset({1}))
+    assert seen == [(True, False, True)]
+    assert entry.static_inputs() is None
+
+
+class Device:
+    """Stands in for a GPU: what is captured, and whether that fails."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, refusals: tuple[Decision, ...] = (), fails: bool = False
+    ) -> None:
+        from autostream import build
+
+        self.captures: list[bool] = []
+        real_price, real_candidates = build.price_program, build.candidates_for
+
+        def price(*args: Any, **kwargs: Any) -> Priced:
+            priced = real_price(*args, **kwargs)
+            return replace(priced, graph=replace(priced.graph, device="cuda:0"), refusals=refusals)
+
+        def candidates(priced: Priced, options: Options, capture: bool, stopwatch: Any) -> tuple[Candidate, ...]:
+            self.captures.append(capture)
+            return real_candidates(priced, options, capture, stopwatch)
+
+        def select(program: Any, graph: Any, candidates: Any, tensors: Any, bound: Any) -> Selection:
+            if fails and candidates[0].captured:
+                raise CaptureError("this op cannot be captured")
+            return Selection(program.module.forward, candidates[0], tuple(candidates))
+
+        monkeypatch.setattr(build, "price_program", price)
+        monkeypatch.setattr(build, "candidates_for", candidates)
+        monkeypatch.setattr(build, "select", select)
+
+
+@torch.no_grad()
+def test_where_a_graph_can_be_captured_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    report = scheduled(nn.ReLU(), t(3)).report
+    assert device.captures == [True]
+    assert (report.mode, report.refusals) == ("cuda graph", ())
+
+
+@torch.no_grad()
+def test_what_is_known_to_be_uncapturable_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = (Decision("relu", "not captured", "it waits for the device"),)
+    device = Device(monkeypatch, refusals)
+    report = scheduled(nn.ReLU(), t(3)).report
+    assert device.captures == [False]
+    assert (report.mode, report.refusals) == ("one stream", refusals)
+
+
+@torch.no_grad()
+def test_after_a_failed_capture_there_is_a_run_without_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, fails=True)
+    report = scheduled(nn.ReLU(), t(3)).report
+    assert device.captures == [True, False]
+    assert report.mode == "one stream"
+    assert [refusal.reason for refusal in report.refusals] == ["this op cannot be captured"]
+
+
+@torch.no_grad()
+def test_nothing_is_captured_that_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, (Decision("relu", "not captured", "it waits for the device"),))
+    report = scheduled(nn.ReLU(), t(3), cuda_graph=False).report
+    assert device.captures == [False]
+    assert report.refusals == ()
+
+
+class Piece:
+    """Runs a piece of a model as it is."""
+
+    reports = (Report("Piece", "", "one stream"),)
+
+    def __init__(self, module: nn.Module, bound: frozenset[int]) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+def signature() -> Any:
+    tensors, structure = flatten(((t(3),), {}))
+    return signature_of(structure, tensors, b"", records_gradients=False)
+
+
+@torch.no_grad()
+def test_pieces_are_reported_when_they_have_been_made() -> None:
+    pieces = Pieces(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), signature(), "no graph", Piece)
+    assert (pieces.report.mode, pieces.report.parts) == ("graph breaks", ())
+    same(pieces(torch.ones(3)), torch.full((3,), 2.0))
+    assert pieces.report.mode == "graph breaks"
+    assert pieces.report.parts == Piece.reports * 2
+    assert [refusal.reason for refusal in pieces.report.refusals] == ["no graph"]
+
+
+@torch.no_grad()
+def test_a_model_that_dynamo_refuses_runs_as_it_is() -> None:
+    """The branches of a ``cond`` must be traceable; run plainly, it does not compile them."""
+
+    def breaks(s: Model, x: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            torch.cond(x.sum() > 0, lambda x: print() or x + 1, lambda x: x - 1, (x,))
+        return x + 1
+
+    pieces = Pieces(Model(breaks), signature(), "no graph", Piece)
+    for _ in range(2):
+        same(pieces(t(3)), t(3) + 1)
+    assert pieces.report.mode == "plain"
+    assert [refusal.choice for refusal in pieces.report.refusals] == ["split at graph breaks", "plain"]
+    assert "Dynamo cannot trace it either: UncapturedHigherOrderOpError" in pieces.report.refusals[1].reason
+
+
+@torch.no_grad()
+def test_what_the_model_raises_is_no_refusal() -> None:
+    def fails(s: Model, x: Tensor) -> Tensor:
+        s.calls.append(1)
+        raise KeyError("the model's own")
+
+    model = Model(fails, calls=[])
+    with pytest.raises(KeyError, match="the model's own"):
+        Pieces(model, signature(), "no graph", Piece)(t(3))
+    assert model.calls == [1]
+
+
+@torch.no_grad()
+def test_the_plain_model() -> None:
+    plain = Plain(nn.ReLU(), signature(), "it cannot be scheduled")
+    same(plain(t(3)), t(3).relu())
+    assert (plain.report.model, plain.report.mode) == ("ReLU", "plain")
+    assert plain.report.refusals == (Decision("", "plain", "it cannot be scheduled"),)
+
+
+@torch.no_grad()
+def test_one_model_is_prepared_at_a_time() -> None:
+    done = threading.Event()
+    with preparing:
+        thread = threading.Thread(target=lambda: (scheduled(nn.ReLU(), t(3)), done.set()))
+        thread.start()
+        assert not done.wait(0.2)
+    thread.join()
+    assert done.is_set()

@@ -1,0 +1,231 @@
+"""End to end on emulated streams: every wait that the scheduler puts in is needed, and all that are needed are there.
+
+model ─▶ trace ─▶ analyze ─▶ policy ─▶ synchronize ─▶ release ─▶ lower ─▶ emulated streams
+                                            │             │
+                              without this wait,   released one launch earlier:
+                              the verifier refuses, and numbers come out wrong, every time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.costs.device import profile_named
+from autostream.costs.roofline import price
+from autostream.errors import ScheduleError
+from autostream.execution.cpu_streams import run_interleaved
+from autostream.execution.lower import lower
+from autostream.ir import Launch, OpGraph, Schedule
+from autostream.scheduling import POLICIES
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
+from tests.execution.programs import Case, Towers, case_of, same
+
+SEEDS = 20
+
+
+class Inception(nn.Module):
+    """Four branches over one input, as in GoogLeNet, each with batch norms that learn while they run."""
+
+    def __init__(self, channels: int = 4) -> None:
+        super().__init__()
+        self.stem = self._block(channels, 1)
+        self.one = self._block(channels, 1)
+        self.three = nn.Sequential(self._block(channels, 1), self._block(channels, 3))
+        self.five = nn.Sequential(self._block(channels, 1), self._block(channels, 3))
+        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), self._block(channels, 1))
+
+    @staticmethod
+    def _block(channels: int, size: int) -> nn.Module:
+        convolution = nn.Conv2d(channels, channels, size, padding=size // 2, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], dim=1)
+
+
+class Tied(nn.Module):
+    """Two branches through one batch norm in training mode: the second must see what the first has learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x.sin()).relu(), self.norm(x.cos()).relu()
+
+
+def in_place(x: Tensor) -> Tensor:
+    """Branches that write parts of one tensor through views while others read it before and after."""
+    base = x * 2
+    before = base.exp()
+    left, right = base[:, :3], base[:, 3:]
+    left.mul_(3)
+    right.add_(1)
+    base.clamp_(-2, 2)
+    return before + base.sigmoid() + left.sum() + right.sum()
+
+
+def views(x: Tensor) -> tuple[Tensor, ...]:
+    """Branches over views of one intermediate, and outputs that share memory."""
+    both = torch.stack([x.sin(), x.cos()])
+    first, second = both.unbind(0)
+    turned = first.t() @ second
+    chunks = [chunk.exp() for chunk in both.chunk(3, dim=2)]
+    return turned, torch.cat(chunks, dim=2).sum(0), both.flatten()
+
+
+def mutated(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Writes an input that the branches before read, and returns it."""
+    old = (x.exp() + x.sin()) * (x.cos() + y)
+    x.copy_(y)
+    return x, old, x.neg() + y.neg()
+
+
+MODELS = {
+    "towers": (Towers(4, 3), [(2, 8)]),
+    "inception": (Inception().train(), [(2, 4, 5, 5)]),
+    "tied": (Tied().train(), [(4, 6)]),
+    "in place": (in_place, [(4, 6)]),
+    "views": (views, [(6, 6)]),
+    "mutated": (mutated, [(4, 6), (4, 6)]),
+}
+
+PLANS = [(policy, streams) for policy in ("critical_path", "path_cover") for streams in (2, 3, 4)]
+
+
+@cache
+def case(name: str) -> Case:
+    torch.manual_seed(0)
+    model, shapes = MODELS[name]
+    return case_of(model, *(torch.randn(shape) for shape in shapes))  # type: ignore[arg-type]
+
+
+@cache
+def schedule(name: str, policy: str, streams: int) -> Schedule:
+    graph = case(name).graph
+    profile = profile_named("h200")
+    assignment = POLICIES[policy](graph, price(graph, profile), profile, streams, graph.pinned)
+    return place_releases(graph, synchronize(graph, assignment))
+
+
+@cache
+def expected(name: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """What sequential execution returns, and what is in the arguments afterwards."""
+    return case(name).expected()
+
+
+def all_right(name: str, plan: Schedule, seeds: int) -> bool:
+    """Whether in so many orders results, and arguments afterwards, are bit for bit those of sequential execution."""
+    given, (results, after) = case(name), expected(name)
+    lowered = lower(given.program, given.graph, plan)
+    runs = (given.args() for _ in range(seeds))
+    return all(
+        same(run_interleaved(lowered, args, seed), results) and same(args, after) for seed, args in enumerate(runs)
+    )
+
+
+def without_a_wait(plan: Schedule) -> Iterator[Schedule]:
+    """Each schedule that lacks one wait. Storages then live to the end, so that what is wrong is that alone."""
+    bare = replace(plan, launches=tuple(replace(launch, releases=()) for launch in plan.launches))
+    for index, launch in enumerate(bare.launches):
+        for wait in launch.waits:
+            yield _with(bare, index, replace(launch, waits=tuple(other for other in launch.waits if other != wait)))
+    for wait in bare.join_waits:
+        yield replace(bare, join_waits=tuple(other for other in bare.join_waits if other != wait))
+
+
+def with_a_release_too_early(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
+    """Each schedule in which one storage goes behind the launch that uses it last, although another stream uses it."""
+    for index, launch in enumerate(plan.launches):
+        for storage in launch.releases:
+            allocator = next(op for op in graph.ops.values() if storage in op.allocates)
+            users = {op.name for op in graph.ops.values() if storage in op.reads | op.writes | op.allocates}
+            last = max(at for at, other in enumerate(plan.launches) if other.op in users)
+            home = plan.stream_of[allocator.name]
+            if last < index and any(plan.stream_of[user] != home for user in users):
+                kept = replace(launch, releases=tuple(name for name in launch.releases if name != storage))
+                earlier = plan.launches[last]
+                yield _with(_with(plan, index, kept), last, replace(earlier, releases=(*earlier.releases, storage)))
+
+
+def _with(plan: Schedule, index: int, launch: Launch) -> Schedule:
+    return replace(plan, launches=(*plan.launches[:index], launch, *plan.launches[index + 1 :]))
+
+
+def refused(graph: OpGraph, plan: Schedule) -> bool:
+    try:
+        verify(graph, plan, pinned=graph.pinned)
+    except ScheduleError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("policy", "streams"), PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_as_scheduled_every_order_computes_the_same(name: str, policy: str, streams: int) -> None:
+    plan = schedule(name, policy, streams)
+    assert not refused(case(name).graph, plan)
+    assert all_right(name, plan, SEEDS)
+
+
+@pytest.mark.parametrize(("policy", "streams"), PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_wait_is_needed(name: str, policy: str, streams: int) -> None:
+    plan = schedule(name, policy, streams)
+    broken = list(without_a_wait(plan))
+    assert len(broken) == plan.wait_count
+    for wrong in broken:
+        assert refused(case(name).graph, wrong)
+        assert not all_right(name, wrong, streams)
+
+
+@pytest.mark.parametrize(("policy", "streams"), PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_storage_could_be_released_earlier(name: str, policy: str, streams: int) -> None:
+    graph = case(name).graph
+    for wrong in with_a_release_too_early(graph, schedule(name, policy, streams)):
+        assert refused(graph, wrong)
+        assert not all_right(name, wrong, streams)
+
+
+def test_there_is_something_to_break() -> None:
+    plans = [(name, schedule(name, *plan)) for name in MODELS for plan in PLANS]
+    assert all(plan.wait_count >= 2 for _, plan in plans)
+    assert sum(len(list(with_a_release_too_early(case(name).graph, plan))) for name, plan in plans) > 50
+
+
+# Random numbers
+
+
+class Drops(nn.Module):
+    """Dropouts in branches draw from one generator: their order is part of what they compute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches: Sequence[Tensor] = [torch.dropout(x + shift, 0.5, True).exp() for shift in range(4)]
+        return torch.stack(branches).sum(0)
+
+
+@pytest.mark.parametrize(("policy", "streams"), PLANS)
+def test_random_numbers_are_drawn_in_program_order(policy: str, streams: int) -> None:
+    torch.manual_seed(0)
+    given = case_of(Drops(), torch.randn(4, 6))
+    graph, profile = given.graph, profile_named("h200")
+    assignment = POLICIES[policy](graph, price(graph, profile), profile, streams, graph.pinned)
+    plan = place_releases(graph, synchronize(graph, assignment))
+    lowered = lower(given.program, graph, plan)
+    for seed in range(SEEDS):
+        torch.manual_seed(1)
+        expected, _ = given.expected()
+        torch.manual_seed(1)
+        assert same(run_interleaved(lowered, given.args(), seed), expected)
+    unordered = replace(plan, launches=tuple(replace(launch, waits=(), releases=()) for launch in plan.launches))
+    assert refused(graph, unordered)

@@ -1,0 +1,202 @@
+"""Real architectures with random weights: as they are, over several streams, and in the most hostile orders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream import select, zoo
+from autostream.execution.cpu_streams import run_interleaved
+from autostream.execution.lower import lower
+from autostream.ir import Candidate
+from tests.semantics import same, tensors_in
+
+SEEDS = range(3)
+"""The first ones let each of up to three streams run ahead, as far as waits allow."""
+
+Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def image(size: int) -> Tensor:
+    return torch.randn(1, 3, size, size)
+
+
+def vision(name: str, size: int = 64) -> Callable[[], Made]:
+    return lambda: (zoo.build(name)[0], (image(size),), {})
+
+
+def vision_transformer() -> Made:
+    pytest.importorskip("transformers")
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32)
+    return ViTModel(config), (image(32),), {}
+
+
+def bert() -> Made:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    tokens = torch.randint(99, (2, 7))
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, 4:] = 0
+    return BertModel(config), (tokens,), {"attention_mask": mask, "output_hidden_states": True}
+
+
+def t5() -> Made:
+    from transformers import T5Config, T5Model
+
+    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2, vocab_size=99)
+    tokens = torch.randint(99, (2, 7))
+    return T5Model(config), (), {"input_ids": tokens, "decoder_input_ids": tokens[:, :3], "use_cache": False}
+
+
+def clip() -> Made:
+    """Two towers that do not meet before the end."""
+    from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+
+    tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    text = CLIPTextConfig(**tower, vocab_size=99, max_position_embeddings=16, eos_token_id=98)
+    config = CLIPConfig(
+        text_config=text.to_dict(),
+        vision_config=CLIPVisionConfig(**tower, image_size=32, patch_size=8).to_dict(),
+        projection_dim=16,
+    )
+    tokens = torch.randint(98, (2, 7))
+    tokens[:, -1] = 98
+    return CLIPModel(config), (), {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 32, 32)}
+
+
+class Experts(nn.Module):
+    """A mixture of experts: every expert works on all tokens, and the gate weighs the best two."""
+
+    def __init__(self, width: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.gate(x).softmax(-1)
+        best, chosen = scores.topk(2)
+        weights = torch.zeros_like(scores).scatter_(-1, chosen, best / best.sum(-1, keepdim=True))
+        outputs = torch.stack([expert(x) for expert in self.experts], dim=-2)
+        return (weights.unsqueeze(-1) * outputs).sum(-2), chosen
+
+
+class Recommender(nn.Module):
+    """Like DLRM: bags of embeddings and dense features, their products, and a perceptron on top."""
+
+    def __init__(self, tables: int = 5, width: int = 8) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, width, mode="sum") for _ in range(tables))
+        self.bottom = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, width), nn.ReLU())
+        self.top = nn.Sequential(nn.Linear(width + (tables + 1) * tables // 2, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.pairs = nn.Buffer(torch.triu_indices(tables + 1, tables + 1, 1))
+
+    def forward(self, dense: Tensor, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
+        bottom = self.bottom(dense)
+        bags = [table(index, offset) for table, index, offset in zip(self.tables, indices, offsets, strict=True)]
+        features = torch.stack([bottom, *bags], dim=1)
+        products = features @ features.transpose(1, 2)
+        return self.top(torch.cat([bottom, products[:, self.pairs[0], self.pairs[1]]], dim=1)).sigmoid()
+
+
+def recommender() -> Made:
+    indices = [torch.randint(20, (9,)) for _ in range(5)]
+    offsets = [torch.tensor([0, 2, 2, 7]) for _ in range(5)]
+    return Recommender(), (torch.randn(4, 6), indices, offsets), {}
+
+
+MODELS: Mapping[str, Callable[[], Made]] = {
+    "googlenet": vision("googlenet"),
+    "inception_v3": vision("inception_v3", 75),
+    "resnet18": vision("resnet18"),
+    "squeezenet1_1": vision("squeezenet1_1"),
+    "mobilenet_v2": vision("mobilenet_v2"),
+    "mobilenet_v3_small": vision("mobilenet_v3_small"),
+    "shufflenet_v2_x0_5": vision("shufflenet_v2_x0_5"),
+    "densenet121": vision("densenet121"),
+    "regnet_y_400mf": vision("regnet_y_400mf"),
+    "vit": vision_transformer,
+    "bert": bert,
+    "t5": t5,
+    "clip": clip,
+    "lstm": lambda: (nn.LSTM(8, 8, 2, bidirectional=True, batch_first=True), (torch.randn(2, 5, 8),), {}),
+    "experts": lambda: (Experts(), (torch.randn(6, 16),), {}),
+    "recommender": recommender,
+}
+
+WIDE = {"googlenet", "inception_v3", "bert", "t5", "clip", "experts", "recommender"}
+"""Those that both policies spread over several streams."""
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is built from here on: program, graph, candidate and arguments; the last one wins the measurement."""
+    calls: list[tuple[Any, ...]] = []
+    real = select.build
+
+    def spy(program: Any, graph: Any, candidate: Candidate, tensors: Sequence[Tensor], bound: Sequence[bool]) -> Any:
+        calls.append((program, graph, candidate, tensors))
+        return real(program, graph, candidate, tensors, bound)
+
+    monkeypatch.setattr(select, "build", spy)
+    monkeypatch.setattr(select, "interleaved", lambda timers: [1.0, 0.5][: len(timers)])
+    return calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_computes_the_same_in_every_order(name: str, built: list[tuple[Any, ...]]) -> None:
+    torch.manual_seed(0)
+    model, args, kwargs = MODELS[name]()
+    model.eval()
+    fast = autostream.optimize(model, streams=3, strict=True)
+    with torch.inference_mode():
+        expected = model(*args, **kwargs)
+        assert all(tensor.isfinite().all() for tensor in tensors_in(expected) if tensor.is_floating_point())
+        for _ in range(2):
+            same(fast(*args, **kwargs), expected)
+    (report,) = fast.reports
+    assert report.mode in ("one stream", "threads")
+    assert report.mode == "threads" or name not in WIDE
+    with torch.no_grad():
+        for program, graph, candidate, tensors in built:
+            reference = program.module(*copy.deepcopy(tensors))
+            lowered = lower(program, graph, candidate.schedule)
+            for seed in SEEDS if candidate.schedule.streams > 1 else ():
+                same(list(run_interleaved(lowered, copy.deepcopy(tensors), seed)), [r.clone() for r in reference])
+
+
+@pytest.mark.parametrize("name", ["googlenet", "shufflenet_v2_x0_5", "mobilenet_v2"])
+def test_in_train_mode_statistics_and_random_numbers_are_the_same(name: str, built: list[tuple[Any, ...]]) -> None:
+    torch.manual_seed(0)
+    model, args, _ = MODELS[name]()
+    model.train()
+    twin = copy.deepcopy(model)
+    fast = autostream.optimize(model, torch.cat(args * 2), streams=2, strict=True)
+    with torch.no_grad():
+        for seed in range(2):
+            torch.manual_seed(seed)
+            ours, state = fast(torch.cat(args * 2)), torch.get_rng_state()
+            torch.manual_seed(seed)
+            same(ours, twin(torch.cat(args * 2)))
+            assert torch.equal(state, torch.get_rng_state())
+            same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@torch.inference_mode()
+def test_fused_encoder_layers_agree_closely(built: list[tuple[Any, ...]]) -> None:
+    """Where it can, ``nn.TransformerEncoder`` calls one fused op that no tracer sees: other ops, other roundings."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(autostream.optimize(model, x, streams=2, strict=True)(x), model(x))

@@ -1,0 +1,80 @@
+"""Which tensors a model may use while it is traced, besides its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from autostream.errors import TraceError
+from autostream.tracing.constants import Constants, tensors_held
+
+HELD, OTHER = torch.ones(3), torch.ones(3)
+
+
+@pytest.fixture
+def constants() -> Constants:
+    return Constants(frozenset({id(HELD)}), tensors_held.__code__)
+
+
+@pytest.fixture
+def argument() -> Tensor:
+    return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.ones(3))
+
+
+def test_parameters_buffers_and_attributes_of_all_modules_are_held() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    model[0].shift = shift = torch.ones(2)
+    model[0].pair = [torch.ones(2)]
+    norm = model[0]
+    expected = [norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, shift]
+    assert tensors_held(model) == set(map(id, expected))
+
+
+def test_what_is_held_may_be_used(constants: Constants, argument: Tensor) -> None:
+    with constants:
+        assert (argument + HELD).shape == (3,)
+        assert torch.cat([HELD, argument]).shape == (6,)
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda x: x + OTHER, "add"),
+        (lambda x: OTHER.relu(), "relu"),
+        (lambda x: torch.cat([x, OTHER]), "cat"),
+        (lambda x: torch.where(condition=x > 0, input=x, other=OTHER), "where"),
+        (lambda x: x.mul_(OTHER), "mul_"),
+    ],
+)
+def test_what_nobody_holds_may_not_be_used(
+    constants: Constants, argument: Tensor, use: Callable[[Tensor], Tensor], name: str
+) -> None:
+    with constants, pytest.raises(TraceError, match=rf"uses \({name}\) a tensor that is no attribute of it"):
+        use(argument)
+
+
+def test_its_shape_and_dtype_may_be_looked_at(constants: Constants) -> None:
+    with constants:
+        assert (OTHER.shape, OTHER.dtype, OTHER.requires_grad) == ((3,), torch.float32, False)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda tensor: tensor.add_(1),
+        lambda tensor: torch.relu_(tensor),
+        lambda tensor: tensor.__setitem__(0, 1.0),
+        lambda tensor: torch.ones(3, out=tensor),
+        lambda tensor: tensor.__iadd__(1),
+    ],
+)
+def test_what_is_no_buffer_may_not_be_written_even_if_it_is_held(
+    constants: Constants, write: Callable[[Tensor], object]
+) -> None:
+    with constants, pytest.raises(TraceError, match="no buffer: register it as one"):
+        write(HELD)
+    assert HELD.tolist() == [1, 1, 1]
