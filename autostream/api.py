@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
-from autostream.errors import TargetError, TraceError, first_line
+from autostream.errors import FastPathError, TargetError, TraceError, first_line
 from autostream.ir import Decision, Report
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
@@ -242,11 +242,14 @@ class OptimizedModule(nn.Module):
             if any(isinstance(module, OptimizedModule) for module in self._model.modules()):
                 raise TraceError("a part of it is optimized already: optimize the whole alone")
             bound_inputs = self._bound_inputs or frozenset()
-            return Scheduled(self._model, structure, tensors, signature, bound_inputs, self._options)
+            entry = Scheduled(self._model, structure, tensors, signature, bound_inputs, self._options)
+            log.info("%s, %s: %s", self._name, signature, entry.report.mode)
+            return entry
         except Exception as error:
             if self._options.strict:
                 raise
-            if isinstance(error, TraceError) and self._bound_inputs is None:
+            splittable = isinstance(error, TraceError) and not isinstance(error, FastPathError)
+            if splittable and self._bound_inputs is None:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, error)
                 return Pieces(self._model, signature, str(error), self._piece)
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
@@ -291,6 +294,11 @@ class OptimizedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OptimizedModule:
         self._model._apply(fn, recurse)
         self._forget()  # graphs hold the memory that the state has just left
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> OptimizedModule:
+        """Apply a function to the model and its submodules."""
+        self._model.apply(fn)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from autostream.ir import Candidate, Decision, Program, Report, Role
 from autostream.options import Options
 from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program, versions
 from autostream.scheduling.simulate import simulate
-from autostream.select import Selection, build, select, written
+from autostream.select import Selection, build, repeatable, select, written
 from autostream.tracing.dynamo import is_refusal, split
 from autostream.tracing.export import trace
 from autostream.tracing.signature import Signature
@@ -97,13 +97,14 @@ class Scheduled:
         priced, self._selection, refusals = _tune(self._traced.program, arguments, self._bound, options, stopwatch)
         self._graph = priced.graph
         self._writes = any(written(self._traced.program, priced.graph))
+        self._repeatable = repeatable(self._traced.program, priced.graph)
         self.report = _report(type(model).__name__, signature, priced, self._selection, refusals, stopwatch)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run with these flat inputs and return what the model would.
 
         Raises:
-            Stale: the model's state has another shape or kind now; nothing has been run.
+            Stale: the model's state has another shape or kind now; nothing that can be seen has been changed.
             Unsuitable: an input lies in memory of the model's state, some of which the model writes.
         """
         arguments = self._arguments(tensors)
@@ -111,7 +112,13 @@ class Scheduled:
             raise Unsuitable(RECORDS_GRADIENTS)
         if self._writes and not _storages(tensors).isdisjoint(_storages(arguments[: len(arguments) - len(tensors)])):
             raise Unsuitable("an input shares memory with the model's own state, and the model writes")
-        return unflatten(self._traced.structure, self._run(arguments))
+        if not self._repeatable and not self._state.configured():
+            raise Stale
+        outputs = self._run(arguments)
+        # Where running once too often does no harm, the host looks while the device computes.
+        if self._repeatable and not self._state.configured():
+            raise Stale
+        return unflatten(self._traced.structure, outputs)
 
     def static_inputs(self) -> list[Tensor] | None:
         """The tensors that a captured graph reads its inputs from, or ``None`` where nothing is captured."""
@@ -134,7 +141,7 @@ class Scheduled:
 
     def _arguments(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         state = self._state.tensors()
-        if not self._state.tied(state) or not self._state.configured():
+        if not self._state.tied(state):
             raise Stale
         present = [tensor for tensor in state if tensor is not None]
         if len(present) < len(state):
@@ -148,9 +155,9 @@ class Scheduled:
     def _recaptured(self, arguments: list[Tensor]) -> CapturedGraph:
         """The same schedule, captured again where the weights lie now."""
         program, chosen = self._traced.program, self._selection.chosen
-        with preparing, torch.inference_mode(False), torch.no_grad():
-            with _undone(arguments, written(program, self._graph), program.device):
-                execution = build(program, self._graph, chosen, arguments, self._bound)
+        undone = _undone(arguments, written(program, self._graph), program.device)
+        with preparing, torch.inference_mode(False), torch.no_grad(), undone:
+            execution = build(program, self._graph, chosen, arguments, self._bound)
         assert isinstance(execution, CapturedGraph), "a captured candidate is captured again"
         self._selection = replace(self._selection, execution=execution)
         return execution

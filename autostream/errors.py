@@ -4,6 +4,7 @@
     ├── OptionError (ValueError)    an option has a value that is not allowed
     ├── TargetError (ValueError)    a model, TARGET or input specification cannot be used
     ├── TraceError                  a model cannot be turned into a dataflow graph
+    │   └── FastPathError           … and pieces of it would not compute the same either
     ├── ScheduleError               a schedule failed verification; it was not executed
     └── CaptureError                a schedule cannot be captured into a CUDA graph
 
@@ -26,6 +27,10 @@ class TargetError(AutostreamError, ValueError):
 
 class TraceError(AutostreamError):
     """A model cannot be turned into a dataflow graph; the message says why."""
+
+
+class FastPathError(TraceError):
+    """Called eagerly, a model takes a way that no tracer can follow; the message says which."""
 
 
 class ScheduleError(AutostreamError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +32,6 @@ def vision(name: str, size: int = 64) -> Callable[[], Made]:
 
 
 def vision_transformer() -> Made:
-    pytest.importorskip("transformers")
     from transformers import ViTConfig, ViTModel
 
     config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32)
@@ -46,7 +45,7 @@ def bert() -> Made:
     tokens = torch.randint(99, (2, 7))
     mask = torch.ones(2, 7, dtype=torch.int64)
     mask[1, 4:] = 0
-    return BertModel(config), (tokens,), {"attention_mask": mask, "output_hidden_states": True}
+    return BertModel(config), (tokens,), {"attention_mask": mask}
 
 
 def t5() -> Made:
@@ -136,6 +135,21 @@ MODELS: Mapping[str, Callable[[], Made]] = {
 
 WIDE = {"googlenet", "inception_v3", "bert", "t5", "clip", "experts", "recommender"}
 """Those that both policies spread over several streams."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchvision() -> None:
+    """Import it as the zoo does, for transformers imports it too, and fails where its compiled ops cannot load."""
+    zoo.build("squeezenet1_1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_for_each_op() -> Iterator[None]:
+    """Lanes are threads already; where there are more threads than cores, those of OpenMP spin."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def run_interleaved(lowered: fx.GraphModule, args: Sequence[Tensor], seed: int) 
             if isinstance(step, Compute):
                 step(memory)
             elif isinstance(step, Free):
-                _poison(_tensors(memory[step.holders[0]])[step.index])
+                memory.free(step)
             if step is caller[-1]:
                 results = tuple(tensor.clone() for tensor in memory[queues.result])
                 inputs = [(contents, contents.clone()) for contents in map(_bytes, args)]
@@ -268,6 +268,16 @@ class _Memory(Values):
 
     def __missing__(self, name: str) -> Any:
         return tree_map_only(Tensor, _garbage, self._fakes[name])
+
+    def free(self, step: Free) -> None:
+        """Drop values and overwrite their memory, unless others are in it that nobody could tell by their fakes."""
+        freed = _tensors(self[step.holders[0]])[step.index]
+        for holder in step.holders:
+            self.pop(holder, None)
+        live = (tensor for value in self.values() for tensor in _tensors(value) if tensor.layout is torch.strided)
+        storage = freed.untyped_storage()._cdata
+        if all(tensor.untyped_storage()._cdata != storage for tensor in live):
+            _poison(freed)
 
 
 def _garbage(fake: Tensor) -> Tensor:

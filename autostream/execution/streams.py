@@ -26,7 +26,7 @@ _TURN = 32
 """``torch.cuda.Stream()`` hands out 32 streams per device and priority in turn; the 33rd is the first one again."""
 
 _SIDES, _CAPTURES = -2, -3
-"""Priorities, for the sake of streams that nobody else is handed: those of priority 0 are the user's, those of -1 NCCL's.
+"""Priorities, for the sake of streams that nobody else is handed: those of 0 are the user's, those of -1 are NCCL's.
 Captures have their own, because what another thread launches on a stream in capture is captured with it."""
 
 _pools: dict[tuple[int, int], tuple[torch.cuda.Stream, ...]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autostream.api import OptimizedModule
+from autostream.errors import TargetError
 from autostream.reporting.text import render
 
 
@@ -15,7 +16,12 @@ def explain(optimized: OptimizedModule, *, ops: int | None = None) -> str:
 
     Returns:
         One report for each signature that it was prepared for or called with, the most recently used first.
+
+    Raises:
+        TargetError: it is something else.
     """
+    if not isinstance(optimized, OptimizedModule):
+        raise TargetError(f"explain takes what optimize returned, not a {type(optimized).__name__}")
     reports = optimized.reports
     if not reports:
         return "nothing is known yet: call it once, or give optimize() example inputs"

@@ -99,7 +99,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def host_generators() -> tuple[object, ...]:
-    """The states of Python's and of NumPy's global generator, to compare.
+    """The states of Python's and of NumPy's global generator, and PyTorch's seed, to compare.
 
     Example:
         >>> before = host_generators()
@@ -109,8 +109,8 @@ def host_generators() -> tuple[object, ...]:
     """
     if numpy := sys.modules.get("numpy"):
         name, keys, *rest = numpy.random.get_state()
-        return random.getstate(), name, keys.tobytes(), *rest
-    return (random.getstate(),)
+        return torch.initial_seed(), random.getstate(), name, keys.tobytes(), *rest
+    return torch.initial_seed(), random.getstate()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
-from autostream.errors import TraceError, first_line
+from autostream.errors import FastPathError, TraceError, first_line
 from autostream.ir import Placeholder, Program, Role
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.constants import Constants, tensors_held
@@ -72,7 +72,7 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
     """
     _check(model)
     held = tensors_held(model)
-    flat = _FlatModel(with_ordinary_parameters(replica(model)), structure, held)
+    flat = _FlatModel(with_ordinary_parameters(_padding_refused(replica(model))), structure, held)
     exported = _export(flat, tensors)
     if _reached_originals(exported, model):
         flat = _FlatModel(model, structure, held)
@@ -97,6 +97,23 @@ def _check(model: nn.Module) -> None:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if reason := unusual(tensor):
             raise TraceError(f"the model's {name} {reason}")
+
+
+def _padding_refused(twin: nn.Module) -> nn.Module:
+    """A replica whose encoders refuse padding masks in eval mode.
+
+    There an eager ``nn.TransformerEncoder`` packs its input and yields zeros at the padding. Tracers turn that way off.
+    """
+
+    def refuse(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
+        if mask is not None and not encoder.training and torch.backends.mha.get_fastpath_enabled():
+            raise FastPathError("nn.TransformerEncoder packs padded input in eval mode, which a graph would not")
+
+    for module in twin.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.register_forward_pre_hook(refuse, with_kwargs=True)
+    return twin
 
 
 def _reached_originals(exported: ExportedProgram, model: nn.Module) -> bool:
@@ -129,6 +146,7 @@ class _FlatModel(nn.Module):
         before = holders(self.model)
         given = [*tensors, *self.model.parameters(), *self.model.buffers()]
         layouts = list(map(_layout, given))
+        torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
             with _patched_for_this_thread(), preserve_node_meta(), Constants(self._held, _called.__code__):
@@ -139,7 +157,9 @@ class _FlatModel(nn.Module):
         if changed := next(filter(None, map(Holder.changed, before)), ""):
             raise TraceError(f"the model's forward changes its own attribute {changed}: a graph would do so only once")
         if host_generators() != generators:
-            raise TraceError("the model draws random numbers from Python or NumPy: a graph would do so only once")
+            raise TraceError(
+                "the model draws from Python's or NumPy's generator, or seeds one: a graph would do so once"
+            )
         after, structure = flatten((args, kwargs))
         if structure != self._structure or any(new is not old for new, old in zip(after, tensors, strict=True)):
             raise TraceError("the model changes a container (list, dict, …) that it is given")
@@ -148,6 +168,10 @@ class _FlatModel(nn.Module):
         outputs, output_structure = flatten(result)
         self.result.structure = output_structure
         return tuple(outputs)
+
+
+_UNLIKELY_SEED = 0x5EED_0F_A_7ACE
+"""Tells whether a model sets the seed. The generators are put back when tracing is done."""
 
 
 def _called(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -179,9 +203,9 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
 
 
 def _refusal(model: nn.Module, error: Exception) -> TraceError:
-    ours = isinstance(error, TraceError)
-    reason = str(error) if ours else f"torch.export cannot trace {type(model).__name__}: {first_line(error)}"
-    return TraceError(f"{reason}{_blamed(error)}")
+    if isinstance(error, TraceError):
+        return type(error)(f"{error}{_blamed(error)}")
+    return TraceError(f"torch.export cannot trace {type(model).__name__}: {first_line(error)}{_blamed(error)}")
 
 
 def _blamed(error: Exception) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _ORDINARY = {Tensor, nn.Parameter, nn.Buffer}
 _DEVICES = {"cpu", "cuda"}
@@ -23,11 +25,19 @@ def unusual_call() -> str:
         return "torch.jit is tracing the call"
     if torch._C._len_torch_dispatch_stack() > 0:
         return "a TorchDispatchMode is active, which would not see the ops of a graph"
+    if torch._C._len_torch_function_stack() > 0 and not _only_devices():
+        return "a TorchFunctionMode is active, which would not see the calls behind a graph"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a function transform (vmap, grad, …) is active"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         return "the caller is capturing a CUDA graph of their own"
     return ""
+
+
+def _only_devices() -> bool:
+    """Whether all function modes are default devices, which are part of a signature."""
+    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 def unusual_tensor(tensors: Sequence[Tensor]) -> str:

@@ -80,9 +80,14 @@ def _numerics() -> Hashable:
     return (
         autocast,
         torch.get_default_dtype(),
+        torch.get_default_device() if torch._C._len_torch_function_stack() else None,
         *(precision(*setting) for setting in _PRECISIONS),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.enabled,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         *(enabled() for enabled in _ATTENTION_KERNELS),  # type: ignore[no-untyped-call]
     )
 

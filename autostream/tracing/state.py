@@ -7,8 +7,11 @@ reading some hundred entries of remembered dictionaries takes some µs.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -83,6 +86,9 @@ class LiveState:
         self._setting_dicts: list[dict[str, Any]] = [holder for holder, _ in settings]
         self._setting_names = [name for _, name in settings]
         self._settings_then = self._settings()
+        self._containers = [
+            (value, copy.copy(value)) for value in self._settings_then if isinstance(value, _CONTAINERS)
+        ]
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors in placeholder order, as the model holds them now; ``None`` for one that was removed."""
@@ -98,25 +104,46 @@ class LiveState:
         return all(map(operator.is_, named, map(tensors.__getitem__, self._tied_places)))
 
     def configured(self) -> bool:
-        """Whether numbers, strings and flags of modules other than PyTorch's own are as they were: graphs hold them."""
-        pairs = zip(self._settings(), self._settings_then, strict=True)
-        return all(now is then or (type(now) is type(then) and now == then) for now, then in pairs)
+        """Whether what modules hold besides tensors is as it was: numbers, flags, functions, and containers of them."""
+        now = self._settings()
+        if not all(map(operator.is_, now, self._settings_then)) and not all(map(_equal, now, self._settings_then)):
+            return False
+        return all(value == then for value, then in self._containers)
 
     def _settings(self) -> list[Any]:
         return list(map(dict.get, self._setting_dicts, self._setting_names))
 
 
-_SETTINGS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, dict, set)
+_SETTINGS = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, tuple, range, type,
+    FunctionType, BuiltinFunctionType, MethodType, partial, *_CONTAINERS,
+)  # fmt: skip
 
 
 def _settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where modules hold constants: the dictionary of their attributes, and the key."""
+    """Where modules hold what a graph takes for granted: the dictionary of their attributes, and the key."""
     common = vars(nn.Module())
     for module in model.modules():
-        if not type(module).__module__.startswith("torch.nn."):
-            for name, value in vars(module).items():
-                if name not in common and isinstance(value, _SETTINGS):
-                    yield vars(module), name
+        yield vars(module), "forward"  # of the class, unless somebody sets another one on the module
+        torchs_own = type(module).__module__.startswith("torch.")
+        for name, value in vars(module).items():
+            passed_over = name in common or name == "forward" or (torchs_own and name.startswith("_"))
+            if not passed_over and isinstance(value, _SETTINGS) and _is_plain(value):
+                yield vars(module), name
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether comparing a value with itself at another time is a matter of constants."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _SETTINGS)
+
+
+def _equal(now: Any, then: Any) -> bool:
+    return now is then or (type(now) is type(then) and bool(now == then))
 
 
 def _slot(model: nn.Module, placeholder: Placeholder, constants: dict[str, Tensor]) -> tuple[dict[str, Any], str]:

@@ -503,25 +503,3 @@ def test_a_view_of_an_input_of_a_real_graph_is_a_view_of_the_callers() -> None:
     assert whole is x
     assert view.data_ptr() == x[1:].data_ptr()
     assert view.tolist() == [6.0, 7.0]
-
-
-@pytest.mark.gpu
-def test_a_dead_graphs_memory_is_not_given_away_while_it_is_replayed() -> None:
-    """The graph sleeps, then reads its input; meanwhile it dies, and somebody fills what was its memory."""
-
-    def run(x: Tensor) -> tuple[Tensor, ...]:
-        torch.cuda._sleep(100_000_000)
-        return (x * 2,)
-
-    other = torch.cuda.Stream(GPU)
-    x = torch.ones(1 << 20, device=GPU)
-    graph = captured(run, x, device=GPU)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(other):
-        (output,) = graph(x)
-    del graph
-    gc.collect()
-    fillers = [torch.full((1 << 20,), 9.0, device=GPU) for _ in range(4)]
-    torch.cuda.synchronize()
-    assert len(fillers) == 4
-    assert torch.equal(output, x * 2)

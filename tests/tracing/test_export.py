@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autostream.errors import TraceError
+from autostream.errors import FastPathError, TraceError
 from autostream.ir import Role
 from autostream.tracing.export import Traced, trace
 from autostream.tracing.state import LiveState
@@ -631,3 +631,25 @@ def test_googlenet_comes_out_the_same(mode: str) -> None:
     written = {"aten.batch_norm.default", "aten.add_.Tensor"}
     ops = {str(node.target) for node in result.program.module.graph.nodes if node.op == "call_function"}
     assert (written <= ops) is (mode == "train")
+
+
+def test_a_seed_set_inside_is_refused() -> None:
+    def model(x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return torch.dropout(x, 0.5, True)
+
+    assert "seeds one" in refusal(model, X)
+
+
+def test_padding_that_eager_encoders_pack_is_refused() -> None:
+    """Eager yields zeros at the padding, and no tracer follows it there."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x, mask = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    for kwargs in ({}, {"src_key_padding_mask": None}):
+        tensors, structure = flatten(((x,), kwargs))
+        trace(encoder, tensors, structure)
+    tensors, structure = flatten(((x,), {"src_key_padding_mask": mask}))
+    with pytest.raises(FastPathError, match="packs padded input"):
+        trace(encoder, tensors, structure)
+    assert not encoder._forward_pre_hooks
+    trace(encoder.train(), tensors, structure)

@@ -7,9 +7,12 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autostream.tracing.guards import unusual_call, unusual_tensor
+from autostream.tracing.signature import signature_of
+from autostream.tracing.tree import flatten
 
 
 class Mine(Tensor):
@@ -86,3 +89,20 @@ def test_only_ordinary_strided_tensors_are_accepted(tensor: Tensor, reason: str)
 
 def test_without_tensors_there_is_nothing_unusual() -> None:
     assert unusual_tensor([]) == ""
+
+
+class _Watching(TorchFunctionMode):
+    pass
+
+
+def test_function_modes_would_not_see_the_calls_behind_a_graph() -> None:
+    with _Watching():
+        assert "TorchFunctionMode" in unusual_call()
+    assert unusual_call() == ""
+
+
+def test_a_default_device_is_a_mode_that_signatures_know() -> None:
+    with torch.device("meta"):
+        assert unusual_call() == ""
+        inside = signature_of(flatten(())[1], [], b"", records_gradients=False)
+    assert inside != signature_of(flatten(())[1], [], b"", records_gradients=False)
