@@ -158,7 +158,7 @@ class _FlatModel(nn.Module):
             raise TraceError(f"the model's forward changes its own attribute {changed}: a graph would do so only once")
         if host_generators() != generators:
             raise TraceError(
-                "the model draws from Python's or NumPy's generator, or seeds one: a graph would do so once"
+                "the model draws random numbers from Python or NumPy, or sets a seed: a graph would do so once"
             )
         after, structure = flatten((args, kwargs))
         if structure != self._structure or any(new is not old for new, old in zip(after, tensors, strict=True)):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -14,8 +12,11 @@ from autostream.reporting.text import render
 from tests.reporting.reports import PLAIN, REPORT
 
 
-def optimized(*reports: autostream.Report) -> autostream.OptimizedModule:
-    return SimpleNamespace(reports=reports)  # type: ignore[return-value]
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> autostream.OptimizedModule:
+    """A module of which two signatures are known."""
+    monkeypatch.setattr(autostream.OptimizedModule, "reports", (REPORT, PLAIN))
+    return autostream.optimize(nn.ReLU())
 
 
 def test_before_the_first_call_it_says_what_to_do() -> None:
@@ -24,13 +25,19 @@ def test_before_the_first_call_it_says_what_to_do() -> None:
     )
 
 
-def test_reports_follow_each_other_in_their_order() -> None:
-    assert explain(optimized(REPORT, PLAIN)) == f"{render(REPORT)}\n\n\n{render(PLAIN)}"
+def test_reports_follow_each_other_in_their_order(optimized: autostream.OptimizedModule) -> None:
+    assert explain(optimized) == f"{render(REPORT)}\n\n\n{render(PLAIN)}"
 
 
 @pytest.mark.parametrize("ops", [0, 1, None])
-def test_every_report_shows_so_many_ops(ops: int | None) -> None:
-    assert explain(optimized(REPORT, REPORT), ops=ops) == "\n\n\n".join([render(REPORT, ops=ops)] * 2)
+def test_every_report_shows_so_many_ops(optimized: autostream.OptimizedModule, ops: int | None) -> None:
+    assert explain(optimized, ops=ops) == f"{render(REPORT, ops=ops)}\n\n\n{render(PLAIN, ops=ops)}"
+    assert (render(REPORT, ops=ops) == render(REPORT)) == (ops is None)
+
+
+def test_what_is_not_optimized_cannot_be_explained() -> None:
+    with pytest.raises(autostream.TargetError, match="not a ReLU"):
+        explain(nn.ReLU())  # type: ignore[arg-type]
 
 
 def test_the_signature_that_was_called_last_comes_first() -> None:

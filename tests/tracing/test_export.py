@@ -638,7 +638,7 @@ def test_a_seed_set_inside_is_refused() -> None:
         torch.manual_seed(1)
         return torch.dropout(x, 0.5, True)
 
-    assert "seeds one" in refusal(model, X)
+    assert "sets a seed" in refusal(model, X)
 
 
 def test_padding_that_eager_encoders_pack_is_refused() -> None:
