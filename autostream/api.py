@@ -42,7 +42,7 @@ def optimize(
     cannot be traced, it runs as it is. :func:`autostream.explain` tells what was done and why.
 
     Args:
-        model: a module, or a function of tensors.
+        model: a module, or a function of tensors; modules that the function refers to by name become submodules.
         example_inputs: the positional arguments to prepare for now, without gradients; a single tensor stands for
             itself. Without them, preparation happens in the first call.
         example_kwargs: the keyword arguments to prepare for.

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -317,8 +318,13 @@ def _mode(chosen: Candidate, device: str) -> str:
     return "threads" if device == "cpu" else "streams"
 
 
-def _metadata(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]:
-    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+def _metadata(tensors: Sequence[Tensor]) -> list[list[object]]:
+    return [list(map(column, tensors)) for column in _COLUMNS]
+
+
+_COLUMNS: tuple[Callable[[Tensor], object], ...] = (
+    Tensor.size, Tensor.stride, attrgetter("dtype"), attrgetter("device"),
+)  # fmt: skip
 
 
 def _storages(tensors: Sequence[Tensor]) -> set[int]:

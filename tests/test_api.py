@@ -127,6 +127,7 @@ def test_mode_and_dtype_are_the_models() -> None:
     assert model.training
     assert not model[1].training
     assert fast.to(torch.float64) is fast
+    assert fast.reports == (), "what was prepared for the old weights would keep them alive"
     assert model[0].weight.dtype is torch.float64
     same(fast(x.double()), model(x.double()))
     assert fast.requires_grad_(False) is fast
@@ -236,10 +237,18 @@ def test_attributes_and_methods_are_the_models() -> None:
 
 @torch.no_grad()
 def test_it_can_be_compiled_in_place() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
     model = Net()
     fast = autostream.optimize(model)
-    fast.compile(backend="eager")
+    fast.compile(backend=backend)
     same(fast(t(3, 4)), model(t(3, 4)))
+    assert len(graphs) == 1
+    assert model._compiled_call_impl is None
 
 
 @torch.no_grad()
@@ -374,7 +383,7 @@ def test_what_a_function_closes_over_may_be_changed() -> None:
     def function(x: Tensor) -> Tensor:
         return dropout(net(x)).relu()
 
-    fast = autostream.optimize(function)
+    fast = autostream.optimize(function, strict=True)
     same(fast(x), function(x))
     net.weight.mul_(2)
     same(fast(x), function(x))
@@ -390,7 +399,7 @@ def test_what_a_function_closes_over_may_be_changed() -> None:
 @torch.no_grad()
 def test_a_bound_method_of_a_module() -> None:
     model = Net()
-    fast = autostream.optimize(model.forward)
+    fast = autostream.optimize(model.forward, strict=True)
     x = t(3, 4)
     same(fast(x), model(x))
     model.left.weight = nn.Parameter(t(4, 4))
@@ -471,6 +480,9 @@ def test_transforms_and_tracers_see_the_plain_model() -> None:
         assert fast(mode.from_tensor(x)).shape == (3, 4)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         fast(x)
+    strict = nn.Sequential(nn.ReLU(), autostream.optimize(model, strict=True))
+    same(torch.export.export(strict, (x,)).module()(x), expected)
+    assert strict[1].reports == ()
     assert counter.get_total_flops() == 3 * 2 * 3 * 4 * 4
     same(fast(x), model(x))
 
@@ -718,17 +730,21 @@ def test_what_the_model_raises_reaches_the_caller() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("configuration", ["default", "scattered"])
 @pytest.mark.parametrize("first", ["good", "bad"])
-def test_an_input_that_fails_is_no_reason_to_run_others_plainly(first: str) -> None:
-    fast = autostream.optimize(nn.Embedding(4, 3))
+def test_an_input_that_fails_is_no_reason_to_run_others_plainly(
+    first: str, configuration: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(lambda s, x: s.layer(s.table(x).sin()).cos(), table=nn.Embedding(4, 3), layer=nn.Linear(3, 3))
+    fast = autostream.optimize(model, **CONFIGURATIONS[configuration](monkeypatch))
     good, bad = torch.tensor([1, 2]), torch.tensor([1, 7])
-    for index in (good, bad) if first == "good" else (bad, good):
+    for index in (good, bad, good) if first == "good" else (bad, good, bad):
         if index is bad:
             with pytest.raises(IndexError, match="index out of range in self"):
                 fast(index)
         else:
-            same(fast(index), fast.weight[index])
-    assert modes(fast) == ["one stream"]
+            same(fast(index), model(index))
+    assert modes(fast) == ["one stream" if configuration == "default" else "threads"]
 
 
 @torch.no_grad()

@@ -377,7 +377,7 @@ SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "an input that is resized": (lambda: (Model(shrinks), t(3), {}), "changes the shape"),
     "an input that is transposed in place": (lambda: (Model(lambda s, x: x.t_()), t(3, 4), {}), "changes the shape"),
     "NumPy": (lambda: (Model(lambda s, x: torch.from_numpy(x.numpy() + 1)), t(3), {}), "numpy"),
-    "random numbers of Python": (lambda: (Model(lambda s, x: x * random.random()), t(3), {}), "Python or NumPy"),
+    "random numbers of Python": (lambda: (Model(lambda s, x: x * random.random()), t(3), {}), "from Python or NumPy"),
     "a generator of its own": (lambda: (WithGenerator(), t(3), {}), ""),  # each version of torch says it otherwise
     "an exception": (lambda: (Model(raises_a_lookup_error), t(3), {}), "KeyError"),
     "an exception that depends on data": (lambda: (Model(raises_at_positive_sums), t(3), {}), "data-dependent"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from autostream.execution.streams import capture_stream
 Run = Callable[..., Sequence[Tensor]]
 """Takes flat tensors, returns flat tensors."""
 
-Layout = list[tuple[int, torch.Size, tuple[int, ...], torch.dtype]]
+Layout = list[list[object]]
 
 WARMUP_RUNS = 2
 """Libraries load kernels, choose algorithms and allocate in the first run on a stream; in a capture they must not."""
@@ -122,8 +123,14 @@ class CapturedGraph:
 
 
 def layout(tensors: Sequence[Tensor]) -> Layout:
-    """Where tensors lie and how: what a captured graph takes for granted."""
-    return [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    """Where tensors lie and how: what a captured graph takes for granted.
+
+    By column: a tuple for each of thousands of tensors would set off the garbage collector at every call.
+    """
+    return [list(map(column, tensors)) for column in _COLUMNS]
+
+
+_COLUMNS: tuple[Callable[[Tensor], object], ...] = (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -121,16 +121,23 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+_TORCHS_OWN = ("p", "eps", "momentum", "track_running_stats", "negative_slope", "mode")
+"""What is watched of PyTorch's own layers, of which a model has thousands: looking at everything would take longer than
+the model does."""
+
+
 def _settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Where modules hold what a graph takes for granted: the dictionary of their attributes, and the key."""
     common = vars(nn.Module())
     for module in model.modules():
-        yield vars(module), "forward"  # of the class, unless somebody sets another one on the module
-        torchs_own = type(module).__module__.startswith("torch.")
-        for name, value in vars(module).items():
-            passed_over = name in common or name == "forward" or (torchs_own and name.startswith("_"))
-            if not passed_over and isinstance(value, _SETTINGS) and _is_plain(value):
-                yield vars(module), name
+        attributes = vars(module)
+        if type(module).__module__.startswith("torch."):
+            yield from ((attributes, name) for name in _TORCHS_OWN if name in attributes)
+            continue
+        yield attributes, "forward"  # of the class, unless somebody sets another one on the module
+        for name, value in attributes.items():
+            if name not in common and name != "forward" and isinstance(value, _SETTINGS) and _is_plain(value):
+                yield attributes, name
 
 
 def _is_plain(value: Any) -> bool:

@@ -270,7 +270,7 @@ class _Configured(nn.Module):
         lambda model: model.factors.append(3.0),
         lambda model: model.names.update(a=2),
         lambda model: setattr(model, "function", torch.tanh),
-        lambda model: setattr(model.norm, "forward", lambda x: x),
+        lambda model: setattr(model, "forward", lambda x: x),
     ],
 )
 def test_whatever_a_graph_takes_for_granted_is_watched(change: Callable[[nn.Module], object]) -> None:
