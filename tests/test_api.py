@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import autostream
+from autostream.build import preparing
 from autostream.errors import OptionError, TargetError, TraceError
 from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same
 
@@ -682,6 +683,24 @@ def test_threads_may_call_it_at_once(prepared: bool, configuration: str, monkeyp
         thread.join()
     assert not failures, failures[0]
     assert modes(fast) == ["threads" if configuration == "scattered" else "one stream"]
+
+
+@torch.inference_mode()
+def test_flags_that_a_trace_in_another_thread_sets_make_no_entry() -> None:
+    """``torch.export`` turns cuDNN off while it traces; who calls meanwhile waits, and looks again."""
+    fast = autostream.optimize(Net(), t(3, 4))
+
+    def call() -> None:
+        with torch.inference_mode():
+            fast(t(3, 4))
+
+    thread = threading.Thread(target=call)
+    with preparing, torch.backends.cudnn.flags(enabled=False):
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join()
+    assert len(fast.reports) == 1
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
 from autostream.errors import CaptureError
@@ -270,6 +271,22 @@ def test_a_model_that_dynamo_refuses_runs_as_it_is() -> None:
     assert pieces.report.mode == "plain"
     assert [refusal.choice for refusal in pieces.report.refusals] == ["split at graph breaks", "plain"]
     assert "Dynamo cannot trace it either: UncapturedHigherOrderOpError" in pieces.report.refusals[1].reason
+
+
+@torch.no_grad()
+def test_what_dynamo_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def refuse(*args: Any) -> None:
+        tries.append(1)
+        raise TorchDynamoException("no way")
+
+    monkeypatch.setattr("autostream.build.split", lambda model, make_piece, refused: refuse)
+    pieces = Pieces(nn.ReLU(), signature(), "no graph", Piece)
+    for _ in range(3):
+        same(pieces(t(3)), t(3).relu())
+    assert len(tries) == 1
+    assert pieces.report.mode == "plain"
 
 
 @torch.no_grad()
