@@ -76,30 +76,19 @@ class Scheduled:
         options: Options,
     ) -> None:
         with preparing:
-            self._prepare(model, structure, tensors, signature, bound_inputs, options)
-
-    def _prepare(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        tensors: Sequence[Tensor],
-        signature: Signature,
-        bound_inputs: frozenset[int],
-        options: Options,
-    ) -> None:
-        stopwatch = Stopwatch()
-        with stopwatch("trace"):
-            self._traced = trace(model, tensors, structure)
-        placeholders = self._traced.program.placeholders
-        self._state = LiveState(model, placeholders, self._traced.constants)
-        self._bound = tuple(p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders)
-        arguments = self._arguments(tensors)
-        self._expected = _metadata(arguments)
-        priced, self._selection, refusals = _tune(self._traced.program, arguments, self._bound, options, stopwatch)
-        self._graph = priced.graph
-        self._writes = any(written(self._traced.program, priced.graph))
-        self._repeatable = repeatable(self._traced.program, priced.graph)
-        self.report = _report(type(model).__name__, signature, priced, self._selection, refusals, stopwatch)
+            stopwatch = Stopwatch()
+            with stopwatch("trace"):
+                self._traced = trace(model, tensors, structure)
+            placeholders = self._traced.program.placeholders
+            self._state = LiveState(model, placeholders, self._traced.constants)
+            self._bound = tuple(p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders)
+            arguments = self._arguments(tensors)
+            self._expected = _metadata(arguments)
+            priced, self._selection, refusals = _tune(self._traced.program, arguments, self._bound, options, stopwatch)
+            self._graph = priced.graph
+            self._writes = any(written(self._traced.program, priced.graph))
+            self._repeatable = repeatable(self._traced.program, priced.graph)
+            self.report = _report(type(model).__name__, signature, priced, self._selection, refusals, stopwatch)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run with these flat inputs and return what the model would.
