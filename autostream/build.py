@@ -26,6 +26,7 @@ from autostream.options import Options
 from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program, versions
 from autostream.scheduling.simulate import simulate
 from autostream.select import Selection, build, repeatable, select, written
+from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
 from autostream.tracing.export import trace
 from autostream.tracing.signature import Signature
@@ -317,4 +318,4 @@ _COLUMNS: tuple[Callable[[Tensor], object], ...] = (
 
 
 def _storages(tensors: Sequence[Tensor]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    return {storage_of(tensor) for tensor in tensors}

@@ -9,6 +9,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from autostream.storages import storage_of
+
 
 def value_of(node: fx.Node) -> Any:
     """The node's fake value: a tensor, a number, a tuple of them, or ``None`` where there is none."""
@@ -29,7 +31,7 @@ def tensors_given(node: fx.Node) -> list[torch.Tensor]:
 
 def storages_in(value: Any) -> set[int]:
     """The identities of the storages of all tensors in a value; sparse tensors have none."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value) if tensor.layout is torch.strided}
+    return {storage_of(tensor) for tensor in tensors_in(value) if tensor.layout is torch.strided}
 
 
 def nodes_in(argument: Any) -> tuple[fx.Node, ...]:

@@ -27,6 +27,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from autostream.execution import streams
+from autostream.storages import storage_of
 
 Values = dict[str, Any]
 """What each node that has run came to, by name."""
@@ -275,8 +276,8 @@ class _Memory(Values):
         for holder in step.holders:
             self.pop(holder, None)
         live = (tensor for value in self.values() for tensor in _tensors(value) if tensor.layout is torch.strided)
-        storage = freed.untyped_storage()._cdata
-        if all(tensor.untyped_storage()._cdata != storage for tensor in live):
+        storage = storage_of(freed)
+        if all(storage_of(tensor) != storage for tensor in live):
             _poison(freed)
 
 
@@ -327,7 +328,7 @@ def _frees(graph: fx.Graph) -> Mapping[str, Sequence[Free]]:
     for node in graph.nodes:
         for index, tensor in enumerate(_tensors(node.meta.get("val")) if node.op != "output" else ()):
             if tensor.layout is torch.strided:  # others have no storage, and live until the end of the run
-                storage = tensor.untyped_storage()._cdata
+                storage = storage_of(tensor)
                 indices.setdefault(storage, index)
                 holders[storage].append(node)
     frees: dict[str, list[Free]] = defaultdict(list)

@@ -20,6 +20,7 @@ from autostream.execution.blame import where
 from autostream.execution.capture import capture
 from autostream.execution.static import Handout, copyable, handouts, static_copies
 from autostream.execution.streams import capture_stream
+from autostream.storages import storage_of
 
 Run = Callable[..., Sequence[Tensor]]
 """Takes flat tensors, returns flat tensors."""
@@ -137,8 +138,8 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy what is not in place already, in as few launches as possible."""
     pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.data_ptr() != s.data_ptr()]
     # A static tensor may be passed for another input than its own: read it before it is written.
-    written = {target.untyped_storage()._cdata for target, _ in pairs}
-    clashing = [index for index, (_, source) in enumerate(pairs) if source.untyped_storage()._cdata in written]
+    written = {storage_of(target) for target, _ in pairs}
+    clashing = [index for index, (_, source) in enumerate(pairs) if storage_of(source) in written]
     if clashing:
         aside = static_copies([source for _, source in pairs], clashing)
         pairs = [(target, source) for (target, _), source in zip(pairs, aside, strict=True)]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from autostream.storages import storage_of
+
 Handout = Callable[[Sequence[Tensor], Sequence[Tensor], dict[int, torch.UntypedStorage]], Tensor]
 """Makes one output for a caller from the call's arguments, the outputs before it, and copies of shared storages."""
 
@@ -28,16 +30,16 @@ def static_copies(tensors: Sequence[Tensor], copied: Sequence[int]) -> list[Tens
     static = list(tensors)
     spans: dict[int, tuple[int, int]] = {}
     for index in copied:
-        key = _storage(tensors[index])
+        key = storage_of(tensors[index])
         start, end = _span(tensors[index])
         low, high = spans.get(key, (start, end))
         spans[key] = min(low, start), max(high, end)
     blocks: dict[int, Tensor] = {}
     for index in copied:
         tensor = tensors[index]
-        low, high = spans[_storage(tensor)]
+        low, high = spans[storage_of(tensor)]
         low -= low % _ALIGNMENT
-        block = blocks.setdefault(_storage(tensor), torch.empty(high - low, dtype=torch.uint8, device=tensor.device))
+        block = blocks.setdefault(storage_of(tensor), torch.empty(high - low, dtype=torch.uint8, device=tensor.device))
         offset = tensor.storage_offset() - low // tensor.element_size()
         static[index] = _view(block.untyped_storage(), tensor, offset)
     for index in copied:
@@ -68,21 +70,21 @@ def handouts(outputs: Sequence[Tensor], static: Sequence[Tensor], copied: Sequen
         static: what it was given.
         copied: which of those are copies of the caller's tensors; the others are the caller's own.
     """
-    owners = {_storage(tensor): index for index, tensor in enumerate(static)}
+    owners = {storage_of(tensor): index for index, tensor in enumerate(static)}
     count: dict[int, int] = {}
     for output in {id(output): output for output in outputs}.values():
-        count[_storage(output)] = count.get(_storage(output), 0) + 1
+        count[storage_of(output)] = count.get(storage_of(output), 0) + 1
     first: dict[int, int] = {}
     plan: list[Handout] = []
     for place, output in enumerate(outputs):
         earlier = first.setdefault(id(output), place)
-        owner = owners.get(_storage(output))
+        owner = owners.get(storage_of(output))
         if earlier != place:
             plan.append(_repeat(earlier))
         elif owner is not None:
             exact = next((i for i, tensor in enumerate(static) if tensor is output), None)
             plan.append(_argument(exact) if exact is not None else _argument_view(owner, output, static, copied))
-        elif count[_storage(output)] == 1 and _dense(output):
+        elif count[storage_of(output)] == 1 and _dense(output):
             plan.append(_copy(output))
         else:
             plan.append(_shared_copy(output))
@@ -118,7 +120,7 @@ def _copy(output: Tensor) -> Handout:
 
 
 def _shared_copy(output: Tensor) -> Handout:
-    key = _storage(output)
+    key = storage_of(output)
 
     def copy(arguments: Sequence[Tensor], outputs: Sequence[Tensor], copies: dict[int, torch.UntypedStorage]) -> Tensor:
         if key not in copies:
@@ -140,10 +142,6 @@ def _lazy_as(like: Tensor, tensor: Tensor) -> Tensor:
     """A tensor conjugated and negated, as ``like`` is, by a flag that says so."""
     tensor = tensor.conj() if like.is_conj() else tensor
     return torch._neg_view(tensor) if like.is_neg() else tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _byte_offset(tensor: Tensor) -> int:

@@ -26,6 +26,7 @@ from torch.fx.traceback import preserve_node_meta
 from autostream import collector
 from autostream.errors import FastPathError, TraceError, first_line
 from autostream.ir import Placeholder, Program, Role
+from autostream.storages import storage_of
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.constants import Constants, tensors_held
 from autostream.tracing.guards import unusual
@@ -118,10 +119,10 @@ def _padding_refused(twin: nn.Module) -> nn.Module:
 
 def _reached_originals(exported: ExportedProgram, model: nn.Module) -> bool:
     """Whether a replica led back to the model by a way that was not copied: its weights then look like constants."""
-    state = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    state = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     constants = [constant for constant in exported.constants.values() if type(constant) in (Tensor, nn.Parameter)]
     with suppress(NotImplementedError):  # wrapped by a function transform, which is refused for what it is
-        return any(constant.untyped_storage()._cdata in state for constant in constants)
+        return any(storage_of(constant) in state for constant in constants)
     return False
 
 
@@ -182,7 +183,7 @@ def _called(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.storage_offset()
+    return storage_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
@@ -326,7 +327,7 @@ def _placeholders(
         target, tensor = next(inputs) if role is Role.INPUT else _state(spec.target or "", exported, model, constants)
         if reason := unusual(tensor):
             raise TraceError(f"the model's {target} {reason}")
-        owner = owners.setdefault(tensor.untyped_storage()._cdata, spec.arg.name)
+        owner = owners.setdefault(storage_of(tensor), spec.arg.name)
         placeholders.append(Placeholder(spec.arg.name, role, str(target), owner))
     return tuple(placeholders), constants
 

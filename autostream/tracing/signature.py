@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autostream.storages import storage_of
 from autostream.tracing.tree import Structure
 
 
@@ -56,7 +57,7 @@ def signature_of(
 
 
 def _aliases(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    storages = [t.untyped_storage()._cdata for t in tensors]
+    storages = [storage_of(t) for t in tensors]
     if len(set(storages)) == len(storages):
         return ()
     # Offsets matter only relative to the tensor shared with: its own place in memory is not the program's business.
