@@ -20,7 +20,7 @@ from autostream.options import Options, disabled
 from autostream.pipeline import versions
 from autostream.tracing.guards import exporting, unusual_call, unusual_tensor
 from autostream.tracing.signature import Signature, signature_of
-from autostream.tracing.state import ModelWatch
+from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
 
 log = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ class OptimizedModule(nn.Module):
 
     @property
     def _name(self) -> str:
-        return type(self._model).__name__
+        return name_of(self._model)
 
     # What follows makes it a module like the one that it was made of.
 
@@ -357,6 +357,18 @@ class _FunctionModule(nn.Module):
         self._function = function
         # Not add_module, which refuses names of its own attributes.
         self._modules |= {k: value for k, value in _referred_to(function).items() if isinstance(value, nn.Module)}
+
+    @property
+    def training(self) -> bool:
+        """A function has no mode of its own."""
+        return any(module.training for module in self.children())
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        pass
+
+    def _get_name(self) -> str:
+        return getattr(self._function, "__qualname__", type(self._function).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)

@@ -30,7 +30,7 @@ from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
 from autostream.tracing.export import trace
 from autostream.tracing.signature import Signature
-from autostream.tracing.state import LiveState
+from autostream.tracing.state import LiveState, name_of
 from autostream.tracing.tree import Structure, unflatten
 
 preparing = threading.RLock()
@@ -89,7 +89,7 @@ class Scheduled:
             self._graph = priced.graph
             self._writes = any(written(self._traced.program, priced.graph))
             self._repeatable = repeatable(self._traced.program, priced.graph)
-            self.report = _report(type(model).__name__, signature, priced, self._selection, refusals, stopwatch)
+            self.report = _report(name_of(model), signature, priced, self._selection, refusals, stopwatch)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run with these flat inputs and return what the model would.
@@ -199,13 +199,18 @@ class Pieces:
     def report(self) -> Report:
         """What is known now: pieces are made in the calls that get to them."""
         return Report(
-            model=type(self._model).__name__,
+            model=name_of(self._model),
             signature=str(self._signature),
-            mode="graph breaks" if self._pieces or not self._called else "plain",
+            mode=self._mode(),
             refusals=tuple(self._refusals.values()),
             versions=versions(),
             parts=tuple(report for piece in self._pieces for report in piece.reports),
         )
+
+    def _mode(self) -> str:
+        if not self._called:
+            return "not run yet"
+        return "graph breaks" if self._pieces else "plain"
 
 
 class Plain:
@@ -220,7 +225,7 @@ class Plain:
     def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
         self._model = model
         refusal = Decision("", "plain", reason)
-        self.report = Report(type(model).__name__, str(signature), "plain", refusals=(refusal,), versions=versions())
+        self.report = Report(name_of(model), str(signature), "plain", refusals=(refusal,), versions=versions())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""

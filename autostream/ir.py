@@ -370,10 +370,11 @@ class Report:
     """All that is known about one signature of one model: what runs, why, and what was refused.
 
     Attributes:
-        model: the model's class name.
+        model: the name of the model's class, or of the function.
         signature: readable, e.g. ``"1x3x224x224:float16 on cuda:0, eval, no_grad"``.
         mode: what a call runs: ``"plain"`` (the model itself), ``"one stream"``, ``"streams"``, ``"threads"`` (streams
-            of a CPU), ``"cuda graph"``, ``"graph breaks"`` (see ``parts``), or ``"dry run"`` where nothing was to run.
+            of a CPU), ``"cuda graph"``, ``"graph breaks"`` (see ``parts``), ``"not run yet"`` where the first
+            call will tell, or ``"dry run"`` where nothing was to run.
         profile: the device that was planned for.
         graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
             ``timeline`` is the simulated run of the chosen candidate.

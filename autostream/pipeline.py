@@ -22,6 +22,7 @@ from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_of
 from autostream.costs.measured import measure
 from autostream.costs.roofline import price
+from autostream.errors import OptionError
 from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Program, Report, Schedule
 from autostream.options import Options
 from autostream.scheduling import POLICIES
@@ -31,7 +32,7 @@ from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.tracing.export import Traced, trace
 from autostream.tracing.signature import signature_of
-from autostream.tracing.state import LiveState, ModelWatch
+from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import flatten
 from autostream.version import VERSION
 
@@ -191,26 +192,29 @@ def plan(
         model: the module.
         args: positional example inputs.
         kwargs: keyword example inputs.
-        options: as for :func:`autostream.optimize`; costs are estimated, unless ``costs="measured"`` and the device is
-            the model's own.
+        options: as for :func:`autostream.optimize`; costs are estimated unless ``costs="measured"``.
         profile: a device to plan for, which need not be there: what runs on the CPU is planned as if it ran on that.
 
     Raises:
+        OptionError: costs are to be measured for a profile, that is, on a device which need not be there.
         TraceError: the model cannot be traced.
     """
+    if options.costs == "measured" and profile is not None:
+        raise OptionError('costs="measured" needs the device itself: leave out the profile, or use costs="roofline"')
+    device = None if profile is None else _device_of(profile)
     stopwatch = Stopwatch()
     tensors, structure = flatten((tuple(args), dict(kwargs)))
     signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
     with stopwatch("trace"):
-        traced = trace(model, tensors, structure, device=None if profile is None else _device_of(profile))
-    arguments = arguments_of(traced, model, tensors) if options.costs == "measured" and profile is None else None
+        traced = trace(model, tensors, structure, device=device)
+    arguments = arguments_of(traced, model, tensors) if options.costs == "measured" else None
     priced = price_program(traced.program, options, stopwatch, profile, arguments)
     capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
     candidates = candidates_for(priced, options, capture, stopwatch)
     best = min(candidates, key=lambda candidate: candidate.predicted_us)
     return Report(
-        model=type(model).__name__,
-        signature=str(signature),
+        model=name_of(model),
+        signature=str(signature.on(device)),
         mode="dry run",
         profile=priced.profile,
         graph=priced.graph,

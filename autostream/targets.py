@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autostream import zoo
 from autostream.errors import TargetError
 
-_SHAPE = re.compile(r"[1-9]\d*(x[1-9]\d*)*", re.ASCII)
+_SHAPE = re.compile(r"\d+(x\d+)*", re.ASCII)
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -89,7 +89,7 @@ def parse_input(text: str) -> InputSpec:
     shape, colon, dtype = text.partition(":")
     if shape != "scalar" and not _SHAPE.fullmatch(shape):
         raise TargetError(
-            f"--input {text}: the shape {shape!r} is not allowed: write whole numbers from 1 joined by x, "
+            f"--input {text}: the shape {shape!r} is not allowed: write whole numbers joined by x, "
             "as in 1x3x224x224, or scalar"
         )
     if colon and dtype not in DTYPES:
@@ -202,7 +202,8 @@ def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module, tup
         raise TargetError(f"{target}: {error}; write the name of a function that the module has") from None
     if isinstance(found, nn.Module) or not callable(found):
         raise TargetError(f"{target} is a {type(found).__name__}, not a factory: name a function that returns a module")
-    with _user_code(f"{target} cannot be called without arguments"):
+    _check_arguments(found, (), target)
+    with _user_code(f"{target} failed"):
         made = found()
     match made:
         case nn.Module():
@@ -215,11 +216,17 @@ def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module, tup
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], target: str) -> None:
+    _check_arguments(model.forward, args, f"{target}: {type(model).__name__}.forward")
+
+
+def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> None:
     try:
-        inspect.signature(model.forward).bind(*args)
+        inspect.signature(function).bind(*args)
     except TypeError as error:
         given = f"{len(args)} input{'s' if len(args) != 1 else ''}"
-        raise TargetError(f"{target}: {type(model).__name__}.forward does not take {given}: {error}") from None
+        raise TargetError(f"{name} does not take {given}: {error}") from None
+    except ValueError:  # written in C, it does not say what it takes
+        return
 
 
 @contextmanager

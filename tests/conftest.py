@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("no clocks", deadline=None)
 settings.load_profile("no clocks")
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo compiles a function a few times only, and then lets it be; most models in a test file share one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

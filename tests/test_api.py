@@ -10,7 +10,7 @@ import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,13 +25,7 @@ from autostream.build import preparing
 from autostream.errors import OptionError, TargetError, TraceError
 from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    """Dynamo compiles a function a few times only, and then lets it be; most models here share one."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def t(*shape: int) -> Tensor:
@@ -395,6 +389,25 @@ def test_what_a_function_closes_over_may_be_changed() -> None:
     ours = fast(x)
     torch.manual_seed(3)
     same(ours, function(x))
+
+
+@torch.no_grad()
+def test_a_function_goes_by_its_name_and_has_the_mode_of_its_modules() -> None:
+    net = nn.Linear(4, 4)
+
+    def project(x: Tensor) -> Tensor:
+        return net(x)
+
+    fast = autostream.optimize(project)
+    for mode in ("train", "eval"):
+        net.train(mode == "train")
+        fast(t(3, 4))
+        assert fast.training is (mode == "train")
+        assert fast.reports[0].model.endswith("project")
+        assert f", {mode}, " in fast.reports[0].signature
+    fast.train()
+    assert net.training
+    assert ", eval, " in autostream.optimize(torch.relu, t(3)).reports[0].signature
 
 
 @torch.no_grad()

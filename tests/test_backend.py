@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -15,12 +14,7 @@ from autostream.backend import autostream
 from autostream.errors import OptionError
 from tests.semantics import CONFIGURATIONS, Model, force_streams, same
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,7 @@ from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import flatten
 from tests.semantics import Model, force_streams, same
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def t(*shape: int) -> Tensor:
@@ -249,7 +244,7 @@ def signature() -> Any:
 @torch.no_grad()
 def test_pieces_are_reported_when_they_have_been_made() -> None:
     pieces = Pieces(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), signature(), "no graph", Piece)
-    assert (pieces.report.mode, pieces.report.parts) == ("graph breaks", ())
+    assert (pieces.report.mode, pieces.report.parts) == ("not run yet", ())
     same(pieces(torch.ones(3)), torch.full((3,), 2.0))
     assert pieces.report.mode == "graph breaks"
     assert pieces.report.parts == Piece.reports * 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autostream import pipeline
 from autostream.costs.device import profile_named, profile_of
-from autostream.errors import ScheduleError, TargetError, TraceError
+from autostream.errors import OptionError, ScheduleError, TargetError, TraceError
 from autostream.ir import Assignment, Candidate, DeviceProfile, OpGraph, Report, Schedule
 from autostream.options import Options
 from autostream.pipeline import SHORTLIST, Priced, Stopwatch, candidates_for, plan, price_program
@@ -349,7 +349,8 @@ def test_a_dry_run_changes_nothing_and_computes_nothing() -> None:
 
 def test_costs_are_measured_on_the_models_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {cost.source for cost in dry_run(Towers(), None, costs="measured").costs.values()} == {"measured"}
-    assert {cost.source for cost in dry_run(Towers(), H200, costs="measured").costs.values()} == {"roofline"}
+    with pytest.raises(OptionError, match="needs the device itself: leave out the profile"):
+        dry_run(Towers(), H200, costs="measured")
 
 
 def test_keyword_arguments_are_planned_with() -> None:
@@ -361,7 +362,7 @@ def test_keyword_arguments_are_planned_with() -> None:
     report = plan(Takes(), (X,), arguments, Options(), H200)
     assert report.graph is not None
     assert len(report.graph.ops) == 2
-    assert "2x8:float32 on cpu, 8:float32 on cpu" in report.signature
+    assert "2x8:float32 on cuda:0, 8:float32 on cuda:0" in report.signature, "where it is planned for"
 
 
 def test_a_model_that_cannot_be_traced_is_refused() -> None:

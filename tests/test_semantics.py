@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import autostream
 from tests.semantics import CONFIGURATIONS, Beside, Model, check_same, force_streams, same
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    """Dynamo compiles a function a few times only, and then lets it be; most models here share one."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def t(*shape: int) -> Tensor:

@@ -15,6 +15,7 @@ _MODES = {
     "plain": "the plain model",
     "one stream": "one op after another, uncaptured,",
     "graph breaks": "pieces between graph breaks",
+    "not run yet": "nothing yet: the first call makes the pieces, or raises the model's own error",
     "streams": "ops on CUDA streams, uncaptured,",
     "threads": "CPU threads,",
     "cuda graph": "CUDA graph",
@@ -71,7 +72,8 @@ def _lines(report: Report, numbers: Summary | None) -> Iterator[tuple[str, str]]
         yield from _times(report, report.chosen)
     if report.graph and numbers:
         yield "graph", _graph(report.graph, report.chosen, numbers)
-        yield "bound", _bound(report.costs, numbers)
+        yield "work", _work(report.costs, numbers)
+        yield from (("bound", limit) for limit in limits(numbers)[:1])
         yield from (("why not more", reason) for reason in _why_not_more(report, numbers))
     yield from (("refused", refusal) for refusal in _refusals(report))
     if report.seconds:
@@ -159,16 +161,12 @@ def _graph(graph: OpGraph, chosen: Candidate | None, numbers: Summary) -> str:
     return ", ".join(facts)
 
 
-def _bound(costs: Costs, numbers: Summary) -> str:
+def _work(costs: Costs, numbers: Summary) -> str:
     sources = "/".join(sorted({cost.source for cost in costs.values()}))
-    return (
-        f"{numbers.bound:.2f}×: {_us(numbers.work_us)} of work ({sources} costs), "
-        f"{_us(numbers.critical_path_us)} of it on the critical path"
-    )
+    return f"{_us(numbers.work_us)} ({sources} costs), {_us(numbers.critical_path_us)} of it on the critical path"
 
 
 def _why_not_more(report: Report, numbers: Summary) -> Iterator[str]:
-    yield from limits(numbers)[:1]
     floor = max(numbers.critical_path_us, numbers.sm_us, numbers.bandwidth_us)
     chosen = report.chosen
     if chosen and chosen.schedule.streams > 1 and floor > 0 and chosen.predicted_us > 1.05 * floor:

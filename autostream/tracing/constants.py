@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autostream.errors import TraceError
+from autostream.tracing.guards import transformed
 from autostream.tracing.lines import note_line
 
 
@@ -70,7 +71,7 @@ class Constants(TorchFunctionMode):
 def _is_real(tensor: object) -> bool:
     # Not isinstance: parameters and buffers are fake in a trace, and so is what is computed from them.
     real = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return real and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # type: ignore[arg-type]
+    return real and not transformed(tensor)  # type: ignore[arg-type]
 
 
 _IN_PLACE = re.compile(

@@ -7,13 +7,10 @@ depends on data) it refuses, and so do we.
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -31,6 +28,7 @@ from autostream.tracing.attributes import Holder, holders, host_generators, unto
 from autostream.tracing.constants import Constants, tensors_held
 from autostream.tracing.guards import unusual
 from autostream.tracing.replica import replica, with_ordinary_parameters
+from autostream.tracing.tamed import patched_for_this_thread, tamed
 from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -150,7 +148,7 @@ class _FlatModel(nn.Module):
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
-            with _patched_for_this_thread(), preserve_node_meta(), Constants(self._held, _called.__code__):
+            with patched_for_this_thread(), preserve_node_meta(), Constants(self._held, _called.__code__):
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
@@ -191,11 +189,9 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
 
     with ExitStack() as stack:
         stack.enter_context(untouched(flat.model))
-        stack.enter_context(_preserved_flags())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_quiet())
-        stack.enter_context(_uncompiled())
+        stack.enter_context(tamed())
         stack.enter_context(collector.paused())
         try:
             return export(flat, _ordinary(tensors), strict=False)
@@ -217,77 +213,6 @@ def _blamed(error: Exception) -> str:
         return ""
     path = frames[-1].filename.removeprefix(os.getcwd() + os.sep)
     return f" (at {path}:{frames[-1].lineno}: {frames[-1].line})"
-
-
-_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export._trace")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep back what PyTorch says while it traces, at length; what matters of it becomes the refusal."""
-    loggers = list(map(logging.getLogger, _TALKATIVE))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.addFilter(_nothing)
-        try:
-            yield
-        finally:
-            for logger in loggers:
-                logger.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
-
-
-def _uncompiled() -> AbstractContextManager[None]:
-    """Let export not compile the graph anew after each of its passes, since nobody runs it in between.
-
-    Private to PyTorch; where a version lacks it, export compiles.
-    """
-    lazily = getattr(getattr(torch.fx, "_lazy_graph_module", None), "_use_lazy_graph_module", None)
-    return lazily(True) if lazily else nullcontext()
-
-
-_UNPATCHED = {name: nn.Module.__dict__[name] for name in ("__call__", "__getattr__")}
-
-
-@contextmanager
-def _patched_for_this_thread() -> Iterator[None]:
-    """Let other threads' modules run as ever, while fx has methods of ``nn.Module`` patched to follow this thread's."""
-    patched = {name: nn.Module.__dict__[name] for name in _UNPATCHED}
-    tracing = threading.get_ident()
-
-    def of_thread(name: str) -> Callable[..., Any]:
-        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            methods = patched if threading.get_ident() == tracing else _UNPATCHED
-            return methods[name](self, *args, **kwargs)
-
-        return method
-
-    try:
-        for name in patched:
-            setattr(nn.Module, name, of_thread(name))
-        yield
-    finally:
-        for name, method in patched.items():
-            setattr(nn.Module, name, method)
-
-
-@contextmanager
-def _preserved_flags() -> Iterator[None]:
-    """Put back the flags by which PyTorch knows that it is exporting; an export that fails on 2.11 leaves them set.
-
-    Private to PyTorch; where a version has no such flags, there is nothing to put back.
-    """
-    names = ("_is_compiling_flag", "_is_exporting_flag")
-    flags = {name: getattr(torch.compiler, name) for name in names if hasattr(torch.compiler, name)}
-    try:
-        yield
-    finally:
-        for name, flag in flags.items():
-            setattr(torch.compiler, name, flag)
 
 
 def _ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

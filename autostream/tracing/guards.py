@@ -53,6 +53,11 @@ def unusual_tensor(tensors: Sequence[Tensor]) -> str:
     return ""
 
 
+def transformed(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another inside of a function transform."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def unusual(tensor: Tensor) -> str:
     """What a tensor is or has that an ordinary strided one does not, or ``""``."""
     if type(tensor) not in _ORDINARY:
@@ -63,6 +68,6 @@ def unusual(tensor: Tensor) -> str:
         return f"is on {tensor.device}"
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return "is quantized, conjugated or negated lazily"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if transformed(tensor):
         return "belongs to a function transform (vmap, grad, …)"
     return ""

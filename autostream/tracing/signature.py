@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,13 @@ class Signature:
     training: bytes
     records_gradients: bool
     numerics: Hashable
+
+    def on(self, device: str | None) -> Signature:
+        """The same, its tensors on another kind of device; as it is for ``None``."""
+        if device is None or all(own.type == torch.device(device).type for *_, own in self.tensors):
+            return self
+        moved = tuple((*layout, torch.device(device)) for *layout, _ in self.tensors)
+        return replace(self, tensors=moved)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """Readable, e.g. ``1x3x224x224:float16 on cuda:0, eval, no gradients``."""
@@ -75,14 +82,11 @@ def _numerics() -> Hashable:
     autocast = tuple(
         (device, torch.get_autocast_dtype(device)) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)
     )
-    # What torch.backends.cuda.matmul.fp32_precision is made of, and ten times as fast. Its older relatives, such as
-    # get_float32_matmul_precision(), raise where somebody used the newer ones.
-    precision = torch._C._get_fp32_precision_getter
     return (
         autocast,
         torch.get_default_dtype(),
         torch.get_default_device() if torch._C._len_torch_function_stack() else None,
-        *(precision(*setting) for setting in _PRECISIONS),
+        *(_precision(*setting) for setting in _PRECISIONS),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.deterministic,
@@ -94,6 +98,10 @@ def _numerics() -> Hashable:
 
 
 _PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
+
+# What torch.backends.cuda.matmul.fp32_precision is made of, and ten times as fast; private (seen in 2.11 and 2.13).
+# The public fall-back raises where somebody used the newer settings as well as the older.
+_precision = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: torch.get_float32_matmul_precision())
 
 _ATTENTION_KERNELS = (
     torch.backends.cuda.flash_sdp_enabled,

@@ -23,6 +23,11 @@ from autostream.ir import Placeholder, Role
 _training = operator.attrgetter("training")
 
 
+def name_of(model: nn.Module) -> str:
+    """What a model calls itself, usually by its class."""
+    return str(model._get_name())  # type: ignore[no-untyped-call]
+
+
 class ModelWatch:
     """Tells, without walking the module tree, whether a model is still made of the same modules.
 

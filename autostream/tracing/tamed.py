@@ -1,0 +1,91 @@
+"""What ``torch.export`` does to the process while it traces, kept from those who did not ask for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def tamed() -> Iterator[None]:
+    """Trace inside this: PyTorch says nothing, compiles nothing in between, and has its flags put back."""
+    with _preserved_flags(), _quiet(), _uncompiled():
+        yield
+
+
+_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export._trace")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what PyTorch says while it traces, at length; what matters of it becomes the refusal."""
+    loggers = list(map(logging.getLogger, _TALKATIVE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Let export not compile the graph anew after each of its passes, since nobody runs it in between.
+
+    Private to PyTorch; where a version lacks it, export compiles.
+    """
+    lazily = getattr(getattr(torch.fx, "_lazy_graph_module", None), "_use_lazy_graph_module", None)
+    return lazily(True) if lazily else nullcontext()
+
+
+_UNPATCHED = {name: nn.Module.__dict__[name] for name in ("__call__", "__getattr__")}
+
+
+@contextmanager
+def patched_for_this_thread() -> Iterator[None]:
+    """Let other threads' modules run as ever, while fx has methods of ``nn.Module`` patched to follow this thread's."""
+    patched = {name: nn.Module.__dict__[name] for name in _UNPATCHED}
+    tracing = threading.get_ident()
+
+    def of_thread(name: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            methods = patched if threading.get_ident() == tracing else _UNPATCHED
+            return methods[name](self, *args, **kwargs)
+
+        return method
+
+    try:
+        for name in patched:
+            setattr(nn.Module, name, of_thread(name))
+        yield
+    finally:
+        for name, method in patched.items():
+            setattr(nn.Module, name, method)
+
+
+@contextmanager
+def _preserved_flags() -> Iterator[None]:
+    """Put back the flags by which PyTorch knows that it is exporting; an export that fails on 2.11 leaves them set.
+
+    Private to PyTorch; where a version has no such flags, there is nothing to put back.
+    """
+    names = ("_is_compiling_flag", "_is_exporting_flag")
+    flags = {name: getattr(torch.compiler, name) for name in names if hasattr(torch.compiler, name)}
+    try:
+        yield
+    finally:
+        for name, flag in flags.items():
+            setattr(torch.compiler, name, flag)

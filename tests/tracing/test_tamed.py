@@ -1,0 +1,65 @@
+"""What tracing changes for its time is as before afterwards, and other threads do not see it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from autostream.tracing.tamed import patched_for_this_thread, tamed
+
+TALKATIVE = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+
+
+def test_pytorch_says_nothing_inside_and_speaks_again_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with tamed():
+            TALKATIVE.error("inside")
+            warnings.warn("inside", stacklevel=1)
+        TALKATIVE.error("after")
+        warnings.warn("after", stacklevel=1)
+    assert [record.message for record in caplog.records] == ["after"]
+    assert [str(warning.message) for warning in seen] == ["after"]
+
+
+def test_what_a_user_logs_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    with tamed():
+        logging.getLogger("a.user").error("inside")
+    assert [record.message for record in caplog.records] == ["inside"]
+
+
+def test_flags_that_a_failure_leaves_set_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", False, raising=False)
+
+    def fail() -> None:
+        with tamed():
+            torch.compiler._is_exporting_flag = True
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.compiler._is_exporting_flag is False
+
+
+def test_patched_methods_are_this_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = nn.Module.__dict__["__call__"]
+
+    def patched(self: nn.Module, *args: object) -> str:
+        return "patched"
+
+    monkeypatch.setattr(nn.Module, "__call__", patched)
+    results = []
+    with patched_for_this_thread():
+        results.append(nn.Identity()(1))
+        other = threading.Thread(target=lambda: results.append(nn.Identity()(1)))
+        other.start()
+        other.join()
+    assert results == ["patched", 1]
+    assert nn.Module.__dict__["__call__"] is patched
+    monkeypatch.undo()
+    assert nn.Module.__dict__["__call__"] is original
