@@ -1,4 +1,4 @@
-"""The command line: ``autostream inspect`` and ``autostream demo``.
+"""The command line: ``autostream inspect``, ``bench`` and ``demo``.
 
 Exit codes: 0 all is well, 1 a check failed, 2 the command line or the model that it names cannot be used.
 """
@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,17 +22,27 @@ from torch.utils.benchmark import Timer
 
 from autostream import __version__, pipeline
 from autostream.api import optimize
+from autostream.bench.inference import Inference, subject_of
+from autostream.bench.isolation import hold_isolated
+from autostream.bench.modes import AUTOSTREAM, SLOW, modes_of
+from autostream.bench.table import cells_table
 from autostream.costs.device import known_names, profile_named
 from autostream.errors import AutostreamError, OptionError, TargetError
 from autostream.ir import Report
 from autostream.options import Options
+from autostream.pipeline import versions
 from autostream.reporting import dot, dump, text
-from autostream.targets import DTYPES, parse_device, parse_input, prepare
+from autostream.targets import DTYPES, InputSpec, parse_device, parse_input, prepare
 
 _INSPECT = """Plan a model without optimizing it: what would run beside what, what it would gain, and why not more.
+"""
 
-TARGET is a torchvision or timm model's name (random weights, nothing is downloaded), package.module:factory or
-file.py:factory. A factory is a function that takes no arguments and returns a module, or (module, args).
+_BENCH = """Time a model in every mode there is, side by side, in interleaved rounds, after checking what each computes.
+Exits with 1 if autostream has no time: it failed, or its outputs are wrong.
+"""
+
+_TARGET = """TARGET is a torchvision or timm model's name (random weights, nothing is downloaded), package.module:factory
+or file.py:factory. A factory is a function that takes no arguments and returns a module, or (module, args).
 The module is imported and the factory called: TARGET RUNS CODE, so name only what you trust.
 """
 
@@ -76,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"autostream {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_inspect(commands)
+    _add_bench(commands)
     _add_demo(commands)
     return parser
 
@@ -85,13 +97,11 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
         "inspect",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help="say what would run beside what, what it would gain, and why not more",
-        description=_INSPECT,
+        description=f"{_INSPECT}\n{_TARGET}",
         epilog="example: autostream inspect googlenet --input 1x3x224x224:float16 --profile h200 --ops 20",
     )
+    _add_model(inspect)
     add = inspect.add_argument
-    add("target", metavar="TARGET", help="the model")
-    add("--input", metavar="SHAPE[:DTYPE]", action="append", default=[], help=_INPUT)
-    add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
     add("--profile", metavar="NAME", help=f"plan for this device, here or not: {', '.join(known_names())}")
     add("--policy", default="auto", help="auto, sequential, critical_path or path_cover (default: auto)")
     add("--streams", type=_streams, default="auto", metavar="N", help="how many streams, or auto (default: auto)")
@@ -102,6 +112,30 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
     form.add_argument("--dot", action="store_true", help="the scheduled graph, for Graphviz")
     add("--out", metavar="FILE", type=Path, help="write there instead of to the terminal")
     inspect.set_defaults(run=_inspect)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="the model")
+    parser.add_argument("--input", metavar="SHAPE[:DTYPE]", action="append", default=[], help=_INPUT)
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+
+
+def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="time a model in every mode there is, side by side",
+        description=f"{_BENCH}\n{_TARGET}",
+        epilog="example: autostream bench googlenet --input 1x3x224x224:float16",
+    )
+    _add_model(bench)
+    add = bench.add_argument
+    add("--modes", type=_names, metavar="A,B", help="only these (default: all but the slow ones)")
+    add("--baseline", metavar="MODE", help="what the others are compared with (default: cuda_graph, on a CPU eager)")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one mode (default: 300)")
+    add("--json", action="store_true", help="the same, as JSON")
+    add("--out", metavar="FILE", type=Path, help="write there instead of to the terminal")
+    bench.set_defaults(run=_bench)
 
 
 def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -118,6 +152,10 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _streams(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _whole(text: str) -> int:
@@ -158,6 +196,35 @@ def _face(report: Report, arguments: argparse.Namespace) -> str:
         reasons = "; ".join(refusal.reason for refusal in report.refusals)
         raise TargetError(f"{arguments.target} has no graph to draw: {reasons}")
     return dot.render(report.graph, report.chosen.schedule, report.costs)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    device = parse_device(arguments.device)
+    known = modes_of(device)
+    modes = arguments.modes or [mode for mode in known if mode not in SLOW]
+    baseline = arguments.baseline or ("eager" if device.type == "cpu" else "cuda_graph")
+    for mode in (*modes, baseline):
+        if mode not in known:
+            raise OptionError(f"there is no mode {mode!r} on this device: use {', '.join(known)}")
+    inputs = [parse_input(text) for text in arguments.input]
+    outcome = hold_isolated(partial(_contest, arguments.target, inputs, device), modes, arguments.timeout, _say)
+    if outcome.failure:
+        raise TargetError(outcome.failure)
+    cells = {mode: cell.dump() for mode, cell in outcome.cells.items()}
+    row = {"workload": arguments.target, "versions": versions(), "cells": cells}
+    shown = json.dumps(row, indent=1, allow_nan=False) if arguments.json else cells_table([row], baseline)
+    _write(shown, arguments.out)
+    return int(any(cell.status != "ok" for mode, cell in outcome.cells.items() if mode in AUTOSTREAM))
+
+
+def _contest(target: str, inputs: list[InputSpec], device: torch.device) -> Inference:
+    return Inference(subject_of(*prepare(target, inputs, device)))
+
+
+def _say(mode: str) -> None:
+    """What is under way, on a line that the next one replaces; for a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{mode} ", end="", file=sys.stderr, flush=True)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,183 @@
+"""Time by device events and by the host's clock, in rounds that all calls share.
+
+In each round each call takes its turn, in alternating order, so that drift of clocks and temperature hits all alike,
+and is timed in three ways, after one call that is not timed:
+
+call_us     calls back to back, by events around them: what throughput comes to, host included where it is the slower
+device_us   the same calls queued behind a filler that keeps the device busy meanwhile: what the device alone needs
+host_us     until such a queued call returns
+latency_us  a call followed by a synchronisation
+
+On the CPU, where nothing is queued, all four are the time of a call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+Measured = Callable[[], object]
+
+ROUNDS = 25
+FEWEST_ROUNDS = 9
+ROUND_US = 3000.0
+LATENCIES = 5
+SECONDS = 20.0
+"""Rounds end after this, once there are as many as a median needs."""
+
+_QUEUE_US = 20_000.0
+_MOST_QUEUED = 100
+_FILLER_BYTES = 256 * 2**20
+
+
+@dataclass(slots=True)
+class Times:
+    """What one call took: µs, one number a round, but for latencies, of which each round has several."""
+
+    call_us: list[float] = field(default_factory=list)
+    device_us: list[float] = field(default_factory=list)
+    host_us: list[float] = field(default_factory=list)
+    latency_us: list[float] = field(default_factory=list)
+
+
+class Clock(Protocol):
+    """How one device is timed."""
+
+    def measure(self, call: Measured, times: Times, runs: int) -> None:
+        """Add one round."""
+
+    def once_us(self, call: Measured) -> float:
+        """About how long a call takes."""
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for a device."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+def interleaved(calls: Mapping[str, Measured], clock: Clock, note: Callable[[str], None]) -> dict[str, Times]:
+    """Time calls side by side.
+
+    Args:
+        calls: by name.
+        clock: of the device that they run on.
+        note: is told the name of each call before its turn in a round.
+
+    Returns:
+        By name; the numbers at one position were measured in the same round.
+    """
+    times = {name: Times() for name in calls}
+    runs = {}
+    for name, call in calls.items():
+        note(name)
+        call()
+        runs[name] = max(2, round(ROUND_US / max(clock.once_us(call), 1.0)))
+    end = time.perf_counter() + SECONDS
+    for turn in range(ROUNDS):
+        if turn >= FEWEST_ROUNDS and time.perf_counter() > end:
+            break
+        for name in _order(list(calls), turn):
+            note(name)
+            calls[name]()
+            clock.measure(calls[name], times[name], runs[name])
+    return times
+
+
+def _order(names: Sequence[str], turn: int) -> Sequence[str]:
+    return names if turn % 2 else names[::-1]
+
+
+class HostClock:
+    """For what is done when the call returns."""
+
+    def measure(self, call: Measured, times: Times, runs: int) -> None:
+        """Add one round."""
+        latencies = []
+        for _ in range(runs):
+            latencies.append(_host_us(call))
+        mean = sum(latencies) / runs
+        for series in (times.call_us, times.device_us, times.host_us):
+            series.append(mean)
+        times.latency_us += latencies[:LATENCIES]
+
+    def once_us(self, call: Measured) -> float:
+        """How long a call takes."""
+        return _host_us(call)
+
+
+class DeviceClock:
+    """For what a CUDA device is still doing when the call returns.
+
+    Args:
+        device: the one that is timed, on its current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._filler = torch.empty(_FILLER_BYTES, dtype=torch.uint8, device=device)
+        self._filler.zero_()
+        self._fill_us = min(self._between(self._filler.zero_, 4) for _ in range(3))
+
+    def measure(self, call: Measured, times: Times, runs: int) -> None:
+        """Add one round."""
+        times.call_us.append(self._between(call, runs))
+        device_us, host_us = self._queued(call, min(runs, _MOST_QUEUED))
+        times.device_us.append(device_us)
+        times.host_us.append(host_us)
+        times.latency_us += [_host_us(lambda: self._complete(call)) for _ in range(LATENCIES)]
+
+    def once_us(self, call: Measured) -> float:
+        """How long a call takes back to back with others."""
+        return self._between(call, 3)
+
+    def _between(self, call: Measured, runs: int) -> float:
+        """µs of a call by events around ``runs`` of them, with nothing else under way."""
+        self._synchronize()
+        start, end = self._event(), self._event()
+        start.record()
+        for _ in range(runs):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / runs * 1e3
+
+    def _queued(self, call: Measured, runs: int) -> tuple[float, float]:
+        """Device and host µs of a call behind a filler that lasts until the last one is queued.
+
+        Launches that do not fit into the driver's queue wait for the filler: what launches a thousand kernels in a call
+        shows some host time here as well.
+        """
+        issue_us = _host_us(call)
+        self._synchronize()
+        runs = max(2, min(runs, int(_QUEUE_US / 2 / issue_us)))
+        start, end = self._event(), self._event()
+        for _ in range(1 + round(2 * runs * issue_us / self._fill_us)):
+            self._filler.zero_()
+        start.record()
+        before = time.perf_counter()
+        for _ in range(runs):
+            call()
+        host_us = (time.perf_counter() - before) / runs * 1e6
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / runs * 1e3, host_us
+
+    def _complete(self, call: Measured) -> None:
+        call()
+        self._synchronize()
+
+    def _event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def _synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def _host_us(call: Measured) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6

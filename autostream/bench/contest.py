@@ -1,0 +1,198 @@
+"""One model in several modes: each prepared, checked and then timed, all in this process."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
+from typing import Any, Literal, Protocol
+
+import torch
+
+from autostream.bench.clock import Clock, Times, clock_of, interleaved
+from autostream.errors import first_line
+from autostream.ir import Report
+
+Status = Literal["ok", "wrong", "failed", "crashed", "timed out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A mode that is ready to run.
+
+    Attributes:
+        call: one run.
+        error: runs it a few times on inputs old and new, and returns its error.
+        reports: what autostream did, where the mode is autostream.
+    """
+
+    call: Callable[[], object]
+    error: Callable[[], float]
+    reports: tuple[Report, ...] = ()
+
+
+class Contest(Protocol):
+    """What is run in several modes.
+
+    Attributes:
+        device: where.
+        allowed_error: a mode whose error is larger is wrong, and not timed.
+    """
+
+    device: torch.device
+    allowed_error: float
+
+    def contender(self, mode: str) -> Contender:
+        """Prepare a mode; it may raise anything."""
+
+
+@dataclass(slots=True)
+class Cell:
+    """One model in one mode.
+
+    Attributes:
+        status: why there are no times, or ``"ok"``.
+        reason: the error message, or by how much the result is wrong.
+        error: distance of the outputs from a reference in higher precision, relative.
+        first_s: seconds from the model to its first result: tracing, compiling, measuring and the first run.
+        allocated_bytes: the most that a run has allocated at a time, above what was there before the mode.
+        reserved_bytes: what the process has reserved for the mode, graphs' private pools included.
+        call_us, device_us: of each round; see :mod:`autostream.bench.clock`.
+        host_us, latency_us: quartiles, and the 99th percentile of the latency.
+        schedule: what autostream chose.
+    """
+
+    status: Status
+    reason: str = ""
+    error: float | None = None
+    first_s: float | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    call_us: list[float] = field(default_factory=list)
+    device_us: list[float] = field(default_factory=list)
+    host_us: dict[str, float] = field(default_factory=dict)
+    latency_us: dict[str, float] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON, without what is not known."""
+        return {name: value for name, value in asdict(self).items() if value not in ("", None, [], {})}
+
+
+def hold(contest: Contest, modes: Iterable[str], note: Callable[[str], None] = lambda mode: None) -> dict[str, Cell]:
+    """Prepare the modes one after the other, and time those that are right side by side.
+
+    Args:
+        contest: what to run.
+        modes: names that it knows.
+        note: is told the name of each mode before anything is done with it.
+
+    Returns:
+        A cell for each mode; one that raises has failed, and the others go on.
+    """
+    clock = clock_of(contest.device)
+    ready: dict[str, Contender] = {}
+    cells: dict[str, Cell] = {}
+    for mode in modes:
+        note(mode)
+        cells[mode], contender = _prepared(contest, mode)
+        if cells[mode].status == "ok":
+            ready[mode] = contender
+    for mode, times in _timed(ready, clock, note).items():
+        _enter(cells[mode], times)
+    return cells
+
+
+def _prepared(contest: Contest, mode: str) -> tuple[Cell, Any]:
+    memory = _Memory(contest.device)
+    start = time.perf_counter()
+    try:
+        contender = contest.contender(mode)
+        contender.call()
+        memory.synchronize()
+        first_s = round(time.perf_counter() - start, 3)
+        error = contender.error()
+        allocated, reserved = memory.used(contender.call)
+    except Exception as failure:
+        memory.synchronize()  # raises where the device is lost, and nothing more can be done in this process
+        return Cell("failed", first_line(failure)), None
+    cell = Cell("ok", "", error, first_s, allocated, reserved, schedule=_schedule(contender.reports))
+    if error > contest.allowed_error:
+        cell.status, cell.reason = "wrong", f"error {error:.1e}, {contest.allowed_error:.1e} allowed"
+    return cell, contender
+
+
+def _timed(ready: dict[str, Contender], clock: Clock, note: Callable[[str], None]) -> dict[str, Times]:
+    gc.collect()
+    gc.disable()  # a collection in one mode's turn would be that mode's time
+    try:
+        return interleaved({mode: contender.call for mode, contender in ready.items()}, clock, note)
+    finally:
+        gc.enable()
+
+
+def _enter(cell: Cell, times: Times) -> None:
+    cell.call_us = [round(us, 2) for us in times.call_us]
+    cell.device_us = [round(us, 2) for us in times.device_us]
+    cell.host_us = _quartiles(times.host_us)
+    cell.latency_us = _quartiles(times.latency_us) | {"p99": round(quantiles(times.latency_us, n=100)[98], 2)}
+
+
+def _quartiles(values: list[float]) -> dict[str, float]:
+    low, _, high = quantiles(values, n=4)
+    return {"q1": round(low, 2), "median": round(median(values), 2), "q3": round(high, 2)}
+
+
+def _schedule(reports: tuple[Report, ...]) -> dict[str, Any]:
+    if not reports:
+        return {}
+    report = reports[0]
+    facts: dict[str, Any] = {"mode": report.mode}
+    if report.graph:
+        facts["ops"] = len(report.graph.ops)
+    if report.chosen:
+        schedule = report.chosen.schedule
+        facts |= {"policy": schedule.policy, "streams": schedule.streams, "waits": schedule.wait_count}
+        facts["predicted_us"] = round(report.chosen.predicted_us, 2)
+    if report.refusals:
+        facts["refusals"] = sorted({refusal.reason for refusal in report.refusals})[:3]
+    return facts
+
+
+class _Memory:
+    """What the caching allocator holds for a mode; nothing is known of the CPU's.
+
+    Args:
+        device: as it is before the mode.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._allocated, self._reserved = self._now()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self._device:
+            torch.cuda.synchronize(self._device)
+
+    def used(self, call: Callable[[], object]) -> tuple[int | None, int | None]:
+        """Peak bytes allocated in a run, and bytes reserved after it, above those of before."""
+        if self._device is None:
+            return None, None
+        call()
+        self._now()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        call()
+        peak = torch.cuda.max_memory_allocated(self._device)
+        _, reserved = self._now()
+        return peak - self._allocated, reserved - self._reserved
+
+    def _now(self) -> tuple[int, int]:
+        if self._device is None:
+            return 0, 0
+        gc.collect()
+        self.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)

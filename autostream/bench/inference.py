@@ -1,0 +1,86 @@
+"""A model at one set of inputs, in the modes of :mod:`autostream.bench.modes`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autostream.bench.accuracy import allowed_error, dtype_of, reference, relative_error
+from autostream.bench.contest import Contender
+from autostream.bench.modes import modes_of, tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is run: a model in eval mode.
+
+    Attributes:
+        model: on the device that is timed.
+        args: what it is prepared for and timed with.
+        others: such arguments with other values, to see that a mode reads what it is given.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    others: tuple[Any, ...]
+
+
+class Inference:
+    """A :class:`~autostream.bench.contest.Contest` of modes of inference.
+
+    Args:
+        subject: what is run.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.device = device_of(subject)
+        with torch.no_grad():
+            self._expected = [(args, reference(subject.model, args)) for args in (subject.args, subject.others)]
+            self.eager_error = self._error(subject.model)
+        self.allowed_error = allowed_error(self.eager_error, dtype_of(subject.model, subject.args))
+
+    def contender(self, mode: str) -> Contender:
+        """Prepare a mode for the subject's arguments."""
+        subject = self._subject
+        with torch.no_grad():
+            call = modes_of(self.device)[mode](subject.model, subject.args)
+
+        @torch.no_grad()
+        def run() -> object:
+            return call(*subject.args)
+
+        return Contender(run, lambda: self._error(call), getattr(call, "reports", ()))
+
+    @torch.no_grad()
+    def _error(self, call: Any) -> float:
+        # The first arguments once more at the end: a mode may hold on to those of the last call.
+        turns = (*self._expected, self._expected[0])
+        return max(relative_error(call(*args), expected) for args, expected in turns)
+
+
+def subject_of(model: nn.Module, args: tuple[Any, ...]) -> Subject:
+    """A model with its arguments, and others made of them: the same values in reverse.
+
+    Integers may be indices that belong to a place, so they stay, unless there is nothing else.
+
+    Example:
+        >>> subject_of(nn.Identity(), (torch.tensor([1.0, 2.0]), torch.tensor([3, 4]))).others
+        (tensor([2., 1.]), tensor([3, 4]))
+    """
+    floating = any(tensor.is_floating_point() for tensor in tensors_in(args))
+
+    def other(x: Tensor) -> Tensor:
+        return x.flip(tuple(range(x.dim()))) if x.is_floating_point() or not floating else x
+
+    return Subject(model, args, pytree.tree_map_only(Tensor, other, args))
+
+
+def device_of(subject: Subject) -> torch.device:
+    """Where a subject is."""
+    tensors = (*subject.model.parameters(), *tensors_in(subject.args))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -1,0 +1,113 @@
+"""A contest in a process of its own: a mode that crashes, hangs or loses the device costs only its own cell."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from autostream.bench.contest import Cell, Contest, Status, hold
+from autostream.errors import AutostreamError, first_line
+
+MakeContest = Callable[[], Contest]
+"""Picklable: it is called in the process that holds the contest."""
+
+_MAKING = ""
+"""The phase before any mode's."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a contest.
+
+    Attributes:
+        cells: by mode.
+        failure: why there was no contest at all.
+    """
+
+    cells: dict[str, Cell] = field(default_factory=dict)
+    failure: str = ""
+
+
+def hold_isolated(
+    make: MakeContest, modes: Sequence[str], timeout_s: float, note: Callable[[str], None] = lambda mode: None
+) -> Outcome:
+    """Hold a contest in another process; where a mode brings that down, hold it again without this mode.
+
+    Args:
+        make: makes the contest, there.
+        modes: names that it knows.
+        timeout_s: the longest that one mode may take at a time.
+        note: is told the name of each mode before anything is done with it.
+    """
+    outcome = Outcome()
+    while remaining := [mode for mode in modes if mode not in outcome.cells]:
+        attempt = _attempted(make, remaining, timeout_s, note)
+        if attempt.outcome:
+            outcome.cells |= attempt.outcome.cells
+            outcome.failure = attempt.outcome.failure
+            break
+        if attempt.mode == _MAKING:
+            outcome.failure = f"{attempt.status}: {attempt.reason}"
+            break
+        outcome.cells[attempt.mode] = Cell(attempt.status, attempt.reason)
+    outcome.cells = {mode: outcome.cells[mode] for mode in modes if mode in outcome.cells}
+    return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What a process came to: an outcome, or the mode that ended it and how."""
+
+    outcome: Outcome | None
+    mode: str = _MAKING
+    status: Status = "crashed"
+    reason: str = ""
+
+
+def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Callable[[str], None]) -> _Attempt:
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use the device
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder) / "said"
+        child = context.Process(target=_child, args=(theirs, said, make, modes))
+        child.start()
+        theirs.close()  # so that the pipe ends when the child does
+        mode = _MAKING
+        try:
+            while ours.poll(timeout_s):
+                message = ours.recv()
+                if isinstance(message, Outcome):
+                    return _Attempt(message)
+                mode = message
+                note(mode)
+            return _Attempt(None, mode, "timed out", f"no sign of life for {timeout_s:g} s")
+        except EOFError:
+            child.join()
+            return _Attempt(None, mode, "crashed", f"exit code {child.exitcode}{_last_line(said)}")
+        finally:
+            child.kill()
+            child.join()
+
+
+def _child(pipe: Connection, said: Path, make: MakeContest, modes: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets the same signal, ends this process
+    with said.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+        try:
+            contest = make()
+        except Exception as error:
+            pipe.send(Outcome(failure=str(error) if isinstance(error, AutostreamError) else first_line(error)))
+        else:
+            pipe.send(Outcome(hold(contest, modes, pipe.send)))
+
+
+def _last_line(said: Path) -> str:
+    lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
+    return f": {lines[-1]}" if lines else ""

@@ -1,0 +1,242 @@
+"""The benchmarks' command line: ``python -m benchmarks run | merge | table | compare | plot``.
+
+Exit codes: 0 all is well, 1 a comparison found something worse, 2 the command line cannot be used, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from autostream.bench import table
+from autostream.bench.isolation import hold_isolated
+from autostream.bench.modes import modes_of
+from autostream.bench.training import training_modes_of
+from benchmarks import result
+from benchmarks.compare import Change, changes
+from benchmarks.plot import plots
+from benchmarks.result import Result, ResultError
+from benchmarks.stamp import stamp
+from benchmarks.suites import SUITES, Row, Suite, contest_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+    except ResultError as error:
+        parser.error(str(error))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, merge, show and compare.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run(commands)
+    merge = commands.add_parser("merge", help="put the rows of several result files into one")
+    merge.add_argument("results", nargs="+", type=Path, metavar="FILE")
+    merge.add_argument("--out", type=Path, required=True, metavar="FILE")
+    merge.set_defaults(command=_merge)
+    _add_table(commands)
+    _add_compare(commands)
+    plot = commands.add_parser("plot", help="draw a result as SVG")
+    plot.add_argument("result", type=Path, metavar="FILE")
+    plot.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="default: here")
+    _add_ratio_options(plot)
+    plot.set_defaults(command=_plot)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser(
+        "run",
+        help="measure a suite, or go on with it",
+        description="Measure the rows of a suite that the result file does not have, and add them to it one by one.",
+        epilog="example: python -m benchmarks run inference --minutes 8 --out inference.json",
+    )
+    run.add_argument("suite", choices=SUITES)
+    run.add_argument("--out", type=Path, required=True, metavar="FILE", help="the result file, new or begun")
+    run.add_argument("--workloads", type=_names, metavar="A,B", help="only these")
+    run.add_argument("--modes", type=_names, metavar="A,B", help="instead of the suite's")
+    run.add_argument("--piece", type=_piece, default=(1, 1), metavar="I/N", help="every N-th row, from the I-th")
+    run.add_argument("--minutes", type=float, default=float("inf"), help="begin no row after this")
+    run.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one mode of a row")
+    run.add_argument("--again", action="store_true", help="measure also what the file has")
+    run.set_defaults(command=_run)
+
+
+def _add_table(commands: Any) -> None:
+    show = commands.add_parser("table", help="show a result")
+    show.add_argument("result", type=Path, metavar="FILE")
+    show.add_argument("--cells", action="store_true", help="a line for each mode, with all its numbers")
+    show.add_argument("--format", choices=table.FORMATS, default="terminal")
+    _add_ratio_options(show)
+    show.set_defaults(command=_table)
+
+
+def _add_compare(commands: Any) -> None:
+    compare = commands.add_parser("compare", help="say what a second result changed, with 1 if something is worse")
+    compare.add_argument("before", type=Path, metavar="A")
+    compare.add_argument("after", type=Path, metavar="B")
+    compare.add_argument("--fail-over", type=_share, default=0.03, metavar="3%", help="the most to lose (default: 3%%)")
+    compare.add_argument("--modes", default="autostream", metavar="PREFIX", help="default: autostream; all: ''")
+    _add_ratio_options(compare)
+    compare.set_defaults(command=_compare)
+
+
+def _add_ratio_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--baseline", metavar="MODE", help="what ratios are to (default: the suite's)")
+    parser.add_argument("--measure", choices=("call", "device"), default="call", help="what ratios are of")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _piece(text: str) -> tuple[int, int]:
+    first, _, count = text.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: write I/N, such as 2/4")
+    return int(first), int(count)
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: write a share, such as 3% or 0.03") from None
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    suite = SUITES[arguments.suite]
+    modes = arguments.modes or suite.modes
+    found = result.load(arguments.out) if arguments.out.exists() else result.empty(arguments.suite)
+    rows = _rows(arguments, suite, modes, found)
+    end, here = time.monotonic() + 60 * arguments.minutes, stamp()
+    try:
+        for row, bar in _progress(rows):
+            if time.monotonic() > end:
+                break
+            measured = _measured(row, suite, modes, arguments.timeout, bar)
+            found = result.ordered(result.with_row(found, measured, here), suite.rows)
+            result.save(found, arguments.out)
+    except KeyboardInterrupt:
+        print(f"interrupted; {arguments.out} has what was done, and the same command goes on", file=sys.stderr)
+        return 130
+    print(table.ratios_table(found["rows"], suite.baseline, "call"))
+    return 0
+
+
+def _rows(arguments: argparse.Namespace, suite: Suite, modes: Sequence[str], found: Result) -> list[Row]:
+    """What is still to be measured.
+
+    Raises:
+        ResultError: there is no such workload or mode, the device is not here, or the file is of another suite.
+    """
+    if found["suite"] != arguments.suite:
+        raise ResultError(f"{arguments.out} is a result of {found['suite']}: write to another file")
+    if suite.device == "cuda" and not torch.cuda.is_available():
+        raise ResultError(f"the suite {arguments.suite} needs a CUDA device; the suite cpu does not")
+    known = training_modes_of if suite.rows[0].optimizer else modes_of
+    _check_names("modes", modes, known(torch.device(suite.device)))
+    workloads = arguments.workloads or [row.workload for row in suite.rows]
+    _check_names("workloads", workloads, [row.workload for row in suite.rows])
+    done = set() if arguments.again else {result.key(row) for row in found["rows"]}
+    first, count = arguments.piece
+    piece = [row for row in suite.rows if row.workload in workloads][first - 1 :: count]
+    return [row for row in piece if result.key(row) not in done]
+
+
+def _check_names(what: str, names: Sequence[str], known: Any) -> None:
+    for name in names:
+        if name not in known:
+            raise ResultError(f"--{what} {name}: use {', '.join(dict.fromkeys(known))}")
+
+
+def _progress(rows: Sequence[Row]) -> Iterator[tuple[Row, Any]]:
+    with tqdm(rows, unit="row") as bar:
+        for row in bar:
+            bar.set_description(row.workload)
+            yield row, bar
+
+
+def _measured(row: Row, suite: Suite, modes: Sequence[str], timeout_s: float, bar: Any) -> dict[str, Any]:
+    start = time.monotonic()
+    outcome = hold_isolated(contest_of(row, suite.device), modes, timeout_s, bar.set_postfix_str)
+    return {
+        **{name: getattr(row, name) for name in row.__slots__},
+        "seconds": round(time.monotonic() - start, 1),
+        "failure": outcome.failure,
+        "cells": {mode: cell.dump() for mode, cell in outcome.cells.items()},
+    }
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    found = result.merged([result.load(path) for path in arguments.results])
+    result.save(result.ordered(found, SUITES[found["suite"]].rows), arguments.out)
+    return 0
+
+
+def _table(arguments: argparse.Namespace) -> int:
+    found = result.load(arguments.result)
+    baseline = _baseline(arguments, found)
+    if arguments.cells:
+        print(table.cells_table(found["rows"], baseline, arguments.format))
+    else:
+        print(table.ratios_table(found["rows"], baseline, arguments.measure, arguments.format))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    before, after = result.load(arguments.before), result.load(arguments.after)
+    baseline = _baseline(arguments, after)
+    found = list(changes(before, after, arguments.modes, baseline, arguments.measure))
+    if not found:
+        raise ResultError(f"{arguments.before} and {arguments.after} have no cell in common that could be compared")
+    worse = [change for change in found if change.worse(arguments.fail_over)]
+    for change in found:
+        print(_line(change, change in worse))
+    print(f"{len(worse)} of {len(found)} cells lost more than {arguments.fail_over:.1%}, against {baseline}")
+    return int(bool(worse))
+
+
+def _line(change: Change, worse: bool) -> str:
+    before, after = (f"{found.median:.3f}×" if found else "-" for found in (change.before, change.after))
+    share = f" {change.share:+.1%}" if change.share is not None else f" {change.status}"
+    return (
+        f"{change.row}, {change.mode}: {before} to {after}{share}"
+        f"{', noisy' if change.noisy else ''}{', WORSE' if worse else ''}"
+    )
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    found = result.load(arguments.result)
+    for path in plots(found, _baseline(arguments, found), arguments.measure, arguments.out):
+        print(path)
+    return 0
+
+
+def _baseline(arguments: argparse.Namespace, found: Result) -> str:
+    """The mode that was asked for, or the suite's.
+
+    Raises:
+        ResultError: the result does not have it.
+    """
+    baseline: str = arguments.baseline or SUITES[found["suite"]].baseline
+    modes = dict.fromkeys(mode for row in found["rows"] for mode in row["cells"])
+    if baseline not in modes:
+        raise ResultError(f"no row has the baseline {baseline}: use --baseline with one of {', '.join(modes)}")
+    return baseline
+
+
+if __name__ == "__main__":
+    sys.exit(main())

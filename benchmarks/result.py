@@ -1,0 +1,107 @@
+"""A result file: rows with the stamps of the runs that they came from, on one kind of machine.
+
+Runs add to a file row by row, so one that is interrupted goes on where it ended, and pieces from several days or
+machines merge. ``schema.json`` beside this file describes the form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suites import Row
+
+SCHEMA = 1
+
+Result = dict[str, Any]
+
+_KEY = ("workload", "batch", "dtype", "optimizer")
+_KIND = ("gpu", "torch", "cuda")
+
+
+class ResultError(Exception):
+    """A result file cannot be read, or cannot be put together with another."""
+
+
+def empty(suite: str) -> Result:
+    """A result without rows."""
+    return {"schema": SCHEMA, "suite": suite, "stamps": [], "rows": []}
+
+
+def load(path: Path) -> Result:
+    """Read a result file.
+
+    Raises:
+        ResultError: it is not there, or is no result of this schema.
+    """
+    try:
+        result: Result = json.loads(path.read_text())
+        found = result["schema"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ResultError(f"{path} is no result file ({type(error).__name__}): write one with run --out") from error
+    if found != SCHEMA:
+        raise ResultError(f"{path} has schema {found}, not {SCHEMA}: measure again")
+    return result
+
+
+def save(result: Result, path: Path) -> None:
+    """Write a result file, at once: whoever interrupts leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=1, allow_nan=False)
+    # Rounds on one line each: a column of numbers would make the file three times as long.
+    text = re.sub(r"\[[-+.\de,\s]*\]", lambda numbers: " ".join(numbers[0].split()), text)
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text + "\n")
+    os.replace(beside, path)
+
+
+def key(row: dict[str, Any] | Row) -> tuple[Any, ...]:
+    """What tells rows apart."""
+    values = asdict(row) if isinstance(row, Row) else row
+    return tuple(values[name] for name in _KEY)
+
+
+def with_row(result: Result, row: dict[str, Any], stamp: dict[str, Any]) -> Result:
+    """The result with one more row, in the place of what was measured of it before.
+
+    Raises:
+        ResultError: the row is from another kind of machine or another torch.
+    """
+    for other in result["stamps"]:
+        if differing := [name for name in _KIND if other[name] != stamp[name]]:
+            name = differing[0]
+            raise ResultError(
+                f"this result has {name} {other[name]!r}, the new row {stamp[name]!r}: rows of one file are compared "
+                "with one another, so write to another file"
+            )
+    stamps = [*result["stamps"]] if stamp in result["stamps"] else [*result["stamps"], stamp]
+    rows = [other for other in result["rows"] if key(other) != key(row)] + [{**row, "stamp": stamps.index(stamp)}]
+    used = sorted({row["stamp"] for row in rows})
+    rows = [{**row, "stamp": used.index(row["stamp"])} for row in rows]
+    return {**result, "stamps": [stamps[index] for index in used], "rows": rows}
+
+
+def merged(results: Sequence[Result]) -> Result:
+    """One result with the rows of all; of a row that several have, the one that was given last.
+
+    Raises:
+        ResultError: they are of different suites, or from different kinds of machines.
+    """
+    first, *others = results
+    for other in others:
+        if other["suite"] != first["suite"]:
+            raise ResultError(f"results of {first['suite']} and {other['suite']} do not merge: they are two suites")
+        for row in other["rows"]:
+            first = with_row(first, row, other["stamps"][row["stamp"]])
+    return first
+
+
+def ordered(result: Result, rows: Sequence[Row]) -> Result:
+    """The result with its rows in the order of a suite; rows that the suite no longer has come last."""
+    places = {key(row): place for place, row in enumerate(rows)}
+    return {**result, "rows": sorted(result["rows"], key=lambda row: places.get(key(row), len(places)))}

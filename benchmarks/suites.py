@@ -1,0 +1,95 @@
+"""What each suite runs: rows, and the modes that every row is run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from autostream.bench.contest import Contest
+from autostream.bench.inference import Inference
+from autostream.bench.training import Training
+from benchmarks import zoo
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a result: a workload as it is run.
+
+    Attributes:
+        workload: a name from :data:`benchmarks.zoo.INFERENCE`, or with an optimizer one from ``TRAINING``.
+        batch: samples.
+        dtype: e.g. ``"float16"``.
+        optimizer: of a training step.
+    """
+
+    workload: str
+    batch: int
+    dtype: str
+    optimizer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Rows, the device that they are for, the modes, and the mode that the others are compared with."""
+
+    device: str
+    rows: tuple[Row, ...]
+    modes: tuple[str, ...]
+    baseline: str
+
+
+def contest_of(row: Row, device: str) -> Callable[[], Contest]:
+    """What makes a row's contest; picklable, for another process to call it."""
+    return partial(_contest, row, device)
+
+
+def _contest(row: Row, device: str) -> Contest:
+    place, dtype = torch.device(device), getattr(torch, row.dtype)
+    if row.optimizer:
+        return Training(partial(zoo.prepare_training, zoo.TRAINING[row.workload], row.optimizer, place, dtype))
+    return Inference(zoo.prepare(zoo.INFERENCE[row.workload], row.batch, place, dtype))
+
+
+_COMPILED = ("compile_default", "compile_reduce_overhead", "compile_captured")
+_MODES = ("eager", "cuda_graph", "make_graphed_callables", *_COMPILED, "autostream")
+_QUICK = ("eager", "cuda_graph", "compile_reduce_overhead", "autostream")
+
+SUITES: Mapping[str, Suite] = {
+    "inference": Suite(
+        "cuda",
+        tuple(
+            Row(workload.name, batch, "float16")
+            for batch in zoo.ALL_BATCHES
+            for workload in zoo.INFERENCE.values()
+            if batch in workload.batches
+        ),
+        _MODES,
+        "cuda_graph",
+    ),
+    "training": Suite(
+        "cuda",
+        tuple(
+            Row(workload.name, workload.batch, "bfloat16", optimizer)
+            for workload in zoo.TRAINING.values()
+            for optimizer in zoo.OPTIMIZERS
+        ),
+        ("eager", "cuda_graph", *_COMPILED),
+        "cuda_graph",
+    ),
+    "quick": Suite(
+        "cuda",
+        tuple(Row(name, 1, "float16") for name in ("googlenet", "squeezenet1_1", "mm_medium", "towers8", "dlrm")),
+        _QUICK,
+        "cuda_graph",
+    ),
+    "cpu": Suite(
+        "cpu",
+        (Row("mm_small", 1, "float32"), Row("towers8", 1, "float32")),
+        ("eager", "compile_default", "autostream"),
+        "eager",
+    ),
+}
+"""Suites by name."""

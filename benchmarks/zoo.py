@@ -1,0 +1,358 @@
+"""The workloads that the benchmarks run: models with random weights, and inputs, alike in every process.
+
+Example:
+    >>> subject = prepare(INFERENCE["squeezenet1_1"], 1, torch.device("cpu"), torch.float32)
+    >>> tuple(subject.model(*subject.args).shape)
+    (1, 1000)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+
+from autostream import zoo
+from autostream.bench.inference import Subject
+from autostream.bench.training import TrainingSubject
+from autostream.tracing.tree import flatten
+from benchmarks import nets
+
+SEED = zoo.SEED + 1
+"""Not the seed of ``zoo.build``, whose weights and these inputs would be the same random numbers."""
+
+ALL_BATCHES = (1, 8, 32)
+CALIBRATION_BATCH = 4
+WORDS = 30_522
+"""BERT's vocabulary; those of T5 and CLIP are larger."""
+DENSE, TABLES, ROWS, BAG = 13, 26, 10_000, 4
+"""Criteo's dense and categorical features, in tables of a size that fits anywhere; rows are drawn by the bag."""
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """An inference workload.
+
+    Attributes:
+        name: one word.
+        model: makes the model, in float32 and on the CPU.
+        inputs: makes random inputs for a batch size; those of floating point are cast to the dtype that is measured.
+        batches: what the full suite measures.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[int], Tensors]
+    batches: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingWorkload:
+    """A training workload.
+
+    Attributes:
+        name: one word.
+        model: makes the model, in float32 and on the CPU.
+        data: makes random inputs and targets for a batch size.
+        loss: of a model and these, ``loss(model, *data)``: a float32 scalar.
+        batch: the batch size.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    data: Callable[[int], Tensors]
+    loss: Callable[..., Tensor]
+    batch: int = 4
+
+
+def prepare(workload: Workload, batch: int, device: torch.device, dtype: torch.dtype) -> Subject:
+    """Make a workload's model and inputs: the same ones each time; the global random state stays as it was.
+
+    Raises:
+        ValueError: an output has values that are not finite, or hardly depends on the inputs.
+    """
+    with _seeded():
+        model = workload.model().eval()
+        samples, args, others = map(workload.inputs, (CALIBRATION_BATCH, batch, batch))
+    model = calibrated(model.to(device), _moved(samples, device, torch.float32)).to(dtype)
+    args, others = _moved(args, device, dtype), _moved(others, device, dtype)
+    with torch.no_grad():
+        _check_outputs(f"{workload.name} in {dtype}", model(*args), model(*others))
+    return Subject(model, args, others)
+
+
+def prepare_training(
+    workload: TrainingWorkload, optimizer: str, device: torch.device, dtype: torch.dtype
+) -> TrainingSubject:
+    """Make what a training step takes, as :func:`prepare` does; ``optimizer`` is a key of :data:`OPTIMIZERS`.
+
+    There is no dropout, so that losses can be compared.
+
+    Raises:
+        ValueError: the loss or a gradient has values that are not finite, or a parameter has no influence on the loss.
+    """
+    with _seeded():
+        model = workload.model().train()
+        data = _moved(workload.data(workload.batch), device, dtype)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.to(device, dtype)
+    _check_gradients(f"{workload.name} in {dtype}", model, workload.loss(model, *data))
+    return TrainingSubject(model, OPTIMIZERS[optimizer](model), data, workload.loss)
+
+
+def calibrated(model: nn.Module, samples: Tensors) -> nn.Module:
+    """Give the batch norms, also frozen ones, the statistics of what they get to see of these samples.
+
+    With random weights and no statistics, activations vanish or overflow in fp16.
+    """
+    norms = [module for module in model.modules() if isinstance(getattr(module, "running_mean", None), Tensor)]
+    if norms:
+        hooks = [norm.register_forward_pre_hook(_observe) for norm in norms]
+        with torch.no_grad():
+            model(*samples)
+        for hook in hooks:
+            hook.remove()
+    return model
+
+
+def _observe(norm: Any, inputs: Tensors) -> None:
+    (x,) = inputs
+    variance, mean = torch.var_mean(x, [dim for dim in range(x.dim()) if dim != 1])
+    norm.running_mean.copy_(mean)
+    norm.running_var.copy_(variance)
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Everything random is made on the CPU, so generators of devices are left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED)
+        yield
+
+
+def _moved(tensors: Tensors, device: torch.device, dtype: torch.dtype) -> Tensors:
+    return tuple(x.to(device, dtype if x.is_floating_point() else x.dtype) for x in tensors)
+
+
+def _check_outputs(what: str, outputs: object, others: object) -> None:
+    for index, (output, other) in enumerate(zip(flatten(outputs)[0], flatten(others)[0], strict=True)):
+        _check_finite(f"{what}: output {index}", output)
+        if not (output.double() - other.double()).norm() > 1e-2 * output.double().norm():
+            raise ValueError(f"{what}: output {index} hardly depends on the inputs: a wrong result would not show")
+
+
+def _check_gradients(what: str, model: nn.Module, loss: Tensor) -> None:
+    _check_finite(f"{what}: the loss", loss)
+    loss.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            raise ValueError(f"{what}: the loss does not depend on {name}")
+        _check_finite(f"{what}: the gradient of {name}", parameter.grad)
+    model.zero_grad()
+
+
+def _check_finite(what: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise ValueError(f"{what} has values that are not finite")
+
+
+# Inputs: each makes a function of the batch size.
+
+
+def _normal(*shape: int) -> Callable[[int], Tensors]:
+    return lambda batch: (torch.randn(batch, *shape),)
+
+
+def _pairs(*shape: int) -> Callable[[int], Tensors]:
+    return lambda batch: (torch.randn(batch, *shape), torch.randn(batch, *shape))
+
+
+def _classified_images(batch: int) -> Tensors:
+    return torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
+
+
+def _words(batch: int) -> Tensors:
+    return (torch.randint(WORDS, (batch, 128)),)
+
+
+def _words_twice(batch: int) -> Tensors:
+    return torch.randint(WORDS, (batch, 128)), torch.randint(WORDS, (batch, 128))
+
+
+def _words_and_start(batch: int) -> Tensors:
+    """Words for T5's encoder, and always the same ones for its decoder: what differs comes from the encoder."""
+    return torch.randint(WORDS, (batch, 128)), torch.arange(32).repeat(batch, 1)
+
+
+def _words_and_images(batch: int) -> Tensors:
+    """CLIP reads a text's meaning where the text ends."""
+    words, end = torch.randint(WORDS, (batch, 76)), 49_407
+    return F.pad(words, (0, 1), value=end), torch.randn(batch, 3, 224, 224)
+
+
+def _visits(batch: int) -> Tensors:
+    return torch.randn(batch, DENSE), torch.randint(ROWS, (batch, TABLES, BAG))
+
+
+def _clicks(batch: int) -> Tensors:
+    return *_visits(batch), torch.randint(2, (batch,))
+
+
+def _fields(batch: int) -> Tensors:
+    """DeepFM puts dense features into bins, so that all fields are categorical."""
+    return (torch.randint(ROWS, (batch, DENSE + TABLES)),)
+
+
+# Models.
+
+
+def _torchvision() -> Any:
+    return zoo._import_without_compiled_ops("torchvision")
+
+
+def _transformers() -> Any:
+    _torchvision()  # transformers imports it too, and fails where its compiled ops cannot load
+    return importlib.import_module("transformers")
+
+
+def _vit() -> nn.Module:
+    model: Any = zoo.build("vit_b_16")[0]
+    model.heads.head.reset_parameters()  # torchvision starts with zeros
+    return model  # type: ignore[no-any-return]
+
+
+def _resnet50_fpn() -> nn.Module:
+    backbones = _torchvision().models.detection.backbone_utils
+    return backbones.resnet_fpn_backbone(backbone_name="resnet50", weights=None)  # type: ignore[no-any-return]
+
+
+def _mask_rcnn_backbone() -> nn.Module:
+    return nets.Proposals(zoo.build("maskrcnn_resnet50_fpn_v2")[0])
+
+
+def _bert() -> nn.Module:
+    transformers = _transformers()
+    return transformers.BertModel(transformers.BertConfig())  # type: ignore[no-any-return]
+
+
+def _bert_for_words() -> nn.Module:
+    transformers = _transformers()
+    config = transformers.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.BertForMaskedLM(config)  # type: ignore[no-any-return]
+
+
+def _t5() -> nn.Module:
+    transformers = _transformers()
+    return nets.EncoderDecoder(transformers.T5Model(transformers.T5Config()))
+
+
+def _clip() -> nn.Module:
+    transformers = _transformers()
+    return transformers.CLIPModel(transformers.CLIPConfig())  # type: ignore[no-any-return]
+
+
+def _dlrm() -> nn.Module:
+    return nets.Dlrm(DENSE, TABLES, ROWS)
+
+
+def _deepfm() -> nn.Module:
+    return nets.DeepFm(DENSE + TABLES, ROWS)
+
+
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(512, nhead=8, dim_feedforward=2048, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers=6)
+
+
+# Losses: each of a model, its inputs and the target.
+
+
+def _difference(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(model(x).float(), target.float())
+
+
+def _class_entropy(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
+    return F.cross_entropy(model(images).float(), classes)
+
+
+def _word_entropy(model: nn.Module, words: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(words).logits.float().flatten(0, 1), targets.flatten())
+
+
+def _click_entropy(model: nn.Module, dense: Tensor, indices: Tensor, clicks: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(dense, indices).float(), clicks.float())
+
+
+# The workloads.
+
+
+def _images(name: str, size: int = 224, batches: tuple[int, ...] = (1,)) -> Workload:
+    return Workload(name, lambda: zoo.build(name)[0], _normal(3, size, size), batches)
+
+
+def _product(name: str, width: int) -> Workload:
+    return Workload(name, lambda: nets.Product(width), lambda batch: (torch.randn(batch * width, width),))
+
+
+INFERENCE: Mapping[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        _images("googlenet", batches=ALL_BATCHES),
+        _images("inception_v3", 299, ALL_BATCHES),
+        _images("inception_v4", 299),
+        _images("nasnetalarge", 331),
+        _images("pnasnet5large", 331),
+        Workload("randwire", nets.RandWire, _normal(3, 224, 224)),
+        _images("squeezenet1_1", batches=ALL_BATCHES),
+        _images("mobilenet_v2", batches=ALL_BATCHES),
+        _images("efficientnet_b0"),
+        _images("resnet50", batches=ALL_BATCHES),
+        _images("densenet121"),
+        Workload("resnet50_fpn", _resnet50_fpn, _normal(3, 224, 224)),
+        Workload("mask_rcnn_backbone", _mask_rcnn_backbone, _normal(3, 800, 800)),
+        Workload("vit_b_16", _vit, _normal(3, 224, 224), ALL_BATCHES),
+        Workload("bert_base", _bert, _words, ALL_BATCHES),
+        Workload("t5_small", _t5, _words_and_start),
+        Workload("clip", _clip, _words_and_images),
+        Workload("dlrm", _dlrm, _visits, ALL_BATCHES),
+        Workload("deepfm", _deepfm, _fields),
+        Workload("moe8", lambda: nets.Experts(8, 512, 2048), _normal(32, 512)),
+        Workload("towers8", lambda: nets.Towers(nets.mlp(512, 512, 512, 512) for _ in range(8)), _normal(512)),
+        Workload("ensemble4", lambda: nets.Ensemble(nets.small_cnn() for _ in range(4)), _normal(3, 64, 64)),
+        Workload("bilstm", lambda: nn.LSTM(256, 256, 2, batch_first=True, bidirectional=True), _normal(32, 256)),
+        _product("mm_small", 128),
+        _product("mm_medium", 1024),
+        _product("mm_large", 4096),
+    )
+}
+"""Inference workloads by name."""
+
+TRAINING: Mapping[str, TrainingWorkload] = {
+    workload.name: workload
+    for workload in (
+        TrainingWorkload("train_mlp12", lambda: nets.mlp(*[1024] * 13), _pairs(1024), _difference, batch=64),
+        TrainingWorkload("train_encoder6", _encoder, _pairs(128, 512), _difference),
+        TrainingWorkload("train_bert_base", _bert_for_words, _words_twice, _word_entropy),
+        TrainingWorkload("train_resnet50", lambda: zoo.build("resnet50")[0], _classified_images, _class_entropy),
+        TrainingWorkload("train_googlenet", lambda: zoo.build("googlenet")[0], _classified_images, _class_entropy),
+        TrainingWorkload("train_dlrm", _dlrm, _clicks, _click_entropy, batch=64),
+    )
+}
+"""Training workloads by name."""
+
+OPTIMIZERS: Mapping[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: SGD(model.parameters(), lr=1e-3, momentum=0.9),
+    "adamw": lambda model: AdamW(model.parameters(), lr=1e-4, capturable=next(model.parameters()).is_cuda),
+}
+"""Optimizers by name; AdamW counts its steps on the device, as it must where a step is captured."""

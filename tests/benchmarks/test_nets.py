@@ -1,0 +1,143 @@
+"""The benchmarks' own nets compute what their papers say."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import nets
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_a_perceptron_keeps_the_scale_of_activations() -> None:
+    model = nets.mlp(512, *[512] * 20)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU] * 19 + [nn.Linear]
+    assert 0.3 < model(torch.randn(64, 512)).std() < 3.0
+
+
+def test_a_small_cnn_classifies_images_of_any_size() -> None:
+    assert nets.small_cnn(7)(torch.randn(2, 3, 40, 56)).shape == (2, 7)
+
+
+def test_a_product_multiplies_each_row_with_each_row() -> None:
+    model, x = nets.Product(4), torch.randn(3, 4)
+    a, b = model.block1(x), model.block2(x)
+    assert not torch.equal(a, b)
+    torch.testing.assert_close(model(x), torch.stack([torch.stack([a[i] @ b[j] for j in range(3)]) for i in range(3)]))
+
+
+def test_towers_stand_side_by_side() -> None:
+    first, second = nn.Linear(4, 2), nn.Linear(4, 3)
+    x = torch.randn(5, 4)
+    outputs = nets.Towers([first, second])(x)
+    assert torch.equal(outputs[:, :2], first(x))
+    assert torch.equal(outputs[:, 2:], second(x))
+
+
+def test_an_ensemble_averages() -> None:
+    members, x = [nn.Linear(4, 2) for _ in range(3)], torch.randn(5, 4)
+    torch.testing.assert_close(nets.Ensemble(members)(x), torch.stack([member(x) for member in members]).mean(0))
+
+
+def test_experts_are_weighed_by_the_gate() -> None:
+    model, x = nets.Experts(experts=3, width=4, hidden=8), torch.randn(2, 5, 4)
+    outputs = model(x)
+    for i in range(2):
+        for j in range(5):
+            token = x[i, j]
+            scores = model.gate(token).exp()
+            expected = sum(scores[e] / scores.sum() * model.experts[e](token) for e in range(3))
+            torch.testing.assert_close(outputs[i, j], expected)
+
+
+def test_dlrm_multiplies_all_pairs_of_vectors() -> None:
+    model, vectors = nets.Dlrm(dense=2, tables=4, rows=10, width=3), torch.randn(2, 5, 3)
+    products = model.interactions(vectors)
+    expected = [[row[i] @ row[j] for i in range(5) for j in range(i)] for row in vectors]
+    torch.testing.assert_close(products, torch.tensor(expected))
+
+
+def test_dlrm_puts_dense_features_bags_and_their_products_together() -> None:
+    model = nets.Dlrm(dense=2, tables=4, rows=10, width=3)
+    dense, indices = torch.randn(6, 2), torch.randint(10, (6, 4, 5))
+    logits = model(dense, indices)
+    assert logits.shape == (6,)
+    for n in range(6):
+        bottom = model.bottom(dense[n])
+        bags = [model.tables[t].weight[indices[n, t]].sum(0) for t in range(4)]
+        products = model.interactions(torch.stack([bottom, *bags])[None])[0]
+        torch.testing.assert_close(logits[n], model.top(torch.cat([bottom, products]))[0])
+
+
+def test_deepfm_adds_weights_products_of_all_pairs_and_a_perceptron() -> None:
+    model, fields = nets.DeepFm(fields=4, rows=10, width=3), torch.randint(10, (6, 4))
+    logits = model(fields)
+    assert logits.shape == (6,)
+    for n in range(6):
+        rows = [10 * f + int(fields[n, f]) for f in range(4)]  # each field has rows of its own
+        factors = model.factors.weight[rows]
+        linear = model.weights.weight[rows].sum()
+        products = sum((factors[i] @ factors[j] for i in range(4) for j in range(i)), torch.zeros(()))
+        torch.testing.assert_close(logits[n], linear + products + model.deep(factors.flatten())[0])
+
+
+def test_proposals_are_scored_on_each_level() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rpn = nn.Module()
+            self.rpn.head = Head()
+
+        def backbone(self, images: Tensor) -> dict[str, Tensor]:
+            return {"0": images, "1": images[..., ::2]}
+
+    class Head(nn.Module):
+        def forward(self, features: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            return [x + 1 for x in features], [x + 2 for x in features]
+
+    images = torch.randn(1, 3, 4, 4)
+    features, scores, boxes = nets.Proposals(Detector())(images)
+    assert list(features) == ["0", "1"]
+    for level, x in enumerate(features.values()):
+        assert torch.equal(scores[level], x + 1)
+        assert torch.equal(boxes[level], x + 2)
+
+
+def test_the_wiring_of_a_random_stage_is_that_of_its_graph_each_time() -> None:
+    stage = nets.RandomStage(3, 4, nodes=32, seed=1)
+    graph = nx.connected_watts_strogatz_graph(32, k=4, p=0.75, seed=1)
+    edges = {(source, node) for node, sources in enumerate(stage.sources) for source in sources}
+    assert edges == {(min(edge), max(edge)) for edge in graph.edges}
+    assert set(stage.sinks) == set(range(32)) - {source for source, _ in edges}
+    assert nets.RandomStage(3, 4, nodes=32, seed=1).sources == stage.sources
+    assert nets.RandomStage(3, 4, nodes=32, seed=2).sources != stage.sources
+
+
+def test_a_random_stage_runs_its_graph() -> None:
+    """Of five nodes, each looked up by name: what it reads is what its predecessors made, halved in size once."""
+    stage, x = nets.RandomStage(3, 4, nodes=5, seed=0).eval(), torch.randn(2, 3, 8, 8)
+
+    def value(number: int) -> Tensor:
+        node, sources = stage.nodes[number], stage.sources[number]
+        if not sources:
+            return node(x)
+        return node.unit(sum(w * value(s) for w, s in zip(node.weights.sigmoid(), sources, strict=True)))
+
+    outputs = stage(x)
+    assert outputs.shape == (2, 4, 4, 4)
+    torch.testing.assert_close(outputs, torch.stack([value(sink) for sink in stage.sinks]).mean(0))
+
+
+def test_randwire_is_of_the_small_regime() -> None:
+    model = nets.RandWire()
+    assert [len(stage.nodes) for stage in model.stages] == [32, 32, 32]
+    assert len({str(stage.sources) for stage in model.stages}) == 3, "each stage is wired anew"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert 5.1e6 < parameters < 6.1e6, "the paper says 5.6 million"
+    assert nets.RandWire(channels=8, nodes=6, classes=10)(torch.randn(2, 3, 64, 64)).shape == (2, 10)
