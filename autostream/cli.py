@@ -41,8 +41,9 @@ _BENCH = """Time a model in every mode there is, side by side, in interleaved ro
 Exits with 1 if autostream has no time: it failed, or its outputs are wrong.
 """
 
-_TARGET = """TARGET is a torchvision or timm model's name (random weights, nothing is downloaded), package.module:factory
-or file.py:factory. A factory is a function that takes no arguments and returns a module, or (module, args).
+_TARGET = """TARGET is a torchvision or timm model's name (random weights, nothing is downloaded),
+package.module:factory or file.py:factory. A factory is a function that takes no arguments and returns a
+module, or (module, args).
 The module is imported and the factory called: TARGET RUNS CODE, so name only what you trust.
 """
 

@@ -170,8 +170,12 @@ def _progress(rows: Sequence[Row]) -> Iterator[tuple[Row, Any]]:
 
 
 def _measured(row: Row, suite: Suite, modes: Sequence[str], timeout_s: float, bar: Any) -> dict[str, Any]:
+    def note(mode: str) -> None:
+        bar.set_postfix_str(mode, refresh=False)
+        bar.update(0)  # draws, but not too often
+
     start = time.monotonic()
-    outcome = hold_isolated(contest_of(row, suite.device), modes, timeout_s, bar.set_postfix_str)
+    outcome = hold_isolated(contest_of(row, suite.device), modes, timeout_s, note)
     return {
         **{name: getattr(row, name) for name in row.__slots__},
         "seconds": round(time.monotonic() - start, 1),

@@ -20,6 +20,9 @@ MakeContest = Callable[[], Contest]
 _MAKING = ""
 """The phase before any mode's."""
 
+_END_S = 10.0
+"""How long a process that is done may take to clean up after itself."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -83,6 +86,7 @@ def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Call
             while ours.poll(timeout_s):
                 message = ours.recv()
                 if isinstance(message, Outcome):
+                    child.join(_END_S)
                     return _Attempt(message)
                 mode = message
                 note(mode)

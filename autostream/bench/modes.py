@@ -39,9 +39,9 @@ def cuda_graph(model: nn.Module, args: Sequence[Any]) -> Call:
 
 
 def make_graphed_callables(model: nn.Module, args: Sequence[Any]) -> Call:
-    """The model captured by PyTorch's own helper, which changes the module that it is given."""
-    twin = copy.deepcopy(model).requires_grad_(False)
-    graphed: Call = torch.cuda.make_graphed_callables(twin, tuple(args))
+    """The model captured by PyTorch's own helper, which changes the module and writes to the arguments it is given."""
+    twin, static_args = copy.deepcopy((model, tuple(args)))
+    graphed: Call = torch.cuda.make_graphed_callables(twin.requires_grad_(False), static_args)
     return graphed
 
 
@@ -149,7 +149,5 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _compiled(model: nn.Module, **options: Any) -> Call:
-    # Otherwise a mode would start from what another one has compiled, or be given up after a few shapes.
-    torch._dynamo.reset()
     compiled: Call = torch.compile(model, dynamic=False, **options)
     return compiled

@@ -158,5 +158,4 @@ def _captured(subject: TrainingSubject, loss: Callable[..., Tensor]) -> Step:
 
 
 def _compiled(loss: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-    torch._dynamo.reset()
     return torch.compile(loss, dynamic=False, **options)
