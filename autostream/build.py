@@ -30,7 +30,7 @@ from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
 from autostream.tracing.export import trace
 from autostream.tracing.signature import Signature
-from autostream.tracing.state import LiveState, name_of
+from autostream.tracing.state import LiveState, name_of, versions_kept
 from autostream.tracing.tree import Structure, unflatten
 
 preparing = threading.RLock()
@@ -202,7 +202,7 @@ class Pieces:
             model=name_of(self._model),
             signature=str(self._signature),
             mode=self._mode(),
-            refusals=tuple(self._refusals.values()),
+            refusals=self._all_refusals(),
             versions=versions(),
             parts=tuple(report for piece in self._pieces for report in piece.reports),
         )
@@ -211,6 +211,11 @@ class Pieces:
         if not self._called:
             return "not run yet"
         return "graph breaks" if self._pieces else "plain"
+
+    def _all_refusals(self) -> tuple[Decision, ...]:
+        unexplained = self._mode() == "plain" and all(r.choice != "plain" for r in self._refusals.values())
+        nothing = Decision("", "plain", "TorchDynamo finds no piece of it that it could trace")
+        return (*self._refusals.values(), nothing) if unexplained else tuple(self._refusals.values())
 
 
 class Plain:
@@ -271,7 +276,7 @@ def _tune(
 def _undone(arguments: Sequence[Tensor], writes: Sequence[bool], device: str) -> Iterator[None]:
     """Put back afterwards what runs in between write into arguments, and the states of the random generators."""
     saved = [(tensor, tensor.clone()) for tensor, is_written in zip(arguments, writes, strict=True) if is_written]
-    with torch.random.fork_rng([] if device == "cpu" else [device]):
+    with versions_kept([tensor for tensor, _ in saved]), torch.random.fork_rng([] if device == "cpu" else [device]):
         try:
             yield
         finally:

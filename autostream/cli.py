@@ -11,24 +11,25 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from autostream import __version__, pipeline
 from autostream.api import optimize
+from autostream.bench.clock import clock_of, interleaved
 from autostream.bench.inference import Inference, subject_of
 from autostream.bench.isolation import hold_isolated
 from autostream.bench.modes import AUTOSTREAM, SLOW, modes_of
 from autostream.bench.table import cells_table
 from autostream.costs.device import known_names, profile_named
-from autostream.errors import AutostreamError, OptionError, TargetError
-from autostream.ir import Report
+from autostream.errors import AutostreamError, OptionError, TargetError, TraceError
+from autostream.ir import DeviceProfile, Report
 from autostream.options import Options
 from autostream.pipeline import versions
 from autostream.reporting import dot, dump, text
@@ -169,11 +170,22 @@ def _inspect(arguments: argparse.Namespace) -> int:
     options = Options.parse({name: getattr(arguments, name) for name in ("policy", "streams", "costs")})
     profile = profile_named(arguments.profile) if arguments.profile else None
     inputs = [parse_input(text) for text in arguments.input]
-    model, args = prepare(arguments.target, inputs, parse_device(arguments.device))
-    with torch.no_grad(), _quiet_torch():
-        report = pipeline.plan(model, args, {}, options, profile)
+    with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+        model, args = prepare(arguments.target, inputs, parse_device(arguments.device))
+        with torch.no_grad(), _quiet_torch():
+            report = _planned(model, args, options, profile)
     _write(_face(report, arguments), arguments.out)
     return 0
+
+
+def _planned(model: nn.Module, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None) -> Report:
+    try:
+        return pipeline.plan(model, args, {}, options, profile)
+    except TraceError as error:
+        raise TraceError(
+            f"{error}; autostream.optimize splits such a model at graph breaks or runs it as it is, and "
+            "autostream.explain shows the pieces after a call"
+        ) from error
 
 
 @contextmanager
@@ -209,6 +221,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             raise OptionError(f"there is no mode {mode!r} on this device: use {', '.join(known)}")
     inputs = [parse_input(text) for text in arguments.input]
     outcome = hold_isolated(partial(_contest, arguments.target, inputs, device), modes, arguments.timeout, _say)
+    _say("")
     if outcome.failure:
         raise TargetError(outcome.failure)
     cells = {mode: cell.dump() for mode, cell in outcome.cells.items()}
@@ -225,7 +238,7 @@ def _contest(target: str, inputs: list[InputSpec], device: torch.device) -> Infe
 def _say(mode: str) -> None:
     """What is under way, on a line that the next one replaces; for a terminal only."""
     if sys.stderr.isatty():
-        print(f"\r\033[K{mode} ", end="", file=sys.stderr, flush=True)
+        print(f"\r\033[K{mode}", end="", file=sys.stderr, flush=True)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -235,21 +248,18 @@ def _demo(arguments: argparse.Namespace) -> int:
     with torch.no_grad():
         fast = optimize(model)
         expected, got = model(*args), fast(*args)
-        plain_s, fast_s = _seconds(model, args), _seconds(fast, args)
+        calls = {"plain": partial(model, *args), "optimized": partial(fast, *args)}
+        times = interleaved(calls, clock_of(device), lambda name: None)
+    plain_us, fast_us = (median(times[name].call_us) for name in calls)
     error = ((got - expected).abs().max() / expected.abs().max()).item()
     _write(text.summary(fast.reports[0]))
     _write(f"\nlargest difference from the plain model: {error:.1e} of the largest output, {_TOLERANCE[dtype]} allowed")
-    _write(f"plain model {plain_s * 1e3:.3f} ms, optimized {fast_s * 1e3:.3f} ms: {plain_s / fast_s:.2f}× the speed")
+    speed = f"{plain_us / fast_us:.2f}× the speed"
+    _write(f"plain model {plain_us / 1e3:.3f} ms, optimized {fast_us / 1e3:.3f} ms, in turns: {speed}")
     if not error <= _TOLERANCE[dtype]:  # NaN is not within any tolerance either
         print("autostream: the outputs differ", file=sys.stderr)
         return 1
     return 0
-
-
-def _seconds(run: nn.Module, args: tuple[Any, ...]) -> float:
-    """Median seconds of one call."""
-    timer = Timer("run(*args)", globals={"run": run, "args": args}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=0.5).median
 
 
 def _write(text: str, out: Path | None = None) -> None:

@@ -159,7 +159,8 @@ def make_inputs(inputs: Sequence[InputSpec], device: torch.device, usual: torch.
         torch.int64
     """
     generator = torch.Generator().manual_seed(zoo.SEED)
-    return tuple(_random(spec.shape, spec.dtype or usual, generator).to(device) for spec in inputs)
+    with _user_code(f"--input: {len(inputs)} of such sizes cannot be made"):
+        return tuple(_random(spec.shape, spec.dtype or usual, generator).to(device) for spec in inputs)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -410,6 +410,22 @@ def test_a_function_goes_by_its_name_and_has_the_mode_of_its_modules() -> None:
     assert ", eval, " in autostream.optimize(torch.relu, t(3)).reports[0].signature
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@torch.no_grad()
+def test_nested_tensors_go_to_the_plain_model() -> None:
+    fast = autostream.optimize(nn.ReLU())
+    x = torch.nested.nested_tensor([torch.ones(2, 3), -torch.ones(1, 3)])
+    assert [part.tolist() for part in fast(x).unbind()] == [[[1.0] * 3] * 2, [[0.0] * 3]]
+    assert "input 0 is nested" in fast.reports[0].refusals[0].reason
+
+
+def test_preparing_does_not_fail_a_backward_that_is_pending() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), t(3, 4)
+    loss = model(x).sum()
+    autostream.optimize(model.train(), x)
+    loss.backward()
+
+
 @torch.no_grad()
 def test_a_bound_method_of_a_module() -> None:
     model = Net()

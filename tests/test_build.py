@@ -252,6 +252,15 @@ def test_pieces_are_reported_when_they_have_been_made() -> None:
 
 
 @torch.no_grad()
+def test_a_model_without_pieces_is_plain_for_a_reason() -> None:
+    pieces = Pieces(Model(lambda s, x: x), signature(), "no graph", Piece)
+    same(pieces(t(3)), t(3))
+    assert pieces.report.mode == "plain"
+    assert [refusal.choice for refusal in pieces.report.refusals] == ["split at graph breaks", "plain"]
+    assert "no piece" in pieces.report.refusals[1].reason
+
+
+@torch.no_grad()
 def test_a_model_that_dynamo_refuses_runs_as_it_is() -> None:
     """The branches of a ``cond`` must be traceable; run plainly, it does not compile them."""
 

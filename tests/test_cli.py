@@ -216,7 +216,7 @@ def test_the_demo_checks_outputs(
     out, err = capsys.readouterr()
     assert "runs as       CUDA graph over 2 streams" in out
     assert "largest difference from the plain model: " in out
-    assert re.search(r"plain model [\d.]+ ms, optimized [\d.]+ ms: [\d.]+× the speed", out)
+    assert re.search(r"plain model [\d.]+ ms, optimized [\d.]+ ms, in turns: [\d.]+× the speed", out)
     assert err == ("autostream: the outputs differ\n" if code else "")
 
 
@@ -227,6 +227,22 @@ def test_a_terminal_that_lacks_characters_shows_others(
     monkeypatch.setattr(sys, "stdout", terminal)
     assert cli.main(["inspect", model]) == 0
     assert b"14.0 ?s, 1.50? the speed" in terminal.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_the_users_code_prints_is_no_part_of_the_answer(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    Path("loud.py").write_text("print('import')" + MODEL.replace("return self.left", "print(); return self.left"))
+    assert cli.main(["inspect", "loud.py:with_inputs", "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "Diamond"
+
+
+def test_a_model_that_only_optimize_can_split_says_so(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    said = error_of(capsys, "inspect", "net.py:Branching", "--input", "3")
+    assert "autostream.optimize splits such a model at graph breaks" in said
+
+
+def test_an_input_beyond_all_memory_is_one_line(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    said = error_of(capsys, "inspect", "net.py:Diamond", "--input", "999999999x999999999x9")
+    assert said.startswith("--input: 1 of such sizes cannot be made: RuntimeError: ")
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

@@ -91,6 +91,9 @@ def test_floors_0_and_1_need_no_torch(module: str) -> None:
     assert not [name for name in names if name.partition(".")[0] == "torch"]
 
 
+BASELINES = {"bench.clock", "bench.modes"}
+"""What is compared with autostream shares no code with it."""
+
 ONLY_IN = [
     # creates, copies or edits nodes of an fx graph; export prunes the graph that it has just made
     (
@@ -103,10 +106,10 @@ ONLY_IN = [
     # touches streams and events
     (
         r"torch\.cuda\.(Stream\(|Event|current_stream|set_stream|stream\()|\.(wait_stream|wait_event|record_event)\(",
-        {"execution.streams", "execution.capture", "execution.cuda_graph", "costs.measured", "select"},
+        {"execution.streams", "execution.capture", "execution.cuda_graph", "costs.measured", "select", *BASELINES},
     ),
     (r"\.record_stream\(", set()),
-    (r"torch\.cuda\.(CUDAGraph\(|graph\()", {"execution.capture"}),
+    (r"torch\.cuda\.(CUDAGraph\(|graph\()", {"execution.capture", "bench.modes"}),
     (r"os\.(environ|getenv)", {"options"}),
 ]
 

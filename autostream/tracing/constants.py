@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
 from itertools import chain
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autostream.errors import TraceError
 from autostream.tracing.guards import transformed
+from autostream.tracing.leaks import Watched
 from autostream.tracing.lines import note_line
 
 
@@ -47,6 +50,11 @@ class Constants(TorchFunctionMode):
         super().__init__()
         self._held = held
         self._outermost = outermost
+        self.seen: Watched = []
+
+    def watch(self, value: Any) -> None:
+        """Remember the fake tensors in a value, as long as somebody else holds them."""
+        self.seen += [weakref.ref(leaf) for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function.
@@ -65,7 +73,9 @@ class Constants(TorchFunctionMode):
         used = [] if func.__name__ == "__get__" else tree_leaves((args, kwargs))
         if any(_is_real(value) and id(value) not in self._held for value in used):
             raise TraceError(f"the model uses ({func.__name__}) a tensor that is no attribute of it: make it a buffer")
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.watch(result)
+        return result
 
 
 def _is_real(tensor: object) -> bool:

@@ -17,6 +17,8 @@ from torch.fx import GraphModule
 
 from autostream.errors import first_line
 
+_MANY = 1024
+
 CompilePiece = Callable[[GraphModule, frozenset[int]], Callable[..., Any]]
 """Takes a graph and the positions of its inputs that stay where they are; returns what to run in its place."""
 
@@ -36,7 +38,9 @@ def split(model: nn.Module, compile_piece: CompilePiece, refused: Callable[[str]
     def run(*args: Any, **kwargs: Any) -> Any:
         from torch._dynamo import config
 
-        with config.patch(suppress_errors=True), _overheard(refused):
+        # Models of one class share a limit of compilations; each of ours is for one signature, so none is in vain.
+        limits = {"recompile_limit": _MANY, "accumulated_recompile_limit": _MANY}
+        with config.patch({"suppress_errors": True, **limits}), _overheard(refused):
             return compiled(*args, **kwargs)
 
     return run

@@ -27,6 +27,7 @@ from autostream.storages import storage_of
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.constants import Constants, tensors_held
 from autostream.tracing.guards import unusual
+from autostream.tracing.leaks import recalled
 from autostream.tracing.replica import replica, with_ordinary_parameters
 from autostream.tracing.tamed import patched_for_this_thread, tamed
 from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
@@ -137,18 +138,19 @@ class _FlatModel(nn.Module):
         super().__init__()
         self.model = model
         self._structure = structure
-        self._held = held
         self.result = _Result()
+        self.constants = Constants(held, _called.__code__)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = unflatten(self._structure, tensors)
         before = holders(self.model)
+        self.constants.watch(tensors)
         given = [*tensors, *self.model.parameters(), *self.model.buffers()]
         layouts = list(map(_layout, given))
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
-            with patched_for_this_thread(), preserve_node_meta(), Constants(self._held, _called.__code__):
+            with patched_for_this_thread(), preserve_node_meta(), self.constants:
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
@@ -194,9 +196,13 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
         stack.enter_context(tamed())
         stack.enter_context(collector.paused())
         try:
-            return export(flat, _ordinary(tensors), strict=False)
+            exported = export(flat, _ordinary(tensors), strict=False)
         except Exception as error:
+            recalled(flat.constants.seen)
             raise _refusal(flat.model, error) from error
+    if recalled(flat.constants.seen):
+        raise TraceError("the model keeps a tensor in a cache, list or dict: a graph would not put it there again")
+    return exported
 
 
 def _refusal(model: nn.Module, error: Exception) -> TraceError:

@@ -62,6 +62,8 @@ def unusual(tensor: Tensor) -> str:
     """What a tensor is or has that an ordinary strided one does not, or ``""``."""
     if type(tensor) not in _ORDINARY:
         return f"is a {type(tensor).__name__}"
+    if tensor.is_nested:
+        return "is nested"
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}"
     if tensor.device.type not in _DEVICES:

@@ -179,3 +179,17 @@ def test_what_dynamo_does_not_let_go_is_a_refusal(recorder: Recorder) -> None:
     with pytest.raises(RuntimeError) as caught:
         split(Breaking(), recorder, print)(X)
     assert is_refusal(caught.value)
+
+
+@torch.no_grad()
+def test_models_of_one_class_do_not_use_up_each_others_compilations(recorder: Recorder) -> None:
+    """Dynamo counts by code, and gives code up after eight compilations."""
+
+    class Breaking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x - 1
+
+    for count in range(1, 12):
+        recorder.runs = 0
+        split(Breaking(), recorder, print)(torch.ones(count))
+        assert recorder.runs == 2, count

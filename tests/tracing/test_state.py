@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.tracing.export import trace
-from autostream.tracing.state import LiveState, ModelWatch
+from autostream.tracing.state import LiveState, ModelWatch, versions_kept
 from autostream.tracing.tree import flatten
 
 
@@ -281,3 +281,17 @@ def test_whatever_a_graph_takes_for_granted_is_watched(change: Callable[[nn.Modu
     assert state.configured(), "set again to what it was"
     change(model)
     assert not state.configured()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_what_is_undone_does_not_fail_a_pending_backward(monkeypatch: pytest.MonkeyPatch, private: bool) -> None:
+    if not private:
+        monkeypatch.delattr(torch.autograd, "_unsafe_preserve_version_counter")
+    weight, inference = torch.ones(2, requires_grad=True), torch.inference_mode()(torch.ones)(2)
+    factor = torch.ones(2)
+    loss = (weight * factor).sum()
+    with versions_kept([factor, inference]):
+        factor.mul_(2).div_(2)
+    if private:
+        loss.backward()
+    assert (factor._version == 0) is private

@@ -1,0 +1,126 @@
+"""What a model remembers of a trace is taken back: the plain model never meets a fake tensor."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from autostream.errors import TraceError
+from autostream.tracing.export import trace
+from autostream.tracing.leaks import recalled
+from autostream.tracing.tree import flatten
+
+X = torch.ones(3, 3)
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def refusal(function: Callable[[Tensor], Tensor]) -> str:
+    tensors, structure = flatten(((X,), {}))
+    with pytest.raises(TraceError) as raised:
+        trace(Function(function), tensors, structure)
+    return str(raised.value)
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+def watched(*tensors: Tensor) -> Any:
+    return [weakref.ref(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_a_cached_function_forgets_what_it_made_in_a_trace(size: int | None) -> None:
+    @functools.lru_cache(maxsize=size)
+    def mask(n: int) -> tuple[Tensor, int]:
+        return torch.ones(n, n).tril(), n
+
+    assert "keeps a tensor in a cache" in refusal(lambda x: mask(len(x))[0] @ x)
+    assert type(mask(3)[0]) is Tensor
+
+
+def test_a_dictionary_of_somebody_else_is_as_before() -> None:
+    made: dict[int, Any] = {7: "kept"}
+
+    def model(x: Tensor) -> Tensor:
+        made.setdefault(len(x), (torch.arange(len(x)), "beside"))
+        return x + made[len(x)][0]
+
+    assert "keeps a tensor" in refusal(model)
+    assert made == {7: "kept"}
+
+
+def test_lists_sets_and_objects_are_as_before() -> None:
+    class Memory:
+        last: Any = None
+
+    memory, seen, kinds = Memory(), [1], {2}
+
+    def model(x: Tensor) -> Tensor:
+        memory.last = x * 2
+        seen.append(x)  # the input itself
+        kinds.add(x * 3)
+        return x + 1
+
+    assert "keeps a tensor" in refusal(model)
+    assert (memory.last, seen, kinds) == (None, [1], {2})
+
+
+def test_they_are_as_before_also_where_the_trace_fails_later() -> None:
+    seen: list[Tensor] = []
+
+    def model(x: Tensor) -> Tensor:
+        seen.append(x * 2)
+        return x + 1 if x.sum() > 0 else x
+
+    assert "data-dependent" in refusal(model)
+    assert seen == []
+
+
+def test_what_nobody_keeps_is_no_leak() -> None:
+    tensors, structure = flatten(((X,), {}))
+    traced = trace(Function(lambda x: x.relu() + torch.ones(3)), tensors, structure)
+    assert len(traced.program.outputs) == 1
+
+
+def test_a_tensor_in_a_dead_cycle_is_no_leak() -> None:
+    cycle: list[Any] = [fake()]
+    cycle.append(cycle)
+    seen = watched(cycle[0])
+    del cycle
+    assert not recalled(seen)
+
+
+def test_every_one_is_taken_back() -> None:
+    kept = [[fake()], [fake()]]
+    assert recalled(watched(kept[0][0], kept[1][0]))
+    assert kept == [[], []]
+    assert not recalled([])
+
+
+def test_a_variable_of_a_closure_is_found_though_it_cannot_be_taken_back() -> None:
+    last: Any = None
+
+    def model(x: Tensor) -> Tensor:
+        nonlocal last
+        last = x * 2
+        return x
+
+    assert "keeps a tensor" in refusal(model)
+    assert isinstance(last, FakeTensor)
