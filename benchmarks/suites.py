@@ -54,7 +54,7 @@ def _contest(row: Row, device: str) -> Contest:
 
 
 _COMPILED = ("compile_default", "compile_reduce_overhead", "compile_captured")
-_MODES = ("eager", "cuda_graph", "make_graphed_callables", *_COMPILED, "autostream")
+_MODES = ("eager", "cuda_graph", *_COMPILED, "autostream", "make_graphed_callables")
 _QUICK = ("eager", "cuda_graph", "compile_reduce_overhead", "autostream")
 
 SUITES: Mapping[str, Suite] = {

@@ -92,7 +92,7 @@ def test_floors_0_and_1_need_no_torch(module: str) -> None:
 
 
 BASELINES = {"bench.clock", "bench.modes"}
-"""What is compared with autostream shares no code with it."""
+"""What autostream is compared with, and the clock."""
 
 ONLY_IN = [
     # creates, copies or edits nodes of an fx graph; export prunes the graph that it has just made
@@ -109,7 +109,7 @@ ONLY_IN = [
         {"execution.streams", "execution.capture", "execution.cuda_graph", "costs.measured", "select", *BASELINES},
     ),
     (r"\.record_stream\(", set()),
-    (r"torch\.cuda\.(CUDAGraph\(|graph\()", {"execution.capture", "bench.modes"}),
+    (r"torch\.cuda\.(CUDAGraph\(|graph\()", {"execution.capture"}),
     (r"os\.(environ|getenv)", {"options"}),
 ]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autostream
+from autostream.execution.capture import capture
 from autostream.options import KernelLevel, PolicyName
 
 Call = Callable[..., Any]
@@ -87,11 +88,13 @@ CPU |= AUTOSTREAM
 CUDA: dict[str, Mode] = {
     mode.__name__: mode
     for mode in (
-        *(eager, cuda_graph, make_graphed_callables),
+        *(eager, cuda_graph),
         *(compile_default, compile_reduce_overhead, compile_max_autotune, compile_captured),
     )
 }
 CUDA |= AUTOSTREAM
+# The last one to be prepared: its graph goes on to use a cuBLAS workspace that other captures give away.
+CUDA |= {make_graphed_callables.__name__: make_graphed_callables}
 
 
 SLOW = ("compile_max_autotune",)
@@ -113,20 +116,22 @@ def captured(function: Call, args: Sequence[Any]) -> Call:
     """
     static_args = pytree.tree_map_only(Tensor, Tensor.clone, list(args))
     static = tensors_in(static_args)
-    stream, graph = torch.cuda.Stream(static[0].device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(static[0].device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARMUP):
             function(*static_args)
-    with torch.cuda.graph(graph, stream=stream):
-        outputs, structure = pytree.tree_flatten(function(*static_args))
-    return _Captured(graph, stream, static, outputs, structure)
+    # Not torch.cuda.graph: kernels would go on to use the cuBLAS workspace of the warm-up, and whatever captures next,
+    # torch.compile among others, hands that memory to somebody else.
+    graph, (outputs, structure) = capture(lambda: pytree.tree_flatten(function(*static_args)), stream)
+    return _Captured(function, graph, stream, static, outputs, structure)
 
 
 @dataclass(frozen=True)
 class _Captured:
     """What a careful user writes around a graph: as little as possible at each call."""
 
+    function: Call  # holds what its kernels read: weights, and constants that a compiler made
     graph: torch.cuda.CUDAGraph
     stream: torch.cuda.Stream  # must live as long as what was captured on it
     static: list[Tensor]
@@ -134,7 +139,7 @@ class _Captured:
     structure: pytree.TreeSpec
 
     def __call__(self, *args: Any) -> Any:
-        if len(self.static) == 1 and len(args) == 1:
+        if len(args) == 1 and isinstance(args[0], Tensor):
             self.static[0].copy_(args[0])
         else:
             torch._foreach_copy_(self.static, tensors_in(args))
