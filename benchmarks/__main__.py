@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -29,17 +29,24 @@ from benchmarks.suites import SUITES, Row, Suite, contest_of
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         code: int = arguments.command(arguments)
     except ResultError as error:
-        parser.error(str(error))
+        print(f"benchmarks: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, merge, show and compare.")
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ResultError(f"{message} ({self.prog} --help says more)")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="python -m benchmarks", description="Measure, merge, show and compare.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     merge = commands.add_parser("merge", help="put the rows of several result files into one")
@@ -93,7 +100,7 @@ def _add_compare(commands: Any) -> None:
     compare.set_defaults(command=_compare)
 
 
-def _add_ratio_options(parser: argparse.ArgumentParser) -> None:
+def _add_ratio_options(parser: _Parser) -> None:
     parser.add_argument("--baseline", metavar="MODE", help="what ratios are to (default: the suite's)")
     parser.add_argument("--measure", choices=("call", "device"), default="call", help="what ratios are of")
 
@@ -111,9 +118,12 @@ def _piece(text: str) -> tuple[int, int]:
 
 def _share(text: str) -> float:
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: write a share, such as 3% or 0.03") from None
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: write a share, such as 3% or 0.03")
+    return share
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -122,6 +132,7 @@ def _run(arguments: argparse.Namespace) -> int:
     found = result.load(arguments.out) if arguments.out.exists() else result.empty(arguments.suite)
     rows = _rows(arguments, suite, modes, found)
     end, here = time.monotonic() + 60 * arguments.minutes, stamp()
+    result.check_kind(found, here)
     try:
         for row, bar in _progress(rows):
             if time.monotonic() > end:
@@ -129,6 +140,8 @@ def _run(arguments: argparse.Namespace) -> int:
             measured = _measured(row, suite, modes, arguments.timeout, bar)
             found = result.ordered(result.with_row(found, measured, here), suite.rows)
             result.save(found, arguments.out)
+            if bar.disable:
+                print(_finished(measured), file=sys.stderr)
     except KeyboardInterrupt:
         print(f"interrupted; {arguments.out} has what was done, and the same command goes on", file=sys.stderr)
         return 130
@@ -163,7 +176,8 @@ def _check_names(what: str, names: Sequence[str], known: Any) -> None:
 
 
 def _progress(rows: Sequence[Row]) -> Iterator[tuple[Row, Any]]:
-    with tqdm(rows, unit="row") as bar:
+    # No bar where there is no terminal. It is drawn by the clock alone: a row has news, its modes, before it is done.
+    with tqdm(rows, unit="row", disable=None, miniters=0) as bar:
         for row in bar:
             bar.set_description(row.workload)
             yield row, bar
@@ -184,6 +198,12 @@ def _measured(row: Row, suite: Suite, modes: Sequence[str], timeout_s: float, ba
     }
 
 
+def _finished(row: dict[str, Any]) -> str:
+    """How a row went, in one line."""
+    bad = [f"{mode} {cell['status']}" for mode, cell in row["cells"].items() if cell["status"] != "ok"]
+    return ", ".join(filter(None, (f"{table.title(row)}: {row['seconds']} s", row["failure"], *bad)))
+
+
 def _merge(arguments: argparse.Namespace) -> int:
     found = result.merged([result.load(path) for path in arguments.results])
     result.save(result.ordered(found, SUITES[found["suite"]].rows), arguments.out)
@@ -202,9 +222,9 @@ def _table(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     before, after = result.load(arguments.before), result.load(arguments.after)
-    baseline = _baseline(arguments, after)
+    baseline = _baseline(arguments, before, after)
     found = list(changes(before, after, arguments.modes, baseline, arguments.measure))
-    if not found:
+    if not any(change.before for change in found):
         raise ResultError(f"{arguments.before} and {arguments.after} have no cell in common that could be compared")
     worse = [change for change in found if change.worse(arguments.fail_over)]
     for change in found:
@@ -224,21 +244,27 @@ def _line(change: Change, worse: bool) -> str:
 
 def _plot(arguments: argparse.Namespace) -> int:
     found = result.load(arguments.result)
-    for path in plots(found, _baseline(arguments, found), arguments.measure, arguments.out):
+    baseline = _baseline(arguments, found)
+    try:
+        paths = plots(found, baseline, arguments.measure, arguments.out)
+    except OSError as error:
+        raise ResultError(f"--out {arguments.out}: {error.strerror}: name a folder that can be written") from error
+    for path in paths:
         print(path)
     return 0
 
 
-def _baseline(arguments: argparse.Namespace, found: Result) -> str:
-    """The mode that was asked for, or the suite's.
+def _baseline(arguments: argparse.Namespace, *results: Result) -> str:
+    """The mode that was asked for, or the first result's suite's.
 
     Raises:
-        ResultError: the result does not have it.
+        ResultError: a result does not have it.
     """
-    baseline: str = arguments.baseline or SUITES[found["suite"]].baseline
-    modes = dict.fromkeys(mode for row in found["rows"] for mode in row["cells"])
-    if baseline not in modes:
-        raise ResultError(f"no row has the baseline {baseline}: use --baseline with one of {', '.join(modes)}")
+    baseline: str = arguments.baseline or SUITES[results[0]["suite"]].baseline
+    for found in results:
+        modes = dict.fromkeys(mode for row in found["rows"] for mode in row["cells"])
+        if baseline not in modes:
+            raise ResultError(f"no row has the baseline {baseline}: there is {', '.join(modes) or 'none yet'}")
     return baseline
 
 

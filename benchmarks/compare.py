@@ -21,7 +21,7 @@ class Change:
     Attributes:
         row, mode: which.
         before, after: how many times faster than the baseline; ``None`` where there was no time.
-        status: the second result's.
+        status: the second result's; where only the baseline has no time, that of the baseline.
     """
 
     row: str
@@ -61,6 +61,12 @@ def changes(before: Result, after: Result, modes: str, baseline: str, measure: M
         old: dict[str, Any] = olds.get(key(new), {"cells": {}})
         for mode in old["cells"]:
             if mode.startswith(modes) and mode != baseline:
-                cell = new["cells"].get(mode, {"status": new.get("failure") or "missing"})
                 was, now = (ratio(row["cells"], mode, baseline, measure) for row in (old, new))
-                yield Change(title(new), mode, was, now, cell["status"])
+                yield Change(title(new), mode, was, now, _status(new, mode, baseline))
+
+
+def _status(row: dict[str, Any], mode: str, baseline: str) -> str:
+    ours, theirs = (
+        str(row["cells"].get(name, {}).get("status") or row.get("failure") or "missing") for name in (mode, baseline)
+    )
+    return f"without {baseline}: {theirs}" if ours == "ok" != theirs else ours

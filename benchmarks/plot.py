@@ -17,6 +17,8 @@ def plots(result: Result, baseline: str, measure: Measure, folder: Path) -> list
     Returns:
         the files written.
     """
+    from matplotlib import rc_context
+
     folder.mkdir(parents=True, exist_ok=True)
     drawn = (
         _by_workload(result["rows"], baseline, measure),
@@ -27,22 +29,25 @@ def plots(result: Result, baseline: str, measure: Measure, folder: Path) -> list
     for name, figure in zip(("workloads", "batches", "predictions"), drawn, strict=True):
         if figure is not None:
             paths.append(folder / f"{result['suite']}-{name}.svg")
-            # Without a date, the same result gives the same file.
-            figure.savefig(paths[-1], bbox_inches="tight", metadata={"Date": None})
+            with rc_context({"svg.hashsalt": "autostream"}):  # the same result gives the same file, ids included
+                figure.savefig(paths[-1], bbox_inches="tight", metadata={"Date": None})
     return paths
 
 
 def _by_workload(rows: Sequence[Any], baseline: str, measure: Measure) -> Any:
     rows = [row for row in rows if row["cells"].get(baseline, {}).get("call_us")]
-    modes = list(dict.fromkeys(mode for row in rows for mode in row["cells"] if mode != baseline))
-    if not modes:
+    bars: dict[str, list[tuple[int, float]]] = {}
+    for at, row in enumerate(rows):
+        for mode in row["cells"]:
+            if mode != baseline and (found := ratio(row["cells"], mode, baseline, measure)):
+                bars.setdefault(mode, []).append((at, found.median))
+    if not bars:
         return None
-    figure, axes = _figure(width=7, height=1 + 0.16 * len(rows) * len(modes))
-    height = 0.8 / len(modes)
-    for place, mode in enumerate(modes):
-        found = [(at, ratio(row["cells"], mode, baseline, measure)) for at, row in enumerate(rows)]
-        bars = [(at + (place - (len(modes) - 1) / 2) * height, it) for at, it in found if it]
-        axes.barh([at for at, _ in bars], [it.median for _, it in bars], height, label=mode)
+    figure, axes = _figure(width=7, height=1 + 0.16 * len(rows) * len(bars))
+    height = 0.8 / len(bars)
+    for place, (mode, points) in enumerate(bars.items()):
+        offset = (place - (len(bars) - 1) / 2) * height
+        axes.barh([at + offset for at, _ in points], [median for _, median in points], height, label=mode)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [title(row) for row in rows])
     axes.invert_yaxis()
@@ -91,9 +96,7 @@ def _predictions(rows: Sequence[Any]) -> Any:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.hashsalt": "autostream"}):  # ids of elements, too, are the same each time
-        figure = Figure(figsize=(width, height))
-        return figure, figure.add_subplot()
+    figure = Figure(figsize=(width, height))
+    return figure, figure.add_subplot()

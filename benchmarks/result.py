@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suites import Row
+from benchmarks.suites import SUITES, Row
 
 SCHEMA = 1
 
@@ -37,7 +37,7 @@ def load(path: Path) -> Result:
     """Read a result file.
 
     Raises:
-        ResultError: it is not there, or is no result of this schema.
+        ResultError: it is not there, or is no result of this schema and of a suite that there is.
     """
     try:
         result: Result = json.loads(path.read_text())
@@ -46,18 +46,27 @@ def load(path: Path) -> Result:
         raise ResultError(f"{path} is no result file ({type(error).__name__}): write one with run --out") from error
     if found != SCHEMA:
         raise ResultError(f"{path} has schema {found}, not {SCHEMA}: measure again")
+    if result.keys() != empty("").keys() or result["suite"] not in SUITES:
+        raise ResultError(f"{path} is damaged, or of a suite that there is no more: measure again")
     return result
 
 
 def save(result: Result, path: Path) -> None:
-    """Write a result file, at once: whoever interrupts leaves the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a result file, at once: whoever interrupts leaves the old one or the new one.
+
+    Raises:
+        ResultError: it cannot be written there.
+    """
     text = json.dumps(result, indent=1, allow_nan=False)
-    # Rounds on one line each: a column of numbers would make the file three times as long.
-    text = re.sub(r"\[[-+.\de,\s]*\]", lambda numbers: " ".join(numbers[0].split()), text)
-    beside = path.with_suffix(".tmp")
-    beside.write_text(text + "\n")
-    os.replace(beside, path)
+    # Rounds on one line each: a column of numbers would make the file three times as long. No string has a line break.
+    text = re.sub(r"\[\n[-+.\de,\s]*\]", lambda numbers: " ".join(numbers[0].split()), text)
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text + "\n")
+        os.replace(beside, path)
+    except OSError as error:
+        raise ResultError(f"--out {path}: {error.strerror}: name a file that can be written") from error
 
 
 def key(row: dict[str, Any] | Row) -> tuple[Any, ...]:
@@ -66,11 +75,11 @@ def key(row: dict[str, Any] | Row) -> tuple[Any, ...]:
     return tuple(values[name] for name in _KEY)
 
 
-def with_row(result: Result, row: dict[str, Any], stamp: dict[str, Any]) -> Result:
-    """The result with one more row, in the place of what was measured of it before.
+def check_kind(result: Result, stamp: dict[str, Any]) -> None:
+    """Refuse a stamp whose rows cannot be compared with those that a result has.
 
     Raises:
-        ResultError: the row is from another kind of machine or another torch.
+        ResultError: it is of another kind of machine or another torch.
     """
     for other in result["stamps"]:
         if differing := [name for name in _KIND if other[name] != stamp[name]]:
@@ -79,6 +88,15 @@ def with_row(result: Result, row: dict[str, Any], stamp: dict[str, Any]) -> Resu
                 f"this result has {name} {other[name]!r}, the new row {stamp[name]!r}: rows of one file are compared "
                 "with one another, so write to another file"
             )
+
+
+def with_row(result: Result, row: dict[str, Any], stamp: dict[str, Any]) -> Result:
+    """The result with one more row, in the place of what was measured of it before.
+
+    Raises:
+        ResultError: the row is from another kind of machine or another torch.
+    """
+    check_kind(result, stamp)
     stamps = [*result["stamps"]] if stamp in result["stamps"] else [*result["stamps"], stamp]
     rows = [other for other in result["rows"] if key(other) != key(row)] + [{**row, "stamp": stamps.index(stamp)}]
     used = sorted({row["stamp"] for row in rows})

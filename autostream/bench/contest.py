@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -55,7 +56,8 @@ class Cell:
     Attributes:
         status: why there are no times, or ``"ok"``.
         reason: the error message, or by how much the result is wrong.
-        error: distance of the outputs from a reference in higher precision, relative.
+        error: distance of the outputs from a reference in higher precision, relative; ``None`` where they cannot be
+            compared.
         first_s: seconds from the model to its first result: tracing, compiling, measuring and the first run.
         allocated_bytes: the most that a run has allocated at a time, above what was there before the mode.
         reserved_bytes: what the process has reserved for the mode, graphs' private pools included.
@@ -118,7 +120,8 @@ def _prepared(contest: Contest, mode: str) -> tuple[Cell, Any]:
     except Exception as failure:
         memory.synchronize()  # raises where the device is lost, and nothing more can be done in this process
         return Cell("failed", first_line(failure)), None
-    cell = Cell("ok", "", error, first_s, allocated, reserved, schedule=_schedule(contender.reports))
+    finite = error if math.isfinite(error) else None  # JSON has no infinity
+    cell = Cell("ok", "", finite, first_s, allocated, reserved, schedule=_schedule(contender.reports))
     if error > contest.allowed_error:
         cell.status, cell.reason = "wrong", f"error {error:.1e}, {contest.allowed_error:.1e} allowed"
     return cell, contender

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
@@ -12,8 +13,20 @@ from autostream.bench.ratios import Measure, Spread, ratio, spread
 Row = Mapping[str, Any]
 """As in the JSON: what was run, and ``cells`` by mode."""
 
-FORMATS = {"terminal": "simple", "github": "github", "csv": "csv"}
-"""Name to the one that tabulate has for it; CSV is the reader's to parse, so it has no units."""
+FORMATS = {"terminal": "simple", "github": "github", "csv": ""}
+"""Name to the one that tabulate has for it; CSV has bare numbers, for a program to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A number and how it is shown to people."""
+
+    value: float
+    form: str = ",.1f"
+
+
+Entry = str | _Number | Spread | None
+"""What a table has in one place: a spread is one of ratios, ``None`` is nothing."""
 
 _HEAD = (
     *("workload", "mode", "µs a call", "IQR", "faster", "device µs", "latency µs", "p99", "host µs", "calls/s"),
@@ -47,74 +60,83 @@ def title(row: Row) -> str:
     return " ".join(filter(None, (f"{row['workload']}{batch}", row.get("optimizer"))))
 
 
-def _table(lines: Sequence[Sequence[str]], head: Sequence[str], form: str) -> str:
+def _table(lines: Sequence[Sequence[Entry]], head: Sequence[str], form: str) -> str:
     if form == "csv":
         import csv
         import io
 
         out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([head, *lines])
+        csv.writer(out, lineterminator="\n").writerows([head, *(map(_bare, line) for line in lines)])
         return out.getvalue().rstrip("\n")
     sides = ["left" if name in ("workload", "mode", "remark") else "right" for name in head]
-    return tabulate(lines, head, tablefmt=FORMATS[form], disable_numparse=True, colalign=sides if lines else None)
+    shown = [[_shown(entry) for entry in line] for line in lines]
+    return tabulate(shown, head, tablefmt=FORMATS[form], disable_numparse=True, colalign=sides if lines else None)
 
 
-def _ratios(row: Row, baseline: str, modes: Sequence[str], measure: Measure) -> list[str]:
-    times = row["cells"].get(baseline, {}).get(f"{measure}_us")
-    shown = [_ratio(row, mode, baseline, measure) for mode in modes]
-    return [title(row), _number(spread(times).median) if times else row.get("failure", ""), *shown]
+def _bare(entry: Entry) -> str:
+    match entry:
+        case _Number():
+            return f"{entry.value:.9g}"
+        case Spread():
+            return f"{entry.median:.9g}"
+    return entry or ""
 
 
-def _ratio(row: Row, mode: str, baseline: str, measure: Measure) -> str:
-    cell = row["cells"].get(mode)
-    if cell is None:
-        return ""
-    found = ratio(row["cells"], mode, baseline, measure)
-    return _faster(found) if found else str(cell["status"])
+def _shown(entry: Entry) -> str:
+    match entry:
+        case _Number():
+            return format(entry.value, entry.form)
+        case Spread():
+            return f"{entry.median:.2f}×" + (f" ±{entry.iqr:.2f}" if entry.noisy else "")
+    return entry or ""
 
 
-def _lines(row: Row, baseline: str) -> Iterator[list[str]]:
+def _ratios(row: Row, baseline: str, modes: Sequence[str], measure: Measure) -> list[Entry]:
+    cell = row["cells"].get(baseline, {})
+    times = cell.get(f"{measure}_us")
+    first = _Number(spread(times).median) if times else row.get("failure") or cell.get("status")
+    return [title(row), first, *(_ratio(row, mode, baseline, measure) for mode in modes)]
+
+
+def _ratio(row: Row, mode: str, baseline: str, measure: Measure) -> Entry:
+    cell = row["cells"].get(mode, {})
+    return ratio(row["cells"], mode, baseline, measure) or cell.get("status")
+
+
+def _lines(row: Row, baseline: str) -> Iterator[list[Entry]]:
     if row.get("failure"):
-        yield [title(row), "", *[""] * (len(_HEAD) - 3), row["failure"]]
+        yield [title(row), *[None] * (len(_HEAD) - 2), row["failure"]]
     for mode, cell in row["cells"].items():
         times = cell.get("call_us")
-        yield [title(row), mode, *(_timed(row, mode, cell, baseline) if times else [""] * 8), *_facts(cell)]
+        yield [title(row), mode, *(_timed(row, mode, cell, baseline) if times else [None] * 8), *_facts(cell)]
 
 
-def _timed(row: Row, mode: str, cell: Mapping[str, Any], baseline: str) -> list[str]:
-    call, faster = spread(cell["call_us"]), ratio(row["cells"], mode, baseline)
+def _timed(row: Row, mode: str, cell: Mapping[str, Any], baseline: str) -> list[Entry]:
+    call = spread(cell["call_us"])
     return [
-        _number(call.median),
-        _number(call.iqr),
-        _faster(faster) if faster else "",
-        _number(spread(cell["device_us"]).median),
-        _number(cell["latency_us"]["median"]),
-        _number(cell["latency_us"]["p99"]),
-        _number(cell["host_us"]["median"]),
-        f"{1e6 / call.median:,.0f}",
+        _Number(call.median),
+        _Number(call.iqr),
+        ratio(row["cells"], mode, baseline),
+        _Number(spread(cell["device_us"]).median),
+        _Number(cell["latency_us"]["median"]),
+        _Number(cell["latency_us"]["p99"]),
+        _Number(cell["host_us"]["median"]),
+        _Number(1e6 / call.median, ",.0f"),
     ]
 
 
-def _facts(cell: Mapping[str, Any]) -> list[str]:
-    error, schedule = cell.get("error"), cell.get("schedule", {})
+def _facts(cell: Mapping[str, Any]) -> list[Entry]:
+    schedule = cell.get("schedule", {})
     remark = cell.get("reason", "") if cell["status"] == "ok" else f"{cell['status']}: {cell.get('reason', '')}"
     return [
-        _megabytes(cell.get("allocated_bytes")),
-        _megabytes(cell.get("reserved_bytes")),
-        "" if cell.get("first_s") is None else f"{cell['first_s']:.1f}",
-        "" if error is None else f"{error:.1e}",
+        _known(cell, "allocated_bytes", share=1e-6),
+        _known(cell, "reserved_bytes", share=1e-6),
+        _known(cell, "first_s"),
+        _known(cell, "error", ".1e"),
         str(schedule.get("streams", "")),
         " ".join(filter(None, (schedule.get("mode", ""), schedule.get("policy", ""), remark))),
     ]
 
 
-def _faster(found: Spread) -> str:
-    return f"{found.median:.2f}×" + (f" ±{found.iqr:.2f}" if found.noisy else "")
-
-
-def _number(us: float) -> str:
-    return f"{us:,.1f}"
-
-
-def _megabytes(count: int | None) -> str:
-    return "" if count is None else f"{count / 1e6:,.1f}"
+def _known(cell: Mapping[str, Any], name: str, form: str = ",.1f", share: float = 1.0) -> _Number | None:
+    return _Number(cell[name] * share, form) if name in cell else None

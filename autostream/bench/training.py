@@ -88,8 +88,7 @@ class Training:
         self.device = subject.data[0].device
         self._expected = _results(in_float64 := _in_float64(subject), eager(in_float64))
         self.eager_error = self._error(subject, eager(subject))
-        dtype = dtype_of(subject.model, subject.data)
-        self.allowed_error = min(allowed_error(self.eager_error, dtype), _MOST_ERROR)
+        self.allowed_error = allowed_error(self.eager_error, dtype_of(subject.model, subject.data))
 
     def contender(self, mode: str) -> Contender:
         """Prepare a mode with a subject of its own."""
@@ -106,10 +105,6 @@ class Training:
     def _error(self, subject: TrainingSubject, step: Step) -> float:
         pairs = zip(_results(subject, step), self._expected, strict=True)
         return max(relative_error(result, expected) for result, expected in pairs)
-
-
-_MOST_ERROR = 0.5
-"""A step that does nothing has an error of one."""
 
 
 def _results(subject: TrainingSubject, step: Step) -> tuple[list[Tensor], ...]:
