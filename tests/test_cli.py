@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,8 @@ import torch
 from torch import nn
 
 from autostream import cli, pipeline
+from autostream.bench.contest import Cell, Contest, Status
+from autostream.bench.isolation import MakeContest, Outcome
 from autostream.ir import Report
 from tests.reporting.reports import PLAIN, REPORT
 
@@ -254,3 +258,183 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+POLICIES = ("sequential", "critical_path", "path_cover")
+CPU_MODES = ["eager", "compile_default", "autostream", *(f"autostream_eager_{policy}" for policy in POLICIES)]
+
+
+class Contests:
+    """In the place of measuring: notes what is asked for, and answers that each mode is fine or what it is told."""
+
+    def __init__(self) -> None:
+        self.others: dict[str, Status] = {}
+        self.failure = ""
+        self.modes: list[str] = []
+        self.timeout_s = 0.0
+
+    def __call__(
+        self, make: MakeContest, modes: Sequence[str], timeout_s: float, note: Callable[[str], None]
+    ) -> Outcome:
+        self.make: Callable[[], Contest] = pickle.loads(pickle.dumps(make))
+        self.modes, self.timeout_s = [*modes], timeout_s
+        for mode in modes:
+            note(mode)
+        return Outcome({mode: self.cell(mode) for mode in modes}, self.failure)
+
+    def cell(self, mode: str) -> Cell:
+        if mode in self.others:
+            return Cell(self.others[mode], "told so")
+        quartiles = {"q1": 1.0, "median": 2.0, "q3": 3.0}
+        us = [8.0, 8.0] if mode == "eager" else [4.0, 4.0]
+        return Cell("ok", "", 1e-7, 0.1, None, None, us, us, quartiles, quartiles | {"p99": 4.0})
+
+
+@pytest.fixture
+def contests(monkeypatch: pytest.MonkeyPatch) -> Contests:
+    contests = Contests()
+    monkeypatch.setattr(cli, "hold_isolated", contests)
+    return contests
+
+
+def bench(*argv: str) -> int:
+    return cli.main(["bench", *argv, "--device", "cpu"])
+
+
+def test_bench_measures_a_users_model_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert bench(model, "--modes", "eager,autostream", "--json") == 0
+    printed, said = capsys.readouterr()
+    row = json.loads(printed)
+    assert (row["workload"], row["versions"]["torch"]) == (model, str(torch.__version__))
+    assert {mode: cell["status"] for mode, cell in row["cells"].items()} == {"eager": "ok", "autostream": "ok"}
+    assert row["cells"]["autostream"]["schedule"]["ops"] == 4
+    assert len(row["cells"]["eager"]["call_us"]) == len(row["cells"]["autostream"]["call_us"])
+    assert said == "", "progress is for terminals"
+
+
+def test_bench_shows_a_line_for_each_mode(capsys: pytest.CaptureFixture[str], model: str, contests: Contests) -> None:
+    assert bench(model) == 0
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["workload", "mode"]
+    assert [line.split()[:2] for line in lines] == [[model, mode] for mode in CPU_MODES]
+    assert ["1.00×" in line for line in lines] == [True] + [False] * 5
+    assert ["2.00×" in line for line in lines] == [False] + [True] * 5
+
+
+def test_bench_compares_with_the_baseline_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str], model: str, contests: Contests
+) -> None:
+    assert bench(model, "--modes", "autostream,eager", "--baseline", "autostream", "--timeout", "5") == 0
+    assert (contests.modes, contests.timeout_s) == (["autostream", "eager"], 5.0)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [re.findall(r"[\d.]+×", line) for line in lines] == [["1.00×"], ["0.50×"]]
+
+
+def test_bench_leaves_out_what_is_slow_unless_it_is_named(
+    model: str, contests: Contests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "SLOW", ("compile_default",))
+    assert bench(model) == 0
+    assert (contests.modes, contests.timeout_s) == ([mode for mode in CPU_MODES if mode != "compile_default"], 300.0)
+    assert bench(model, "--modes", "compile_default") == 0
+    assert contests.modes == ["compile_default"]
+
+
+def test_bench_compares_with_one_stream_on_a_gpu(
+    capsys: pytest.CaptureFixture[str], model: str, contests: Contests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "parse_device", lambda text: torch.device("cuda"))
+    assert cli.main(["bench", model, "--modes", "cuda_graph,eager"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [re.findall(r"[\d.]+×", line) for line in lines] == [["1.00×"], ["0.50×"]]
+
+
+def test_bench_prepares_the_model_with_the_inputs_that_are_given(model: str, contests: Contests) -> None:
+    """In whatever process: what makes the contest is pickled."""
+    assert bench("net.py:Diamond", "--input", "2x64:float16") == 0
+    contest = contests.make()
+    assert contest.device == torch.device("cpu")
+    output = contest.contender("eager").call()
+    assert isinstance(output, torch.Tensor)
+    assert (tuple(output.shape), output.dtype) == ((2, 64), torch.float16)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_bench_writes_the_same_to_a_file(
+    capsys: pytest.CaptureFixture[str], model: str, contests: Contests, flags: list[str]
+) -> None:
+    assert bench(model, *flags) == 0
+    printed = capsys.readouterr().out
+    assert bench(model, *flags, "--out", "times") == 0
+    assert capsys.readouterr().out == ""
+    assert Path("times").read_text(encoding="utf-8") == printed
+
+
+@pytest.mark.parametrize("status", ["wrong", "failed", "crashed", "timed out"])
+@pytest.mark.parametrize(
+    ("mode", "code"), [("autostream", 1), ("autostream_eager_path_cover", 1), ("compile_default", 0), ("eager", 0)]
+)
+def test_bench_fails_where_autostream_has_no_time(
+    capsys: pytest.CaptureFixture[str], model: str, contests: Contests, mode: str, code: int, status: Status
+) -> None:
+    contests.others[mode] = status
+    assert bench(model) == code
+    assert f"{status}: told so" in capsys.readouterr().out
+    assert bench(model, "--json") == code
+    assert json.loads(capsys.readouterr().out)["cells"][mode] == {"status": status, "reason": "told so"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("bench", "the following arguments are required: TARGET (autostream bench --help says more)"),
+        (
+            "bench net.py:with_inputs --modes fast",
+            "there is no mode 'fast' on this device: use eager, compile_default,",
+        ),
+        ("bench net.py:with_inputs --modes eager,cuda_graph", "there is no mode 'cuda_graph' on this device: use"),
+        ("bench net.py:with_inputs --baseline cuda_graph", "there is no mode 'cuda_graph' on this device: use eager"),
+        ("bench net.py:with_inputs --input 1,64", "--input 1,64: the shape '1,64' is not allowed"),
+        ("bench net.py:with_inputs --timeout long", "argument --timeout: invalid float value: 'long'"),
+        ("bench net.py:with_inputs --out missing/file", "--out missing/file: No such file or directory: name a file"),
+    ],
+)
+def test_bad_input_to_bench_is_one_line(
+    capsys: pytest.CaptureFixture[str], model: str, contests: Contests, argv: str, said: str
+) -> None:
+    assert error_of(capsys, *argv.split(), "--device", "cpu").startswith(said)
+
+
+def test_bench_tells_in_a_line_what_does_not_load_in_the_other_process(
+    capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    said = error_of(capsys, "bench", "net.py:no_such", "--device", "cpu")
+    assert said.startswith("net.py:no_such: module 'autostream_target_net' has no attribute 'no_such'")
+
+
+def test_bench_tells_in_a_line_that_the_other_process_died(
+    capsys: pytest.CaptureFixture[str], model: str, contests: Contests
+) -> None:
+    contests.failure = "crashed: exit code -9: out\nof memory"
+    assert error_of(capsys, "bench", model, "--device", "cpu") == "crashed: exit code -9: out of memory"
+
+
+def test_bench_shows_what_is_under_way_on_a_terminal_and_clears_it(
+    capsys: pytest.CaptureFixture[str], model: str, contests: Contests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench(model, "--modes", "eager,autostream")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    bench(model, "--modes", "eager,autostream")
+    clear = "\r\033[K"
+    assert capsys.readouterr().err == f"{clear}eager{clear}autostream{clear}"
+
+
+def test_the_help_of_bench_warns_and_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["bench", "--help"])
+    assert raised.value.code == 0
+    out = capsys.readouterr().out
+    assert "example: autostream bench " in out
+    assert "TARGET RUNS CODE" in out
+    assert "Exits with 1 if autostream has no time" in out

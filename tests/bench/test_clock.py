@@ -1,0 +1,198 @@
+"""Rounds that all calls share. A scripted clock stands in for the real one; only the GPU's is put to the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from autostream.bench import clock
+from autostream.bench.clock import (
+    FEWEST_ROUNDS,
+    LATENCIES,
+    ROUND_US,
+    ROUNDS,
+    SECONDS,
+    DeviceClock,
+    HostClock,
+    Times,
+    clock_of,
+    interleaved,
+)
+
+
+@dataclass
+class Time:
+    """Seconds that pass only in calls."""
+
+    now: float = 0.0
+
+    def call(self, *seconds: float) -> Callable[[], None]:
+        """A call that takes each of these in turn, and the last one from then on."""
+        left = list(seconds)
+
+        def take() -> None:
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return take
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Time:
+    scripted = Time()
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: scripted.now)
+    return scripted
+
+
+@dataclass
+class Scripted:
+    """A clock that enters the number of the measurement, and a log of what happened."""
+
+    log: list[str] = field(default_factory=list)
+    once: float = ROUND_US
+    entered: int = 0
+    runs: set[int] = field(default_factory=set)
+
+    def call(self, name: str) -> Callable[[], None]:
+        return lambda: self.log.append(f"call {name}")
+
+    def note(self, name: str) -> None:
+        self.log.append(f"note {name}")
+
+    def measure(self, call: Callable[[], object], times: Times, runs: int) -> None:
+        self.log.append("measure")
+        self.runs.add(runs)
+        times.call_us.append(float(self.entered))
+        self.entered += 1
+
+    def once_us(self, call: Callable[[], object]) -> float:
+        self.log.append("once")
+        return self.once
+
+
+def run(scripted: Scripted, *names: str) -> dict[str, Times]:
+    return interleaved({name: scripted.call(name) for name in names}, scripted, scripted.note)
+
+
+# Rounds
+
+
+def test_each_call_has_its_turn_in_each_round_in_alternating_order(host: Time) -> None:
+    scripted = Scripted()
+    run(scripted, "a", "b", "c")
+    turns = [entry.removeprefix("note ") for entry in scripted.log if entry.startswith("note")][3:]
+    rounds = ["".join(turns[at : at + 3]) for at in range(0, len(turns), 3)]
+    assert rounds == ["cba" if index % 2 == 0 else "abc" for index in range(ROUNDS)]
+
+
+def test_numbers_at_one_place_are_of_one_round(host: Time) -> None:
+    """Of two calls, the first round has the measurements 0 and 1, the second 2 and 3, …"""
+    times = run(Scripted(), "a", "b")
+    pairs = zip(times["a"].call_us, times["b"].call_us, strict=True)
+    assert [sorted(pair) for pair in pairs] == [[2 * at, 2 * at + 1] for at in range(ROUNDS)]
+
+
+def test_a_call_runs_untimed_before_its_turn_and_before_its_first_estimate(host: Time) -> None:
+    scripted = Scripted()
+    run(scripted, "a", "b")
+    assert scripted.log[:6] == ["note a", "call a", "once", "note b", "call b", "once"]
+    assert scripted.log[6:12] == ["note b", "call b", "measure", "note a", "call a", "measure"]
+
+
+@pytest.mark.parametrize(
+    ("once", "runs"), [(ROUND_US / 10, 10), (ROUND_US, 2), (100 * ROUND_US, 2), (0.0, round(ROUND_US))]
+)
+def test_a_round_lasts_about_as_long_for_each_call_but_has_two_runs(host: Time, once: float, runs: int) -> None:
+    scripted = Scripted(once=once)
+    run(scripted, "a")
+    assert scripted.runs == {runs}
+
+
+def test_rounds_end_with_the_time_but_not_before_a_median_has_enough(host: Time) -> None:
+    """What is timed takes 1 s a round; the two calls before that do not count."""
+
+    def rounds(seconds_a_round: float) -> int:
+        host.now = 0.0
+        times = interleaved({"a": host.call(1000.0, seconds_a_round)}, Scripted(), lambda name: None)
+        return len(times["a"].call_us)
+
+    assert rounds(seconds_a_round=SECONDS) == FEWEST_ROUNDS
+    # After the twelfth round, SECONDS have not passed; after the thirteenth, they have.
+    assert rounds(seconds_a_round=SECONDS / 12.5) == 13
+    assert rounds(seconds_a_round=SECONDS / 1000) == ROUNDS
+
+
+def test_nothing_to_time_is_no_error(host: Time) -> None:
+    assert run(Scripted()) == {}
+
+
+# The host
+
+
+def test_on_the_host_a_round_is_the_mean_of_its_runs(host: Time) -> None:
+    times = Times()
+    HostClock().measure(host.call(1e-6, 2e-6, 6e-6), times, 3)
+    assert times.call_us == times.device_us == times.host_us == [pytest.approx(3.0)]
+    assert times.latency_us == pytest.approx([1.0, 2.0, 6.0])
+
+
+def test_a_round_adds_a_few_latencies_to_those_that_are_there(host: Time) -> None:
+    times = Times()
+    for _ in range(2):
+        HostClock().measure(host.call(1.0), times, LATENCIES + 7)
+    assert len(times.latency_us) == 2 * LATENCIES
+    assert len(times.call_us) == 2
+
+
+def test_the_host_estimates_with_one_call(host: Time) -> None:
+    assert HostClock().once_us(host.call(5e-6, 100.0)) == pytest.approx(5.0)
+
+
+def test_the_cpu_has_the_hosts_clock() -> None:
+    assert isinstance(clock_of(torch.device("cpu")), HostClock)
+
+
+# The device
+
+
+@pytest.mark.gpu
+def test_a_slow_host_is_no_time_of_the_device() -> None:
+    """A tiny kernel, launched by a host that sleeps for a millisecond first."""
+    device_clock = clock_of(torch.device("cuda:0"))
+    assert isinstance(device_clock, DeviceClock)
+    x, times = torch.ones(1024, device="cuda:0"), Times()
+
+    def call() -> None:
+        time.sleep(1e-3)
+        x.add_(1)
+
+    for _ in range(3):
+        call()
+        device_clock.measure(call, times, 5)
+    assert [len(series) for series in (times.call_us, times.device_us, times.host_us)] == [3, 3, 3]
+    assert len(times.latency_us) == 3 * LATENCIES
+    assert max(times.device_us) < 100 < 1000 < min(times.call_us)
+    assert min(times.host_us) > 1000
+    assert min(times.latency_us) > 1000
+
+
+@pytest.mark.gpu
+def test_a_slow_device_is_no_time_of_the_host() -> None:
+    """A product that takes a millisecond or so, launched in a few microseconds."""
+    x, times = torch.ones(8192, 8192, device="cuda:0", dtype=torch.float16), Times()
+    device_clock = DeviceClock(torch.device("cuda:0"))
+    out = x @ x
+
+    def call() -> None:
+        torch.mm(x, x, out=out)
+
+    for _ in range(3):
+        call()
+        device_clock.measure(call, times, 3)
+    assert max(times.host_us) < 200 < min(times.device_us)
+    assert min(times.latency_us) > 200
+    assert times.call_us == pytest.approx(times.device_us, rel=0.3)
+    assert device_clock.once_us(call) == pytest.approx(times.call_us[0], rel=0.3)

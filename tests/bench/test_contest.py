@@ -1,0 +1,210 @@
+"""Contests made by hand: who is timed, and what a cell says of the others."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autostream
+from autostream.bench import contest
+from autostream.bench.clock import HostClock, Times
+from autostream.bench.contest import Cell, Contender, hold
+from autostream.ir import Decision, Report
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class ByHand:
+    """Modes by name: each is an error, or an exception to raise instead."""
+
+    modes: dict[str, float | Exception]
+    device: torch.device = CPU
+    allowed_error: float = 0.1
+    reports: tuple[Report, ...] = ()
+    log: list[str] = field(default_factory=list)
+
+    def contender(self, mode: str) -> Contender:
+        self.log.append(f"prepare {mode}")
+        error = self.modes[mode]
+        if isinstance(error, Exception):
+            raise error
+        return Contender(lambda: self.log.append(mode), lambda: error, self.reports)
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measurement is the number of the round, and takes no time."""
+
+    def measure(self: HostClock, call: Callable[[], object], times: Times, runs: int) -> None:
+        call()
+        times.call_us.append(len(times.call_us) + 1.504)
+        times.device_us.append(len(times.device_us) + 2.0)
+        times.host_us.append(len(times.host_us) + 3.0)
+        times.latency_us.append(len(times.latency_us) + 4.0)
+
+    monkeypatch.setattr(HostClock, "measure", measure)
+    monkeypatch.setattr(HostClock, "once_us", lambda self, call: 1.0)
+
+
+def statuses(cells: dict[str, Cell]) -> dict[str, str]:
+    return {mode: cell.status for mode, cell in cells.items()}
+
+
+# Who is timed
+
+
+def test_what_is_right_is_timed_in_all_rounds() -> None:
+    cell = hold(ByHand({"a": 0.05}), ["a"])["a"]
+    assert (cell.status, cell.reason, cell.error) == ("ok", "", 0.05)
+    assert cell.call_us == [at + 1.5 for at in range(25)]
+    assert cell.device_us == [at + 2.0 for at in range(25)]
+    assert cell.host_us == {"q1": 8.5, "median": 15.0, "q3": 21.5}
+    assert cell.latency_us == {"q1": 9.5, "median": 16.0, "q3": 22.5, "p99": 28.74}
+    assert cell.first_s is not None
+    assert cell.first_s >= 0
+
+
+def test_a_mode_that_fails_leaves_the_others() -> None:
+    cells = hold(ByHand({"a": 0.0, "b": ValueError("\nno kernel\nlong story"), "c": 0.0}), ["a", "b", "c"])
+    assert statuses(cells) == {"a": "ok", "b": "failed", "c": "ok"}
+    assert cells["b"].dump() == {"status": "failed", "reason": "ValueError: no kernel"}
+    assert len(cells["a"].call_us) == len(cells["c"].call_us) == 25
+
+
+@pytest.mark.parametrize("broken", ["call", "error"])
+def test_a_mode_may_fail_in_its_first_call_or_when_it_is_checked(broken: str) -> None:
+    class Broken(ByHand):
+        def contender(self, mode: str) -> Contender:
+            return replace(super().contender(mode), **{broken: lambda: 1 // 0})
+
+    assert hold(Broken({"a": 0.0}), ["a"])["a"].reason.startswith("ZeroDivisionError")
+
+
+def test_a_mode_that_is_wrong_is_not_timed_and_says_by_how_much() -> None:
+    by_hand = ByHand({"a": 0.0, "b": 0.25})
+    cells = hold(by_hand, ["a", "b"])
+    assert statuses(cells) == {"a": "ok", "b": "wrong"}
+    assert (cells["b"].error, cells["b"].reason) == (0.25, "error 2.5e-01, 1.0e-01 allowed")
+    assert set(cells["b"].dump()) == {"status", "reason", "error", "first_s"}
+    assert by_hand.log.count("b") == 1
+
+
+def test_the_error_that_is_allowed_is_right() -> None:
+    assert hold(ByHand({"a": 0.1}), ["a"])["a"].status == "ok"
+
+
+def test_only_the_modes_that_are_asked_for_are_prepared_in_that_order_and_before_any_is_timed() -> None:
+    by_hand, notes = ByHand({"a": 0.0, "b": 0.0, "c": 0.0}), []
+    assert list(hold(by_hand, ["c", "a"], notes.append)) == ["c", "a"]
+    assert by_hand.log[:5] == ["prepare c", "c", "prepare a", "a", "c"]
+    assert notes[:4] == ["c", "a", "c", "a"]
+
+
+def test_whoever_interrupts_is_obeyed() -> None:
+    class Interrupted(ByHand):
+        def contender(self, mode: str) -> Contender:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hold(Interrupted({}), ["a"])
+
+
+def test_garbage_is_collected_between_turns_only() -> None:
+    enabled = []
+
+    class Watched(ByHand):
+        def contender(self, mode: str) -> Contender:
+            return Contender(lambda: enabled.append(gc.isenabled()), lambda: 0.0)
+
+    hold(Watched({}), ["a"])
+    assert enabled[0]
+    assert not any(enabled[1:])
+    assert gc.isenabled()
+
+
+def test_garbage_is_collected_again_after_timing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(contest, "interleaved", fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        hold(ByHand({"a": 0.0}), ["a"])
+    assert gc.isenabled()
+
+
+# What a cell says
+
+
+def test_a_dump_is_json_without_what_is_not_known() -> None:
+    dump = hold(ByHand({"a": 0.0}), ["a"])["a"].dump()
+    assert json.loads(json.dumps(dump, allow_nan=False)) == dump
+    assert set(dump) == {"status", "error", "first_s", "call_us", "device_us", "host_us", "latency_us"}
+
+
+def test_zero_is_known() -> None:
+    assert Cell("ok", error=0.0, allocated_bytes=0).dump() == {"status": "ok", "error": 0.0, "allocated_bytes": 0}
+
+
+def test_json_has_no_infinity_so_the_reason_has_it() -> None:
+    """Where an output has another shape."""
+    dump = hold(ByHand({"a": float("inf")}), ["a"])["a"].dump()
+    assert (dump["status"], dump["reason"]) == ("wrong", "error inf, 1.0e-01 allowed")
+    assert "error" not in dump
+    json.dumps(dump, allow_nan=False)
+
+
+def scheduled_report() -> Report:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    with torch.no_grad():
+        return autostream.optimize(model, (torch.ones(1, 4),), policy="sequential").reports[0]
+
+
+def test_a_cell_has_what_autostream_chose() -> None:
+    report = scheduled_report()
+    assert report.chosen
+    schedule = hold(ByHand({"a": 0.0}, reports=(report,)), ["a"])["a"].schedule
+    assert schedule == {
+        "mode": report.mode, "ops": 2, "policy": "sequential", "streams": 1, "waits": 0,
+        "predicted_us": round(report.chosen.predicted_us, 2),
+        **({"refusals": schedule["refusals"]} if report.refusals else {}),
+    }  # fmt: skip
+    json.dumps(schedule)
+
+
+def test_a_cell_has_why_autostream_did_nothing() -> None:
+    decisions = [Decision("", "plain", reason) for reason in ("z", "y", "y", "x", "w")]
+    report = Report("Model", "signature", "plain", refusals=tuple(decisions))
+    schedule = hold(ByHand({"a": 0.0}, reports=(report,)), ["a"])["a"].schedule
+    assert schedule == {"mode": "plain", "refusals": ["w", "x", "y"]}
+
+
+def test_of_a_cpu_no_memory_is_known() -> None:
+    cell = hold(ByHand({"a": 0.0}), ["a"])["a"]
+    assert (cell.allocated_bytes, cell.reserved_bytes) == (None, None)
+
+
+@pytest.mark.gpu
+def test_memory_is_that_of_the_mode_alone() -> None:
+    """The first mode holds 64 MiB; a call of the second allocates 32 MiB for a moment."""
+    held: list[Any] = []
+
+    class Hungry(ByHand):
+        def contender(self, mode: str) -> Contender:
+            if mode == "holds":
+                held.append(torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda:0"))
+                return Contender(lambda: None, lambda: 0.0)
+            return Contender(lambda: torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda:0"), lambda: 0.0)
+
+    def use(modes: Sequence[str]) -> list[tuple[int | None, int | None]]:
+        cells = hold(Hungry({}, torch.device("cuda:0"), allowed_error=-1.0), modes)
+        return [(cell.allocated_bytes, cell.reserved_bytes) for cell in cells.values()]
+
+    assert use(["holds", "uses"]) == [(64 * 2**20, 64 * 2**20), (32 * 2**20, 0)]

@@ -1,0 +1,169 @@
+"""Modes of inference: what counts as right, and what a subject is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.bench import inference
+from autostream.bench.contest import hold
+from autostream.bench.inference import Inference, Subject, device_of, subject_of
+from autostream.bench.modes import CPU, eager
+
+
+class Net(nn.Module):
+    """A layer without symmetries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu()
+
+
+@pytest.fixture
+def subject() -> Subject:
+    torch.manual_seed(0)
+    return subject_of(Net().eval(), (torch.randn(4, 8),))
+
+
+def contest_with(monkeypatch: pytest.MonkeyPatch, subject: Subject, mode: Callable[..., Any]) -> Inference:
+    """A contest with one more mode, ``"cheat"``."""
+    monkeypatch.setattr(inference, "modes_of", lambda device: {"eager": eager, "cheat": mode})
+    return Inference(subject)
+
+
+def is_right(contest: Inference, mode: str) -> bool:
+    return contest.contender(mode).error() <= contest.allowed_error
+
+
+# What is right
+
+
+def test_the_model_itself_is_right(subject: Subject) -> None:
+    contest = Inference(subject)
+    assert 0 < contest.eager_error < 1e-6
+    assert contest.contender("eager").error() == contest.eager_error
+    assert contest.allowed_error == pytest.approx(8 * torch.finfo(torch.float32).eps, rel=1.0)
+    assert is_right(contest, "eager")
+
+
+def test_what_is_allowed_is_in_roundings_of_the_models_dtype(subject: Subject) -> None:
+    halves = subject_of(subject.model.bfloat16(), (subject.args[0].bfloat16(),))
+    assert Inference(halves).allowed_error == 2**-4
+
+
+def constant(model: nn.Module, args: Any) -> Callable[..., Any]:
+    """Ignores new inputs."""
+    output = model(*args)
+    return lambda *args: output
+
+
+def sticky(model: nn.Module, args: Any) -> Callable[..., Any]:
+    """Notices new inputs, but not that the first ones are back."""
+    held = list(args)
+
+    def call(x: Tensor) -> Any:
+        if not torch.equal(x, args[0]):
+            held[:] = [x]
+        return model(*held)
+
+    return call
+
+
+def overwriting(model: nn.Module, args: Any) -> Callable[..., Any]:
+    """Computes the right thing, in its arguments' place."""
+    return lambda x: x.copy_(model(x))
+
+
+def approximate(model: nn.Module, args: Any) -> Callable[..., Any]:
+    """Rounds as float16 does."""
+    return lambda x: model(x).half().float()
+
+
+@pytest.mark.parametrize("mode", [constant, sticky, overwriting, approximate])
+def test_a_mode_that_cheats_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, subject: Subject, mode: Callable[..., Any]
+) -> None:
+    contest = contest_with(monkeypatch, subject, mode)
+    assert is_right(contest, "eager")
+    assert not is_right(contest, "cheat")
+
+
+def test_a_plain_model_that_is_not_finite_lets_nothing_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Overflow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 60000
+
+    subject = subject_of(Overflow(), (torch.tensor([1.0, 2.0]).half(),))
+    contest = contest_with(monkeypatch, subject, lambda model, args: torch.zeros_like)
+    assert contest.eager_error == float("inf")
+    assert not is_right(contest, "eager")
+    assert not is_right(contest, "cheat")
+
+
+def test_modes_are_prepared_and_run_without_gradients(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
+    grads = []
+
+    def watched(model: nn.Module, args: Any) -> Callable[..., Any]:
+        grads.append(torch.is_grad_enabled())
+        return lambda *args: grads.append(torch.is_grad_enabled()) or model(*args)  # type: ignore[func-returns-value]
+
+    contender = contest_with(monkeypatch, subject, watched).contender("cheat")
+    contender.call()
+    contender.error()
+    assert grads == [False] * 5
+    assert torch.is_grad_enabled()
+
+
+def test_a_mode_is_prepared_for_and_timed_with_the_subjects_own_arguments(
+    monkeypatch: pytest.MonkeyPatch, subject: Subject
+) -> None:
+    seen: list[Any] = []
+
+    def watched(model: nn.Module, args: Any) -> Callable[..., Any]:
+        seen.extend(args)
+        return lambda *args: seen.extend(args)
+
+    contest_with(monkeypatch, subject, watched).contender("cheat").call()
+    assert [id(x) for x in seen] == [id(subject.args[0])] * 2
+
+
+def test_autostreams_reports_are_passed_on_and_others_have_none(subject: Subject) -> None:
+    contest = Inference(subject)
+    assert len(contest.contender("autostream").reports) == 1
+    assert contest.contender("eager").reports == ()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_every_mode_of_the_cpu_is_right(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
+    monkeypatch.setattr("autostream.bench.clock.ROUND_US", 1.0)
+    cells = hold(Inference(subject), CPU)
+    assert {mode: (cell.status, cell.reason) for mode, cell in cells.items()} == dict.fromkeys(CPU, ("ok", ""))
+
+
+# Subjects
+
+
+def test_other_arguments_are_the_same_in_reverse_all_dimensions_of_them() -> None:
+    ((other,), nested) = subject_of(nn.Identity(), ([torch.tensor([[1.0, 2.0], [3.0, 4.0]])], 7)).others
+    assert other.tolist() == [[4.0, 3.0], [2.0, 1.0]]
+    assert nested == 7
+
+
+def test_indices_stay_unless_there_is_nothing_else() -> None:
+    """A table's offsets in reverse are no offsets; tokens in reverse are tokens."""
+    values, indices = torch.tensor([1.0, 2.0]), torch.tensor([3, 4])
+    assert [x.tolist() for x in subject_of(nn.Identity(), (values, indices)).others] == [[2.0, 1.0], [3, 4]]
+    assert [x.tolist() for x in subject_of(nn.Identity(), (indices,)).others] == [[4, 3]]
+
+
+def test_a_subject_is_where_its_parameters_are_or_else_its_arguments() -> None:
+    assert device_of(subject_of(nn.Linear(1, 1, device="meta"), (torch.ones(1),))).type == "meta"
+    assert device_of(subject_of(nn.ReLU(), ([torch.ones(1, device="meta")],))).type == "meta"
+    assert device_of(subject_of(nn.ReLU(), ())).type == "cpu"

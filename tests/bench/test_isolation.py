@@ -1,0 +1,153 @@
+"""Contests in a process of their own, which some modes end, and what becomes of the others.
+
+A process takes seconds to start, so each test starts as few as it can.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from autostream.bench import isolation
+from autostream.bench.contest import Cell, Contender, Contest
+from autostream.bench.isolation import Outcome, hold_isolated
+from autostream.errors import TargetError
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class ByHand:
+    """A contest of modes that do what their names say."""
+
+    device: torch.device = CPU
+    allowed_error: float = 0.1
+
+    def contender(self, mode: str) -> Contender:
+        if mode == "raises":
+            raise ValueError("no kernel")
+        if mode == "exits":
+            print("about to go\n\nout of memory\n", file=sys.stderr, flush=True)
+            os._exit(3)
+        if mode == "hangs":
+            time.sleep(600)
+        return Contender(lambda: time.sleep(1e-3), lambda: 1.0 if mode == "errs" else 0.0)
+
+
+def by_hand() -> Contest:
+    return ByHand()
+
+
+def no_contest(error: type[Exception], text: str) -> Contest:
+    raise error(text)
+
+
+def no_process() -> Contest:
+    os._exit(5)
+
+
+def too_late() -> Contest:
+    time.sleep(20)
+    raise AssertionError("it was waited for")
+
+
+def statuses(outcome: Outcome) -> dict[str, tuple[str, str]]:
+    return {mode: (cell.status, cell.reason) for mode, cell in outcome.cells.items()}
+
+
+def test_a_mode_that_ends_its_process_costs_only_its_own_cell() -> None:
+    """Two processes: in the first, one mode raises and the next one exits; the second goes without the latter."""
+    notes: list[str] = []
+    outcome = hold_isolated(by_hand, ["works", "raises", "exits", "errs"], 60.0, notes.append)
+    assert outcome.failure == ""
+    assert statuses(outcome) == {
+        "works": ("ok", ""),
+        "raises": ("failed", "ValueError: no kernel"),
+        "exits": ("crashed", "exit code 3: out of memory"),
+        "errs": ("wrong", "error 1.0e+00, 1.0e-01 allowed"),
+    }
+    assert len(outcome.cells["works"].call_us) >= 9
+    assert notes[:6] == ["works", "raises", "exits", "works", "raises", "errs"]
+    assert set(notes[6:]) == {"works"}
+    assert multiprocessing.active_children() == []
+
+
+def test_a_mode_that_hangs_is_ended() -> None:
+    """It alone is asked for, so one process is all: nothing is left to hold another contest of."""
+    outcome = hold_isolated(by_hand, ["hangs"], 6.0)
+    assert outcome == Outcome({"hangs": Cell("timed out", "no sign of life for 6 s")})
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("make", "failure"),
+    [
+        pytest.param(partial(no_contest, TargetError, "no such\nmodel"), "no such\nmodel", id="our error, in full"),
+        pytest.param(partial(no_contest, RuntimeError, "no\nroom"), "RuntimeError: no", id="another, its first line"),
+        pytest.param(no_process, "crashed: exit code 5", id="a crash"),
+    ],
+)
+def test_a_contest_that_cannot_be_made_has_no_cells(make: Callable[[], Contest], failure: str) -> None:
+    assert hold_isolated(make, ["a", "b"], 60.0) == Outcome({}, failure)
+
+
+def test_a_contest_that_is_made_too_late_has_no_cells() -> None:
+    assert hold_isolated(too_late, ["a"], 1.0) == Outcome({}, "timed out: no sign of life for 1 s")
+    assert multiprocessing.active_children() == []
+
+
+def test_whoever_interrupts_ends_the_process_too() -> None:
+    def interrupt(mode: str) -> None:
+        assert len(multiprocessing.active_children()) == 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hold_isolated(by_hand, ["hangs"], 60.0, interrupt)
+    assert multiprocessing.active_children() == []
+
+
+# Without a process
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *attempts: isolation._Attempt) -> list[list[str]]:
+    """Attempts that come to this, one after the other; returns the modes that each was asked for."""
+    asked: list[list[str]] = []
+    left = iter(attempts)
+
+    def attempted(make: object, modes: list[str], timeout_s: float, note: object) -> isolation._Attempt:
+        asked.append(modes)
+        return next(left)
+
+    monkeypatch.setattr(isolation, "_attempted", attempted)
+    return asked
+
+
+def test_each_attempt_goes_without_the_modes_that_ended_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = scripted(
+        monkeypatch,
+        isolation._Attempt(None, "c", "timed out", "late"),
+        isolation._Attempt(None, "a", "crashed", "dead"),
+        isolation._Attempt(Outcome({"b": Cell("ok"), "d": Cell("ok")})),
+    )
+    outcome = hold_isolated(by_hand, ["a", "b", "c", "d"], 1.0)
+    assert asked == [["a", "b", "c", "d"], ["a", "b", "d"], ["b", "d"]]
+    assert list(outcome.cells) == ["a", "b", "c", "d"]
+    assert [cell.status for cell in outcome.cells.values()] == ["crashed", "ok", "timed out", "ok"]
+
+
+def test_cells_stay_when_the_contest_can_be_made_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, isolation._Attempt(None, "a", "crashed", "dead"), isolation._Attempt(None, reason="lost"))
+    assert hold_isolated(by_hand, ["a", "b"], 1.0) == Outcome({"a": Cell("crashed", "dead")}, "crashed: lost")
+
+
+def test_without_modes_there_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scripted(monkeypatch) == []
+    assert hold_isolated(by_hand, [], 1.0) == Outcome()

@@ -1,0 +1,169 @@
+"""Every mode returns what the model returns, and leaves alone what it is prepared with."""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.bench.modes import CPU, CUDA, SLOW, captured, make_graphed_callables, modes_of, tensors_in
+from autostream.options import KernelLevel, PolicyName
+
+
+class Pair(nn.Module):
+    """Two branches, one for each input, that meet in a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        left, right = self.left(x).relu(), self.right(y).relu()
+        return left + right, {"product": left * right}
+
+
+@pytest.fixture
+def pair() -> Pair:
+    torch.manual_seed(0)
+    return Pair().eval()
+
+
+def inputs(seed: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 8, generator=generator).to(device), torch.randn(4, 8, generator=generator).to(device)
+
+
+def by_name(names: set[str]) -> list[str]:
+    return sorted(name for name in names if name not in SLOW)
+
+
+# Names
+
+
+def test_autostream_is_there_at_each_level_and_with_each_policy() -> None:
+    policies = set(get_args(PolicyName)) - {"auto"}
+    names = {f"autostream_{level}_{policy}" for level in get_args(KernelLevel) for policy in policies}
+    ours = {"autostream", *names}
+    assert len(ours) > 3
+    for modes in (CPU, CUDA):
+        assert {name for name in modes if name.startswith("autostream")} == ours
+
+
+def test_each_mode_has_the_options_of_its_name() -> None:
+    for level, policy in itertools.product(get_args(KernelLevel), set(get_args(PolicyName)) - {"auto"}):
+        assert CUDA[f"autostream_{level}_{policy}"].keywords == {"kernels": level, "policy": policy}  # type: ignore[attr-defined]
+
+
+def test_a_policy_is_used(pair: Pair) -> None:
+    """A fixed policy leaves no others to choose from."""
+    (report,) = modes_of(torch.device("cpu"))["autostream_eager_sequential"](pair, inputs(0)).reports  # type: ignore[attr-defined]
+    assert {candidate.schedule.policy for candidate in report.candidates} == {"sequential"}
+
+
+def test_a_gpu_has_all_modes_and_a_cpu_those_without_graphs() -> None:
+    graphs = {"cuda_graph", "make_graphed_callables", "compile_captured"}
+    compiled = {"compile_reduce_overhead", "compile_max_autotune"}
+    assert set(CUDA) - set(CPU) == graphs | compiled
+    assert {"eager", "compile_default"} <= set(CPU) <= set(CUDA)
+    assert modes_of(torch.device("cpu")) is CPU
+    assert modes_of(torch.device("cuda:1")) is CUDA
+
+
+def test_slow_modes_are_modes() -> None:
+    assert set(SLOW) < set(CUDA)
+
+
+# Values
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("mode", CPU)
+def test_a_mode_of_the_cpu_computes_what_the_model_does(pair: Pair, mode: str) -> None:
+    given = inputs(0)
+    with torch.no_grad():
+        call = CPU[mode](pair, given)
+        for seed in (0, 1, 0):
+            torch.testing.assert_close(call(*inputs(seed)), pair(*inputs(seed)))
+    torch.testing.assert_close(given, inputs(0), rtol=0, atol=0)
+
+
+def test_eager_is_the_model_itself(pair: Pair) -> None:
+    assert CPU["eager"](pair, inputs(0)) is pair
+
+
+def test_tensors_are_found_in_order_and_nothing_else() -> None:
+    one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert [len(tensor) for tensor in tensors_in((two, [{"x": three}, None, 1.5], one))] == [2, 3, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # Inductor's advice
+@pytest.mark.parametrize("mode", by_name(set(CUDA)))
+def test_a_mode_of_the_gpu_computes_what_the_model_does_and_writes_to_nothing(pair: Pair, mode: str) -> None:
+    pair.cuda()
+    given, weights = inputs(0, "cuda"), [weight.clone() for weight in pair.parameters()]
+    with torch.no_grad():
+        call = CUDA[mode](pair, given)
+        for seed in (0, 1, 0):
+            torch.testing.assert_close(call(*inputs(seed, "cuda")), pair(*inputs(seed, "cuda")))
+    torch.testing.assert_close(given, inputs(0, "cuda"), rtol=0, atol=0)
+    torch.testing.assert_close(list(pair.parameters()), weights, rtol=0, atol=0, check_stride=False)
+    assert all(weight.requires_grad for weight in pair.parameters())
+
+
+@pytest.mark.gpu
+def test_the_module_that_is_graphed_is_a_copy(pair: Pair) -> None:
+    forward = pair.cuda().forward
+    assert make_graphed_callables(pair, inputs(0, "cuda")) is not pair
+    assert pair.forward == forward
+
+
+# Captured by hand
+
+
+@pytest.mark.gpu
+def test_a_captured_function_reads_its_arguments_and_returns_new_memory() -> None:
+    call = captured(lambda x: 2 * x, [torch.ones(3, device="cuda")])
+    first, second = call(torch.full((3,), 5.0, device="cuda")), call(torch.full((3,), 7.0, device="cuda"))
+    assert first.tolist() == [10.0] * 3
+    assert second.tolist() == [14.0] * 3
+    assert first.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.gpu
+def test_a_captured_function_may_write_to_its_arguments_but_not_to_the_callers() -> None:
+    x = torch.ones(3, device="cuda")
+    call = captured(lambda x: x.add_(1), [x])
+    assert call(x).tolist() == [2.0] * 3
+    assert x.tolist() == [1.0] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("several", [1, 2])
+def test_arguments_and_outputs_of_a_captured_function_may_be_nested(several: int) -> None:
+    """With one tensor, in one list, there is but one argument, and it is no tensor."""
+
+    def function(images: list[Tensor]) -> dict[str, object]:
+        return {"sum": sum(images), "count": len(images), "none": None}
+
+    def images(value: float) -> list[Tensor]:
+        return [torch.full((2,), value, device="cuda") for _ in range(several)]
+
+    call = captured(function, [images(1.0)])
+    found = call(images(3.0))
+    assert found["sum"].tolist() == [3.0 * several] * 2
+    assert (found["count"], found["none"]) == (several, None)
+
+
+@pytest.mark.gpu
+def test_a_function_is_captured_once_and_then_only_replayed() -> None:
+    calls = []
+    call = captured(lambda x: calls.append(None) or x + 1, [torch.ones(3, device="cuda")])  # type: ignore[func-returns-value]
+    made = len(calls)
+    for _ in range(3):
+        call(torch.ones(3, device="cuda"))
+    assert len(calls) == made > 1

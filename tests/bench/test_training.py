@@ -1,0 +1,240 @@
+"""Modes of training: what a step must do to count as right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.bench import training
+from autostream.bench.training import CPU, CUDA, Training, TrainingSubject, eager, training_modes_of
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def mean_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+def subject(optimizer: str = "sgd", device: str = "cpu") -> TrainingSubject:
+    """A small net with buffers that steps change. A bias before the norm would have noise for its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    data = torch.randn(32, 8, generator=generator), torch.randn(32, 4, generator=generator)
+    model = model.to(device).train()
+    x, y = (values.to(device) for values in data)
+    return TrainingSubject(model, OPTIMIZERS[optimizer](model.parameters()), (x, y), mean_square)
+
+
+def is_right(contest: Training, mode: str) -> bool:
+    return contest.contender(mode).error() <= contest.allowed_error
+
+
+def contest_with(monkeypatch: pytest.MonkeyPatch, mode: Callable[..., Any], optimizer: str = "sgd") -> Training:
+    """A contest with one more mode, ``"cheat"``."""
+    monkeypatch.setattr(training, "training_modes_of", lambda device: {"eager": eager, "cheat": mode})
+    return Training(lambda: subject(optimizer))
+
+
+# Modes
+
+
+def test_a_gpu_has_all_modes_and_a_cpu_those_without_graphs() -> None:
+    assert set(CPU) == {"eager", "compile_default"}
+    assert set(CUDA) - set(CPU) == {"compile_reduce_overhead", "cuda_graph", "compile_captured"}
+    assert training_modes_of(torch.device("cpu")) is CPU
+    assert training_modes_of(torch.device("cuda")) is CUDA
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", CPU)
+def test_a_mode_of_the_cpu_is_right(mode: str, optimizer: str) -> None:
+    contest = Training(lambda: subject(optimizer))
+    assert contest.eager_error < 1e-4
+    assert is_right(contest, mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # Inductor's advice
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", CUDA)
+def test_a_mode_of_the_gpu_is_right(mode: str, optimizer: str) -> None:
+    assert is_right(Training(lambda: subject(optimizer, "cuda")), mode)
+
+
+def test_a_step_is_forward_backward_optimizer_and_zero_grad() -> None:
+    ours, theirs = subject(), subject()
+    loss = eager(ours)(*ours.data)
+    expected = mean_square(theirs.model, *theirs.data)
+    expected.backward()
+    theirs.optimizer.step()
+    assert loss.item() == expected.item()
+    assert not loss.requires_grad
+    torch.testing.assert_close(ours.model.state_dict(), theirs.model.state_dict(), rtol=0, atol=0)
+    assert [parameter.grad for parameter in ours.model.parameters()] == [None] * 5
+
+
+# What is right
+
+
+def idle(subject: TrainingSubject) -> training.Step:
+    """Does nothing but compute the loss."""
+    return lambda *data: subject.loss(subject.model, *data).detach()
+
+
+def without_momentum(subject: TrainingSubject) -> training.Step:
+    subject.optimizer.param_groups[0]["momentum"] = 0.0
+    return eager(subject)
+
+
+def forgetful(subject: TrainingSubject) -> training.Step:
+    """Right in all but the last parameter's momentum, which it forgets after each step."""
+    step = eager(subject)
+
+    def call(*data: Tensor) -> Tensor:
+        loss = step(*data)
+        *_, last = subject.model.parameters()
+        subject.optimizer.state[last]["momentum_buffer"].zero_()
+        return loss
+
+    return call
+
+
+def accumulating(subject: TrainingSubject) -> training.Step:
+    """Leaves out ``zero_grad``."""
+    subject.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
+    return eager(subject)
+
+
+def on_first_data(subject: TrainingSubject) -> training.Step:
+    """Says the loss of the first step for ever."""
+    step, losses = eager(subject), []
+
+    def call(*data: Tensor) -> Tensor:
+        losses.append(step(*data))
+        return losses[0]
+
+    return call
+
+
+def slipping(subject: TrainingSubject) -> training.Step:
+    """Spoils a parameter after the last step, where neither a loss nor the optimizer can tell."""
+    step, losses = eager(subject), []
+
+    @torch.no_grad()
+    def spoil() -> None:
+        next(subject.model.parameters()).mul_(1.01)
+
+    def call(*data: Tensor) -> Tensor:
+        losses.append(step(*data))
+        if len(losses) == training.STEPS:
+            spoil()
+        return losses[-1]
+
+    return call
+
+
+def not_a_number(subject: TrainingSubject) -> training.Step:
+    step = eager(subject)
+    return lambda *data: step(*data) * float("nan")
+
+
+@pytest.mark.parametrize(
+    "mode", [idle, without_momentum, forgetful, accumulating, on_first_data, slipping, not_a_number]
+)
+def test_a_step_that_leaves_something_out_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step]
+) -> None:
+    contest = contest_with(monkeypatch, mode)
+    assert is_right(contest, "eager")
+    assert not is_right(contest, "cheat")
+
+
+def half_gradients(subject: TrainingSubject) -> training.Step:
+    """AdamW does the same for gradients that are all half as large; its state does not."""
+    loss = subject.loss
+
+    def halved(model: nn.Module, *data: Tensor) -> Tensor:
+        value = loss(model, *data)
+        return value / 2 + value.detach() / 2
+
+    return eager(TrainingSubject(subject.model, subject.optimizer, subject.data, halved))
+
+
+def test_wrong_gradients_are_seen_where_the_optimizer_does_not_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    contest = contest_with(monkeypatch, half_gradients, "adamw")
+    assert is_right(contest, "eager")
+    assert not is_right(contest, "cheat")
+
+
+def test_a_step_that_does_nothing_has_more_than_the_largest_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far the plain steps are from those in float64: here, noise of their own size is on the losses."""
+
+    def noisy() -> TrainingSubject:
+        made = subject()
+
+        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return mean_square(model, x, y) * (1 if x.dtype is torch.float64 else 3)
+
+        return TrainingSubject(made.model, made.optimizer, made.data, loss)
+
+    monkeypatch.setattr(training, "training_modes_of", lambda device: {"idle": idle})
+    contest = Training(noisy)
+    assert contest.eager_error > 1
+    assert not is_right(contest, "idle")
+
+
+# Before and after
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_mode_is_checked_from_the_start_however_often_it_ran(optimizer: str) -> None:
+    contest = Training(lambda: subject(optimizer))
+    contender = contest.contender("eager")
+    fresh = contender.error()
+    for _ in range(5):
+        contender.call()
+    assert contender.error() == fresh == contest.eager_error
+
+
+def test_going_back_is_in_place() -> None:
+    """Where captured graphs expect their tensors."""
+    made = subject("adamw")
+    start = {name: value.clone() for name, value in made.model.state_dict().items()}
+    eager(made)(*made.data)
+    tensors = [*made.model.state_dict().values(), *training._optimizer_state(made)]
+    assert len(tensors) == 8 + 3 * 5
+    places = [tensor.data_ptr() for tensor in tensors]
+    training._restore(made, start)
+    assert [t.data_ptr() for t in (*made.model.state_dict().values(), *training._optimizer_state(made))] == places
+    torch.testing.assert_close(dict(made.model.state_dict()), start, rtol=0, atol=0)
+    assert not any(tensor.any() for tensor in training._optimizer_state(made))
+
+
+def test_each_mode_has_a_subject_of_its_own() -> None:
+    made: list[TrainingSubject] = []
+    contest = Training(lambda: made.append(subject()) or made[-1])  # type: ignore[func-returns-value]
+    first, _ = contest.contender("eager"), contest.contender("eager")
+    assert len({id(subject.model) for subject in made}) == len(made) == 3
+    untouched = made[2].model.state_dict()["0.weight"].clone()
+    first.call()
+    assert torch.equal(made[2].model.state_dict()["0.weight"], untouched)
+
+
+def test_what_is_timed_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[TrainingSubject] = []
+    contest = Training(lambda: made.append(subject()) or made[-1])  # type: ignore[func-returns-value]
+    contender, twin = contest.contender("eager"), subject()
+    contender.call()
+    eager(twin)(*twin.data)
+    torch.testing.assert_close(made[-1].model.state_dict(), twin.model.state_dict(), rtol=0, atol=0)

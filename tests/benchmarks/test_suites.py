@@ -1,0 +1,103 @@
+"""The suites name what exists, and cover what they promise."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+
+from autostream.bench.inference import Inference
+from autostream.bench.modes import AUTOSTREAM, SLOW, modes_of
+from autostream.bench.training import Training, training_modes_of
+from benchmarks import zoo
+from benchmarks.suites import SUITES, Row, contest_of
+from tests.benchmarks.results import SCHEMA
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_suite_names_what_exists_and_each_thing_once(name: str) -> None:
+    suite = SUITES[name]
+    training = name == "training"
+    assert suite.rows
+    assert len(set(suite.rows)) == len(suite.rows)
+    assert len(set(suite.modes)) == len(suite.modes)
+    known = training_modes_of if training else modes_of
+    assert {*suite.modes} <= known(torch.device(suite.device)).keys()
+    assert suite.baseline in suite.modes
+    for row in suite.rows:
+        assert row.workload in (zoo.TRAINING if training else zoo.INFERENCE)
+        assert row.optimizer in (zoo.OPTIMIZERS if training else ("",))
+        assert isinstance(getattr(torch, row.dtype), torch.dtype)
+
+
+def test_inference_has_every_workload_alone_and_eight_in_batches() -> None:
+    rows = SUITES["inference"].rows
+    batches = {batch: [row.workload for row in rows if row.batch == batch] for batch in (1, 8, 32)}
+    assert sum(map(len, batches.values())) == len(rows)
+    assert sorted(batches[1]) == sorted(zoo.INFERENCE)
+    assert len(batches[8]) == 8
+    assert batches[8] == batches[32]
+    assert {row.dtype for row in rows} == {"float16"}
+
+
+def test_inference_runs_all_modes_but_the_slow_ones_and_variants_of_autostream() -> None:
+    every = modes_of(torch.device("cuda"))
+    assert set(SUITES["inference"].modes) == every.keys() - {*SLOW} - (AUTOSTREAM.keys() - {"autostream"})
+
+
+def test_training_has_every_workload_with_every_optimizer_and_all_modes() -> None:
+    suite = SUITES["training"]
+    found = [(row.workload, row.optimizer) for row in suite.rows]
+    assert sorted(found) == sorted((name, optimizer) for name in zoo.TRAINING for optimizer in ("sgd", "adamw"))
+    assert {*suite.modes} == training_modes_of(torch.device("cuda")).keys()
+    assert {row.workload: row.batch for row in suite.rows} == {w.name: w.batch for w in zoo.TRAINING.values()}
+
+
+def test_quick_is_a_part_of_inference() -> None:
+    quick, full = SUITES["quick"], SUITES["inference"]
+    assert set(quick.rows) < set(full.rows)
+    assert set(quick.modes) < set(full.modes)
+    assert (quick.device, quick.baseline) == (full.device, full.baseline)
+
+
+def test_the_cpu_suite_is_two_workloads_for_the_cpu() -> None:
+    suite = SUITES["cpu"]
+    assert (suite.device, suite.baseline, len(suite.rows)) == ("cpu", "eager", 2)
+    assert {*suite.modes} == modes_of(torch.device("cpu")).keys() - (AUTOSTREAM.keys() - {"autostream"})
+    assert [name for name in SUITES if SUITES[name].device == "cpu"] == ["cpu"]
+
+
+def test_the_schema_has_the_suites_dtypes_and_optimizers() -> None:
+    rows = [row for suite in SUITES.values() for row in suite.rows]
+    properties = SCHEMA["$defs"]["row"]["properties"]
+    assert SCHEMA["properties"]["suite"]["enum"] == [*SUITES]
+    assert {*properties["dtype"]["enum"]} == {row.dtype for row in rows}
+    assert Counter(properties["optimizer"]["enum"]) == Counter({row.optimizer for row in rows})
+
+
+def test_a_contest_is_made_from_a_row_in_any_process() -> None:
+    contest = pickle.loads(pickle.dumps(contest_of(Row("mm_small", 2, "float32"), "cpu")))()
+    assert isinstance(contest, Inference)
+    assert contest.device == torch.device("cpu")
+    output = contest.contender("eager").call()
+    assert isinstance(output, torch.Tensor)
+    assert (len(output), output.dtype) == (2 * 128, torch.float32)
+
+
+def test_a_row_with_an_optimizer_is_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Linear(4, 4)
+
+    def loss(model: torch.nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (model(x) - target).float().square().mean()
+
+    small = zoo.TrainingWorkload("small", model, lambda batch: (torch.randn(batch, 4), torch.randn(batch, 4)), loss)
+    monkeypatch.setattr(zoo, "TRAINING", {"small": small})
+    prepared = []
+    prepare = zoo.prepare_training
+    monkeypatch.setattr(zoo, "prepare_training", lambda *args: prepared.append(args) or prepare(*args))  # type: ignore[func-returns-value]
+    contest = contest_of(Row("small", 4, "bfloat16", "adamw"), "cpu")()
+    assert isinstance(contest, Training)
+    assert set(prepared) == {(small, "adamw", torch.device("cpu"), torch.bfloat16)}
