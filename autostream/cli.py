@@ -1,6 +1,7 @@
 """The command line: ``autostream inspect``, ``bench`` and ``demo``.
 
-Exit codes: 0 all is well, 1 a check failed, 2 the command line or the model that it names cannot be used.
+Exit codes: 0 all is well, 1 a check failed, 2 the command line or the model that it names cannot be used, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AutostreamError as error:
         print(f"autostream: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("autostream: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader, such as head, has seen enough
         return 0
     return code

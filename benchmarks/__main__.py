@@ -133,6 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
     rows = _rows(arguments, suite, modes, found)
     end, here = time.monotonic() + 60 * arguments.minutes, stamp()
     result.check_kind(found, here)
+    result.save(found, arguments.out)  # what cannot be written must not be known only after the first row
     try:
         for row, bar in _progress(rows):
             if time.monotonic() > end:
@@ -163,7 +164,7 @@ def _rows(arguments: argparse.Namespace, suite: Suite, modes: Sequence[str], fou
     _check_names("modes", modes, known(torch.device(suite.device)))
     workloads = arguments.workloads or [row.workload for row in suite.rows]
     _check_names("workloads", workloads, [row.workload for row in suite.rows])
-    done = set() if arguments.again else {result.key(row) for row in found["rows"]}
+    done = {result.key(row) for row in found["rows"] if not arguments.again and set(modes) <= set(row["cells"])}
     first, count = arguments.piece
     piece = [row for row in suite.rows if row.workload in workloads][first - 1 :: count]
     return [row for row in piece if result.key(row) not in done]

@@ -1,7 +1,8 @@
 """Time by device events and by the host's clock, in rounds that all calls share.
 
 In each round each call takes its turn, in alternating order, so that drift of clocks and temperature hits all alike,
-and is timed in three ways, after one call that is not timed:
+and is timed in four ways. What is timed follows at once on a call that is not, so that neither a cold cache nor the
+host's first lead over the device is part of it:
 
 call_us     calls back to back, by events around them: what throughput comes to, host included where it is the slower
 device_us   the same calls queued behind a filler that keeps the device busy meanwhile: what the device alone needs
@@ -24,7 +25,8 @@ Measured = Callable[[], object]
 
 ROUNDS = 25
 FEWEST_ROUNDS = 9
-ROUND_US = 3000.0
+ROUND_US = 4000.0
+FEWEST_RUNS = 3
 LATENCIES = 5
 SECONDS = 20.0
 """Rounds end after this, once there are as many as a median needs."""
@@ -75,14 +77,13 @@ def interleaved(calls: Mapping[str, Measured], clock: Clock, note: Callable[[str
     for name, call in calls.items():
         note(name)
         call()
-        runs[name] = max(2, round(ROUND_US / max(clock.once_us(call), 1.0)))
+        runs[name] = max(FEWEST_RUNS, round(ROUND_US / max(clock.once_us(call), 1.0)))
     end = time.perf_counter() + SECONDS
     for turn in range(ROUNDS):
         if turn >= FEWEST_ROUNDS and time.perf_counter() > end:
             break
         for name in _order(list(calls), turn):
             note(name)
-            calls[name]()
             clock.measure(calls[name], times[name], runs[name])
     return times
 
@@ -96,9 +97,8 @@ class HostClock:
 
     def measure(self, call: Measured, times: Times, runs: int) -> None:
         """Add one round."""
-        latencies = []
-        for _ in range(runs):
-            latencies.append(_host_us(call))
+        call()
+        latencies = [_host_us(call) for _ in range(runs)]
         mean = sum(latencies) / runs
         for series in (times.call_us, times.device_us, times.host_us):
             series.append(mean)
@@ -138,6 +138,7 @@ class DeviceClock:
         """µs of a call by events around ``runs`` of them, with nothing else under way."""
         self._synchronize()
         start, end = self._event(), self._event()
+        call()
         start.record()
         for _ in range(runs):
             call()
@@ -153,10 +154,11 @@ class DeviceClock:
         """
         issue_us = _host_us(call)
         self._synchronize()
-        runs = max(2, min(runs, int(_QUEUE_US / 2 / issue_us)))
+        runs = max(FEWEST_RUNS, min(runs, int(_QUEUE_US / 2 / issue_us)))
         start, end = self._event(), self._event()
-        for _ in range(1 + round(2 * runs * issue_us / self._fill_us)):
+        for _ in range(1 + round(2 * (1 + runs) * issue_us / self._fill_us)):
             self._filler.zero_()
+        call()
         start.record()
         before = time.perf_counter()
         for _ in range(runs):

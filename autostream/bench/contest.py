@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any, Literal, Protocol
@@ -94,20 +95,24 @@ def hold(contest: Contest, modes: Iterable[str], note: Callable[[str], None] = l
     Returns:
         A cell for each mode; one that raises has failed, and the others go on.
     """
+    with torch.cuda.device(contest.device) if contest.device.type == "cuda" else nullcontext():
+        return _held(contest, modes, note)
+
+
+def _held(contest: Contest, modes: Iterable[str], note: Callable[[str], None]) -> dict[str, Cell]:
     clock = clock_of(contest.device)
     ready: dict[str, Contender] = {}
     cells: dict[str, Cell] = {}
     for mode in modes:
         note(mode)
-        cells[mode], contender = _prepared(contest, mode)
-        if cells[mode].status == "ok":
-            ready[mode] = contender
+        cells[mode] = _prepared(contest, mode, ready)
     for mode, times in _timed(ready, clock, note).items():
         _enter(cells[mode], times)
     return cells
 
 
-def _prepared(contest: Contest, mode: str) -> tuple[Cell, Any]:
+def _prepared(contest: Contest, mode: str, ready: dict[str, Contender]) -> Cell:
+    """Prepare and check a mode; add it to those that are ready if it is right."""
     memory = _Memory(contest.device)
     start = time.perf_counter()
     try:
@@ -119,12 +124,14 @@ def _prepared(contest: Contest, mode: str) -> tuple[Cell, Any]:
         allocated, reserved = memory.used(contender.call)
     except Exception as failure:
         memory.synchronize()  # raises where the device is lost, and nothing more can be done in this process
-        return Cell("failed", first_line(failure)), None
+        return Cell("failed", first_line(failure))
     finite = error if math.isfinite(error) else None  # JSON has no infinity
     cell = Cell("ok", "", finite, first_s, allocated, reserved, schedule=_schedule(contender.reports))
     if error > contest.allowed_error:
         cell.status, cell.reason = "wrong", f"error {error:.1e}, {contest.allowed_error:.1e} allowed"
-    return cell, contender
+    else:
+        ready[mode] = contender
+    return cell
 
 
 def _timed(ready: dict[str, Contender], clock: Clock, note: Callable[[str], None]) -> dict[str, Times]:

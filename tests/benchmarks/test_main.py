@@ -194,7 +194,7 @@ def test_no_row_begins_when_time_is_up(
     monkeypatch.setattr(command, "stamp", stamp)
     assert run(out, "--minutes", minutes) == 0
     assert lab.workloads == ["mm_small", "towers8"][:done]
-    assert out.exists() == bool(done)
+    assert len(result.load(out)["rows"]) == done
 
 
 def test_modes_and_the_timeout_can_be_chosen(lab: Lab, out: Path) -> None:
@@ -484,3 +484,18 @@ def test_a_row_of_the_quick_suite_is_measured_on_a_gpu(tmp_path: Path, capsys: p
     assert all(cell["allocated_bytes"] > 0 for cell in measured["cells"].values())
     assert command.main(["compare", str(path), str(path)]) == 0
     assert "autostream: " in capsys.readouterr().out
+
+
+def test_a_row_without_a_mode_that_is_asked_for_is_measured_again(lab: Lab, out: Path) -> None:
+    assert run(out, "--modes", "eager") == 0
+    before = len(lab.workloads)
+    assert run(out, "--modes", "eager") == 0
+    assert len(lab.workloads) == before
+    assert run(out, "--modes", "eager,autostream") == 0
+    assert len(lab.workloads) == 2 * before
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(tmp_path / "file" / "x.json") == 2
+    assert lab.workloads == []
