@@ -1,7 +1,9 @@
-"""Write the README's results table from the committed result: no number there is typed.
+"""Write the README's tables from the committed results: no number there is typed.
 
 python -m benchmarks.readme            # rewrite
 python -m benchmarks.readme --check    # exit 1 if the README is not what the results say
+
+A table stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``, NAME being that of a result file.
 """
 
 from __future__ import annotations
@@ -9,16 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from autostream.bench.table import ratios_table
 from benchmarks.stamp import RESULTS
+from benchmarks.suites import SUITES
 
 README = Path(__file__).parent.parent / "README.md"
-RESULT = RESULTS / "h200-torch2.11" / "aten-level.json"
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+FOLDER = RESULTS / "h200-torch2.11"
+NAMES = ("aten-level", "quick")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,31 +32,51 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the README is out of date")
     options = parser.parse_args(argv)
     before = README.read_text()
-    after = with_results(before, json.loads(RESULT.read_text()))
+    after = with_results(before, {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in NAMES})
     if not options.check:
         README.write_text(after)
     return int(options.check and before != after)
 
 
-def with_results(readme: str, result: dict[str, Any]) -> str:
-    """The README with a table of this result between its two marks.
+def with_results(readme: str, results: Mapping[str, Any]) -> str:
+    """The README with the tables of these results, by name, between their marks.
 
     Example:
-        >>> row = {"model": "net", "graph_us": 20.0, "autostream_us": 10.0, "ratio": 2.0, "streams": 3}
+        >>> cells = {"cuda_graph": {"status": "ok", "call_us": [4.0] * 3, "device_us": [2.0] * 3}}
+        >>> rows = [{"workload": "net", "batch": 1, "cells": cells}]
         >>> stamp = {"gpu": "G", "torch": "2.11", "date": "today", "commit": "abc"}
-        >>> result = {"stamp": stamp, "dtype": "float16", "batch": 1, "rows": [row]}
-        >>> print(with_results(f"a {BEGIN} old {END} b", result))
-        a <!-- results:begin -->
-        | model   |   one stream, µs |   autostream, µs | faster   |   streams |
-        |---------|------------------|------------------|----------|-----------|
-        | net     |               20 |               10 | 2.00×    |         3 |
+        >>> print(with_results("a <!-- quick:begin --> old <!-- quick:end --> b", {"quick": {
+        ...     "suite": "quick", "stamps": [stamp], "rows": rows}}))  # doctest: +ELLIPSIS
+        a <!-- quick:begin -->
+        Back to back, host included:
         <BLANKLINE>
-        Device time of one call on one G, torch 2.11, float16, batch 1, against the same eager code captured in a CUDA
-        graph on one stream (today, commit abc).
-        <!-- results:end --> b
+        | workload   |   cuda_graph µs |
+        |------------|-----------------|
+        | net        |             4.0 |
+        <BLANKLINE>
+        The device alone:
+        ...
+        On one G with torch 2.11, fp16 (today, commit abc).
+        <!-- quick:end --> b
     """
-    head, _, rest = readme.partition(BEGIN)
-    _, _, tail = rest.partition(END)
+    for name, result in results.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        head, _, rest = readme.partition(begin)
+        _, _, tail = rest.partition(end)
+        table = _suite(result) if "suite" in result else _aten_level(result)
+        readme = f"{head}{begin}\n{table}\n{end}{tail}"
+    return readme
+
+
+def _suite(result: Any) -> str:
+    baseline = SUITES[result["suite"]].baseline
+    call, device = (ratios_table(result["rows"], baseline, measure, "github") for measure in ("call", "device"))
+    stamps = "; ".join(f"{stamp['date']}, commit {stamp['commit']}" for stamp in result["stamps"])
+    where = f"On one {result['stamps'][0]['gpu']} with torch {result['stamps'][0]['torch']}, fp16 ({stamps})."
+    return f"Back to back, host included:\n\n{call}\n\nThe device alone:\n\n{device}\n\n{where}"
+
+
+def _aten_level(result: Any) -> str:
     columns = ["model", "one stream, µs", "autostream, µs", "faster", "streams"]
     rows = [
         [row["model"], row["graph_us"], row["autostream_us"], f"{row['ratio']:.2f}×", row["streams"]]
@@ -64,7 +89,7 @@ def with_results(readme: str, result: dict[str, Any]) -> str:
         f"{result['batch']}, against the same eager code captured in a CUDA\ngraph on one stream "
         f"({stamp['date']}, commit {stamp['commit']})."
     )
-    return f"{head}{BEGIN}\n{tabulate(rows, columns, tablefmt='github')}\n\n{note}\n{END}{tail}"
+    return f"{tabulate(rows, columns, tablefmt='github')}\n\n{note}"
 
 
 if __name__ == "__main__":

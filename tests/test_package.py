@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import autostream
+from benchmarks import readme
 
 ROOT = Path(autostream.__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -99,3 +100,7 @@ def test_torch_compile_finds_the_backend() -> None:
         pytest.skip("autostream is not installed")
     (found,) = entry_points(group="torch_dynamo_backends", name="autostream")
     assert found.load().__module__ == "autostream.backend"
+
+
+def test_the_readmes_results_are_those_committed() -> None:
+    assert readme.main(["--check"]) == 0

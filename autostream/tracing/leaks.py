@@ -13,7 +13,6 @@ from functools import _lru_cache_wrapper
 from typing import Any
 
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import TrackedFake
 
 Watched = list["weakref.ref[Tensor]"]
 """The tensors that were seen in a trace; each dies when nobody holds it any more."""
@@ -52,6 +51,8 @@ def _taken_back(value: Any, own: list[Any]) -> bool:
 
 def _holders(values: list[Any], own: list[Any]) -> list[Any]:
     """What holds one of these values, but for our own and PyTorch, which holds the inputs as long as a graph lives."""
+    from torch.fx.experimental.symbolic_shapes import TrackedFake
+
     own = [*own, values]
     return [h for h in gc.get_referrers(*values) if not isinstance(h, TrackedFake) and not _is_one_of(own, h)]
 

@@ -15,7 +15,7 @@ from autostream.bench.contest import Cell, Status
 from autostream.options import PolicyName
 from benchmarks import result
 from benchmarks.result import ResultError
-from benchmarks.stamp import stamp
+from benchmarks.stamp import RESULTS, stamp
 from benchmarks.suites import Row
 from tests.benchmarks.results import LATER, OTHER_GPU, SCHEMA, STAMP, cell, check, failed, row
 from tests.benchmarks.results import result as made
@@ -279,3 +279,15 @@ def changed(change: str, value: Any) -> dict[str, Any]:
 def test_the_schema_is_strict(path: str, value: Any) -> None:
     with pytest.raises(ValidationError):
         check(changed(path, value))
+
+
+COMMITTED = [path for path in RESULTS.rglob("*.json") if '"suite"' in path.read_text()]
+
+
+def test_results_are_committed() -> None:
+    assert {"quick.json", "quick-rerun.json"} <= {path.name for path in COMMITTED}
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_a_committed_result_is_as_the_schema_says(path: Path) -> None:
+    check(result.load(path))
