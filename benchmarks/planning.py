@@ -122,7 +122,7 @@ def import_seconds() -> dict[str, float]:
 
 
 def _median_row(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {column: round(median(row[column] for row in rows), 3) for column in rows[0]}
+    return {column: round(median(row[column] for row in rows), 6) for column in rows[0]}
 
 
 def _tables(result: dict[str, Any]) -> str:
@@ -131,7 +131,7 @@ def _tables(result: dict[str, Any]) -> str:
     rows.append(["exponent", *(result["exponents"][column] for column in columns[1:])])
     headers = ["ops", *(f"{column} (s)" for column in columns[1:-1]), "torch.export alone (s)"]
     times = f"importing autostream {result['import_autostream_s']} s, torch {result['import_torch_s']} s"
-    return f"{tabulate(rows, headers, tablefmt='github')}\n\n{times}: ratio {result['import_ratio']}"
+    return f"{tabulate(rows, headers, tablefmt='github', floatfmt='.3g')}\n\n{times}: ratio {result['import_ratio']}"
 
 
 if __name__ == "__main__":

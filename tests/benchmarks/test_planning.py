@@ -63,6 +63,11 @@ def test_results_are_written_as_json_and_as_tables(
     assert "| 270" in table
 
 
+def test_what_takes_next_to_no_time_is_not_zero() -> None:
+    """The exponent divides by it."""
+    assert planning._median_row([{"price": 4e-5}]) == {"price": 4e-5}
+
+
 def test_importing_is_timed_in_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "IMPORTS", 1)
     seconds = planning.import_seconds()
