@@ -7,9 +7,10 @@ machines merge. ``schema.json`` beside this file describes the form.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def load(path: Path) -> Result:
     """Read a result file.
 
     Raises:
-        ResultError: it is not there, or is no result of this schema and of a suite that there is.
+        ResultError: it is not there, or is no result of this schema and of a suite that there is, or is damaged inside.
     """
     try:
         result: Result = json.loads(path.read_text())
@@ -46,9 +47,65 @@ def load(path: Path) -> Result:
         raise ResultError(f"{path} is no result file ({type(error).__name__}): write one with run --out") from error
     if found != SCHEMA:
         raise ResultError(f"{path} has schema {found}, not {SCHEMA}: measure again")
-    if result.keys() != empty("").keys() or result["suite"] not in SUITES:
+    if not _is(empty("").keys(), _TOP, result):
         raise ResultError(f"{path} is damaged, or of a suite that there is no more: measure again")
+    for what in ("stamps", "rows"):
+        for number, entry in enumerate(result[what], 1):
+            if not (_is_stamp(entry) if what == "stamps" else _is_row(entry, len(result["stamps"]))):
+                raise ResultError(f"{path} is damaged in number {number} of its {what}: measure again")
     return result
+
+
+def _is(required: Collection[str], form: Mapping[str, Callable[[Any], bool]], value: Any) -> bool:
+    """Whether a value is an object with all that is required, of which each member that the form knows is right."""
+    return (
+        isinstance(value, dict)
+        and all(name in value for name in required)
+        and all(right(value[name]) for name, right in form.items() if name in value)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_stamp(value: Any) -> bool:
+    return _is(_STAMP, _STAMP, value)
+
+
+def _is_row(value: Any, stamps: int) -> bool:
+    if not (_is(_ROW, _ROW, value) and value["stamp"] in range(stamps)):
+        return False
+    # Ratios are taken round by round.
+    return len({len(cell[name]) for cell in value["cells"].values() for name in _SERIES if name in cell}) <= 1
+
+
+def _is_cells(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_cell, value.values()))
+
+
+def _is_cell(value: Any) -> bool:
+    timed = isinstance(value, dict) and any(name in value for name in _SERIES)
+    return _is(("status", *(_TIMED if timed else ())), _CELL, value)
+
+
+def _is_series(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(_is_number(us) and us > 0 for us in value)
+
+
+def _is_quartiles(value: Any) -> bool:
+    return isinstance(value, dict) and "median" in value and all(map(_is_number, value.values()))
+
+
+_SERIES = ("call_us", "device_us")
 
 
 def save(result: Result, path: Path) -> None:

@@ -353,6 +353,6 @@ TRAINING: Mapping[str, TrainingWorkload] = {
 
 OPTIMIZERS: Mapping[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: SGD(model.parameters(), lr=1e-3, momentum=0.9),
-    "adamw": lambda model: AdamW(model.parameters(), lr=1e-4, capturable=next(model.parameters()).is_cuda),
+    "adamw": lambda model: AdamW(model.parameters(), lr=1e-4),
 }
-"""Optimizers by name; AdamW counts its steps on the device, as it must where a step is captured."""
+"""Optimizers by name."""

@@ -110,7 +110,8 @@ ONLY_IN = [
     ),
     (r"\.record_stream\(", set()),
     (r"torch\.cuda\.(CUDAGraph\(|graph\()", {"execution.capture"}),
-    (r"os\.(environ|getenv)", {"options"}),
+    # reads, but for one that sets where compilers put what they make
+    (r"os\.(environ|getenv)", {"options", "bench.isolation"}),
 ]
 
 

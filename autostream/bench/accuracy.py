@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autostream.bench.modes import tensors_in
+from autostream.errors import TargetError
 
 TIMES_EAGER = 4.0
 """A mode may be this many times as far from the reference as the plain model is."""
@@ -27,18 +28,30 @@ MOST = 0.5
 
 
 def reference(model: nn.Module, args: Sequence[Any]) -> list[Tensor]:
-    """The output tensors of a model computed in float64, or in float32 where an op has no float64."""
-    for dtype in (torch.float64, torch.float32):
-        try:
-            return tensors_in(copy.deepcopy(model).to(dtype)(*_cast(args, dtype)))
-        except RuntimeError:
-            if dtype is torch.float32:
-                raise
-    raise AssertionError("unreachable: the last dtype either returns or raises")
+    """The output tensors of a model computed in float64, or in float32 where an op has no float64.
+
+    Raises:
+        TargetError: it returns no tensors, so that nothing could be compared.
+    """
+    try:
+        tensors = _outputs(model, args, torch.float64)
+    except RuntimeError:
+        tensors = _outputs(model, args, torch.float32)
+    if not tensors:
+        raise TargetError(
+            f"{type(model).__name__} returns no tensors that could be checked: return them in a container"
+        )
+    return tensors
+
+
+def _outputs(model: nn.Module, args: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+    return tensors_in(copy.deepcopy(model).to(dtype)(*_cast(args, dtype)))
 
 
 def relative_error(outputs: Any, expected: Sequence[Tensor]) -> float:
-    """The distance of outputs from what is expected, ``‖out − ref‖ / ‖ref‖`` over all floating-point values.
+    """The distance of outputs from what is expected: the largest ``‖out − ref‖ / ‖ref‖`` of their tensors.
+
+    Each tensor counts for itself: a small one that is all wrong would not show in the norm of all.
 
     Returns:
         Infinity where the number of tensors, a shape, an integer or a NaN tells that it is another result altogether.
@@ -52,14 +65,14 @@ def relative_error(outputs: Any, expected: Sequence[Tensor]) -> float:
     found = tensors_in(outputs)
     if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
         return float("inf")
-    difference = norm = 0.0
-    for ours, theirs in zip(found, expected, strict=True):
-        if theirs.is_floating_point():
-            difference += (ours.double() - theirs.double()).square().sum().item()
-            norm += theirs.double().square().sum().item()
-        elif not torch.equal(ours, theirs):
-            return float("inf")
-    error = (difference / norm if norm else difference) ** 0.5
+    return max(map(_distance, found, expected), default=0.0)
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    if not theirs.is_floating_point():
+        return 0.0 if torch.equal(ours, theirs) else float("inf")
+    difference, norm = (ours.double() - theirs.double()).norm().item(), theirs.double().norm().item()
+    error = difference / norm if norm else difference
     return error if error == error else float("inf")  # NaN is no distance
 
 

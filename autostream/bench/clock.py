@@ -5,9 +5,10 @@ and is timed in four ways. What is timed follows at once on a call that is not, 
 host's first lead over the device is part of it:
 
 call_us     calls back to back, by events around them: what throughput comes to, host included where it is the slower
-device_us   the same calls queued behind a filler that keeps the device busy meanwhile: what the device alone needs
-host_us     until such a queued call returns
-latency_us  a call followed by a synchronisation
+device_us   the same calls queued behind a filler that keeps the device busy meanwhile: what the device alone needs;
+            left out in rounds in which they could not all be queued
+host_us     until a call returns that finds the device idle
+latency_us  until its results are there
 
 On the CPU, where nothing is queued, all four are the time of a call.
 """
@@ -38,7 +39,7 @@ _FILLER_BYTES = 256 * 2**20
 
 @dataclass(slots=True)
 class Times:
-    """What one call took: µs, one number a round, but for latencies, of which each round has several."""
+    """What one call took: µs, one number a round, but for ``host_us`` and ``latency_us``, of which it has several."""
 
     call_us: list[float] = field(default_factory=list)
     device_us: list[float] = field(default_factory=list)
@@ -125,10 +126,13 @@ class DeviceClock:
     def measure(self, call: Measured, times: Times, runs: int) -> None:
         """Add one round."""
         times.call_us.append(self._between(call, runs))
-        device_us, host_us = self._queued(call, min(runs, _MOST_QUEUED))
-        times.device_us.append(device_us)
-        times.host_us.append(host_us)
-        times.latency_us += [_host_us(lambda: self._complete(call)) for _ in range(LATENCIES)]
+        device_us = self._queued(call, min(runs, _MOST_QUEUED))
+        if device_us is not None:
+            times.device_us.append(device_us)
+        for _ in range(LATENCIES):
+            host_us, latency_us = self._alone(call)
+            times.host_us.append(host_us)
+            times.latency_us.append(latency_us)
 
     def once_us(self, call: Measured) -> float:
         """How long a call takes back to back with others."""
@@ -146,31 +150,34 @@ class DeviceClock:
         end.synchronize()
         return float(start.elapsed_time(end)) / runs * 1e3
 
-    def _queued(self, call: Measured, runs: int) -> tuple[float, float]:
-        """Device and host µs of a call behind a filler that lasts until the last one is queued.
+    def _queued(self, call: Measured, runs: int) -> float | None:
+        """Device µs of a call behind a filler that lasts until the last one is queued.
 
-        Launches that do not fit into the driver's queue wait for the filler: what launches a thousand kernels in a call
-        shows some host time here as well.
+        Returns:
+            ``None`` where the filler ended first. So it does for calls of more launches than the driver's queue takes,
+            whose host waits for the filler.
         """
-        issue_us = _host_us(call)
-        self._synchronize()
+        issue_us, _ = self._alone(call)
         runs = max(FEWEST_RUNS, min(runs, int(_QUEUE_US / 2 / issue_us)))
         start, end = self._event(), self._event()
         for _ in range(1 + round(2 * (1 + runs) * issue_us / self._fill_us)):
             self._filler.zero_()
         call()
         start.record()
-        before = time.perf_counter()
         for _ in range(runs):
             call()
-        host_us = (time.perf_counter() - before) / runs * 1e6
+        queued = not start.query()  # type: ignore[no-untyped-call]
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) / runs * 1e3, host_us
+        return float(start.elapsed_time(end)) / runs * 1e3 if queued else None
 
-    def _complete(self, call: Measured) -> None:
+    def _alone(self, call: Measured) -> tuple[float, float]:
+        """µs until a call returns, and until what it launched has ended, with nothing else under way."""
+        start = time.perf_counter()
         call()
+        returned = time.perf_counter()
         self._synchronize()
+        return (returned - start) * 1e6, (time.perf_counter() - start) * 1e6
 
     def _event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

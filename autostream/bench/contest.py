@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
@@ -15,6 +15,7 @@ import torch
 
 from autostream.bench.clock import Clock, Times, clock_of, interleaved
 from autostream.errors import first_line
+from autostream.execution.capture import clear_cublas_workspaces
 from autostream.ir import Report
 
 Status = Literal["ok", "wrong", "failed", "crashed", "timed out"]
@@ -40,11 +41,16 @@ class Contest(Protocol):
 
     Attributes:
         device: where.
+        modes: all that there are, in the order in which they can be prepared one after the other.
         allowed_error: a mode whose error is larger is wrong, and not timed.
     """
 
     device: torch.device
     allowed_error: float
+
+    @property
+    def modes(self) -> Collection[str]:
+        """All names."""
 
     def contender(self, mode: str) -> Contender:
         """Prepare a mode; it may raise anything."""
@@ -59,10 +65,14 @@ class Cell:
         reason: the error message, or by how much the result is wrong.
         error: distance of the outputs from a reference in higher precision, relative; ``None`` where they cannot be
             compared.
-        first_s: seconds from the model to its first result: tracing, compiling, measuring and the first run.
-        allocated_bytes: the most that a run has allocated at a time, above what was there before the mode.
-        reserved_bytes: what the process has reserved for the mode, graphs' private pools included.
-        call_us, device_us: of each round; see :mod:`autostream.bench.clock`.
+        first_s: seconds from the model to its first result: tracing, compiling, measuring and the first run. A mode
+            that compiles what one before it has compiled finds it in the compiler's caches: run it alone for a time
+            from nothing.
+        allocated_bytes, reserved_bytes: the most that a run needs above what there was before the mode, as the
+            caching allocator counts it. It does not see what a replay does inside of its graph's pool, so for graphs,
+            what is reserved is the number to look at.
+        call_us, device_us: of each round; see :mod:`autostream.bench.clock`. What cannot be queued in all rounds has no
+            ``device_us``.
         host_us, latency_us: quartiles, and the 99th percentile of the latency.
         schedule: what autostream chose.
     """
@@ -84,7 +94,7 @@ class Cell:
         return {name: value for name, value in asdict(self).items() if value not in ("", None, [], {})}
 
 
-def hold(contest: Contest, modes: Iterable[str], note: Callable[[str], None] = lambda mode: None) -> dict[str, Cell]:
+def hold(contest: Contest, modes: Collection[str], note: Callable[[str], None] = lambda mode: None) -> dict[str, Cell]:
     """Prepare the modes one after the other, and time those that are right side by side.
 
     Args:
@@ -99,11 +109,11 @@ def hold(contest: Contest, modes: Iterable[str], note: Callable[[str], None] = l
         return _held(contest, modes, note)
 
 
-def _held(contest: Contest, modes: Iterable[str], note: Callable[[str], None]) -> dict[str, Cell]:
+def _held(contest: Contest, modes: Collection[str], note: Callable[[str], None]) -> dict[str, Cell]:
     clock = clock_of(contest.device)
     ready: dict[str, Contender] = {}
     cells: dict[str, Cell] = {}
-    for mode in modes:
+    for mode in sorted(modes, key=list(contest.modes).index):
         note(mode)
         cells[mode] = _prepared(contest, mode, ready)
     for mode, times in _timed(ready, clock, note).items():
@@ -145,9 +155,12 @@ def _timed(ready: dict[str, Contender], clock: Clock, note: Callable[[str], None
 
 def _enter(cell: Cell, times: Times) -> None:
     cell.call_us = [round(us, 2) for us in times.call_us]
-    cell.device_us = [round(us, 2) for us in times.device_us]
+    if len(times.device_us) == len(times.call_us):  # those of one round stand at one place
+        cell.device_us = [round(us, 2) for us in times.device_us]
     cell.host_us = _quartiles(times.host_us)
-    cell.latency_us = _quartiles(times.latency_us) | {"p99": round(quantiles(times.latency_us, n=100)[98], 2)}
+    cell.latency_us = _quartiles(times.latency_us) | {
+        "p99": round(quantiles(times.latency_us, n=100, method="inclusive")[98], 2)
+    }
 
 
 def _quartiles(values: list[float]) -> dict[str, float]:
@@ -180,6 +193,8 @@ class _Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
+        if self._device:
+            clear_cublas_workspaces()  # whoever multiplied before would otherwise have paid for this mode's
         self._allocated, self._reserved = self._now()
 
     def synchronize(self) -> None:
@@ -188,16 +203,15 @@ class _Memory:
             torch.cuda.synchronize(self._device)
 
     def used(self, call: Callable[[], object]) -> tuple[int | None, int | None]:
-        """Peak bytes allocated in a run, and bytes reserved after it, above those of before."""
+        """Peak bytes allocated and reserved in a run, above those of before."""
         if self._device is None:
             return None, None
-        call()
         self._now()
         torch.cuda.reset_peak_memory_stats(self._device)
         call()
-        peak = torch.cuda.max_memory_allocated(self._device)
-        _, reserved = self._now()
-        return peak - self._allocated, reserved - self._reserved
+        self.synchronize()
+        allocated = torch.cuda.max_memory_allocated(self._device) - self._allocated
+        return allocated, torch.cuda.max_memory_reserved(self._device) - self._reserved
 
     def _now(self) -> tuple[int, int]:
         if self._device is None:

@@ -39,16 +39,23 @@ class Inference:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self.device = device_of(subject)
+        self.modes = modes_of(self.device)
         with torch.no_grad():
             self._expected = [(args, reference(subject.model, args)) for args in (subject.args, subject.others)]
             self.eager_error = self._error(subject.model)
         self.allowed_error = allowed_error(self.eager_error, dtype_of(subject.model, subject.args))
 
+    @property
+    def telling(self) -> float:
+        """The error of an output that belongs to other inputs: what is allowed must be less, or nothing is checked."""
+        (_, ours), (_, others) = self._expected
+        return min(relative_error(other, [our]) for our, other in zip(ours, others, strict=True))
+
     def contender(self, mode: str) -> Contender:
         """Prepare a mode for the subject's arguments."""
         subject = self._subject
         with torch.no_grad():
-            call = modes_of(self.device)[mode](subject.model, subject.args)
+            call = self.modes[mode](subject.model, subject.args)
 
         @torch.no_grad()
         def run() -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
@@ -76,9 +77,10 @@ class _Attempt:
 def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Callable[[str], None]) -> _Attempt:
     context = multiprocessing.get_context("spawn")  # a forked process cannot use the device
     ours, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
+    # Processes that compilers have started may still write there.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         said = Path(folder) / "said"
-        child = context.Process(target=_child, args=(theirs, said, make, modes))
+        child = context.Process(target=_child, args=(theirs, Path(folder), make, modes))
         child.start()
         theirs.close()  # so that the pipe ends when the child does
         mode = _MAKING
@@ -93,15 +95,17 @@ def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Call
             return _Attempt(None, mode, "timed out", f"no sign of life for {timeout_s:g} s")
         except EOFError:
             child.join()
-            return _Attempt(None, mode, "crashed", f"exit code {child.exitcode}{_last_line(said)}")
+            return _Attempt(None, mode, "crashed", f"exit code {child.exitcode}{_last_words(said)}")
         finally:
             child.kill()
             child.join()
 
 
-def _child(pipe: Connection, said: Path, make: MakeContest, modes: list[str]) -> None:
+def _child(pipe: Connection, folder: Path, make: MakeContest, modes: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets the same signal, ends this process
-    with said.open("w") as file:
+    # What an earlier contest has compiled would make the first result of this one come sooner.
+    os.environ |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    with (folder / "said").open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
         try:
@@ -112,6 +116,8 @@ def _child(pipe: Connection, said: Path, make: MakeContest, modes: list[str]) ->
             pipe.send(Outcome(hold(contest, modes, pipe.send)))
 
 
-def _last_line(said: Path) -> str:
+def _last_words(said: Path) -> str:
+    """The last line that names an error, else the last one: CUDA's errors end in general advice."""
     lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
-    return f": {lines[-1]}" if lines else ""
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return f": {(errors or lines)[-1]}" if lines else ""

@@ -41,9 +41,19 @@ def cuda_graph(model: nn.Module, args: Sequence[Any]) -> Call:
 
 def make_graphed_callables(model: nn.Module, args: Sequence[Any]) -> Call:
     """The model captured by PyTorch's own helper, which changes the module and writes to the arguments it is given."""
-    twin, static_args = copy.deepcopy((model, tuple(args)))
-    graphed: Call = torch.cuda.make_graphed_callables(twin.requires_grad_(False), static_args)
+    graphed: Call = torch.cuda.make_graphed_callables(_Shell(model), copy.deepcopy(tuple(args)))
     return graphed
+
+
+class _Shell(nn.Module):
+    """A module of one's own around a model, whose ``forward`` may be replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Any:
+        return self.model(*args)
 
 
 def compile_default(model: nn.Module, args: Sequence[Any]) -> Call:

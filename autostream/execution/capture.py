@@ -96,9 +96,14 @@ def _own_cublas_workspaces() -> Iterator[None]:
     A workspace belongs to a thread and stream at capture. Two graphs captured over the same streams would scribble over
     each other's when they are replayed at the same time. Inductor's CUDA graph trees do the same, before and after.
     """
-    clear: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
-    clear()
+    clear_cublas_workspaces()
     try:
         yield
     finally:
-        clear()
+        clear_cublas_workspaces()
+
+
+def clear_cublas_workspaces() -> None:
+    """Give back the memory that cuBLAS holds for each thread and stream; it takes some again when it next needs it."""
+    clear: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()

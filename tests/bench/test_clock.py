@@ -177,8 +177,8 @@ def test_a_slow_host_is_no_time_of_the_device() -> None:
     for _ in range(3):
         call()
         device_clock.measure(call, times, 5)
-    assert [len(series) for series in (times.call_us, times.device_us, times.host_us)] == [3, 3, 3]
-    assert len(times.latency_us) == 3 * LATENCIES
+    assert [len(series) for series in (times.call_us, times.device_us)] == [3, 3]
+    assert len(times.latency_us) == len(times.host_us) == 3 * LATENCIES
     assert max(times.device_us) < 100 < 1000 < min(times.call_us)
     assert min(times.host_us) > 1000
     assert min(times.latency_us) > 1000
@@ -201,3 +201,15 @@ def test_a_slow_device_is_no_time_of_the_host() -> None:
     assert min(times.latency_us) > 200
     assert times.call_us == pytest.approx(times.device_us, rel=0.3)
     assert device_clock.once_us(call) == pytest.approx(times.call_us[0], rel=0.3)
+
+
+@pytest.mark.gpu
+def test_what_the_drivers_queue_cannot_take_has_no_time_of_the_device() -> None:
+    x, times = torch.ones(16, device="cuda:0"), Times()
+
+    def call() -> None:
+        for _ in range(3000):
+            x.add_(1)
+
+    DeviceClock(torch.device("cuda:0")).measure(call, times, 3)
+    assert (len(times.call_us), times.device_us) == (1, [])

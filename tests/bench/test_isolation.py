@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,13 +31,16 @@ class ByHand:
 
     device: torch.device = CPU
     allowed_error: float = 0.1
+    modes: tuple[str, ...] = ("works", "raises", "caches", "exits", "errs", "hangs")
 
     def contender(self, mode: str) -> Contender:
         if mode == "raises":
             raise ValueError("no kernel")
         if mode == "exits":
-            print("about to go\n\nout of memory\n", file=sys.stderr, flush=True)
+            print("about to go\n\ntorch.OutOfMemoryError: full\nSome advice\n", file=sys.stderr, flush=True)
             os._exit(3)
+        if mode == "caches":
+            raise ValueError(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         if mode == "hangs":
             time.sleep(600)
         return Contender(lambda: time.sleep(1e-3), lambda: 1.0 if mode == "errs" else 0.0)
@@ -66,17 +70,21 @@ def statuses(outcome: Outcome) -> dict[str, tuple[str, str]]:
 def test_a_mode_that_ends_its_process_costs_only_its_own_cell() -> None:
     """Two processes: in the first, one mode raises and the next one exits; the second goes without the latter."""
     notes: list[str] = []
-    outcome = hold_isolated(by_hand, ["works", "raises", "exits", "errs"], 60.0, notes.append)
+    outcome = hold_isolated(by_hand, ["works", "raises", "exits", "errs", "caches"], 60.0, notes.append)
     assert outcome.failure == ""
+    _, caches = statuses(outcome).pop("caches")[1].split("ValueError: ")
+    assert caches != os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert not Path(caches).exists(), "they end with the contest"
+    outcome.cells.pop("caches")
     assert statuses(outcome) == {
         "works": ("ok", ""),
         "raises": ("failed", "ValueError: no kernel"),
-        "exits": ("crashed", "exit code 3: out of memory"),
+        "exits": ("crashed", "exit code 3: torch.OutOfMemoryError: full"),
         "errs": ("wrong", "error 1.0e+00, 1.0e-01 allowed"),
     }
     assert len(outcome.cells["works"].call_us) >= 9
-    assert notes[:6] == ["works", "raises", "exits", "works", "raises", "errs"]
-    assert set(notes[6:]) == {"works"}
+    assert notes[:6] == ["works", "raises", "caches", "exits", "works", "raises"]
+    assert set(notes[8:]) == {"works"}
     assert multiprocessing.active_children() == []
 
 
@@ -151,3 +159,10 @@ def test_cells_stay_when_the_contest_can_be_made_no_more(monkeypatch: pytest.Mon
 def test_without_modes_there_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scripted(monkeypatch) == []
     assert hold_isolated(by_hand, [], 1.0) == Outcome()
+
+
+def test_the_last_words_of_a_process_are_its_last_line_if_no_error_is_named(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    for text, words in ("", ""), ("a\nKilled\n\n", ": Killed"), ("ValueError: a\nKeyError: b\nadvice", ": KeyError: b"):
+        said.write_text(text)
+        assert isolation._last_words(said) == words

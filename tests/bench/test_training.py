@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,15 +24,15 @@ def mean_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
 
-def subject(optimizer: str = "sgd", device: str = "cpu") -> TrainingSubject:
+def subject(optimizer: str = "sgd", device: str = "cpu", dtype: torch.dtype = torch.float32) -> TrainingSubject:
     """A small net with buffers that steps change. A bias before the norm would have noise for its gradient."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
     data = torch.randn(32, 8, generator=generator), torch.randn(32, 4, generator=generator)
-    model = model.to(device).train()
-    x, y = (values.to(device) for values in data)
+    model = model.to(device, dtype).train()
+    x, y = (values.to(device, dtype) for values in data)
     return TrainingSubject(model, OPTIMIZERS[optimizer](model.parameters()), (x, y), mean_square)
 
 
@@ -41,7 +43,11 @@ def is_right(contest: Training, mode: str) -> bool:
 def contest_with(monkeypatch: pytest.MonkeyPatch, mode: Callable[..., Any], optimizer: str = "sgd") -> Training:
     """A contest with one more mode, ``"cheat"``."""
     monkeypatch.setattr(training, "training_modes_of", lambda device: {"eager": eager, "cheat": mode})
-    return Training(lambda: subject(optimizer))
+    return contest_of(optimizer)
+
+
+def contest_of(optimizer: str = "sgd", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Training:
+    return Training(partial(subject, optimizer, device), dtype)
 
 
 # Modes
@@ -58,7 +64,7 @@ def test_a_gpu_has_all_modes_and_a_cpu_those_without_graphs() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mode", CPU)
 def test_a_mode_of_the_cpu_is_right(mode: str, optimizer: str) -> None:
-    contest = Training(lambda: subject(optimizer))
+    contest = contest_of(optimizer)
     assert contest.eager_error < 1e-4
     assert is_right(contest, mode)
 
@@ -69,7 +75,7 @@ def test_a_mode_of_the_cpu_is_right(mode: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mode", CUDA)
 def test_a_mode_of_the_gpu_is_right(mode: str, optimizer: str) -> None:
-    assert is_right(Training(lambda: subject(optimizer, "cuda")), mode)
+    assert is_right(contest_of(optimizer, "cuda"), mode)
 
 
 def test_a_step_is_forward_backward_optimizer_and_zero_grad() -> None:
@@ -177,21 +183,75 @@ def test_wrong_gradients_are_seen_where_the_optimizer_does_not_mind(monkeypatch:
     assert not is_right(contest, "cheat")
 
 
-def test_a_step_that_does_nothing_has_more_than_the_largest_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However far the plain steps are from those in float64: here, noise of their own size is on the losses."""
+def zeroing(names: str) -> Callable[[TrainingSubject], training.Step]:
+    """A mode in which the gradients of some parameters are lost on their way to the optimizer."""
 
-    def noisy() -> TrainingSubject:
-        made = subject()
+    def mode(subject: TrainingSubject) -> training.Step:
+        for name, parameter in subject.model.named_parameters():
+            if re.search(names, name):
+                parameter.register_hook(torch.zeros_like)
+        return eager(subject)
 
-        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            return mean_square(model, x, y) * (1 if x.dtype is torch.float64 else 3)
+    return mode
 
-        return TrainingSubject(made.model, made.optimizer, made.data, loss)
 
-    monkeypatch.setattr(training, "training_modes_of", lambda device: {"idle": idle})
-    contest = Training(noisy)
-    assert contest.eager_error > 1
-    assert not is_right(contest, "idle")
+def frozen(subject: TrainingSubject) -> training.Step:
+    """Parameters never move, though everything else is as it must be."""
+    step, parameters = eager(subject), list(subject.model.parameters())
+
+    def call(*data: Tensor) -> Tensor:
+        before = [parameter.detach().clone() for parameter in parameters]
+        loss = step(*data)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        return loss
+
+    return call
+
+
+def on_its_first_batch(subject: TrainingSubject) -> training.Step:
+    """Takes no notice of later ones."""
+    step, data = eager(subject), subject.data
+    return lambda *others: step(*data)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", [zeroing(""), zeroing("bias"), zeroing("0.weight"), frozen, on_its_first_batch])
+def test_what_hides_in_the_roundings_of_half_precision_is_seen(
+    monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step], optimizer: str
+) -> None:
+    monkeypatch.setattr(training, "training_modes_of", lambda device: {"eager": eager, "cheat": mode})
+    contest = contest_of(optimizer, dtype=torch.bfloat16)
+    assert is_right(contest, "eager")
+    assert not is_right(contest, "cheat")
+
+
+def test_what_goes_wrong_in_the_timed_dtype_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halves(subject: TrainingSubject) -> training.Step:
+        step = eager(subject)
+        factor = 1 if subject.data[0].dtype is torch.float32 else 3
+        return lambda *data: step(*data) * factor
+
+    contest = contest_with(monkeypatch, halves)
+    assert is_right(contest, "cheat")
+    assert not is_right(Training(partial(subject, "sgd", "cpu"), torch.bfloat16), "cheat")
+
+
+def test_a_tensor_that_plain_steps_miss_tells_nothing() -> None:
+    """The gradient of a bias before a norm is rounding alone, and AdamW makes it a step like any other."""
+
+    def biased(dtype: torch.dtype) -> TrainingSubject:
+        made = subject("adamw", dtype=dtype)
+        model = nn.Sequential(nn.Linear(8, 16), *list(made.model)[1:]).to(dtype)  # type: ignore[call-overload]
+        with torch.no_grad():
+            model[0].weight.copy_(made.model[0].weight)  # type: ignore[index]
+            model[0].bias.zero_()
+        return TrainingSubject(model, OPTIMIZERS["adamw"](model.parameters()), made.data, made.loss)
+
+    contest = Training(biased, torch.float32)
+    assert contest.eager_error < 0.01
+    assert is_right(contest, "eager")
 
 
 # Before and after
@@ -199,7 +259,7 @@ def test_a_step_that_does_nothing_has_more_than_the_largest_error(monkeypatch: p
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_mode_is_checked_from_the_start_however_often_it_ran(optimizer: str) -> None:
-    contest = Training(lambda: subject(optimizer))
+    contest = contest_of(optimizer)
     contender = contest.contender("eager")
     fresh = contender.error()
     for _ in range(5):
@@ -221,19 +281,23 @@ def test_going_back_is_in_place() -> None:
     assert not any(tensor.any() for tensor in training._optimizer_state(made))
 
 
+def noting(made: list[TrainingSubject]) -> Callable[[torch.dtype], TrainingSubject]:
+    return lambda dtype: made.append(subject(dtype=dtype)) or made[-1]  # type: ignore[func-returns-value]
+
+
 def test_each_mode_has_a_subject_of_its_own() -> None:
     made: list[TrainingSubject] = []
-    contest = Training(lambda: made.append(subject()) or made[-1])  # type: ignore[func-returns-value]
+    contest = Training(noting(made), torch.float32)
     first, _ = contest.contender("eager"), contest.contender("eager")
-    assert len({id(subject.model) for subject in made}) == len(made) == 3
-    untouched = made[2].model.state_dict()["0.weight"].clone()
+    assert len({id(subject.model) for subject in made}) == len(made) == 4
+    untouched = made[3].model.state_dict()["0.weight"].clone()
     first.call()
-    assert torch.equal(made[2].model.state_dict()["0.weight"], untouched)
+    assert torch.equal(made[3].model.state_dict()["0.weight"], untouched)
 
 
 def test_what_is_timed_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[TrainingSubject] = []
-    contest = Training(lambda: made.append(subject()) or made[-1])  # type: ignore[func-returns-value]
+    contest = Training(noting(made), torch.float32)
     contender, twin = contest.contender("eager"), subject()
     contender.call()
     eager(twin)(*twin.data)
