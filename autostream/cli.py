@@ -138,7 +138,7 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     add = bench.add_argument
     add("--modes", type=_names, metavar="A,B", help="only these (default: all but the slow ones)")
     add("--baseline", metavar="MODE", help="what the others are compared with (default: cuda_graph, on a CPU eager)")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one mode (default: 300)")
+    add("--timeout", type=_positive, default=900.0, metavar="SECONDS", help="for one mode (default: 900)")
     add("--json", action="store_true", help="the same, as JSON")
     add("--out", metavar="FILE", type=Path, help="write there instead of to the terminal")
     bench.set_defaults(run=_bench)
@@ -168,6 +168,17 @@ def _whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a whole number")
     return int(text)
+
+
+def _positive(text: str) -> float:
+    """A number above zero, and short enough to wait for."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a positive number below a million")
+    return number
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -229,7 +240,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     if outcome.failure:
         raise TargetError(outcome.failure)
     cells = {mode: cell.dump() for mode, cell in outcome.cells.items()}
-    row = {"workload": arguments.target, "versions": versions(), "cells": cells}
+    row: dict[str, Any] = {"workload": arguments.target, "cells": cells}
+    if arguments.json:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        row = {"device": name, "baseline": baseline, "versions": versions()} | row
     shown = json.dumps(row, indent=1, allow_nan=False) if arguments.json else cells_table([row], baseline)
     _write(shown, arguments.out)
     return int(any(cell.status != "ok" for mode, cell in outcome.cells.items() if mode in AUTOSTREAM))

@@ -6,11 +6,12 @@ Exit codes: 0 all is well, 1 a comparison found something worse, 2 the command l
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -73,10 +74,12 @@ def _add_run(commands: Any) -> None:
     run.add_argument("suite", choices=SUITES)
     run.add_argument("--out", type=Path, required=True, metavar="FILE", help="the result file, new or begun")
     run.add_argument("--workloads", type=_names, metavar="A,B", help="only these")
-    run.add_argument("--modes", type=_names, metavar="A,B", help="instead of the suite's")
+    run.add_argument("--modes", type=_names, metavar="A,B", help="instead of the suite's; rows keep those they have")
     run.add_argument("--piece", type=_piece, default=(1, 1), metavar="I/N", help="every N-th row, from the I-th")
-    run.add_argument("--minutes", type=float, default=float("inf"), help="begin no row after this")
-    run.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one mode of a row")
+    run.add_argument("--minutes", type=_positive, default=float("inf"), help="begin no row after this")
+    run.add_argument(
+        "--timeout", type=_positive, default=900.0, metavar="SECONDS", help="for one mode of a row (default: 900)"
+    )
     run.add_argument("--again", action="store_true", help="measure also what the file has")
     run.set_defaults(command=_run)
 
@@ -91,7 +94,12 @@ def _add_table(commands: Any) -> None:
 
 
 def _add_compare(commands: Any) -> None:
-    compare = commands.add_parser("compare", help="say what a second result changed, with 1 if something is worse")
+    compare = commands.add_parser(
+        "compare",
+        help="say what a second result changed, with 1 if something is worse",
+        description="Compare each cell's speed, against the baseline of its own run. Worse is what lost more than the "
+        "limit, a noisy cell than the limit and its spread; and what A has and B has not.",
+    )
     compare.add_argument("before", type=Path, metavar="A")
     compare.add_argument("after", type=Path, metavar="B")
     compare.add_argument("--fail-over", type=_share, default=0.03, metavar="3%", help="the most to lose (default: 3%%)")
@@ -116,6 +124,17 @@ def _piece(text: str) -> tuple[int, int]:
     return int(first), int(count)
 
 
+def _positive(text: str) -> float:
+    """A number above zero, and short enough to wait for."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a positive number below a million")
+    return number
+
+
 def _share(text: str) -> float:
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -130,15 +149,16 @@ def _run(arguments: argparse.Namespace) -> int:
     suite = SUITES[arguments.suite]
     modes = arguments.modes or suite.modes
     found = result.load(arguments.out) if arguments.out.exists() else result.empty(arguments.suite)
-    rows = _rows(arguments, suite, modes, found)
+    tasks, remaining = _tasks(arguments, suite, modes, found), 0
     end, here = time.monotonic() + 60 * arguments.minutes, stamp()
     result.check_kind(found, here)
     result.save(found, arguments.out)  # what cannot be written must not be known only after the first row
     try:
-        for row, bar in _progress(rows):
+        for done, (task, bar) in enumerate(_progress(tasks)):
             if time.monotonic() > end:
+                remaining = len(tasks) - done
                 break
-            measured = _measured(row, suite, modes, arguments.timeout, bar)
+            measured = _measured(task, suite, arguments.timeout, bar)
             found = result.ordered(result.with_row(found, measured, here), suite.rows)
             result.save(found, arguments.out)
             if bar.disable:
@@ -146,12 +166,23 @@ def _run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"interrupted; {arguments.out} has what was done, and the same command goes on", file=sys.stderr)
         return 130
-    print(table.ratios_table(found["rows"], suite.baseline, "call"))
+    if remaining:
+        print(
+            f"{remaining} row{'s remain' if remaining > 1 else ' remains'}; the same command goes on", file=sys.stderr
+        )
+    _show(table.ratios_table(found["rows"], suite.baseline, "call"))
     return 0
 
 
-def _rows(arguments: argparse.Namespace, suite: Suite, modes: Sequence[str], found: Result) -> list[Row]:
-    """What is still to be measured.
+class _Task(NamedTuple):
+    """A row to measure, and in which modes."""
+
+    row: Row
+    modes: tuple[str, ...]
+
+
+def _tasks(arguments: argparse.Namespace, suite: Suite, modes: Sequence[str], found: Result) -> list[_Task]:
+    """What is still to be measured: a row that lacks a mode, with all that it has, since they have to take turns.
 
     Raises:
         ResultError: there is no such workload or mode, the device is not here, or the file is of another suite.
@@ -161,13 +192,19 @@ def _rows(arguments: argparse.Namespace, suite: Suite, modes: Sequence[str], fou
     if suite.device == "cuda" and not torch.cuda.is_available():
         raise ResultError(f"the suite {arguments.suite} needs a CUDA device; the suite cpu does not")
     known = training_modes_of if suite.rows[0].optimizer else modes_of
-    _check_names("modes", modes, known(torch.device(suite.device)))
+    every = known(torch.device(suite.device))
+    _check_names("modes", modes, every)
     workloads = arguments.workloads or [row.workload for row in suite.rows]
     _check_names("workloads", workloads, [row.workload for row in suite.rows])
-    done = {result.key(row) for row in found["rows"] if not arguments.again and set(modes) <= set(row["cells"])}
+    had = {result.key(row): tuple(row["cells"]) for row in found["rows"]}
     first, count = arguments.piece
     piece = [row for row in suite.rows if row.workload in workloads][first - 1 :: count]
-    return [row for row in piece if result.key(row) not in done]
+    tasks = [_Task(row, tuple(dict.fromkeys((*had.get(result.key(row), ()), *modes)))) for row in piece]
+    tasks = [task for task in tasks if arguments.again or task.modes != had.get(result.key(task.row))]
+    for mode in (mode for task in tasks for mode in task.modes):
+        if mode not in every:
+            raise ResultError(f"{arguments.out} has the mode {mode}, which there is no more: write to another file")
+    return tasks
 
 
 def _check_names(what: str, names: Sequence[str], known: Any) -> None:
@@ -176,23 +213,23 @@ def _check_names(what: str, names: Sequence[str], known: Any) -> None:
             raise ResultError(f"--{what} {name}: use {', '.join(dict.fromkeys(known))}")
 
 
-def _progress(rows: Sequence[Row]) -> Iterator[tuple[Row, Any]]:
+def _progress(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Any]]:
     # No bar where there is no terminal. It is drawn by the clock alone: a row has news, its modes, before it is done.
-    with tqdm(rows, unit="row", disable=None, miniters=0) as bar:
-        for row in bar:
-            bar.set_description(row.workload)
-            yield row, bar
+    with tqdm(tasks, unit="row", disable=None, miniters=0) as bar:
+        for task in bar:
+            bar.set_description(task.row.workload)
+            yield task, bar
 
 
-def _measured(row: Row, suite: Suite, modes: Sequence[str], timeout_s: float, bar: Any) -> dict[str, Any]:
+def _measured(task: _Task, suite: Suite, timeout_s: float, bar: Any) -> dict[str, Any]:
     def note(mode: str) -> None:
         bar.set_postfix_str(mode, refresh=False)
         bar.update(0)  # draws, but not too often
 
     start = time.monotonic()
-    outcome = hold_isolated(contest_of(row, suite.device), modes, timeout_s, note)
+    outcome = hold_isolated(contest_of(task.row, suite.device), task.modes, timeout_s, note)
     return {
-        **{name: getattr(row, name) for name in row.__slots__},
+        **{name: getattr(task.row, name) for name in task.row.__slots__},
         "seconds": round(time.monotonic() - start, 1),
         "failure": outcome.failure,
         "cells": {mode: cell.dump() for mode, cell in outcome.cells.items()},
@@ -215,9 +252,9 @@ def _table(arguments: argparse.Namespace) -> int:
     found = result.load(arguments.result)
     baseline = _baseline(arguments, found)
     if arguments.cells:
-        print(table.cells_table(found["rows"], baseline, arguments.format))
+        _show(table.cells_table(found["rows"], baseline, arguments.format, arguments.measure))
     else:
-        print(table.ratios_table(found["rows"], baseline, arguments.measure, arguments.format))
+        _show(table.ratios_table(found["rows"], baseline, arguments.measure, arguments.format))
     return 0
 
 
@@ -228,10 +265,18 @@ def _compare(arguments: argparse.Namespace) -> int:
     if not any(change.before for change in found):
         raise ResultError(f"{arguments.before} and {arguments.after} have no cell in common that could be compared")
     worse = [change for change in found if change.worse(arguments.fail_over)]
+    for name, path, side in (("A", arguments.before, before), ("B", arguments.after, after)):
+        _show(f"{name} {path}: {_origin(side)}")
     for change in found:
-        print(_line(change, change in worse))
-    print(f"{len(worse)} of {len(found)} cells lost more than {arguments.fail_over:.1%}, against {baseline}")
+        _show(_line(change, change in worse))
+    _show(f"{len(worse)} of {len(found)} cells lost more than {arguments.fail_over:.1%}, against {baseline}")
     return int(bool(worse))
+
+
+def _origin(found: Result) -> str:
+    """What a result was measured on: one kind of machine, one torch, and the commits of its runs."""
+    first, commits = found["stamps"][0], dict.fromkeys(stamp["commit"] or "unknown" for stamp in found["stamps"])
+    return f"{first['gpu'] or 'cpu'}, torch {first['torch']}, commit {' and '.join(commits)}"
 
 
 def _line(change: Change, worse: bool) -> str:
@@ -251,7 +296,7 @@ def _plot(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ResultError(f"--out {arguments.out}: {error.strerror}: name a folder that can be written") from error
     for path in paths:
-        print(path)
+        _show(str(path))
     return 0
 
 
@@ -267,6 +312,14 @@ def _baseline(arguments: argparse.Namespace, *results: Result) -> str:
         if baseline not in modes:
             raise ResultError(f"no row has the baseline {baseline}: there is {', '.join(modes) or 'none yet'}")
     return baseline
+
+
+def _show(text: str) -> None:
+    """Print, as long as somebody reads: ``head``, for one, leaves when it has seen enough."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes the rest, also what is left at the exit
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 from autostream.bench.ratios import Measure, Spread, ratio
 from autostream.bench.table import title
-from benchmarks.result import Result, key
+from benchmarks.result import Result, ResultError, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Change:
     Attributes:
         row, mode: which.
         before, after: how many times faster than the baseline; ``None`` where there was no time.
-        status: the second result's; where only the baseline has no time, that of the baseline.
+        status: the second result's, "missing" where it has no such cell; where only the baseline has no time, that of
+            the baseline.
     """
 
     row: str
@@ -41,13 +42,17 @@ class Change:
         return any(found.noisy for found in (self.before, self.after) if found)
 
     def worse(self, by: float) -> bool:
-        """Whether it lost more than this share of its speed, or its time altogether."""
+        """Whether it lost more than this share of its speed, in noise more than that beyond it, or all of its time."""
         lost = self.before is not None and self.after is None
-        return lost or (self.share is not None and self.share < -by)
+        return lost or (self.share is not None and self.share < -(by + self._noise))
+
+    @property
+    def _noise(self) -> float:
+        return max((side.iqr / side.median for side in (self.before, self.after) if side and side.noisy), default=0.0)
 
 
 def changes(before: Result, after: Result, modes: str, baseline: str, measure: Measure) -> Iterator[Change]:
-    """All cells that both results have.
+    """All cells that the older result has, whether the newer one has them or not.
 
     Args:
         before: the older result.
@@ -55,14 +60,19 @@ def changes(before: Result, after: Result, modes: str, baseline: str, measure: M
         modes: of the modes whose names start with this.
         baseline: the mode to compare with.
         measure: of which time.
+
+    Raises:
+        ResultError: they are of different suites.
     """
-    olds = {key(row): row for row in before["rows"]}
-    for new in after["rows"]:
-        old: dict[str, Any] = olds.get(key(new), {"cells": {}})
+    if before["suite"] != after["suite"]:
+        raise ResultError(f"results of {before['suite']} and {after['suite']} do not compare: they are two suites")
+    news = {key(row): row for row in after["rows"]}
+    for old in before["rows"]:
+        new: dict[str, Any] = news.get(key(old), {"cells": {}})
         for mode in old["cells"]:
             if mode.startswith(modes) and mode != baseline:
                 was, now = (ratio(row["cells"], mode, baseline, measure) for row in (old, new))
-                yield Change(title(new), mode, was, now, _status(new, mode, baseline))
+                yield Change(title(old), mode, was, now, _status(new, mode, baseline))
 
 
 def _status(row: dict[str, Any], mode: str, baseline: str) -> str:

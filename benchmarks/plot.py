@@ -35,7 +35,7 @@ def plots(result: Result, baseline: str, measure: Measure, folder: Path) -> list
 
 
 def _by_workload(rows: Sequence[Any], baseline: str, measure: Measure) -> Any:
-    rows = [row for row in rows if row["cells"].get(baseline, {}).get("call_us")]
+    rows = [row for row in rows if row["cells"].get(baseline, {}).get(f"{measure}_us")]
     bars: dict[str, list[tuple[int, float]]] = {}
     for at, row in enumerate(rows):
         for mode in row["cells"]:

@@ -7,13 +7,12 @@ machines merge. ``schema.json`` beside this file describes the form.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.suites import SUITES, Row
 
@@ -38,74 +37,83 @@ def load(path: Path) -> Result:
     """Read a result file.
 
     Raises:
-        ResultError: it is not there, or is no result of this schema and of a suite that there is, or is damaged inside.
+        ResultError: it is not there, is no result of this schema and of a suite that there is, or is damaged inside.
     """
     try:
-        result: Result = json.loads(path.read_text())
+        result: Result = json.loads(path.read_text(), parse_constant=_refuse)
         found = result["schema"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ResultError(f"{path} is no result file ({type(error).__name__}): write one with run --out") from error
     if found != SCHEMA:
         raise ResultError(f"{path} has schema {found}, not {SCHEMA}: measure again")
-    if not _is(empty("").keys(), _TOP, result):
+    if result.keys() != empty("").keys() or result["suite"] not in [*SUITES]:
         raise ResultError(f"{path} is damaged, or of a suite that there is no more: measure again")
-    for what in ("stamps", "rows"):
-        for number, entry in enumerate(result[what], 1):
-            if not (_is_stamp(entry) if what == "stamps" else _is_row(entry, len(result["stamps"]))):
-                raise ResultError(f"{path} is damaged in number {number} of its {what}: measure again")
+    stamps, rows = result["stamps"], result["rows"]
+    if not (isinstance(stamps, list) and isinstance(rows, list) and all(map(_is_stamp, stamps))):
+        raise ResultError(f"{path} is damaged: measure again")
+    for number, row in enumerate(rows, 1):
+        if not _is_row(row, len(stamps)):
+            raise ResultError(f"{path} is damaged in row {number} of {len(rows)}: measure again, or take that row out")
     return result
 
 
-def _is(required: Collection[str], form: Mapping[str, Callable[[Any], bool]], value: Any) -> bool:
-    """Whether a value is an object with all that is required, of which each member that the form knows is right."""
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"JSON has no {constant}")
+
+
+_NUMBER = (int, float)
+_SERIES = ("call_us", "device_us")
+_FACTS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("reason", "mode", "policy"), str),
+    **dict.fromkeys(("error", "first_s", "allocated_bytes", "reserved_bytes", "streams", "predicted_us"), _NUMBER),
+}
+"""Of what types tables and plots take what cells and their schedules may have."""
+
+
+def _is_stamp(stamp: Any) -> bool:
+    match stamp:
+        case {"commit": str() | None, "torch": str(), "cuda": str() | None, "gpu": str() | None}:
+            return True
+    return False
+
+
+def _is_row(row: Any, stamps: int) -> bool:
+    match row:
+        case {
+            "workload": str(),
+            "batch": int(),
+            "dtype": str(),
+            "optimizer": str(),
+            "failure": str(),
+            "cells": dict(cells),
+            "stamp": int(stamp),
+        } if stamp in range(stamps) and all(map(_is_cell, cells.values())):
+            # Ratios are taken round by round.
+            return len({len(cell[name]) for cell in cells.values() for name in _SERIES if name in cell}) <= 1
+    return False
+
+
+def _is_cell(cell: Any) -> bool:
+    match cell:
+        case {"status": "ok", "call_us": _, "host_us": {"median": _}, "latency_us": {"median": _, "p99": _}}:
+            times = [*cell["host_us"].values(), *cell["latency_us"].values()]
+        case {"status": str(status)} if status != "ok" and not any(name in cell for name in _SERIES):
+            times = []
+        case _:
+            return False
     return (
-        isinstance(value, dict)
-        and all(name in value for name in required)
-        and all(right(value[name]) for name, right in form.items() if name in value)
+        all(isinstance(us, _NUMBER) for us in times)
+        and all(_is_series(cell[name]) for name in _SERIES if name in cell)
+        and all(_has_types(facts) for facts in (cell, cell.get("schedule", {})))
     )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is_series(rounds: Any) -> bool:
+    return isinstance(rounds, list) and len(rounds) > 1 and all(isinstance(us, _NUMBER) and us > 0 for us in rounds)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _is_stamp(value: Any) -> bool:
-    return _is(_STAMP, _STAMP, value)
-
-
-def _is_row(value: Any, stamps: int) -> bool:
-    if not (_is(_ROW, _ROW, value) and value["stamp"] in range(stamps)):
-        return False
-    # Ratios are taken round by round.
-    return len({len(cell[name]) for cell in value["cells"].values() for name in _SERIES if name in cell}) <= 1
-
-
-def _is_cells(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_cell, value.values()))
-
-
-def _is_cell(value: Any) -> bool:
-    timed = isinstance(value, dict) and any(name in value for name in _SERIES)
-    return _is(("status", *(_TIMED if timed else ())), _CELL, value)
-
-
-def _is_series(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(_is_number(us) and us > 0 for us in value)
-
-
-def _is_quartiles(value: Any) -> bool:
-    return isinstance(value, dict) and "median" in value and all(map(_is_number, value.values()))
-
-
-_SERIES = ("call_us", "device_us")
+def _has_types(facts: Any) -> bool:
+    return isinstance(facts, dict) and all(isinstance(facts[name], _FACTS[name]) for name in facts.keys() & _FACTS)
 
 
 def save(result: Result, path: Path) -> None:

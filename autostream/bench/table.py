@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +36,9 @@ _HEAD = (
 )
 
 
-def cells_table(rows: Sequence[Row], baseline: str, form: str = "terminal") -> str:
+def cells_table(rows: Sequence[Row], baseline: str, form: str = "terminal", measure: Measure = "call") -> str:
     """All that was measured, a line for each cell; ``faster`` is against the baseline in the same rounds."""
-    lines = [line for row in rows for line in _lines(row, baseline)]
+    lines = [line for row in rows for line in _lines(row, baseline, measure)]
     return _table(lines, _HEAD, form)
 
 
@@ -62,15 +64,18 @@ def title(row: Row) -> str:
 
 def _table(lines: Sequence[Sequence[Entry]], head: Sequence[str], form: str) -> str:
     if form == "csv":
-        import csv
-        import io
-
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([head, *(map(_bare, line) for line in lines)])
-        return out.getvalue().rstrip("\n")
+        return _csv(lines, head)
     sides = ["left" if name in ("workload", "mode", "remark") else "right" for name in head]
     shown = [[_shown(entry) for entry in line] for line in lines]
+    if form == "github":
+        shown = [[text.replace("|", r"\|") for text in line] for line in shown]
     return tabulate(shown, head, tablefmt=FORMATS[form], disable_numparse=True, colalign=sides if lines else None)
+
+
+def _csv(lines: Sequence[Sequence[Entry]], head: Sequence[str]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([head, *(map(_bare, line) for line in lines)])
+    return out.getvalue().rstrip("\n")
 
 
 def _bare(entry: Entry) -> str:
@@ -94,30 +99,37 @@ def _shown(entry: Entry) -> str:
 def _ratios(row: Row, baseline: str, modes: Sequence[str], measure: Measure) -> list[Entry]:
     cell = row["cells"].get(baseline, {})
     times = cell.get(f"{measure}_us")
-    first = _Number(spread(times).median) if times else row.get("failure") or cell.get("status")
+    first = _Number(spread(times).median) if times else row.get("failure") or _status(cell, measure)
     return [title(row), first, *(_ratio(row, mode, baseline, measure) for mode in modes)]
 
 
 def _ratio(row: Row, mode: str, baseline: str, measure: Measure) -> Entry:
     cell = row["cells"].get(mode, {})
-    return ratio(row["cells"], mode, baseline, measure) or cell.get("status")
+    return ratio(row["cells"], mode, baseline, measure) or _status(cell, measure)
 
 
-def _lines(row: Row, baseline: str) -> Iterator[list[Entry]]:
+def _status(cell: Mapping[str, Any], measure: Measure) -> str | None:
+    """What stands in the place of a number: a dash where all is well and only this was not measured."""
+    status: str | None = cell.get("status")
+    return "–" if status == "ok" and not cell.get(f"{measure}_us") else status
+
+
+def _lines(row: Row, baseline: str, measure: Measure) -> Iterator[list[Entry]]:
     if row.get("failure"):
         yield [title(row), *[None] * (len(_HEAD) - 2), row["failure"]]
     for mode, cell in row["cells"].items():
         times = cell.get("call_us")
-        yield [title(row), mode, *(_timed(row, mode, cell, baseline) if times else [None] * 8), *_facts(cell)]
+        yield [title(row), mode, *(_timed(row, mode, baseline, measure) if times else [None] * 8), *_facts(cell)]
 
 
-def _timed(row: Row, mode: str, cell: Mapping[str, Any], baseline: str) -> list[Entry]:
-    call = spread(cell["call_us"])
+def _timed(row: Row, mode: str, baseline: str, measure: Measure) -> list[Entry]:
+    cell = row["cells"][mode]
+    call, device = spread(cell["call_us"]), cell.get("device_us")
     return [
         _Number(call.median),
         _Number(call.iqr),
-        ratio(row["cells"], mode, baseline),
-        _Number(spread(cell["device_us"]).median),
+        ratio(row["cells"], mode, baseline, measure),
+        _Number(spread(device).median) if device else None,
         _Number(cell["latency_us"]["median"]),
         _Number(cell["latency_us"]["p99"]),
         _Number(cell["host_us"]["median"]),
