@@ -114,8 +114,8 @@ def prepare_training(
 def calibrated(model: nn.Module, samples: Tensors) -> nn.Module:
     """Let the batch norms, also frozen ones, divide by the root mean square of what they get to see of these samples.
 
-    With random weights and no statistics, activations vanish or overflow in fp16. Means stay zero: a deep net that takes
-    away, layer by layer, what all inputs have in common is left with roundings.
+    With random weights and no statistics, activations vanish or overflow in fp16. Means stay zero: a deep net that
+    takes away, layer by layer, what all inputs have in common is left with roundings.
     """
     norms = [module for module in model.modules() if isinstance(getattr(module, "running_mean", None), Tensor)]
     if norms:

@@ -306,6 +306,7 @@ def test_bench_measures_a_users_model_in_a_process_of_its_own(capsys: pytest.Cap
     printed, said = capsys.readouterr()
     row = json.loads(printed)
     assert (row["workload"], row["versions"]["torch"]) == (model, str(torch.__version__))
+    assert (row["device"], row["baseline"]) == ("cpu", "eager")
     assert {mode: cell["status"] for mode, cell in row["cells"].items()} == {"eager": "ok", "autostream": "ok"}
     assert row["cells"]["autostream"]["schedule"]["ops"] == 4
     assert len(row["cells"]["eager"]["call_us"]) == len(row["cells"]["autostream"]["call_us"])
@@ -335,7 +336,7 @@ def test_bench_leaves_out_what_is_slow_unless_it_is_named(
 ) -> None:
     monkeypatch.setattr(cli, "SLOW", ("compile_default",))
     assert bench(model) == 0
-    assert (contests.modes, contests.timeout_s) == ([mode for mode in CPU_MODES if mode != "compile_default"], 300.0)
+    assert (contests.modes, contests.timeout_s) == ([mode for mode in CPU_MODES if mode != "compile_default"], 900.0)
     assert bench(model, "--modes", "compile_default") == 0
     assert contests.modes == ["compile_default"]
 
@@ -347,6 +348,10 @@ def test_bench_compares_with_one_stream_on_a_gpu(
     assert cli.main(["bench", model, "--modes", "cuda_graph,eager"]) == 0
     lines = capsys.readouterr().out.splitlines()[2:]
     assert [re.findall(r"[\d.]+×", line) for line in lines] == [["1.00×"], ["0.50×"]]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the name of {device}")
+    assert cli.main(["bench", model, "--modes", "cuda_graph,eager", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["device"], row["baseline"]) == ("the name of cuda", "cuda_graph")
 
 
 def test_bench_prepares_the_model_with_the_inputs_that_are_given(model: str, contests: Contests) -> None:
@@ -395,7 +400,11 @@ def test_bench_fails_where_autostream_has_no_time(
         ("bench net.py:with_inputs --modes eager,cuda_graph", "there is no mode 'cuda_graph' on this device: use"),
         ("bench net.py:with_inputs --baseline cuda_graph", "there is no mode 'cuda_graph' on this device: use eager"),
         ("bench net.py:with_inputs --input 1,64", "--input 1,64: the shape '1,64' is not allowed"),
-        ("bench net.py:with_inputs --timeout long", "argument --timeout: invalid float value: 'long'"),
+        ("bench net.py:with_inputs --timeout long", "argument --timeout: 'long' is not allowed: use a positive number"),
+        ("bench net.py:with_inputs --timeout 0", "argument --timeout: '0' is not allowed"),
+        ("bench net.py:with_inputs --timeout nan", "argument --timeout: 'nan' is not allowed"),
+        ("bench net.py:with_inputs --timeout=-3", "argument --timeout: '-3' is not allowed"),
+        ("bench net.py:with_inputs --timeout 1e9", "argument --timeout: '1e9' is not allowed"),
         ("bench net.py:with_inputs --out missing/file", "--out missing/file: No such file or directory: name a file"),
     ],
 )

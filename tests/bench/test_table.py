@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autostream.bench.ratios import Measure
 from autostream.bench.table import FORMATS, cells_table, ratios_table, title
 
 Row = dict[str, Any]
@@ -121,7 +122,34 @@ def test_a_mode_that_a_row_lacks_leaves_its_place_empty(rows: list[Row]) -> None
     assert small["late"] == "2"
 
 
+def test_a_time_that_was_not_taken_is_a_dash(rows: list[Row]) -> None:
+    """Not the cell's status: that it is ok is no number. Where the baseline alone lacks times, the mode's is."""
+    for mode in ("eager", "fast"):
+        del rows[0]["cells"][mode]["device_us"]
+    net, _ = parsed(ratios_table(rows, "eager", "device", "csv"))
+    assert net == {"workload": "net ×8", "eager µs": "–", "fast": "–", "noisy": "ok", "bad": "wrong"}
+    net, _ = parsed(ratios_table(rows, "eager", "call", "csv"))
+    assert net["fast"] == "2"
+    eager, fast, *_ = parsed(cells_table(rows, "eager", "csv"))
+    assert (fast["µs a call"], fast["faster"], fast["device µs"], fast["latency µs"]) == ("1000", "2", "", "31")
+
+
+@pytest.mark.parametrize(("measure", "faster"), [("call", "2"), ("device", "4")])
+def test_faster_is_by_either_time(rows: list[Row], measure: Measure, faster: str) -> None:
+    _, fast, *_ = parsed(cells_table(rows, "eager", "csv", measure))
+    assert (fast["faster"], fast["µs a call"], fast["device µs"]) == (faster, "1000", "500")
+
+
 # Formats
+
+
+def test_bars_do_not_end_the_columns_of_github(rows: list[Row]) -> None:
+    rows[0]["cells"]["bad"]["reason"] = rows[1]["failure"] = "a|b"
+    text = cells_table(rows, "eager", "github")
+    assert (text.count(r"wrong: a\|b"), text.count(r"| a\|b"), text.count("a|b")) == (1, 1, 0)
+    assert r"| a\|b " in ratios_table(rows, "eager", "call", "github").replace("  ", " ")
+    for form in ("terminal", "csv"):
+        assert cells_table(rows, "eager", form).count("a|b") == 2
 
 
 def test_csv_quotes_what_has_commas(rows: list[Row]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from autostream.bench.ratios import Spread
 from benchmarks.compare import Change, changes
+from benchmarks.result import ResultError
 from tests.benchmarks.results import cell, failed, result, row
 
 STEADY = (10.0, 10.0, 10.0)
@@ -91,13 +92,39 @@ def test_a_lost_time_may_have_been_noisy() -> None:
     assert not only(cells(5.0), cells(5.0) | {"autostream": failed()}).noisy
 
 
-def test_only_what_both_have_is_compared() -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "worse"),
+    [
+        (Spread(2.0, 0.4), Spread(1.55, 0.0), False),
+        (Spread(2.0, 0.4), Spread(1.53, 0.0), True),
+        (Spread(2.0, 0.0), Spread(1.55, 0.31), False),
+        (Spread(2.0, 0.1), Spread(1.55, 0.31), False),
+        (Spread(2.0, 0.0), Spread(1.53, 0.306), True),
+        (Spread(2.0, 0.05), Spread(1.92, 0.0), True),
+    ],
+)
+def test_what_is_noisy_is_worse_only_beyond_its_spread(before: Spread, after: Spread, worse: bool) -> None:
+    """The larger of both spreads is a fifth, so with 3 % allowed, worse begins at 23 %; the last one is not noisy."""
+    assert Change("a", "autostream", before, after, "ok").worse(0.03) is worse
+
+
+def test_two_suites_are_not_compared() -> None:
+    with pytest.raises(ResultError, match="results of quick and training do not compare: they are two suites"):
+        of(result(row("a", **cells(5.0))), result(row("a", **cells(5.0)), suite="training"))
+
+
+def test_what_only_the_newer_has_is_not_compared() -> None:
     """New rows and modes are no news of old ones; neither is the same model at another batch size."""
     before = result(row("a", **cells(5.0)), row("b", 8, **cells(5.0)), row("gone", **cells(5.0)))
     after = result(
         row("new", **cells(9.0)), row("b", 8, **cells(9.0), autostream_new=cell(1, 1)), row("a", 8, **cells(9.0))
     )
-    assert [change.row for change in of(before, after)] == ["b ×8"]
+    found = [(change.row, change.mode, change.status, change.worse(0.99)) for change in of(before, after)]
+    assert found == [
+        ("a", "autostream", "missing", True),
+        ("b ×8", "autostream", "ok", False),
+        ("gone", "autostream", "missing", True),
+    ]
 
 
 def test_modes_are_chosen_by_how_they_start() -> None:

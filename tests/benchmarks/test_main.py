@@ -119,14 +119,14 @@ def test_the_cpu_suite_is_measured_end_to_end(out: Path, capsys: pytest.CaptureF
         assert cells["autostream"]["schedule"]["mode"] in ("one stream", "threads")
         assert cells["compile_default"]["status"] in ("ok", "failed")
     printed, said = capsys.readouterr()
-    assert printed.splitlines()[0].split() == ["workload", "eager", "µs", "compile_default", "autostream"]
+    assert printed.splitlines()[0].split() == ["workload", "eager", "µs", *SUITES["cpu"].modes[1:]]
     assert [line.split(":")[0] for line in said.splitlines()] == ["mm_small", "towers8"]
 
 
 def test_rows_are_stored_as_they_were_asked_for(lab: Lab, out: Path) -> None:
     assert run(out) == 0
     assert lab.asked == [("mm_small", SUITES["cpu"].modes), ("towers8", SUITES["cpu"].modes)]
-    assert lab.timeouts == [300.0, 300.0]
+    assert lab.timeouts == [900.0, 900.0]
     assert names(out) == ["mm_small", "towers8"]
     stored = result.load(out)["rows"][0]
     cells = dict.fromkeys(SUITES["cpu"].modes, cell(3.0, 4.0, 5.0))
@@ -181,7 +181,7 @@ def test_a_piece_is_every_nth_of_the_chosen_rows(lab: Lab, out: Path, monkeypatc
     assert lab.workloads == ["a", "c", "e", "b", "d", "f"]
 
 
-@pytest.mark.parametrize(("minutes", "done"), [("0", 0), ("0.5", 1), ("0.7", 2), ("99", 2)])
+@pytest.mark.parametrize(("minutes", "done"), [("0.5", 1), ("0.7", 2), ("99", 2)])
 def test_no_row_begins_when_time_is_up(
     lab: Lab, out: Path, monkeypatch: pytest.MonkeyPatch, minutes: str, done: int
 ) -> None:
@@ -201,6 +201,22 @@ def test_modes_and_the_timeout_can_be_chosen(lab: Lab, out: Path) -> None:
     run(out, "--modes", "autostream_eager_path_cover,eager", "--workloads", "towers8", "--timeout", "7")
     assert lab.asked == [("towers8", ("autostream_eager_path_cover", "eager"))]
     assert lab.timeouts == [7.0]
+
+
+def test_rows_that_time_did_not_suffice_for_are_told(
+    lab: Lab, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tuple(Row(name, 1, "float32") for name in ("a", "b", "c"))
+    monkeypatch.setitem(SUITES, "cpu", command.Suite("cpu", rows, ("eager",), "eager"))  # type: ignore[arg-type]
+    said = []
+    for _ in range(3):
+        assert run(out, "--minutes", "0.5") == 0
+        said.append(capsys.readouterr().err.splitlines()[1:])
+    assert said == [
+        ["2 rows remain; the same command goes on"],
+        ["1 row remains; the same command goes on"],
+        [],
+    ]
 
 
 def test_an_interrupted_run_keeps_what_is_done(lab: Lab, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +281,11 @@ def test_a_terminal_shows_a_bar_with_the_mode_under_way(lab: Lab, out: Path, mon
         ("run cpu --out x --piece 3/2", "argument --piece: '3/2' is not allowed: write I/N, such as 2/4"),
         ("run cpu --out x --piece 0/2", "argument --piece: '0/2' is not allowed"),
         ("run cpu --out x --piece 1", "argument --piece: '1' is not allowed"),
-        ("run cpu --out x --minutes soon", "argument --minutes: invalid float value: 'soon'"),
+        ("run cpu --out x --minutes soon", "argument --minutes: 'soon' is not allowed: use a positive number"),
+        ("run cpu --out x --minutes 0", "argument --minutes: '0' is not allowed"),
+        ("run cpu --out x --timeout nan", "argument --timeout: 'nan' is not allowed"),
+        ("run cpu --out x --timeout=-1", "argument --timeout: '-1' is not allowed"),
+        ("run cpu --out x --timeout inf", "argument --timeout: 'inf' is not allowed"),
         ("run quick --out x", "the suite quick needs a CUDA device; the suite cpu does not"),
         ("merge --out x", "the following arguments are required: FILE"),
         ("merge missing --out x", "missing is no result file (FileNotFoundError)"),
@@ -360,6 +380,29 @@ def test_a_table_of_cells_has_a_line_for_each_mode(shown: str, capsys: pytest.Ca
     assert faster == {"cuda_graph": 2.0, "autostream": 4.0, "eager": 1.0}
 
 
+def test_faster_is_by_the_time_that_was_asked_for(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["table", shown, "--cells", "--format", "csv", "--measure", "device"]) == 0
+    lines = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert [(line["mode"], float(line["faster"])) for line in lines][:2] == [("cuda_graph", 1.0), ("autostream", 3.0)]
+
+
+@pytest.mark.parametrize("rows", [1, 3000])
+def test_a_reader_that_leaves_early_is_no_error(shown: str, rows: int) -> None:
+    """Whether the table is longer than a pipe or not."""
+    result.save(made(*(row("a", number + 1, **against(6.0)) for number in range(rows))), Path(shown))
+    argv = [sys.executable, "-m", "benchmarks", "table", str(Path(shown).absolute()), "--cells"]
+    place = Path(command.__file__).parent.parent
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=place) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+ORIGINS = [f"{name}: G1, torch 2.11.0, commit 0123456789ab-dirty" for name in ("A a.json", "B b.json")]
+
+
 def against(us: float) -> dict[str, Any]:
     return {"cuda_graph": cell(12.0, 12.0, 12.0), "autostream": cell(us, us, us)}
 
@@ -380,6 +423,7 @@ def test_a_comparison_without_regressions(shown: str, capsys: pytest.CaptureFixt
     )
     assert compared(before, after) == 0
     assert capsys.readouterr().out.splitlines() == [
+        *ORIGINS,
         "a, autostream: 2.000× to 1.967× -1.6%",
         "b, autostream: 2.000× to 2.000× +0.0%, noisy",
         "c, autostream: - to 2.000× ok",
@@ -394,11 +438,39 @@ def test_a_comparison_with_regressions(shown: str, capsys: pytest.CaptureFixture
     )
     assert compared(before, after) == 1
     assert capsys.readouterr().out.splitlines() == [
+        *ORIGINS,
         "a, autostream: 2.000× to 2.000× +0.0%",
         "b, autostream: 2.000× to 1.500× -25.0%, WORSE",
         "c, autostream: 2.000× to - failed, WORSE",
         "2 of 3 cells lost more than 3.0%, against cuda_graph",
     ]
+
+
+def test_a_comparison_says_what_both_were_measured_on(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = made(row("a", **against(6.0))), made(row("a", **against(6.0)), row("b", **against(6.0)))
+    before["stamps"] = [OTHER_GPU | {"torch": "2.13.0", "commit": None}]
+    after["stamps"] = [STAMP | {"gpu": None}, LATER | {"gpu": None}, LATER | {"gpu": None, "commit": "abc"}]
+    compared(before, after)
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "A a.json: G2, torch 2.13.0, commit unknown",
+        "B b.json: cpu, torch 2.11.0, commit 0123456789ab-dirty and abc",
+    ]
+
+
+def test_a_row_that_the_second_lacks_is_worse(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared(made(row("a", **against(6.0)), row("b", **against(6.0))), made(row("a", **against(6.0)))) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "b, autostream: 2.000× to - missing, WORSE",
+        "1 of 2 cells lost more than 3.0%, against cuda_graph",
+    ]
+
+
+def test_results_of_two_suites_are_not_compared(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = against(6.0)
+    assert compared(made(row("a", **cells)), made(row("a", **cells), suite="inference")) == 2
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert said == "benchmarks: error: results of quick and inference do not compare: they are two suites\n"
 
 
 @pytest.mark.parametrize(
@@ -431,7 +503,7 @@ def test_a_comparison_with_nothing_but_failures_is_none(shown: str, capsys: pyte
 def test_all_modes_are_compared_where_asked_for(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     both = made(row("a", **against(6.0), eager=cell(24.0, 24.0, 24.0)))
     assert compared(both, both, "--modes", "") == 0
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[:-1]] == ["a, autostream", "a, eager"]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == ["a, autostream", "a, eager"]
 
 
 def test_a_comparison_needs_the_baseline_on_both_sides(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -486,13 +558,26 @@ def test_a_row_of_the_quick_suite_is_measured_on_a_gpu(tmp_path: Path, capsys: p
     assert "autostream: " in capsys.readouterr().out
 
 
-def test_a_row_without_a_mode_that_is_asked_for_is_measured_again(lab: Lab, out: Path) -> None:
-    assert run(out, "--modes", "eager") == 0
-    before = len(lab.workloads)
-    assert run(out, "--modes", "eager") == 0
-    assert len(lab.workloads) == before
-    assert run(out, "--modes", "eager,autostream") == 0
-    assert len(lab.workloads) == 2 * before
+def test_a_row_without_a_mode_that_is_asked_for_is_measured_again_in_all(lab: Lab, out: Path) -> None:
+    """Its modes have to take turns, and none that was asked for once is lost."""
+    modes = "eager", "compile_default", "autostream"
+    one = ("--workloads", "towers8", "--modes")
+    for asked in ("eager,compile_default", "eager", "compile_default,eager", "autostream", "eager,autostream"):
+        assert run(out, *one, asked) == 0
+    assert lab.asked == [("towers8", modes[:2]), ("towers8", modes)]
+    (measured,) = result.load(out)["rows"]
+    assert tuple(measured["cells"]) == modes
+    assert run(out, *one, "eager", "--again") == 0
+    assert lab.asked[2:] == [("towers8", modes)]
+
+
+def test_a_mode_that_is_no_more_is_not_dropped(lab: Lab, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = made(row("towers8", eager=cell(1.0, 1.0), old=cell(1.0, 1.0)) | {"dtype": "float32"}, suite="cpu")
+    result.save(old, out)
+    said = error_of(capsys, "run", "cpu", "--out", out)
+    assert said == f"{out} has the mode old, which there is no more: write to another file"
+    assert (lab.asked, result.load(out)) == ([], old)
+    assert run(out, "--workloads", "mm_small") == 0, "rows that are not measured again may have it"
 
 
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(lab: Lab, tmp_path: Path) -> None:

@@ -103,6 +103,23 @@ def test_either_time_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert lines.calls == [([1, 8], [0.5, 0.5], "a")]
 
 
+def test_rows_are_those_that_have_the_time_that_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode without it leaves a gap; a baseline without it leaves the row out."""
+    bars = Spy(monkeypatch, "barh")
+    host = {"device_us": []}
+    rows = [
+        row("none", cuda_graph=cell(4.0, 4.0) | host, autostream=cell(2.0, 2.0)),
+        row("gap", cuda_graph=cell(4.0, 4.0), autostream=cell(2.0, 2.0) | host, eager=cell(8.0, 8.0)),
+        row("both", cuda_graph=cell(4.0, 4.0), autostream=cell(2.0, 2.0), eager=cell(8.0, 8.0)),
+    ]
+    drawn(result(*rows), tmp_path, "device")
+    assert [(median, label) for _, median, label in bars.calls] == [([0.5, 0.5], "eager"), ([2.0], "autostream")]
+    assert bars.calls[1][0] == [pytest.approx(1.2)], "in the place of its row"
+    said = words(tmp_path / "quick-workloads.svg")
+    assert {"gap", "both"} <= said
+    assert "none" not in said
+
+
 def test_the_first_row_is_on_top_and_times_are_on_scales_that_fit_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

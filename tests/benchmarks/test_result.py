@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -124,6 +125,100 @@ def test_what_is_no_result_is_told_in_a_line(tmp_path: Path, text: str | None, s
         result.load(path)
     assert str(raised.value).startswith(str(path))
     assert "\n" not in str(raised.value)
+
+
+def damaged(path: Path, found: object) -> str:
+    """What is said of a file with this inside."""
+    path.write_text(json.dumps(found))
+    with pytest.raises(ResultError) as raised:
+        result.load(path)
+    said = str(raised.value)
+    assert said.startswith(f"{path} is damaged")
+    assert "\n" not in said
+    return said.removeprefix(f"{path} is damaged")
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("workload", None),
+        ("workload", 3),
+        ("batch", "1"),
+        ("dtype", None),
+        ("optimizer", []),
+        ("failure", None),
+        ("cells", None),
+        ("cells", []),
+        ("stamp", None),
+        ("stamp", 1),
+        ("stamp", -1),
+        ("stamp", "0"),
+        ("cells/eager", "ok"),
+        ("cells/eager/status", None),
+        ("cells/eager/status", "failed"),
+        ("cells/eager/reason", 3),
+        ("cells/eager/error", "little"),
+        ("cells/eager/call_us", None),
+        ("cells/eager/call_us", 3.0),
+        ("cells/eager/call_us", [3.0]),
+        ("cells/eager/call_us", [3.0, "3"]),
+        ("cells/eager/call_us", [3.0, 0.0]),
+        ("cells/eager/call_us", [3.0, 3.0, 3.0]),
+        ("cells/eager/device_us", [3.0]),
+        ("cells/eager/device_us", [3.0, 3.0, 3.0]),
+        ("cells/eager/host_us", None),
+        ("cells/eager/host_us/median", None),
+        ("cells/eager/host_us/q1", "1"),
+        ("cells/eager/latency_us/p99", None),
+        ("cells/eager/latency_us", [1.0]),
+        ("cells/autostream/schedule", "none"),
+        ("cells/autostream/schedule/streams", "two"),
+        ("cells/autostream/schedule/policy", ["path_cover"]),
+        ("cells/autostream/schedule/predicted_us", "2"),
+    ],
+)
+def test_a_damaged_row_is_told_in_a_line(tmp_path: Path, change: str, value: Any) -> None:
+    found = damaged(tmp_path / "x.json", changed(f"rows/0/{change}", value))
+    assert found == " in row 1 of 3: measure again, or take that row out"
+
+
+@pytest.mark.parametrize("value", [None, [], "x", 3])
+def test_what_is_no_row_is_told(tmp_path: Path, value: object) -> None:
+    found = FULL | {"rows": [*FULL["rows"], value]}
+    assert damaged(tmp_path / "x.json", found).startswith(" in row 4 of 4")
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("rows", {}),
+        ("rows", 3),
+        ("stamps", {}),
+        ("stamps", [3]),
+        ("suite", ["quick"]),
+        ("stamps/0/gpu", None),
+        ("stamps/0/gpu", 3),
+        ("stamps/0/torch", 2.11),
+        ("stamps/0/commit", ["a"]),
+        ("stamps/0/cuda", None),
+    ],
+)
+def test_damage_around_the_rows_is_told(tmp_path: Path, change: str, value: Any) -> None:
+    assert "row" not in damaged(tmp_path / "x.json", changed(change, value))
+
+
+def test_numbers_that_json_has_not_are_told(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(made(row("a", eager=cell(1.0, float("nan"))))))
+    with pytest.raises(ResultError, match=r"is no result file \(ValueError\)"):
+        result.load(tmp_path / "x.json")
+
+
+def test_a_cell_may_lack_the_devices_times(path: Path) -> None:
+    """What a mode takes beside the device can be timed where the device alone cannot."""
+    found = changed("rows/0/cells/eager/device_us", None)
+    check(found)
+    result.save(found, path)
+    assert result.load(path) == found
 
 
 def test_bytes_and_folders_are_no_results(tmp_path: Path) -> None:
