@@ -6,10 +6,10 @@ Exit codes: 0 all is well, 1 a comparison found something worse, 2 the command l
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -316,10 +316,8 @@ def _baseline(arguments: argparse.Namespace, *results: Result) -> str:
 
 def _show(text: str) -> None:
     """Print, as long as somebody reads: ``head``, for one, leaves when it has seen enough."""
-    try:
+    with suppress(BrokenPipeError):
         print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes the rest, also what is left at the exit
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def test_a_time_that_was_not_taken_is_a_dash(rows: list[Row]) -> None:
     assert net == {"workload": "net ×8", "eager µs": "–", "fast": "–", "noisy": "ok", "bad": "wrong"}
     net, _ = parsed(ratios_table(rows, "eager", "call", "csv"))
     assert net["fast"] == "2"
-    eager, fast, *_ = parsed(cells_table(rows, "eager", "csv"))
+    _, fast, *_ = parsed(cells_table(rows, "eager", "csv"))
     assert (fast["µs a call"], fast["faster"], fast["device µs"], fast["latency µs"]) == ("1000", "2", "", "31")
 
 
@@ -147,7 +147,7 @@ def test_bars_do_not_end_the_columns_of_github(rows: list[Row]) -> None:
     rows[0]["cells"]["bad"]["reason"] = rows[1]["failure"] = "a|b"
     text = cells_table(rows, "eager", "github")
     assert (text.count(r"wrong: a\|b"), text.count(r"| a\|b"), text.count("a|b")) == (1, 1, 0)
-    assert r"| a\|b " in ratios_table(rows, "eager", "call", "github").replace("  ", " ")
+    assert r" a\|b |" in ratios_table(rows, "eager", "call", "github")
     for form in ("terminal", "csv"):
         assert cells_table(rows, "eager", form).count("a|b") == 2
 

@@ -207,6 +207,11 @@ def test_damage_around_the_rows_is_told(tmp_path: Path, change: str, value: Any)
     assert "row" not in damaged(tmp_path / "x.json", changed(change, value))
 
 
+def test_one_round_is_no_series(tmp_path: Path) -> None:
+    """It has no quartiles."""
+    assert damaged(tmp_path / "x.json", made(row("a", eager=cell(3.0)))).startswith(" in row 1 of 1")
+
+
 def test_numbers_that_json_has_not_are_told(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(made(row("a", eager=cell(1.0, float("nan"))))))
     with pytest.raises(ResultError, match=r"is no result file \(ValueError\)"):
