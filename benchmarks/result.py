@@ -11,10 +11,11 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.suites import SUITES, Row
+from benchmarks.suites import Row
 
 SCHEMA = 1
 
@@ -46,14 +47,8 @@ def load(path: Path) -> Result:
         raise ResultError(f"{path} is no result file ({type(error).__name__}): write one with run --out") from error
     if found != SCHEMA:
         raise ResultError(f"{path} has schema {found}, not {SCHEMA}: measure again")
-    if result.keys() != empty("").keys() or result["suite"] not in [*SUITES]:
-        raise ResultError(f"{path} is damaged, or of a suite that there is no more: measure again")
-    stamps, rows = result["stamps"], result["rows"]
-    if not (isinstance(stamps, list) and isinstance(rows, list) and all(map(_is_stamp, stamps))):
-        raise ResultError(f"{path} is damaged: measure again")
-    for number, row in enumerate(rows, 1):
-        if not _is_row(row, len(stamps)):
-            raise ResultError(f"{path} is damaged in row {number} of {len(rows)}: measure again, or take that row out")
+    if fault := _fault(result):
+        raise ResultError(f"{path} is damaged ({fault}): measure again, or take that row out")
     return result
 
 
@@ -61,59 +56,28 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"JSON has no {constant}")
 
 
-_NUMBER = (int, float)
+def _fault(result: Result) -> str:
+    """What is wrong with a result, or ``""``."""
+    if find_spec("jsonschema") is None:  # comes with the extra ``bench``; a result that is whole needs no check
+        return ""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    validator = Draft202012Validator(json.loads((Path(__file__).parent / "schema.json").read_text()))
+    if error := best_match(validator.iter_errors(result)):
+        return f"{error.json_path}: {error.message[:_SHOWN]}"
+    for row in result["rows"]:
+        if row["stamp"] >= len(result["stamps"]):
+            return f"{row['workload']} has a stamp that is not there"
+        if len({len(cell[name]) for cell in row["cells"].values() for name in _SERIES if name in cell}) > 1:
+            return f"{row['workload']} has modes with other numbers of rounds"
+    return ""
+
+
+_SHOWN = 100
+"""Characters of an error, which quotes what it found, however long."""
+
 _SERIES = ("call_us", "device_us")
-_FACTS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("reason", "mode", "policy"), str),
-    **dict.fromkeys(("error", "first_s", "allocated_bytes", "reserved_bytes", "streams", "predicted_us"), _NUMBER),
-}
-"""Of what types tables and plots take what cells and their schedules may have."""
-
-
-def _is_stamp(stamp: Any) -> bool:
-    match stamp:
-        case {"commit": str() | None, "torch": str(), "cuda": str() | None, "gpu": str() | None}:
-            return True
-    return False
-
-
-def _is_row(row: Any, stamps: int) -> bool:
-    match row:
-        case {
-            "workload": str(),
-            "batch": int(),
-            "dtype": str(),
-            "optimizer": str(),
-            "failure": str(),
-            "cells": dict(cells),
-            "stamp": int(stamp),
-        } if stamp in range(stamps) and all(map(_is_cell, cells.values())):
-            # Ratios are taken round by round.
-            return len({len(cell[name]) for cell in cells.values() for name in _SERIES if name in cell}) <= 1
-    return False
-
-
-def _is_cell(cell: Any) -> bool:
-    match cell:
-        case {"status": "ok", "call_us": _, "host_us": {"median": _}, "latency_us": {"median": _, "p99": _}}:
-            times = [*cell["host_us"].values(), *cell["latency_us"].values()]
-        case {"status": str(status)} if status != "ok" and not any(name in cell for name in _SERIES):
-            times = []
-        case _:
-            return False
-    return (
-        all(isinstance(us, _NUMBER) for us in times)
-        and all(_is_series(cell[name]) for name in _SERIES if name in cell)
-        and all(_has_types(facts) for facts in (cell, cell.get("schedule", {})))
-    )
-
-
-def _is_series(rounds: Any) -> bool:
-    return isinstance(rounds, list) and len(rounds) > 1 and all(isinstance(us, _NUMBER) and us > 0 for us in rounds)
-
-
-def _has_types(facts: Any) -> bool:
-    return isinstance(facts, dict) and all(isinstance(facts[name], _FACTS[name]) for name in facts.keys() & _FACTS)
 
 
 def save(result: Result, path: Path) -> None:
