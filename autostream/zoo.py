@@ -85,7 +85,7 @@ def _image(size: int) -> Tensor:
 
 def _import(library: str, name: str) -> ModuleType:
     try:
-        return _import_without_compiled_ops(library)
+        return import_without_compiled_ops(library)
     except ModuleNotFoundError as error:
         raise TargetError(
             f"the zoo model {name!r} needs {error.name}, which is not installed: "
@@ -93,7 +93,7 @@ def _import(library: str, name: str) -> ModuleType:
         ) from error
 
 
-def _import_without_compiled_ops(library: str) -> ModuleType:
+def import_without_compiled_ops(library: str) -> ModuleType:
     """Import torchvision, or what imports it, also where its compiled ops cannot load.
 
     The wheel of torchvision in the package index is linked to a CUDA torch. On a CPU torch its shared object does not

@@ -218,7 +218,7 @@ def _fields(batch: int) -> Tensors:
 
 
 def _torchvision() -> Any:
-    return zoo._import_without_compiled_ops("torchvision")
+    return zoo.import_without_compiled_ops("torchvision")
 
 
 def _transformers() -> Any:
