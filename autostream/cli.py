@@ -23,6 +23,7 @@ from torch import nn
 
 from autostream import __version__, pipeline
 from autostream.api import optimize
+from autostream.arguments import names, positive
 from autostream.bench.clock import clock_of, interleaved
 from autostream.bench.inference import Inference, subject_of
 from autostream.bench.isolation import hold_isolated
@@ -136,9 +137,9 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_model(bench)
     add = bench.add_argument
-    add("--modes", type=_names, metavar="A,B", help="only these (default: all but the slow ones)")
+    add("--modes", type=names, metavar="A,B", help="only these (default: all but the slow ones)")
     add("--baseline", metavar="MODE", help="what the others are compared with (default: cuda_graph, on a CPU eager)")
-    add("--timeout", type=_positive, default=900.0, metavar="SECONDS", help="for one mode (default: 900)")
+    add("--timeout", type=positive, default=900.0, metavar="SECONDS", help="for one mode (default: 900)")
     add("--json", action="store_true", help="the same, as JSON")
     add("--out", metavar="FILE", type=Path, help="write there instead of to the terminal")
     bench.set_defaults(run=_bench)
@@ -160,25 +161,10 @@ def _streams(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
 def _whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a whole number")
     return int(text)
-
-
-def _positive(text: str) -> float:
-    """A number above zero, and short enough to wait for."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a positive number below a million")
-    return number
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

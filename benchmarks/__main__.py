@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from tqdm import tqdm
 
+from autostream.arguments import names, positive
 from autostream.bench import table
 from autostream.bench.isolation import hold_isolated
 from autostream.bench.modes import modes_of
@@ -73,12 +74,12 @@ def _add_run(commands: Any) -> None:
     )
     run.add_argument("suite", choices=SUITES)
     run.add_argument("--out", type=Path, required=True, metavar="FILE", help="the result file, new or begun")
-    run.add_argument("--workloads", type=_names, metavar="A,B", help="only these")
-    run.add_argument("--modes", type=_names, metavar="A,B", help="instead of the suite's; rows keep those they have")
+    run.add_argument("--workloads", type=names, metavar="A,B", help="only these")
+    run.add_argument("--modes", type=names, metavar="A,B", help="instead of the suite's; rows keep those they have")
     run.add_argument("--piece", type=_piece, default=(1, 1), metavar="I/N", help="every N-th row, from the I-th")
-    run.add_argument("--minutes", type=_positive, default=float("inf"), help="begin no row after this")
+    run.add_argument("--minutes", type=positive, default=float("inf"), help="begin no row after this")
     run.add_argument(
-        "--timeout", type=_positive, default=900.0, metavar="SECONDS", help="for one mode of a row (default: 900)"
+        "--timeout", type=positive, default=900.0, metavar="SECONDS", help="for one mode of a row (default: 900)"
     )
     run.add_argument("--again", action="store_true", help="measure also what the file has")
     run.set_defaults(command=_run)
@@ -113,26 +114,11 @@ def _add_ratio_options(parser: _Parser) -> None:
     parser.add_argument("--measure", choices=("call", "device"), default="call", help="what ratios are of")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
 def _piece(text: str) -> tuple[int, int]:
     first, _, count = text.partition("/")
     if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: write I/N, such as 2/4")
     return int(first), int(count)
-
-
-def _positive(text: str) -> float:
-    """A number above zero, and short enough to wait for."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a positive number below a million")
-    return number
 
 
 def _share(text: str) -> float:

@@ -21,7 +21,7 @@ FLOORS = {
     2: {"tracing", "analysis", "costs", "execution"},
     3: {"pipeline", "select", "build"},
     4: {"api", "backend"},
-    5: {"bench", "reporting", "zoo", "targets", "cli", "__main__", "__init__"},
+    5: {"arguments", "bench", "reporting", "zoo", "targets", "cli", "__main__", "__init__"},
 }
 """Rooms by floor; a room is a package or a module of its own."""
 
