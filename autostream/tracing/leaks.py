@@ -59,8 +59,13 @@ def _holders(values: list[Any], own: list[Any]) -> list[Any]:
 
 def _remove(value: Any, holder: Any, own: list[Any]) -> None:
     if isinstance(holder, dict):
+        # Python looks attributes of classes up in a cache, which a change behind the class's back would leave dangling.
+        classes = [owner for owner in gc.get_referrers(holder) if isinstance(owner, type)]
         for key in [key for key, held in holder.items() if held is value]:
-            del holder[key]
+            if classes:
+                delattr(classes[0], key)
+            else:
+                del holder[key]
     elif isinstance(holder, list):
         holder[:] = [held for held in holder if held is not value]
     elif isinstance(holder, set):

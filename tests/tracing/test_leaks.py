@@ -82,6 +82,22 @@ def test_lists_sets_and_objects_are_as_before() -> None:
     assert (memory.last, seen, kinds) == (None, [1], {2})
 
 
+def test_attributes_of_classes_are_as_before() -> None:
+    class Memory:
+        last: Any = None
+
+    class Special(Memory):
+        pass
+
+    def model(x: Tensor) -> Tensor:
+        Special.last = x * 2
+        return x + Special.last
+
+    assert "keeps a tensor" in refusal(model)
+    assert Special.last is None, "which Memory says"
+    assert "last" not in vars(Special)
+
+
 def test_they_are_as_before_also_where_the_trace_fails_later() -> None:
     seen: list[Tensor] = []
 
