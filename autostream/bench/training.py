@@ -89,9 +89,9 @@ class Training:
         subject = make(torch.float64)
         self.device = subject.data[0].device
         self.modes = training_modes_of(self.device)
-        self._expected = _results(subject, eager(subject))
+        self._expected = _results(subject, eager)
         subject = make(torch.float32)
-        errors = _errors(_results(subject, eager(subject)), self._expected)
+        errors = _errors(_results(subject, eager), self._expected)
         self._telling = [error < _NOISE for error in errors]
         self.eager_error = max(compress(errors, self._telling))
         self.allowed_error = allowed_error(self.eager_error, torch.float32)
@@ -104,14 +104,14 @@ class Training:
 
     def _error(self, mode: str) -> float:
         subject = self._make(torch.float32)
-        errors = _errors(_results(subject, self.modes[mode](subject)), self._expected)
+        errors = _errors(_results(subject, self.modes[mode]), self._expected)
         return max(compress(errors, self._telling))
 
     def _drift(self, subject: TrainingSubject, step: Step) -> float:
         """Nothing where losses in the dtype that is timed are about those expected, else infinity."""
         fresh = self._make(self._dtype)
         _restore(subject, fresh.model.state_dict())
-        losses = [step(*data) for data in _batches(fresh.data)]
+        losses = [step(*data).clone() for data in _batches(fresh.data)]
         near = _errors(losses, self._expected[:STEPS])
         return 0.0 if max(near) < MOST else float("inf")
 
@@ -121,10 +121,11 @@ _NOISE = 0.01
 norm: it tells nothing."""
 
 
-def _results(subject: TrainingSubject, step: Step) -> list[Tensor]:
+def _results(subject: TrainingSubject, mode: Callable[[TrainingSubject], Step]) -> list[Tensor]:
     """The losses of some steps from the start, then what they add to the parameters and the optimizer's state."""
     parameters = list(subject.model.parameters())
     start = {name: value.clone() for name, value in subject.model.state_dict().items()}
+    step = mode(subject)  # some run a few steps to warm up
     step(*subject.data)  # compiled, captured or not, the mode has run before it counts
     _restore(subject, start)
     before = [parameter.detach().clone() for parameter in parameters]

@@ -218,7 +218,7 @@ def test_memory_is_that_of_the_mode_alone() -> None:
             return Contender(lambda: torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda:0"), lambda: 0.0)
 
     def use(modes: Sequence[str]) -> list[tuple[int | None, int | None]]:
-        cells = hold(Hungry({}, torch.device("cuda:0"), allowed_error=-1.0), modes)
+        cells = hold(Hungry(dict.fromkeys(modes, 0.0), torch.device("cuda:0"), allowed_error=-1.0), modes)
         return [(cell.allocated_bytes, cell.reserved_bytes) for cell in cells.values()]
 
     assert use(["holds", "uses"]) == [(64 * 2**20, 64 * 2**20), (32 * 2**20, 0)]

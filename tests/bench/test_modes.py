@@ -116,6 +116,7 @@ def test_a_mode_of_the_gpu_computes_what_the_model_does_and_writes_to_nothing(pa
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # the helper captures a backward pass, too
 def test_the_module_that_is_graphed_is_a_copy(pair: Pair) -> None:
     forward = pair.cuda().forward
     assert make_graphed_callables(pair, inputs(0, "cuda")) is not pair

@@ -150,6 +150,27 @@ def slipping(subject: TrainingSubject) -> training.Step:
     return call
 
 
+def warmed_up(subject: TrainingSubject) -> training.Step:
+    """Trains while it is made, as what captures does."""
+    step = eager(subject)
+    for _ in range(3):
+        step(*subject.data)
+    return step
+
+
+def overwriting(subject: TrainingSubject) -> training.Step:
+    """A loss is good until the next step, as with ``torch.compile``'s graphs."""
+    step, losses = eager(subject), []
+
+    def call(*data: Tensor) -> Tensor:
+        for earlier in losses:
+            earlier.fill_(float("nan"))
+        losses.append(step(*data))
+        return losses[-1]
+
+    return call
+
+
 def not_a_number(subject: TrainingSubject) -> training.Step:
     step = eager(subject)
     return lambda *data: step(*data) * float("nan")
@@ -164,6 +185,13 @@ def test_a_step_that_leaves_something_out_is_wrong(
     contest = contest_with(monkeypatch, mode)
     assert is_right(contest, "eager")
     assert not is_right(contest, "cheat")
+
+
+@pytest.mark.parametrize("mode", [warmed_up, overwriting])
+def test_what_modes_may_do_is_right(
+    monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step]
+) -> None:
+    assert is_right(contest_with(monkeypatch, mode), "cheat")
 
 
 def half_gradients(subject: TrainingSubject) -> training.Step:
