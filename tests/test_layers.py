@@ -103,9 +103,11 @@ ONLY_IN = [
     ),
     (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower"}),
     (r"\.(create_node|node_copy)\(", {"execution.lower"}),
+    # a stream that others are handed as well must not be captured
+    (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"execution.streams"}),
     # touches streams and events
     (
-        r"torch\.cuda\.(Stream\(|Event|current_stream|set_stream|stream\()|\.(wait_stream|wait_event|record_event)\(",
+        r"torch\.cuda\.(Event|current_stream|set_stream|stream\()|\.(wait_stream|wait_event|record_event)\(",
         {"execution.streams", "execution.capture", "execution.cuda_graph", "costs.measured", "select", *BASELINES},
     ),
     (r"\.record_stream\(", set()),

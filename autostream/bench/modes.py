@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 import autostream
 from autostream.execution.capture import capture
+from autostream.execution.streams import capture_stream
 from autostream.options import KernelLevel, PolicyName
 
 Call = Callable[..., Any]
@@ -126,7 +127,7 @@ def captured(function: Call, args: Sequence[Any]) -> Call:
     """
     static_args = pytree.tree_map_only(Tensor, Tensor.clone, list(args))
     static = tensors_in(static_args)
-    stream = torch.cuda.Stream(static[0].device)  # type: ignore[no-untyped-call]
+    stream = capture_stream(static[0].device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARMUP):

@@ -27,6 +27,7 @@ from torch.fx.node import map_aggregate
 
 from autostream.costs.roofline import cost_of, price
 from autostream.execution.capture import capture
+from autostream.execution.streams import capture_stream
 from autostream.ir import Costs, DeviceProfile, Op, OpGraph, Placeholder, Program
 
 Call = Callable[[], object]
@@ -125,10 +126,14 @@ class _Measurement(Interpreter):
 
 
 class _GraphTimer:
-    """Times calls inside CUDA graphs, captured on a stream and into a memory pool of their own."""
+    """Times calls inside CUDA graphs, captured into a memory pool of their own.
+
+    On the stream of all captures: a user's thread may be on any that ``torch.cuda.Stream()`` hands out, and what it
+    launched there would be captured in the place of being run.
+    """
 
     def __init__(self, device: str, gap_us: float) -> None:
-        self._stream = _side_stream(device)
+        self._stream = capture_stream(device)
         self._gap_us = gap_us
         self._kept: torch.cuda.CUDAGraph | None = None
 
@@ -167,12 +172,6 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
     events[-1].synchronize()
     times_ms: list[float] = [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
     return 1e3 * median(times_ms)
-
-
-@functools.cache
-def _side_stream(device: str) -> torch.cuda.Stream:
-    """One per device and process: cuBLAS keeps a workspace of up to 32 MiB for each stream that it has ever seen."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _time_calls(call: Call, expected_us: float) -> float:

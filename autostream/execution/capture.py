@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from autostream import collector
+from autostream.execution.streams import idle_capture_stream
 
 Result = TypeVar("Result")
 
@@ -78,12 +79,13 @@ _ATTEMPTS = 4
 
 def _captures_nothing(device: torch.device) -> bool:
     """Whether an empty capture succeeds: the one thing that tells the generator that capturing is over."""
-    with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the graph is empty
         empty = torch.cuda.CUDAGraph()
         try:
-            empty.capture_begin(capture_error_mode="thread_local")
-            empty.capture_end()
+            with torch.cuda.stream(idle_capture_stream(device)):
+                empty.capture_begin(capture_error_mode="thread_local")
+                empty.capture_end()
         except RuntimeError:
             return False
     return True

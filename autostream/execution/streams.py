@@ -62,6 +62,18 @@ def capture_stream(device: str | torch.device) -> torch.cuda.Stream:
     return _pool(torch.cuda.current_stream(device).device_index, _CAPTURES)[-1]
 
 
+def idle_capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One of the captures' streams that is in no capture, not even in one that has gone wrong.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for stream in _pool(torch.cuda.current_stream(device).device_index, _CAPTURES):
+        if not _capturing(stream):
+            return stream
+    raise RuntimeError("all streams are in a capture")
+
+
 def use(lanes: Lanes, index: int) -> None:
     """Launch and allocate on this lane from now on, in this thread."""
     torch.cuda.set_stream(lanes.streams[index])

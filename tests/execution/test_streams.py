@@ -48,8 +48,8 @@ class Cuda:
         pool = self.pools[device, priority]
         return pool[next(self.turns[device, priority]) % len(pool)]
 
-    def current_stream(self, device: str) -> Stream:
-        return self.current[int(device[-1])]
+    def current_stream(self, device: str | torch.device) -> Stream:
+        return self.current[int(str(device)[-1])]
 
     def current_device(self) -> int:
         return self.device
@@ -126,6 +126,18 @@ def test_what_is_captured_on_is_left_to_captures_too(cuda: Cuda) -> None:
     lanes = streams.fork("cuda:0", 16)
     assert lanes.streams[0] is stream
     assert len({lane.cuda_stream for lane in lanes.streams}) == 16
+
+
+def test_an_idle_stream_of_the_captures_is_one_that_no_capture_has(cuda: Cuda) -> None:
+    pool = cuda.pools[1, -3]
+    for stream in pool[:5]:
+        stream.capturing = True
+    cuda.device = 1
+    assert streams.idle_capture_stream(torch.device("cuda:1")) is pool[5]
+    for stream in pool:
+        stream.capturing = True
+    with pytest.raises(RuntimeError, match="all streams"):
+        streams.idle_capture_stream(torch.device("cuda:1"))
 
 
 def test_runs_share_side_streams(cuda: Cuda) -> None:

@@ -146,6 +146,22 @@ def test_many_threads_on_streams_of_their_own(towers: Towers) -> None:
     assert [[report.refusals for report in fast.reports] for fast in fasts] == [[()]] * len(fasts)
 
 
+def test_no_stream_that_a_user_may_be_on_is_captured(towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring costs did so: one thread in 32 then had its work captured in the place of being run."""
+    users = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    captured: set[int] = set()
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def noting(self: torch.cuda.CUDAGraph, *args: object, **kwargs: object) -> None:
+        captured.add(torch.cuda.current_stream().cuda_stream)
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", noting)
+    autostream.optimize(towers, torch.randn(64, 512, device="cuda"), costs="measured", cuda_graph=True)
+    assert captured
+    assert captured.isdisjoint(users)
+
+
 def test_graphs_replayed_side_by_side_do_not_share_workspaces() -> None:
     """Two captured models over the same side streams, on two streams at once, with products that split their sums."""
     torch.manual_seed(0)
