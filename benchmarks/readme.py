@@ -1,9 +1,10 @@
-"""Write the README's tables from the committed results: no number there is typed.
+"""Write the tables of the committed results: no number in them is typed.
 
 python -m benchmarks.readme            # rewrite
-python -m benchmarks.readme --check    # exit 1 if the README is not what the results say
+python -m benchmarks.readme --check    # exit 1 if a table is not what the results say
 
-A table stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``, NAME being that of a result file.
+All of a result stands in ``NAME.md`` beside ``NAME.json``. The README has a part of the inference suite, between
+``<!-- inference:begin -->`` and ``<!-- inference:end -->``.
 """
 
 from __future__ import annotations
@@ -11,43 +12,57 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
+from autostream.bench.ratios import Measure
 from autostream.bench.table import ratios_table
 from benchmarks.stamp import RESULTS
 from benchmarks.suites import SUITES
 
 README = Path(__file__).parent.parent / "README.md"
 FOLDER = RESULTS / "h200-torch2.11"
-NAMES = ("aten-level", "quick")
+MODES = ("eager", "cuda_graph", "compile_default", "compile_reduce_overhead", "autostream")
+"""Those that the README has room for."""
+
+_MEASURES: dict[Measure, str] = {"call": "Back to back, host included:", "device": "The device alone:"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rewrite or check the README."""
+    """Rewrite or check."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the README is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is out of date")
     options = parser.parse_args(argv)
-    before = README.read_text()
-    after = with_results(before, {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in NAMES})
-    if not options.check:
-        README.write_text(after)
-    return int(options.check and before != after)
+    stale = False
+    for path, written in _files().items():
+        before = path.read_text() if path.exists() else ""
+        after = written(before)
+        stale |= before != after
+        if not options.check:
+            path.write_text(after)
+    return int(options.check and stale)
 
 
-def with_results(readme: str, results: Mapping[str, Any]) -> str:
-    """The README with the tables of these results, by name, between their marks.
+def _files() -> dict[Path, Callable[[str], str]]:
+    results = {path: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
+    files: dict[Path, Callable[[str], str]] = {
+        path.with_suffix(".md"): lambda before, result=result: f"{tables(result)}\n"  # type: ignore[misc]
+        for path, result in results.items()
+    }
+    return files | {README: lambda before: with_result(before, results[FOLDER / "inference.json"])}
+
+
+def with_result(readme: str, result: Any) -> str:
+    """The README with the tables of the inference suite at batch 1 between their marks.
 
     Example:
         >>> cells = {"cuda_graph": {"status": "ok", "call_us": [4.0] * 3, "device_us": [2.0] * 3}}
-        >>> rows = [{"workload": "net", "batch": 1, "cells": cells}]
+        >>> rows = [{"workload": "net", "batch": batch, "cells": cells} for batch in (1, 8)]
         >>> stamp = {"gpu": "G", "torch": "2.11", "date": "today", "commit": "abc"}
-        >>> print(with_results("a <!-- quick:begin --> old <!-- quick:end --> b", {"quick": {
-        ...     "suite": "quick", "stamps": [stamp], "rows": rows}}))  # doctest: +ELLIPSIS
-        a <!-- quick:begin -->
+        >>> result = {"suite": "inference", "stamps": [stamp], "rows": rows}
+        >>> print(with_result("a <!-- inference:begin --> old <!-- inference:end --> b", result))  # doctest: +ELLIPSIS
+        a <!-- inference:begin -->
         Back to back, host included:
         <BLANKLINE>
         | workload   |   cuda_graph µs |
@@ -56,40 +71,30 @@ def with_results(readme: str, results: Mapping[str, Any]) -> str:
         <BLANKLINE>
         The device alone:
         ...
-        On one G with torch 2.11, fp16 (today, commit abc).
-        <!-- quick:end --> b
+        On one G with torch 2.11 (today, commit abc).
+        <!-- inference:end --> b
     """
-    for name, result in results.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        head, _, rest = readme.partition(begin)
-        _, _, tail = rest.partition(end)
-        table = _suite(result) if "suite" in result else _aten_level(result)
-        readme = f"{head}{begin}\n{table}\n{end}{tail}"
-    return readme
-
-
-def _suite(result: Any) -> str:
-    baseline = SUITES[result["suite"]].baseline
-    call, device = (ratios_table(result["rows"], baseline, measure, "github") for measure in ("call", "device"))
-    stamps = "; ".join(f"{stamp['date']}, commit {stamp['commit']}" for stamp in result["stamps"])
-    where = f"On one {result['stamps'][0]['gpu']} with torch {result['stamps'][0]['torch']}, fp16 ({stamps})."
-    return f"Back to back, host included:\n\n{call}\n\nThe device alone:\n\n{device}\n\n{where}"
-
-
-def _aten_level(result: Any) -> str:
-    columns = ["model", "one stream, µs", "autostream, µs", "faster", "streams"]
+    begin, end = "<!-- inference:begin -->", "<!-- inference:end -->"
+    head, _, rest = readme.partition(begin)
+    _, _, tail = rest.partition(end)
     rows = [
-        [row["model"], row["graph_us"], row["autostream_us"], f"{row['ratio']:.2f}×", row["streams"]]
+        {**row, "cells": {mode: cell for mode, cell in row["cells"].items() if mode in MODES}}
         for row in result["rows"]
-        if "ratio" in row
+        if row["batch"] == 1
     ]
-    stamp = result["stamp"]
-    note = (
-        f"Device time of one call on one {stamp['gpu']}, torch {stamp['torch']}, {result['dtype']}, batch "
-        f"{result['batch']}, against the same eager code captured in a CUDA\ngraph on one stream "
-        f"({stamp['date']}, commit {stamp['commit']})."
-    )
-    return f"{tabulate(rows, columns, tablefmt='github')}\n\n{note}"
+    return f"{head}{begin}\n{tables({**result, 'rows': rows})}\n{end}{tail}"
+
+
+def tables(result: Any) -> str:
+    """All rows and modes of a result, as times the speed of the suite's baseline, and where that was measured."""
+    baseline = SUITES[result["suite"]].baseline
+    parts = [
+        f"{text}\n\n{ratios_table(result['rows'], baseline, measure, 'github')}" for measure, text in _MEASURES.items()
+    ]
+    used = sorted({row.get("stamp", 0) for row in result["rows"]})
+    stamps = "; ".join(f"{stamp['date']}, commit {stamp['commit']}" for stamp in (result["stamps"][n] for n in used))
+    first = result["stamps"][0]
+    return "\n\n".join([*parts, f"On one {first['gpu']} with torch {first['torch']} ({stamps})."])
 
 
 if __name__ == "__main__":

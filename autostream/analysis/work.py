@@ -151,15 +151,17 @@ class _Flops:
 
 
 def _may_multiply(target: OpOverload) -> bool:
-    return target.overloadpacket in flop_registry or target.has_kernel_for_dispatch_key(
+    return target.overloadpacket in (*flop_registry, *_FUSED) or target.has_kernel_for_dispatch_key(
         torch._C.DispatchKey.CompositeImplicitAutograd
     )
 
 
 def _count_flops(node: fx.Node, target: OpOverload) -> int:
+    args: Any
+    kwargs: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _on_meta(value_of(source)))
     try:
-        formula = flop_registry.get(target.overloadpacket)
+        formula = flop_registry.get(target.overloadpacket) or _FUSED.get(target.overloadpacket)
         if formula is not None:
             return int(formula(*args, **kwargs, out_val=_on_meta(value_of(node))))
         with torch.inference_mode(False), torch.no_grad(), _FlopCount() as count:
@@ -186,6 +188,25 @@ class _FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None:
             self.total += int(formula(*args, **(kwargs or {}), out_val=result))
         return result
+
+
+def _attention_flops(query: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    """Self-attention over ``query`` (batch, time, width): three projections, two products of all pairs, one back."""
+    batch, time, width = query.shape
+    return 2 * batch * time * (4 * width * width + 2 * time * width)
+
+
+def _encoder_flops(source: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    """Self-attention, then two linear layers; the fourteenth argument after ``source`` is the first one's weight."""
+    batch, time, width = source.shape
+    return _attention_flops(source) + 2 * 2 * batch * time * width * int(args[13].shape[0])
+
+
+_FUSED = {
+    torch.ops.aten._native_multi_head_attention: _attention_flops,
+    torch.ops.aten._transformer_encoder_layer_fwd: _encoder_flops,
+}
+"""What the counter does not know: the ops that attention modules call in eval mode."""
 
 
 def _on_meta(value: Any) -> Any:

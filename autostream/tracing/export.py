@@ -26,6 +26,7 @@ from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.constants import Constants, tensors_held
+from autostream.tracing.fused import fused_attention
 from autostream.tracing.guards import unusual
 from autostream.tracing.leaks import recalled
 from autostream.tracing.replica import replica, with_ordinary_parameters
@@ -194,6 +195,7 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(tamed())
+        stack.enter_context(fused_attention())
         stack.enter_context(collector.paused())
         try:
             exported = export(flat, _ordinary(tensors), strict=False)

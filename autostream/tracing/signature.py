@@ -93,6 +93,7 @@ def _numerics() -> Hashable:
         torch.backends.cudnn.benchmark,
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.mha.get_fastpath_enabled(),
         *(enabled() for enabled in _ATTENTION_KERNELS),  # type: ignore[no-untyped-call]
     )
 

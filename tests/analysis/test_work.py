@@ -50,6 +50,21 @@ class TestFlops:
         work = work_of(tape, aten.scaled_dot_product_attention.default, q, k, k, enable_gqa=key_heads < 4)
         assert work.flops == 2 * (2 * 2 * 4 * 8 * 8 * 16)
 
+    def test_fused_attention(self, tape: Tape) -> None:
+        """Batch 2, 3 steps, width 8: four projections, then scores and weighted sum over 3 steps each."""
+        x, qkv, out = tape.input(2, 3, 8), (tape.input(24, 8), tape.input(24)), (tape.input(8, 8), tape.input(8))
+        work = work_of(tape, aten._native_multi_head_attention.default, x, x, x, 8, 2, *qkv, *out)
+        assert work.flops == 2 * (4 * 2 * 3 * 8 * 8 + 2 * 2 * 3 * 3 * 8)
+
+    def test_fused_encoder_layer(self, tape: Tape) -> None:
+        """The same, and from 8 to 5 and back."""
+        x, qkv, out = tape.input(2, 3, 8), (tape.input(24, 8), tape.input(24)), (tape.input(8, 8), tape.input(8))
+        norms = [tape.input(8) for _ in range(4)]
+        linears = tape.input(5, 8), tape.input(5), tape.input(8, 5), tape.input(8)
+        op = aten._transformer_encoder_layer_fwd.default
+        work = work_of(tape, op, x, 8, 2, *qkv, *out, False, False, 1e-5, *norms, *linears)
+        assert work.flops == 2 * (4 * 2 * 3 * 8 * 8 + 2 * 2 * 3 * 3 * 8 + 2 * 2 * 3 * 8 * 5)
+
     def test_lstm(self) -> None:
         """Four gates in each of 7 steps: 4·5 results from 3 inputs and 5 hidden values."""
         case = exported(nn.LSTM(3, 5), torch.randn(7, 1, 3))

@@ -123,8 +123,9 @@ def calling(function: Callable[[Any], None], value: object, back: object) -> Ite
         lambda: setting(torch.backends.cudnn.rnn, "fp32_precision", "ieee"),
         lambda: setting(torch.backends.cudnn, "enabled", False),
         lambda: sdpa_kernel(SDPBackend.MATH),
+        lambda: calling(torch.backends.mha.set_fastpath_enabled, False, True),
     ],
-    ids=["autocast", "half", "default", "deterministic", "matmul", "conv", "rnn", "cudnn", "attention"],
+    ids=["autocast", "half", "default", "deterministic", "matmul", "conv", "rnn", "cudnn", "attention", "fused"],
 )
 def test_what_the_choice_of_kernels_depends_on_makes_another_signature(changed: Callable[[], Any]) -> None:
     before = signature(X)

@@ -1,0 +1,64 @@
+"""Fused attention, which PyTorch's modules give up as soon as anything traces them.
+
+In eval mode and without gradients, ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call one fused op each.
+Under a tracer they take another way, with other roundings, and on a GPU with more copies: ViT-B/16 then runs 1.05 times
+as long on an H200, and 1.37 times at batch 8. Here they choose as they do in eager mode.
+
+Private to PyTorch (seen on 2.11 and 2.13): how these modules find out that they are traced, and that the ops can say
+what they return without running. Where a version differs, they are traced in the other way.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules import activation, transformer
+
+_MODULES = {activation.__name__, transformer.__name__}
+
+_OPS = ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd")
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Trace inside this: this thread's attention modules fuse where they would if nobody traced."""
+    if not _supported():
+        yield
+        return
+    tracing = threading.get_ident()
+    overridden, traced = torch.overrides.has_torch_function, activation._is_make_fx_tracing
+
+    def has_torch_function(tensors: Any) -> bool:
+        # Export puts a mode around all calls; tensors with functions of their own are refused before any trace.
+        asks = sys._getframe(1).f_globals.get("__name__")
+        return not (asks in _MODULES and threading.get_ident() == tracing) and overridden(tensors)
+
+    def is_make_fx_tracing() -> bool:
+        return threading.get_ident() != tracing and bool(traced())  # type: ignore[no-untyped-call]
+
+    with (
+        _replaced(torch.overrides, "has_torch_function", has_torch_function),
+        _replaced(activation, "_is_make_fx_tracing", is_make_fx_tracing),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: object, name: str, function: Callable[..., bool]) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _supported() -> bool:
+    return hasattr(activation, "_is_make_fx_tracing") and all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(op, "Meta") for op in _OPS
+    )
