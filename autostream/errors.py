@@ -33,6 +33,10 @@ class FastPathError(TraceError):
     """Called eagerly, a model takes a way that no tracer can follow; the message says which."""
 
 
+class FusionError(AutostreamError):
+    """A program's ops cannot be fused into kernels; the message says why. They are scheduled as they are."""
+
+
 class ScheduleError(AutostreamError):
     """A schedule leaves a hazard uncovered; the message names both ops. It was not executed."""
 

@@ -1,0 +1,43 @@
+"""Compiled kernels as functions of an fx graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Kernel:
+    """A compiled kernel: what calls it in an fx graph, and what it does to the tensors that it is given.
+
+    Two kernels are the same only if they are one object. fx prints a call of it by its name.
+
+    Args:
+        name: e.g. ``"triton_poi_fused_relu_0"``.
+        launch: launches it on the current stream; takes tensors and numbers, returns nothing.
+        written: positions of the arguments that it writes.
+        overwritten: those of them that it does not read.
+
+    Example:
+        >>> import torch
+        >>> double = Kernel("double", lambda x, out: torch.mul(x, 2, out=out), frozenset({1}), frozenset({1}))
+        >>> x, out = torch.ones(2), torch.empty(2)
+        >>> double(x, out)
+        >>> out
+        tensor([2., 2.])
+    """
+
+    def __init__(
+        self, name: str, launch: Callable[..., Any], written: frozenset[int], overwritten: frozenset[int]
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.written = written
+        self.overwritten = overwritten
+        self._launch = launch
+
+    def __call__(self, *args: Any) -> None:
+        """Launch it."""
+        self._launch(*args)
+
+    def __repr__(self) -> str:
+        """Its name."""
+        return self.__name__
