@@ -65,7 +65,7 @@ class Program:
             that share a storage exactly where the real ones do) and ``meta["stack_trace"]``.
         placeholders: what each placeholder is.
         outputs: fx names of the tensors returned, in order; names may repeat and may be placeholders.
-        level: what one op is: ``"aten"`` (an ATen call).
+        level: what one op is: ``"aten"`` (an ATen call) or ``"inductor"`` (a kernel of TorchInductor's).
         device: where the ops run, ``"cuda:0"`` or ``"cpu"``.
     """
 
@@ -83,7 +83,7 @@ class Op:
     Attributes:
         name: the launching fx node's name.
         target: what it calls, e.g. ``"aten.conv2d.default"``.
-        nodes: fx nodes issued as one, in program order: the launching node, then views of what it wrote.
+        nodes: fx nodes issued as one: what takes memory for it, the launching node, then views of what it wrote.
         reads: storages it reads, by name.
         writes: storages it writes, those it allocates among them.
         allocates: storages that come into being here, on the stream that this op is given.

@@ -26,7 +26,7 @@ from autostream.scheduling import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from tests.execution.programs import Case, Towers, case_of, same
+from tests.execution.programs import Case, Towers, case_of, fused_case, same
 
 SEEDS = 20
 
@@ -98,6 +98,7 @@ MODELS = {
     "views": (views, [(6, 6)]),
     "mutated": (mutated, [(4, 6), (4, 6)]),
 }
+NAMES = (*MODELS, "fused")
 
 PLANS = [(policy, streams) for policy in ("critical_path", "path_cover") for streams in (2, 3, 4)]
 
@@ -105,6 +106,8 @@ PLANS = [(policy, streams) for policy in ("critical_path", "path_cover") for str
 @cache
 def case(name: str) -> Case:
     torch.manual_seed(0)
+    if name == "fused":
+        return fused_case()
     model, shapes = MODELS[name]
     return case_of(model, *(torch.randn(shape) for shape in shapes))  # type: ignore[arg-type]
 
@@ -170,7 +173,7 @@ def refused(graph: OpGraph, plan: Schedule) -> bool:
 
 
 @pytest.mark.parametrize(("policy", "streams"), PLANS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_as_scheduled_every_order_computes_the_same(name: str, policy: str, streams: int) -> None:
     plan = schedule(name, policy, streams)
     assert not refused(case(name).graph, plan)
@@ -178,7 +181,7 @@ def test_as_scheduled_every_order_computes_the_same(name: str, policy: str, stre
 
 
 @pytest.mark.parametrize(("policy", "streams"), PLANS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_wait_is_needed(name: str, policy: str, streams: int) -> None:
     plan = schedule(name, policy, streams)
     broken = list(without_a_wait(plan))
@@ -189,7 +192,7 @@ def test_every_wait_is_needed(name: str, policy: str, streams: int) -> None:
 
 
 @pytest.mark.parametrize(("policy", "streams"), PLANS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_storage_could_be_released_earlier(name: str, policy: str, streams: int) -> None:
     graph = case(name).graph
     for wrong in with_a_release_too_early(graph, schedule(name, policy, streams)):
@@ -198,7 +201,7 @@ def test_no_storage_could_be_released_earlier(name: str, policy: str, streams: i
 
 
 def test_there_is_something_to_break() -> None:
-    plans = [(name, schedule(name, *plan)) for name in MODELS for plan in PLANS]
+    plans = [(name, schedule(name, *plan)) for name in NAMES for plan in PLANS]
     assert all(plan.wait_count >= 2 for _, plan in plans)
     assert sum(len(list(with_a_release_too_early(case(name).graph, plan))) for name, plan in plans) > 50
 

@@ -10,6 +10,10 @@ one that only may look at an argument's memory occupies that storage besides its
 A node that launches nothing is *folded*: issued together with the op that last wrote what it looks at. Nothing is lost
 by it, since whoever uses the node depends on that op anyway, as long as whatever else the node looks at was written by
 ops on which that op depends anyway. Where that is not certain the node is an op of its own.
+
+A node that only takes memory is issued with the first op that uses it, right before it and on the same stream:
+
+    empty ──▶ view ──▶ kernel                                 op kernel: nodes empty, view, kernel
 """
 
 from __future__ import annotations
@@ -57,9 +61,10 @@ def analyze(program: Program) -> OpGraph:
         >>> analyze(Program(module, (placeholder,), ("t_default",), "aten", "cpu")).ops["relu_default"].nodes
         ('relu_default', 't_default')
     """
-    parts = _Parts(program.placeholders)
+    parts = _Parts(program.placeholders, program.device)
     for node in program.module.graph.nodes:
         parts.add(node)
+    parts.finish()
     return OpGraph(
         ops=_ops(parts.groups, program.device),
         dependencies=tuple(parts.dependencies),
@@ -84,7 +89,7 @@ class _Group:
 class _Parts:
     """What an op graph is made of, filled in program order."""
 
-    def __init__(self, placeholders: Iterable[Placeholder]) -> None:
+    def __init__(self, placeholders: Iterable[Placeholder], device: str) -> None:
         self.memory = Memory()
         self.groups: dict[str, _Group] = {}
         self.dependencies: list[Dependency] = []
@@ -92,6 +97,8 @@ class _Parts:
         self._placeholders = {placeholder.name: placeholder for placeholder in placeholders}
         self._history = AccessHistory()
         self._literals: set[str] = set()
+        self._device = device
+        self._unused: dict[str, list[fx.Node]] = {}  # by storage, what takes it and looks at it before any op does
 
     def add(self, node: fx.Node) -> None:
         """Take in the next node."""
@@ -102,12 +109,27 @@ class _Parts:
             self.prelude.append(node.name)
         elif node.op != "output":
             effects = effects_of(node)
-            if effects.launches or not self._fold(node, effects):
+            if effects.allocates and _device_of(node, self._device) == self._device:
+                (storage,) = self.memory.add_results(node, effects)
+                self._unused[storage] = [node]
+            elif effects.launches or not self._fold(node, effects):
                 self._launch(node, effects)
+
+    def finish(self) -> None:
+        """Take in memory that no op uses."""
+        for storage, (node, *views) in self._unused.items():
+            names = [node.name, *(view.name for view in views)]
+            self.groups[node.name] = _Group(node, effects_of(node), (), (storage,), (storage,), names)
+            self.dependencies += self._history.record(node.name, (), (storage,))
 
     def _fold(self, node: fx.Node, effects: Effects) -> bool:
         """Issue a node that launches nothing with an earlier op or before all of them, if nothing is lost by it."""
         looked_at = self.memory.viewed(node)
+        if not self._unused.keys().isdisjoint(looked_at):
+            if len(looked_at) == 1:
+                self._unused[looked_at[0]].append(node)
+                self.memory.add_view(node)
+            return len(looked_at) == 1
         writers = {op for op in map(self._history.last_writer, looked_at) if op is not None}
         if writers:
             host = self._history.last(writers)
@@ -125,12 +147,15 @@ class _Parts:
     def _launch(self, node: fx.Node, effects: Effects) -> None:
         reads, writes = self.memory.occupied(effects.reads), self.memory.occupied(effects.writes)
         made = self.memory.add_results(node, effects)
+        taken = tuple(storage for storage in dict.fromkeys(reads + writes) if storage in self._unused)
+        members = [member.name for storage in taken for member in self._unused.pop(storage)]
+        made = taken + made
         if effects.uncapturable == ON_CPU and self._computes_from_literals(effects, reads + writes):
             self._literals.update(made)
             effects = replace(effects, uncapturable="")
         elif not effects.uncapturable and not self._literals.issuperset(self.memory.occupied(_on_cpu(effects.reads))):
             effects = replace(effects, uncapturable=NUMBER)
-        self.groups[node.name] = _Group(node, effects, reads, writes + made, made, [node.name])
+        self.groups[node.name] = _Group(node, effects, reads, writes + made, made, [*members, node.name])
         self.dependencies += self._history.record(node.name, reads, writes + made, sorted(effects.orders))
 
     def _computes_from_literals(self, effects: Effects, accessed: Names) -> bool:

@@ -29,6 +29,7 @@ from autostream.analysis.values import (
     tensors_in,
     value_of,
 )
+from autostream.kernels import Kernel
 
 # Operators that update running_mean and running_var although their schema does not say so, when this argument is true;
 # "" means always.
@@ -63,6 +64,9 @@ _ASKING = """
 """
 _ASKS_THE_HOST = frozenset(_ASKING.split())
 
+ALLOCATES_ONLY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"})
+"""Operators whose result holds nothing yet."""
+
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 _EVERY_ORDER = frozenset({"world", "rng", "collective"})
 
@@ -79,6 +83,7 @@ class Effects:
         launches: whether it does more than rename, reshape or ask for a size.
         may_copy: whether strides decide if it is a view or a copy.
         copies: whether its result is new memory, even where the fake values say that it is not.
+        allocates: whether all that it does is to take memory, which holds nothing yet.
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
     """
 
@@ -89,6 +94,7 @@ class Effects:
     launches: bool = True
     may_copy: bool = False
     copies: bool = False
+    allocates: bool = False
     uncapturable: str = ""
 
 
@@ -110,6 +116,8 @@ def effects_of(node: fx.Node) -> Effects:
         return Effects(launches=False)
     if isinstance(node.target, OpOverload) and node.target.namespace != "c10d":
         return _operator_effects(node, node.target)
+    if isinstance(node.target, Kernel):
+        return _kernel_effects(node, node.target)
     body = wrapped_graph(node)
     if body is not None:
         return _wrapper_effects(node, body)
@@ -137,6 +145,7 @@ def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
         launches=launches,
         may_copy=base_name(target) in _VIEWS_IF_STRIDES_ALLOW,
         copies=base_name(target) in _COPIES,
+        allocates=base_name(target) in ALLOCATES_ONLY and not node.all_input_nodes,
         uncapturable=refusal_of(node, target, arguments) if launches else "",
     )
 
@@ -211,6 +220,22 @@ def _could_alias(node: fx.Node, source: fx.Node) -> bool:
 
 def _kinds(value: Any) -> set[tuple[torch.dtype, torch.device]]:
     return {(tensor.dtype, tensor.device) for tensor in tensors_in(value)}
+
+
+# --- compiled kernels ------------------------------------------------------------------------------------------------
+
+
+def _kernel_effects(node: fx.Node, kernel: Kernel) -> Effects:
+    """A kernel says what it writes; what it returns is nothing."""
+
+    def at(positions: Iterable[int]) -> tuple[fx.Node, ...]:
+        return _unique(source for position in positions for source in nodes_in(node.args[position]))
+
+    return Effects(
+        reads=at(position for position in range(len(node.args)) if position not in kernel.overwritten),
+        writes=at(sorted(kernel.written)),
+        uncapturable=opaque_refusal_of(node),
+    )
 
 
 # --- calls without a schema ------------------------------------------------------------------------------------------

@@ -13,14 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from autostream.analysis.effects import Effects, effects_of, wrapped_graph
+from autostream.analysis.effects import ALLOCATES_ONLY, Effects, effects_of, wrapped_graph
 from autostream.analysis.values import base_name, concrete, tensors_given, tensors_in, value_of
 
 # Of their first argument they touch no more than what they pick, or put there.
 _GATHERS = frozenset({"embedding", "embedding_bag", "gather", "index", "index_select", "take", "take_along_dim"})
 _SCATTERS = frozenset({"index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "scatter_add_"})
-
-_ALLOCATES_ONLY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ def _traffic(node: fx.Node, effects: Effects, results: list[torch.Tensor]) -> tu
         base = min(base, written)
     elif name.startswith("new_") or name.endswith("_like"):
         base = 0
-    return base + others, 0 if name in _ALLOCATES_ONLY else written
+    return base + others, 0 if name in ALLOCATES_ONLY else written
 
 
 def _tensors_of(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:

@@ -13,10 +13,9 @@ Where a version differs, a :class:`~autostream.errors.FusionError` says so, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,12 +60,12 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
     try:
         functional = _functional(program)
         module = _compiled(functional, {**(options or {}), **SETTINGS}, torch.device(program.device))
-        fused = _evaluated(module, program)
+        fused = _named(module, program)
         if _shared(fused) != _shared(program.module):
             raise FusionError("outputs share other memory with arguments or each other than the model's do")
     except Exception as error:
         raise FusionError(f"TorchInductor cannot fuse it: {first_line(error)}") from error
-    outputs = tuple(node.name for node in fused.graph.output_node().args[0])  # type: ignore[union-attr, misc]
+    outputs = tuple(node.name for node in _outputs(fused))
     return replace(program, module=fused, outputs=outputs, level="inductor")
 
 
@@ -76,20 +75,22 @@ def _functional(program: Program) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
 
     values = [value.detach() for value in _arguments(program.module)]
+    module: Any
     with _fake_mode(values), torch.no_grad():
         module, signature = aot_export_module(
             _Interpreted(program.module), values, trace_joint=False, decompositions=select_decomp_table()
         )
-    graph, output = module.graph, module.graph.output_node()
-    results = {node.name: node for node in output.args[0]}  # type: ignore[union-attr]
-    arguments = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    with graph.inserting_before(output):
-        for result, argument in signature.user_inputs_to_mutate.items():
-            copy = graph.call_function(torch.ops.aten.copy_.default, (arguments[argument], results[result]))
+    written = signature.user_inputs_to_mutate
+    arguments = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+    results = {node.name: node for node in _outputs(module)}
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+        for result, argument in written.items():
+            copy = module.graph.call_function(torch.ops.aten.copy_.default, (arguments[argument], results[result]))
             copy.meta["val"] = arguments[argument].meta["val"]
-    output.args = (tuple(output.args[0])[len(signature.user_inputs_to_mutate) :],)  # type: ignore[arg-type]
+    output.args = (_outputs(module)[len(written) :],)
     module.recompile()
-    return module
+    return module  # type: ignore[no-any-return]
 
 
 class _Interpreted(nn.Module):
@@ -119,8 +120,7 @@ def _compiled(module: fx.GraphModule, settings: Mapping[str, Any], device: torch
         modules = stack.enter_context(_wrapped_by_converter(device))
         record_original_output_strides(module)
         joint_graph_passes(module, device)
-        output = module.graph.output_node()
-        output.meta["user_visible_output_idxs"] = range(len(output.args[0]))  # type: ignore[arg-type]
+        module.graph.output_node().meta["user_visible_output_idxs"] = range(len(_outputs(module)))
         compile_fx_inner(module, values, fx_wrapper=True, is_inference=True)
     (compiled,) = modules
     return compiled
@@ -143,7 +143,9 @@ def _wrapped_by_converter(device: torch.device) -> Iterator[list[fx.GraphModule]
 
 def _wrapper_class(modules: list[fx.GraphModule], device: torch.device) -> type:
     from torch._inductor.codegen.common import FileBackedGraphModule
+    from torch._inductor.codegen.wrapper import WrapperLine
     from torch._inductor.codegen.wrapper_fxir import FxConverter, WrapperFxCodegen
+    from torch._inductor.utils import LineContext
 
     class Converter(FxConverter):
         """Writes our calls in the place of its own."""
@@ -154,10 +156,10 @@ def _wrapper_class(modules: list[fx.GraphModule], device: torch.device) -> type:
             self._generate_graph_constants()
             self._generate_subgm_getattrs()
             for line in self.lines:
-                if hasattr(line, "codegen_fx"):
+                if isinstance(line, WrapperLine):
                     line.codegen_fx(self)(line)
-                elif isinstance(line, str):
-                    raise NotImplementedError(f"a line of Python: {line.strip()}")
+                elif not isinstance(line, LineContext):
+                    raise NotImplementedError(f"a line of Python: {str(line).strip()}")
             outputs = self._generate_outputs()
             self.gm.graph.output(tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,))
             self.gm.recompile()
@@ -189,11 +191,12 @@ def _wrapper_class(modules: list[fx.GraphModule], device: torch.device) -> type:
             self.kernels[line.kernel_name] = getattr(module, line.kernel_name)
 
         def _generate_triton_call(self, line: Any) -> None:
+            kernels: dict[str, Any] = self.kernels
             name = line.kernel_name
-            if not isinstance(self.kernels[name], Kernel):
-                self.kernels[name] = _kernel(name, self.kernels[name], line.triton_meta, device)
+            if not isinstance(kernels[name], Kernel):
+                kernels[name] = _kernel(name, kernels[name], line.triton_meta, device)
             arguments = self._lookup_args(line.call_args)
-            self.gm.graph.call_function(self.kernels[name], tuple(map(_number, arguments)))
+            self.gm.graph.call_function(kernels[name], tuple(map(_number, arguments)))
 
     class Wrapper(WrapperFxCodegen):
         """Hands its lines to the converter."""
@@ -230,26 +233,39 @@ def _kernel(name: str, compiled: Any, triton_meta: Mapping[str, Any], device: to
     return Kernel(name, launch, frozenset(written), frozenset(overwritten))
 
 
-def _evaluated(module: fx.GraphModule, program: Program) -> fx.GraphModule:
-    """Give each node its value, and placeholders the program's names."""
+def _named(module: fx.GraphModule, program: Program) -> fx.GraphModule:
+    """Call placeholders as the program does, and give each node its value."""
     values = _arguments(program.module)
-    placeholders = module.graph.find_nodes(op="placeholder")
-    with _fake_mode(values) as mode, torch.no_grad():
-        for node, value, placeholder in zip(placeholders, values, program.placeholders, strict=True):
-            node.meta["val"] = value
-            node.name = node.target = placeholder.name
-        for node in module.graph.nodes:
-            if node.op == "get_attr":
-                node.meta["val"] = mode.from_tensor(getattr(module, node.target))
-            elif node.op == "call_function":
-                node.meta["val"] = _value(node)
+    for node, placeholder in zip(module.graph.find_nodes(op="placeholder"), program.placeholders, strict=True):
+        node.name = node.target = placeholder.name
+    with _fake_mode(values), torch.no_grad():
+        evaluate(module, values)
     module.recompile()
     return module
+
+
+def evaluate(module: fx.GraphModule, values: Sequence[Tensor]) -> None:
+    """Give each node of a graph of kernels its fake value, without running any.
+
+    Args:
+        module: the graph.
+        values: fake tensors for its placeholders; their mode is the current one.
+    """
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), values, strict=True):
+        node.meta["val"] = value
+    mode = _fake_mode(values)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            node.meta["val"] = mode.from_tensor(getattr(module, node.target))
+        elif node.op == "call_function":
+            node.meta["val"] = _value(node)
 
 
 def _value(node: fx.Node) -> Any:
     if isinstance(node.target, Kernel):
         return None
+    args: Any
+    kwargs: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     if node.target is torch.ops.inductor._reinterpret_tensor.default:
         tensor, size, stride, offset = args
@@ -259,9 +275,13 @@ def _value(node: fx.Node) -> Any:
 
 def _shared(module: fx.GraphModule) -> list[int]:
     """For each argument and output, the first of them that lies in the same memory."""
-    outputs = module.graph.output_node().args[0]
-    storages = [storage_of(value) for value in (*_arguments(module), *(node.meta["val"] for node in outputs))]  # type: ignore[union-attr]
+    values = [*_arguments(module), *(node.meta["val"] for node in _outputs(module))]
+    storages = list(map(storage_of, values))
     return [storages.index(storage) for storage in storages]
+
+
+def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
+    return tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def _arguments(module: fx.GraphModule) -> list[Any]:

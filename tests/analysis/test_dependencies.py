@@ -172,6 +172,67 @@ class TestFolding:
         assert graph.ops["relu_"].writes == {"linear"}
 
 
+class TestMemoryThatIsTaken:
+    """Memory that holds nothing yet comes into being with the op that uses it first."""
+
+    @staticmethod
+    def taken(tape: Tape) -> fx.Node:
+        return tape.call(aten.empty.memory_format, [4, 4], device=torch.device(tape.device))
+
+    def test_it_is_issued_right_before_its_first_user_on_its_stream(self, tape: Tape) -> None:
+        """``empty ─▶ view ─▶ fill_ ─▶ exp``, and an op in between that has nothing to do with it."""
+        x, empty = tape.input(4), self.taken(tape)
+        view = tape.call(aten.view.default, empty, [16])
+        other = tape.call(aten.relu.default, x)
+        fill = tape.call(aten.fill_.Scalar, view, 1.0)
+        exp = tape.call(aten.exp.default, empty)
+        graph = analyze(tape.case([other, exp]).program)
+        assert graph.ops[fill.name].nodes == (empty.name, view.name, fill.name)
+        assert graph.ops[fill.name].allocates == {empty.name}
+        assert edges(graph) == {(fill.name, exp.name, "RAW")}
+        assert list(graph.ops) == [other.name, fill.name, exp.name]
+
+    def test_the_first_user_takes_all_the_memory_that_it_is_given(self, tape: Tape) -> None:
+        x, out, indices = (
+            tape.input(4, 4),
+            self.taken(tape),
+            tape.call(aten.empty.memory_format, [4], dtype=torch.int64),
+        )
+        best = tape.call(aten.max.dim_max, x, 1, max=tape.call(aten.select.int, out, 0, 0), max_values=indices)
+        graph = analyze(tape.case([out]).program)
+        assert graph.ops[best.name].allocates >= {out.name, indices.name}
+        assert graph.ops[best.name].nodes[-1] == best.name
+
+    def test_later_users_come_after_the_first(self, tape: Tape) -> None:
+        empty = self.taken(tape)
+        halves = [tape.call(aten.select.int, empty, 0, row) for row in (0, 1)]
+        first, second = (tape.call(aten.fill_.Scalar, row, 1.0) for row in halves)
+        graph = analyze(tape.case([empty]).program)
+        assert graph.ops[first.name].nodes == (empty.name, *(half.name for half in halves), first.name)
+        assert edges(graph) == {(first.name, second.name, "WAW")}
+
+    def test_what_nobody_uses_is_an_op_of_its_own(self, tape: Tape) -> None:
+        empty = self.taken(tape)
+        view = tape.call(aten.view.default, empty, [16])
+        graph = analyze(tape.case([view]).program)
+        assert [op.nodes for op in graph.ops.values()] == [(empty.name, view.name)]
+        assert graph.storages[empty.name].escapes
+
+    def test_what_is_sized_by_a_tensor_is_taken_where_the_program_says(self, tape: Tape) -> None:
+        """Later, that tensor might be gone."""
+        like = tape.call(aten.empty_like.default, tape.input(4))
+        fill = tape.call(aten.fill_.Scalar, like, 1.0)
+        graph = analyze(tape.case([fill]).program)
+        assert [op.nodes for op in graph.ops.values()] == [(like.name,), (fill.name,)]
+
+    def test_memory_of_another_device_is_not_the_streams(self) -> None:
+        tape = Tape("cuda:0")
+        empty = tape.call(aten.empty.memory_format, [4])
+        fill = tape.call(aten.fill_.Scalar, empty, 1.0)
+        graph = analyze(tape.case([fill]).program)
+        assert [op.nodes for op in graph.ops.values()] == [(empty.name,), (fill.name,)]
+
+
 class TestHazards:
     def test_parameters_that_are_only_read_order_nothing(self, tape: Tape) -> None:
         x, w = tape.input(4, 4), tape.input(4, 4, role=Role.PARAMETER)

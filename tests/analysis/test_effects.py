@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autostream.analysis.effects import Effects, effects_of, wrapped_graph
+from autostream.kernels import Kernel
 from tests.analysis.programs import Case, Tape, aten, exported
 
 
@@ -265,6 +266,37 @@ class TestOpaqueCalls:
     def test_arithmetic_with_numbers_launches_nothing(self, tape: Tape) -> None:
         number = tape.number(aten.item.default, tape.input(1))
         assert not effects_of(tape.number(operator.add, number, 1)).launches
+
+
+class TestKernels:
+    """Compiled kernels say what they write; the rest they read."""
+
+    @staticmethod
+    def called(tape: Tape, written: set[int], overwritten: set[int], device: str = "cuda:0") -> tuple[fx.Node, ...]:
+        a, b, c = (tape.input(4, device=device) for _ in range(3))
+        kernel = Kernel("triton_0", lambda *args: None, frozenset(written), frozenset(overwritten))
+        node = tape.graph.call_function(kernel, (a, b, c, 16))
+        return a, b, c, node
+
+    def test_what_is_only_written_is_not_read(self) -> None:
+        a, b, c, node = self.called(Tape("cuda:0"), {1, 2}, {2})
+        assert effects_of(node) == Effects(reads=(a, b), writes=(b, c))
+
+    def test_what_is_given_twice_is_read_if_either_is(self) -> None:
+        tape = Tape("cuda:0")
+        a = tape.input(4)
+        node = tape.graph.call_function(Kernel("k", lambda *args: None, frozenset({1}), frozenset({1})), (a, a))
+        assert effects_of(node) == Effects(reads=(a,), writes=(a,))
+
+    def test_a_kernel_of_the_cpu_is_in_no_cuda_graph(self) -> None:
+        *_, node = self.called(Tape("cpu"), {2}, {2}, "cpu")
+        assert effects_of(node).uncapturable == "runs on the CPU"
+
+
+def test_memory_that_is_taken_holds_nothing(tape: Tape) -> None:
+    assert effects_of(tape.call(aten.empty.memory_format, [4])).allocates
+    assert not effects_of(tape.call(aten.empty_like.default, tape.input(4))).allocates
+    assert not effects_of(tape.call(aten.zeros.default, [4])).allocates
 
 
 class TestWrappers:

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
-from autostream.ir import Assignment, Launch, OpGraph, Program, Role, Schedule
+from autostream.ir import Assignment, Launch, OpGraph, Placeholder, Program, Role, Schedule
+from autostream.kernels import Kernel
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.tracing.export import trace
+from autostream.tracing.inductor import evaluate
 from autostream.tracing.tree import flatten
 
 Launches = Sequence[Launch]
@@ -48,6 +51,53 @@ def case_of(model: nn.Module | Callable[..., object], *inputs: Tensor) -> Case:
     given = {str(index): tensor for index, tensor in enumerate(tensors)}
     held = tuple((given if p.role is Role.INPUT else state)[p.target] for p in traced.program.placeholders)
     return Case(traced.program, analyze(traced.program), held)
+
+
+def fused_case() -> Case:
+    """Two branches and a norm that learns, as TorchInductor writes them: with kernels that fill memory taken before.
+
+    x ─▶ mm ─▶ relu ──▶ left half  ─╮
+    │                               ├▶ sum ─▶ scaled by what the norm has learnt
+    ├──▶ sin ────────▶ right half ─╯                 ▲
+    ╰──▶ learn (writes mean) ────────────────────────╯
+    """
+    rows, width = 4, 6
+    graph, aten = fx.Graph(), torch.ops.aten
+    inputs = {"x": torch.randn(rows, width), "w": torch.randn(width, width), "mean": torch.randn(width)}
+    x, w, mean = map(graph.placeholder, inputs)
+
+    def taken(*shape: int) -> fx.Node:
+        strides = torch.empty(shape, device="meta").stride()
+        options = {"dtype": torch.float32, "device": torch.device("cpu")}
+        return graph.call_function(aten.empty_strided.default, (list(shape), list(strides)), options)
+
+    def half(buffer: fx.Node, start: int) -> fx.Node:
+        args = (buffer, [rows, width], [2 * width, 1], start)
+        return graph.call_function(torch.ops.inductor._reinterpret_tensor.default, args)
+
+    def launch(name: str, function: Callable[..., object], *args: object, reads_too: bool = False) -> None:
+        """A kernel that writes its last argument."""
+        last = frozenset({len(args) - 1})
+        graph.call_function(Kernel(name, function, last, frozenset() if reads_too else last), args)
+
+    product = taken(rows, width)
+    graph.call_function(aten.mm.out, (x, w), {"out": product})
+    both = taken(rows, 2 * width)
+    left, right = half(both, 0), half(both, width)
+    launch("relu", lambda value, out: out.copy_(value.relu()), product, left)
+    launch("sin", lambda value, out: torch.sin(value, out=out), x, right)
+    launch("learn", lambda value, out: out.mul_(0.9).add_(value.mean(0)), x, mean, reads_too=True)
+    total, result = taken(rows), taken(rows, width)
+    launch("sum", lambda value, out: torch.sum(value, 1, out=out), both, total)
+    launch("scale", lambda value, by, out: torch.mul(value[:, None], by, out=out), total, mean, result)
+    graph.output((result, total))
+    module = fx.GraphModule(nn.Module(), graph)
+    with FakeTensorMode() as mode:
+        evaluate(module, [mode.from_tensor(tensor) for tensor in inputs.values()])
+    roles = (Role.INPUT, Role.PARAMETER, Role.BUFFER)
+    placeholders = tuple(Placeholder(name, role, name, name) for name, role in zip(inputs, roles, strict=True))
+    program = Program(module, placeholders, (result.name, total.name), "inductor", "cpu")
+    return Case(program, analyze(program), tuple(inputs.values()))
 
 
 def schedule_of(launches: Launches, join_waits: Sequence[str] = ()) -> Schedule:
