@@ -95,11 +95,11 @@ BASELINES = {"bench.clock", "bench.modes"}
 """What autostream is compared with, and the clock."""
 
 ONLY_IN = [
-    # creates, copies or edits nodes of an fx graph; export prunes the graph that it has just made
+    # creates, copies or edits nodes of an fx graph; front ends complete graphs that they have just made
     (
         r"\.(create_node|node_copy|graph_copy|erase_node|call_function|call_module|inserting_(before|after)"
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
-        {"execution.lower", "tracing.export"},
+        {"execution.lower", "tracing.export", "tracing.inductor"},
     ),
     (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower"}),
     (r"\.(create_node|node_copy)\(", {"execution.lower"}),
@@ -108,7 +108,15 @@ ONLY_IN = [
     # touches streams and events
     (
         r"torch\.cuda\.(Event|current_stream|set_stream|stream\()|\.(wait_stream|wait_event|record_event)\(",
-        {"execution.streams", "execution.capture", "execution.cuda_graph", "costs.measured", "select", *BASELINES},
+        {
+            "execution.streams",
+            "execution.capture",
+            "execution.cuda_graph",
+            "costs.measured",
+            "select",
+            "tracing.inductor",
+            *BASELINES,
+        },
     ),
     (r"\.record_stream\(", set()),
     (r"torch\.cuda\.(CUDAGraph\(|graph\()", {"execution.capture"}),

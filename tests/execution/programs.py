@@ -54,12 +54,12 @@ def case_of(model: nn.Module | Callable[..., object], *inputs: Tensor) -> Case:
 
 
 def fused_case() -> Case:
-    """Two branches and a norm that learns, as TorchInductor writes them: with kernels that fill memory taken before.
+    """Branches and a norm that learns, as TorchInductor writes them: with kernels that fill memory taken before.
 
-    x ─▶ mm ─▶ relu ──▶ left half  ─╮
-    │                               ├▶ sum ─▶ scaled by what the norm has learnt
-    ├──▶ sin ────────▶ right half ─╯                 ▲
-    ╰──▶ learn (writes mean) ────────────────────────╯
+    x ─▶ mm ─▶ mm ─▶ relu ──▶ left half  ─╮
+    │                                     ├▶ sum ─▶ scaled by what the norm has learnt
+    ├──▶ mm ─▶ mm ─▶ sin ───▶ right half ─╯                 ▲
+    ╰──▶ learn (writes mean) ───────────────────────────────╯
     """
     rows, width = 4, 6
     graph, aten = fx.Graph(), torch.ops.aten
@@ -80,23 +80,27 @@ def fused_case() -> Case:
         last = frozenset({len(args) - 1})
         graph.call_function(Kernel(name, function, last, frozenset() if reads_too else last), args)
 
-    product = taken(rows, width)
-    graph.call_function(aten.mm.out, (x, w), {"out": product})
+    def multiplied(value: fx.Node) -> fx.Node:
+        product = taken(rows, width)
+        graph.call_function(aten.mm.out, (value, w), {"out": product})
+        return product
+
+    one, other = multiplied(multiplied(x)), multiplied(multiplied(x))
     both = taken(rows, 2 * width)
     left, right = half(both, 0), half(both, width)
-    launch("relu", lambda value, out: out.copy_(value.relu()), product, left)
-    launch("sin", lambda value, out: torch.sin(value, out=out), x, right)
+    launch("relu", lambda value, out: out.copy_(value.relu()), one, left)
+    launch("sin", lambda value, out: torch.sin(value, out=out), other, right)
     launch("learn", lambda value, out: out.mul_(0.9).add_(value.mean(0)), x, mean, reads_too=True)
     total, result = taken(rows), taken(rows, width)
     launch("sum", lambda value, out: torch.sum(value, 1, out=out), both, total)
     launch("scale", lambda value, by, out: torch.mul(value[:, None], by, out=out), total, mean, result)
-    graph.output((result, total))
+    graph.output((result,))
     module = fx.GraphModule(nn.Module(), graph)
     with FakeTensorMode() as mode:
         evaluate(module, [mode.from_tensor(tensor) for tensor in inputs.values()])
     roles = (Role.INPUT, Role.PARAMETER, Role.BUFFER)
     placeholders = tuple(Placeholder(name, role, name, name) for name, role in zip(inputs, roles, strict=True))
-    program = Program(module, placeholders, (result.name, total.name), "inductor", "cpu")
+    program = Program(module, placeholders, (result.name,), "inductor", "cpu")
     return Case(program, analyze(program), tuple(inputs.values()))
 
 
