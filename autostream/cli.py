@@ -220,7 +220,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     for mode in (*modes, baseline):
         if mode not in known:
             raise OptionError(f"there is no mode {mode!r} on this device: use {', '.join(known)}")
+    modes = list(dict.fromkeys([baseline, *modes]))
     inputs = [parse_input(text) for text in arguments.input]
+    if arguments.out:
+        _require_writable(arguments.out)
     outcome = hold_isolated(partial(_contest, arguments.target, inputs, device), modes, arguments.timeout, _say)
     _say("")
     if outcome.failure:
@@ -236,7 +239,9 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _contest(target: str, inputs: list[InputSpec], device: torch.device) -> Inference:
-    return Inference(subject_of(*prepare(target, inputs, device)))
+    contest = Inference(subject_of(*prepare(target, inputs, device)))
+    contest.require_checkable()
+    return contest
 
 
 def _say(mode: str) -> None:
@@ -275,4 +280,16 @@ def _write(text: str, out: Path | None = None) -> None:
     try:
         out.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
-        raise TargetError(f"--out {out}: {error.strerror}: name a file that can be written") from error
+        raise _unwritable(out, error) from error
+
+
+def _require_writable(out: Path) -> None:
+    """Rather fail before hours of work than with the results in hand."""
+    try:
+        out.open("a").close()
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _unwritable(out: Path, error: OSError) -> TargetError:
+    return TargetError(f"--out {out}: {error.strerror}: name a file that can be written")

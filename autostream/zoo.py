@@ -28,7 +28,8 @@ _OWN_INIT = ("googlenet", "inception_v3")
 def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """Make the torchvision or timm model of this name, in eval mode, and inputs that it takes; both on the CPU.
 
-    Weights are random, from a fixed seed; nothing is downloaded and the global random state stays as it was. Inputs
+    Weights are random, from a fixed seed, and batch norms calibrated so that activations stay within the range of
+    fp16; nothing is downloaded and the global random state stays as it was. Inputs
     are random too: one image of 1x3x224x224 (299 for Inception-v3, for timm models the size in their configuration),
     sixteen frames for video models, two images for optical flow, a list of images for detection. A name that both
     libraries know means torchvision's model.
@@ -51,7 +52,38 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
             args = (torch.randn(1, *model.pretrained_cfg["input_size"]),)
         else:
             raise _unknown(name, [*torchvision.models.list_models(), *timm.list_models()])
-    return model.eval(), args
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and not layer.weight.any():
+            layer.reset_parameters()  # some begin with a last layer of zeros, and all outputs would be alike
+    model.eval()
+    # Detectors run compiled ops, which are not everywhere; their norms are frozen ones that change nothing.
+    return (calibrated(model, args) if isinstance(args[0], Tensor) else model), args
+
+
+def calibrated(model: nn.Module, samples: tuple[Any, ...]) -> nn.Module:
+    """Let the batch norms, also frozen ones, divide by the root mean square of what they get to see of these samples.
+
+    With random weights and no statistics, activations vanish or overflow in fp16. Means stay zero: a deep net that
+    takes away, layer by layer, what all inputs have in common is left with roundings.
+
+    Args:
+        model: in eval mode, in float32; it is changed.
+        samples: its arguments.
+    """
+    norms = [module for module in model.modules() if isinstance(getattr(module, "running_mean", None), Tensor)]
+    if norms:
+        hooks = [norm.register_forward_pre_hook(_observe) for norm in norms]
+        with torch.no_grad():
+            model(*samples)
+        for hook in hooks:
+            hook.remove()
+    return model
+
+
+def _observe(norm: Any, inputs: tuple[Any, ...]) -> None:
+    (x,) = inputs
+    norm.running_mean.zero_()
+    norm.running_var.copy_(x.square().mean([dim for dim in range(x.dim()) if dim != 1]))
 
 
 def _torchvision_model(models: ModuleType, name: str) -> nn.Module:

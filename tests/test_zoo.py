@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
+from autostream import zoo
 from autostream.errors import TargetError
 from autostream.zoo import build
 
@@ -79,3 +81,34 @@ def test_a_missing_library_names_the_extra(library: str, monkeypatch: pytest.Mon
         TargetError, match=rf"needs {library}, which is not installed: pip install \"autostream\[zoo\]\""
     ):
         build("googlenet")
+
+
+def test_activations_have_a_mean_square_of_one_after_calibrated_norms() -> None:
+    """The second norm must see what the first one, once calibrated, lets through: conv -> norm -> conv -> norm."""
+    from torchvision.ops import FrozenBatchNorm2d
+
+    torch.manual_seed(0)
+    first, second = nn.BatchNorm2d(4), FrozenBatchNorm2d(5)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), first, nn.Conv2d(4, 5, 3), second).eval()
+    samples = 1e3 + 1e3 * torch.randn(16, 3, 16, 16)
+    assert zoo.calibrated(model, (samples,)) is model
+    assert not model.training
+    for outputs in (model[:2](samples), model(samples)):
+        squares = outputs.square().mean((0, 2, 3))
+        assert squares.tolist() == pytest.approx([1.0] * len(squares), abs=1e-3)
+    assert not first.running_mean.any()
+    statistics = first.running_var.clone()
+    model(2 * samples)
+    assert torch.equal(first.running_var, statistics), "later calls are not observed"
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "vit_b_16"])
+def test_outputs_in_fp16_are_neither_nothing_nor_alike(name: str) -> None:
+    """Without calibrated norms the first one's vanish, and the second one's last layer begins with zeros."""
+    model, (image,) = build(name)
+    model, image = model.half(), image.half()
+    with torch.no_grad():
+        one, other = model(image), model(image.flip(3))
+    assert one.isfinite().all()
+    assert one.abs().mean() > 0.01
+    assert (one - other).norm() > 0.01 * one.norm()

@@ -69,9 +69,10 @@ def relative_error(outputs: Any, expected: Sequence[Tensor]) -> float:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    if not theirs.is_floating_point():
+    if not (theirs.is_floating_point() or theirs.is_complex()):
         return 0.0 if torch.equal(ours, theirs) else float("inf")
-    difference, norm = (ours.double() - theirs.double()).norm().item(), theirs.double().norm().item()
+    exact = torch.complex128 if theirs.is_complex() else torch.float64
+    difference, norm = (ours.to(exact) - theirs.to(exact)).norm().item(), theirs.to(exact).norm().item()
     error = difference / norm if norm else difference
     return error if error == error else float("inf")  # NaN is no distance
 

@@ -29,11 +29,13 @@ class Contender:
         call: one run.
         error: runs it a few times on inputs old and new, and returns its error.
         reports: what autostream did, where the mode is autostream.
+        late_error: as ``error``, which it is by default, but of the very call that is timed, without compiling anew.
     """
 
     call: Callable[[], object]
     error: Callable[[], float]
     reports: tuple[Report, ...] = ()
+    late_error: Callable[[], float] | None = None
 
 
 class Contest(Protocol):
@@ -97,6 +99,9 @@ class Cell:
 def hold(contest: Contest, modes: Collection[str], note: Callable[[str], None] = lambda mode: None) -> dict[str, Cell]:
     """Prepare the modes one after the other, and time those that are right side by side.
 
+    Each is checked when it is prepared; again when all are, since whatever captures or compiles may hand on memory that
+    an earlier graph uses; and again when it has been timed.
+
     Args:
         contest: what to run.
         modes: names that it knows.
@@ -116,9 +121,30 @@ def _held(contest: Contest, modes: Collection[str], note: Callable[[str], None])
     for mode in sorted(modes, key=list(contest.modes).index):
         note(mode)
         cells[mode] = _prepared(contest, mode, ready)
-    for mode, times in _timed(ready, clock, note).items():
-        _enter(cells[mode], times)
+    _check(contest, ready, cells, "once the others were prepared")
+    timed = _timed(ready, clock, note)
+    _check(contest, ready, cells, "after it was timed")
+    for mode in ready:
+        _enter(cells[mode], timed[mode])
     return cells
+
+
+def _check(contest: Contest, ready: dict[str, Contender], cells: dict[str, Cell], when: str) -> None:
+    """Look at the results of those that are ready once more; who is wrong by now is ready no longer."""
+    for mode, contender in list(ready.items()):
+        try:
+            error = (contender.late_error or contender.error)()
+        except Exception as failure:
+            cells[mode].status, cells[mode].reason = "failed", f"{when}: {first_line(failure)}"
+        else:
+            if error <= contest.allowed_error:
+                continue
+            cells[mode].status, cells[mode].reason = "wrong", f"{when}: {_excess(error, contest)}"
+        del ready[mode]
+
+
+def _excess(error: float, contest: Contest) -> str:
+    return f"error {error:.1e}, {contest.allowed_error:.1e} allowed"
 
 
 def _prepared(contest: Contest, mode: str, ready: dict[str, Contender]) -> Cell:
@@ -138,7 +164,7 @@ def _prepared(contest: Contest, mode: str, ready: dict[str, Contender]) -> Cell:
     finite = error if math.isfinite(error) else None  # JSON has no infinity
     cell = Cell("ok", "", finite, first_s, allocated, reserved, schedule=_schedule(contender.reports))
     if error > contest.allowed_error:
-        cell.status, cell.reason = "wrong", f"error {error:.1e}, {contest.allowed_error:.1e} allowed"
+        cell.status, cell.reason = "wrong", _excess(error, contest)
     else:
         ready[mode] = contender
     return cell

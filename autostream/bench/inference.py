@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from autostream.bench.accuracy import allowed_error, dtype_of, reference, relative_error
 from autostream.bench.contest import Contender
 from autostream.bench.modes import modes_of, tensors_in
+from autostream.errors import TargetError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,24 @@ class Inference:
         (_, ours), (_, others) = self._expected
         return min(relative_error(other, [our]) for our, other in zip(ours, others, strict=True))
 
+    def require_checkable(self) -> None:
+        """See that a mode which computes something else could not pass for right.
+
+        Raises:
+            TargetError: it could, or the plain model itself could not.
+        """
+        error, allowed = f"{self.eager_error:.1e}", f"{self.allowed_error:.1e}"
+        if not self.eager_error <= self.allowed_error:
+            raise TargetError(
+                f"results cannot be checked: the plain model misses its own reference by {error}, {allowed} allowed; "
+                "it draws random numbers or keeps a state, or its values are too small or too large for their dtype"
+            )
+        if self.telling < self.allowed_error:
+            raise TargetError(
+                f"results cannot be checked: other inputs change an output by {self.telling:.1e}, and {allowed} is "
+                "allowed as rounding; give inputs or weights on which the outputs depend"
+            )
+
     def contender(self, mode: str) -> Contender:
         """Prepare a mode for the subject's arguments."""
         subject = self._subject
@@ -71,18 +90,19 @@ class Inference:
 
 
 def subject_of(model: nn.Module, args: tuple[Any, ...]) -> Subject:
-    """A model with its arguments, and others made of them: the same values in reverse.
+    """A model with its arguments, and others made of them: smaller values, in reverse.
 
     Integers may be indices that belong to a place, so they stay, unless there is nothing else.
 
     Example:
         >>> subject_of(nn.Identity(), (torch.tensor([1.0, 2.0]), torch.tensor([3, 4]))).others
-        (tensor([2., 1.]), tensor([3, 4]))
+        (tensor([1.5000, 0.7500]), tensor([3, 4]))
     """
     floating = any(tensor.is_floating_point() for tensor in tensors_in(args))
 
     def other(x: Tensor) -> Tensor:
-        return x.flip(tuple(range(x.dim()))) if x.is_floating_point() or not floating else x
+        reverse = x.flip(tuple(range(x.dim())))
+        return reverse * 0.75 if x.is_floating_point() else x if floating else reverse
 
     return Subject(model, args, pytree.tree_map_only(Tensor, other, args))
 

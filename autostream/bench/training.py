@@ -100,7 +100,11 @@ class Training:
         """Prepare a mode with a subject of its own."""
         subject = self._make(self._dtype)
         step = self.modes[mode](subject)
-        return Contender(lambda: step(*subject.data), lambda: max(self._error(mode), self._drift(subject, step)))
+
+        def drift() -> float:
+            return self._drift(subject, step)
+
+        return Contender(lambda: step(*subject.data), lambda: max(self._error(mode), drift()), late_error=drift)
 
     def _error(self, mode: str) -> float:
         subject = self._make(torch.float32)

@@ -111,6 +111,57 @@ def test_a_mode_that_is_wrong_is_not_timed_and_says_by_how_much() -> None:
     assert by_hand.log.count("b") == 1
 
 
+class Souring(ByHand):
+    """Its mode is right so many times that it is looked at, and wrong, or broken, from then on."""
+
+    def __init__(self, times: int, then: float | Exception = 0.25) -> None:
+        super().__init__({"sour": 0.0, "sweet": 0.0})
+        self._then = then
+        self._left = times
+
+    def contender(self, mode: str) -> Contender:
+        contender = super().contender(mode)
+        return contender if mode == "sweet" else replace(contender, error=self._error)
+
+    def _error(self) -> float:
+        self._left -= 1
+        if self._left >= 0:
+            return 0.0
+        if isinstance(self._then, Exception):
+            raise self._then
+        return self._then
+
+
+@pytest.mark.parametrize(
+    ("times", "when"), [(1, "once the others were prepared"), (2, "after it was timed")], ids=["prepared", "timed"]
+)
+def test_a_mode_that_turns_wrong_later_gets_no_time(times: int, when: str) -> None:
+    """As a graph does whose memory a later one was given."""
+    by_hand = Souring(times)
+    cells = hold(by_hand, ["sour", "sweet"])
+    assert statuses(cells) == {"sour": "wrong", "sweet": "ok"}
+    assert cells["sour"].reason == f"{when}: error 2.5e-01, 1.0e-01 allowed"
+    assert not cells["sour"].call_us
+    assert cells["sweet"].call_us
+    assert (by_hand.log.count("sour") > 1) == (times == 2)
+
+
+def test_a_mode_that_breaks_later_has_failed() -> None:
+    cells = hold(Souring(2, RuntimeError("lost")), ["sour", "sweet"])
+    assert statuses(cells) == {"sour": "failed", "sweet": "ok"}
+    assert cells["sour"].reason == "after it was timed: RuntimeError: lost"
+    assert not cells["sour"].call_us
+
+
+def test_a_mode_may_have_a_cheaper_way_to_be_looked_at_again() -> None:
+    class Costly(ByHand):
+        def contender(self, mode: str) -> Contender:
+            errors = iter([0.0])
+            return replace(super().contender(mode), error=lambda: next(errors), late_error=lambda: 0.0)
+
+    assert statuses(hold(Costly({"a": 0.0}), ["a"])) == {"a": "ok"}
+
+
 def test_the_error_that_is_allowed_is_right() -> None:
     assert hold(ByHand({"a": 0.1}), ["a"])["a"].status == "ok"
 

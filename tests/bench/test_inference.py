@@ -13,6 +13,7 @@ from autostream.bench import inference
 from autostream.bench.contest import hold
 from autostream.bench.inference import Inference, Subject, device_of, subject_of
 from autostream.bench.modes import CPU, eager
+from autostream.errors import TargetError
 
 
 class Net(nn.Module):
@@ -107,6 +108,59 @@ def test_a_plain_model_that_is_not_finite_lets_nothing_pass(monkeypatch: pytest.
     assert not is_right(contest, "cheat")
 
 
+class Random(nn.Module):
+    """Another output each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class Zero(nn.Module):
+    """Zeros, as a last layer of zeros yields."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0
+
+
+class Underflow(nn.Module):
+    """In fp16 nothing is left of its values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "reason"),
+    [
+        (Random(), torch.float32, "the plain model misses its own reference"),
+        (Underflow(), torch.float16, "the plain model misses its own reference"),
+        (Zero(), torch.float32, "other inputs change an output by 0.0e\\+00"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(model: nn.Module, dtype: torch.dtype, reason: str) -> None:
+    with pytest.raises(TargetError, match=f"results cannot be checked: {reason}"):
+        Inference(subject_of(model, (torch.rand(4, 8).to(dtype),))).require_checkable()
+
+
+class Spectrum(nn.Module):
+    """Complex numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x)
+
+
+class Sum(nn.Module):
+    """In which order its inputs come is all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+@pytest.mark.parametrize("model", [Net(), Spectrum(), Sum()])
+def test_what_can_be_checked_passes(model: nn.Module) -> None:
+    Inference(subject_of(model.eval(), (torch.rand(4, 8),))).require_checkable()
+
+
 def test_modes_are_prepared_and_run_without_gradients(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
     grads = []
 
@@ -150,16 +204,16 @@ def test_every_mode_of_the_cpu_is_right(monkeypatch: pytest.MonkeyPatch, subject
 # Subjects
 
 
-def test_other_arguments_are_the_same_in_reverse_all_dimensions_of_them() -> None:
+def test_other_arguments_are_smaller_and_in_reverse_in_all_dimensions() -> None:
     ((other,), nested) = subject_of(nn.Identity(), ([torch.tensor([[1.0, 2.0], [3.0, 4.0]])], 7)).others
-    assert other.tolist() == [[4.0, 3.0], [2.0, 1.0]]
+    assert other.tolist() == [[3.0, 2.25], [1.5, 0.75]]
     assert nested == 7
 
 
 def test_indices_stay_unless_there_is_nothing_else() -> None:
     """A table's offsets in reverse are no offsets; tokens in reverse are tokens."""
     values, indices = torch.tensor([1.0, 2.0]), torch.tensor([3, 4])
-    assert [x.tolist() for x in subject_of(nn.Identity(), (values, indices)).others] == [[2.0, 1.0], [3, 4]]
+    assert [x.tolist() for x in subject_of(nn.Identity(), (values, indices)).others] == [[1.5, 0.75], [3, 4]]
     assert [x.tolist() for x in subject_of(nn.Identity(), (indices,)).others] == [[4, 3]]
 
 

@@ -12,13 +12,11 @@ from autostream.bench.inference import Subject
 from autostream.bench.training import TrainingSubject
 from autostream.tracing.tree import flatten
 from benchmarks.zoo import (
-    CALIBRATION_BATCH,
     INFERENCE,
     OPTIMIZERS,
     TRAINING,
     TrainingWorkload,
     Workload,
-    calibrated,
     prepare,
     prepare_training,
 )
@@ -211,22 +209,3 @@ def test_losses_that_teach_nothing_are_refused(function: Callable[[Tensor, Tenso
     )
     with pytest.raises(ValueError, match=f"^broken in torch.float32: {message}"):
         prepare_training(workload, "sgd", CPU, torch.float32)
-
-
-def test_activations_have_a_mean_square_of_one_after_calibrated_norms() -> None:
-    """The second norm must see what the first one, once calibrated, lets through: conv -> norm -> conv -> norm."""
-    from torchvision.ops import FrozenBatchNorm2d
-
-    torch.manual_seed(0)
-    first, second = nn.BatchNorm2d(4), FrozenBatchNorm2d(5)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), first, nn.Conv2d(4, 5, 3), second).eval()
-    samples = 1e3 + 1e3 * torch.randn(CALIBRATION_BATCH, 3, 16, 16)
-    assert calibrated(model, (samples,)) is model
-    assert not model.training
-    for outputs in (model[:2](samples), model(samples)):
-        squares = outputs.square().mean((0, 2, 3))
-        assert squares.tolist() == pytest.approx([1.0] * len(squares), abs=1e-3)
-    assert not first.running_mean.any()
-    statistics = first.running_var.clone()
-    model(2 * samples)
-    assert torch.equal(first.running_var, statistics), "later calls are not observed"
