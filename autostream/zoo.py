@@ -52,10 +52,12 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
             args = (torch.randn(1, *model.pretrained_cfg["input_size"]),)
         else:
             raise _unknown(name, [*torchvision.models.list_models(), *timm.list_models()])
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear) and not layer.weight.any():
-            layer.reset_parameters()  # some begin with a last layer of zeros, and all outputs would be alike
-    model.eval()
+        model.eval()
+        if torch.get_default_device().type == "meta":
+            return model, args
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear) and not layer.weight.any():
+                layer.reset_parameters()  # some begin with a last layer of zeros, and all outputs would be alike
     # Detectors run compiled ops, which are not everywhere; their norms are frozen ones that change nothing.
     return (calibrated(model, args) if isinstance(args[0], Tensor) else model), args
 

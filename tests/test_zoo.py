@@ -31,13 +31,14 @@ def test_inception_nets_are_whole_finite_and_depend_on_their_input(name: str, si
     assert (outputs[0] - outputs[1]).abs().max() > 1e-3 * outputs.abs().max()
 
 
-def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays() -> None:
+@pytest.mark.parametrize("name", ["squeezenet1_1", "vit_b_32"])
+def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays(name: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first, (image,) = build("squeezenet1_1")
+    first, (image,) = build(name)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    second, (again,) = build("squeezenet1_1")
+    second, (again,) = build(name)
     assert torch.equal(image, again)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 

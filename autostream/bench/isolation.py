@@ -81,10 +81,14 @@ def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Call
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         said = Path(folder) / "said"
         child = context.Process(target=_child, args=(theirs, Path(folder), make, modes))
-        child.start()
-        theirs.close()  # so that the pipe ends when the child does
         mode = _MAKING
+        # The child inherits that interrupts wait, from its first moment on: this process, which gets the same ones,
+        # ends it. Here they wait until there is something to end.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
+            child.start()
+            theirs.close()  # so that the pipe ends when the child does
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             while ours.poll(timeout_s):
                 message = ours.recv()
                 if isinstance(message, Outcome):
@@ -97,12 +101,13 @@ def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Call
             child.join()
             return _Attempt(None, mode, "crashed", f"exit code {child.exitcode}{_last_words(said)}")
         finally:
-            child.kill()
-            child.join()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # where the child did not start
+            if child.pid is not None:
+                child.kill()
+                child.join()
 
 
 def _child(pipe: Connection, folder: Path, make: MakeContest, modes: list[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets the same signal, ends this process
     # What an earlier contest has compiled would make the first result of this one come sooner.
     os.environ |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     with (folder / "said").open("w") as file:

@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 """As in the JSON: what was run, and ``cells`` by mode."""
 
 FORMATS = {"terminal": "simple", "github": "github", "csv": ""}
-"""Name to the one that tabulate has for it; CSV has bare numbers, for a program to read."""
+"""Name to the one that tabulate has for it; CSV has bare numbers for a program to read, a ratio's spread beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ _HEAD = (
 def cells_table(rows: Sequence[Row], baseline: str, form: str = "terminal", measure: Measure = "call") -> str:
     """All that was measured, a line for each cell; ``faster`` is against the baseline in the same rounds."""
     lines = [line for row in rows for line in _lines(row, baseline, measure)]
-    return _table(lines, _HEAD, form)
+    return _table(lines, _HEAD, form, ("faster",))
 
 
 def ratios_table(rows: Sequence[Row], baseline: str, measure: Measure, form: str = "terminal") -> str:
@@ -48,7 +48,7 @@ def ratios_table(rows: Sequence[Row], baseline: str, measure: Measure, form: str
     """
     modes = list(dict.fromkeys(mode for row in rows for mode in row["cells"] if mode != baseline))
     head = ("workload", f"{baseline} µs", *modes)
-    return _table([_ratios(row, baseline, modes, measure) for row in rows], head, form)
+    return _table([_ratios(row, baseline, modes, measure) for row in rows], head, form, modes)
 
 
 def title(row: Row) -> str:
@@ -62,9 +62,10 @@ def title(row: Row) -> str:
     return " ".join(filter(None, (f"{row['workload']}{batch}", row.get("optimizer"))))
 
 
-def _table(lines: Sequence[Sequence[Entry]], head: Sequence[str], form: str) -> str:
+def _table(lines: Sequence[Sequence[Entry]], head: Sequence[str], form: str, ratios: Sequence[str]) -> str:
+    """A table in which the columns ``ratios`` may have spreads."""
     if form == "csv":
-        return _csv(lines, head)
+        return _csv(lines, head, ratios)
     sides = ["left" if name in ("workload", "mode", "remark") else "right" for name in head]
     shown = [[_shown(entry) for entry in line] for line in lines]
     if form == "github":
@@ -72,19 +73,23 @@ def _table(lines: Sequence[Sequence[Entry]], head: Sequence[str], form: str) -> 
     return tabulate(shown, head, tablefmt=FORMATS[form], disable_numparse=True, colalign=sides if lines else None)
 
 
-def _csv(lines: Sequence[Sequence[Entry]], head: Sequence[str]) -> str:
+def _csv(lines: Sequence[Sequence[Entry]], head: Sequence[str], ratios: Sequence[str]) -> str:
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([head, *(map(_bare, line) for line in lines)])
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([text for name in head for text in (name, f"{name} IQR")[: 1 + (name in ratios)]])
+    for line in lines:
+        writer.writerow([text for name, entry in zip(head, line, strict=True) for text in _bare(entry, name in ratios)])
     return out.getvalue().rstrip("\n")
 
 
-def _bare(entry: Entry) -> str:
+def _bare(entry: Entry, spread: bool) -> list[str]:
+    """What CSV has for it: in a column of spreads, their interquartile ranges stand in one of their own."""
     match entry:
         case _Number():
-            return f"{entry.value:.9g}"
+            return [f"{entry.value:.9g}"]
         case Spread():
-            return f"{entry.median:.9g}"
-    return entry or ""
+            return [f"{entry.median:.9g}", f"{entry.iqr:.9g}"]
+    return [entry or "", ""] if spread else [entry or ""]
 
 
 def _shown(entry: Entry) -> str:

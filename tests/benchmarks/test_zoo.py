@@ -114,8 +114,8 @@ def test_an_inference_workload_passes_its_own_checks(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*HEAVY, "bert_base", "t5_small", "clip", "dlrm", "resnet50_fpn"])
 def test_a_workload_takes_any_batch_size(name: str) -> None:
-    """On a device without numbers, where also the heavy ones are light."""
-    with torch.device("meta"):
+    """On a device without numbers, where also the heavy ones are light; but BERT looks at its mask's."""
+    with torch.device("cpu" if name == "bert_base" else "meta"):
         model = INFERENCE[name].model().eval()
         outputs = [flatten(model(*INFERENCE[name].inputs(batch)))[0] for batch in (1, 2)]
     for one, two in zip(*outputs, strict=True):
