@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
-from autostream.errors import FastPathError, TargetError, TraceError, first_line
+from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.ir import Decision, Report
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
@@ -246,7 +246,7 @@ class OptimizedModule(nn.Module):
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:
-            if self._options.strict:
+            if self._options.strict or isinstance(error, OptionError):
                 raise
             splittable = isinstance(error, TraceError) and not isinstance(error, FastPathError)
             if splittable and self._bound_inputs is None:

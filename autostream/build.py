@@ -1,6 +1,6 @@
 """From a model and one signature to something that runs, with a report: all stages, and the fall-backs between them.
 
-trace ──▶ price ──▶ candidates ──▶ select ──▶ Scheduled
+trace ──▶ fuse ──▶ price ──▶ candidates ──▶ select ──▶ Scheduled
   │                     └── capture refused: candidates for uncaptured runs ──┘
   └── refused: the caller decides (graph breaks, or the plain model)
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.errors import CaptureError, first_line
+from autostream.errors import CaptureError, FusionError, OptionError, first_line
 from autostream.execution.cuda_graph import CapturedGraph, Moved
 from autostream.execution.static import copyable, static_copies
 from autostream.ir import Candidate, Decision, Program, Report, Role
@@ -29,6 +29,7 @@ from autostream.select import Selection, build, repeatable, select, written
 from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
 from autostream.tracing.export import trace
+from autostream.tracing.inductor import check_settings, fuse
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, name_of, versions_kept
 from autostream.tracing.tree import Structure, unflatten
@@ -79,16 +80,20 @@ class Scheduled:
         with preparing:
             stopwatch = Stopwatch()
             with stopwatch("trace"):
-                self._traced = trace(model, tensors, structure)
+                traced = trace(model, tensors, structure)
+            program, unfused = _at_level(traced.program, options, stopwatch)
+            self._traced = replace(traced, program=program)
             placeholders = self._traced.program.placeholders
             self._state = LiveState(model, placeholders, self._traced.constants)
             self._bound = tuple(p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders)
             arguments = self._arguments(tensors)
-            self._expected = _metadata(arguments)
+            self._columns = _COLUMNS if program.level == "aten" else (*_COLUMNS, _alignment)
+            self._expected = self._metadata(arguments)
             priced, self._selection, refusals = _tune(self._traced.program, arguments, self._bound, options, stopwatch)
             self._graph = priced.graph
             self._writes = any(written(self._traced.program, priced.graph))
             self._repeatable = repeatable(self._traced.program, priced.graph)
+            refusals = (*unfused, *refusals)
             self.report = _report(name_of(model), signature, priced, self._selection, refusals, stopwatch)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -140,8 +145,11 @@ class Scheduled:
         return [*present, *tensors]
 
     def _expect(self, arguments: Sequence[Tensor]) -> None:
-        if _metadata(arguments) != self._expected:
+        if self._metadata(arguments) != self._expected:
             raise Stale
+
+    def _metadata(self, tensors: Sequence[Tensor]) -> list[list[object]]:
+        return [list(map(column, tensors)) for column in self._columns]
 
     def _recaptured(self, arguments: list[Tensor]) -> CapturedGraph:
         """The same schedule, captured again where the weights lie now."""
@@ -248,6 +256,24 @@ class OptimizedPiece(Protocol):
         """What is known of each signature."""
 
 
+def _at_level(program: Program, options: Options, stopwatch: Stopwatch) -> tuple[Program, tuple[Decision, ...]]:
+    """The program in ops of the level that the options ask for, or why it stays as it is.
+
+    Raises:
+        OptionError: the level, or a setting of it, is not to be had here.
+    """
+    if options.kernels == "eager":
+        return program, ()
+    if program.device == "cpu":
+        raise OptionError('kernels="inductor" schedules kernels of a GPU, and this model runs on the CPU: use "eager"')
+    check_settings(options.inductor_options)
+    try:
+        with stopwatch("fuse"):
+            return fuse(program, options.inductor_options), ()
+    except FusionError as error:
+        return program, (Decision("", "not fused", str(error)),)
+
+
 def _tune(
     program: Program, arguments: Sequence[Tensor], bound: Sequence[bool], options: Options, stopwatch: Stopwatch
 ) -> tuple[Priced, Selection, tuple[Decision, ...]]:
@@ -318,8 +344,9 @@ def _mode(chosen: Candidate, device: str) -> str:
     return "threads" if device == "cpu" else "streams"
 
 
-def _metadata(tensors: Sequence[Tensor]) -> list[list[object]]:
-    return [list(map(column, tensors)) for column in _COLUMNS]
+def _alignment(tensor: Tensor) -> int:
+    """Kernels of Inductor's load 16 bytes at a time where they were compiled for tensors that lie so."""
+    return tensor.data_ptr() % 16
 
 
 _COLUMNS: tuple[Callable[[Tensor], object], ...] = (

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from autostream.errors import OptionError
 
 PolicyName = Literal["auto", "sequential", "critical_path", "path_cover"]
 CostSource = Literal["auto", "roofline", "measured"]
-KernelLevel = Literal["eager"]
+KernelLevel = Literal["eager", "inductor"]
 
 MAX_STREAMS = 16
 """More streams than this cost more in workspaces and edges than any model measured so far got back."""
@@ -29,7 +30,9 @@ class Options:
             ``"auto"`` measures where there is a GPU.
         cuda_graph: ``"auto"`` captures a CUDA graph where nothing forbids it and keeps it if it is faster, ``True``
             keeps it wherever it can be captured, ``False`` never captures.
-        kernels: what one op is; ``"eager"``: one ATen call.
+        kernels: what one op is; ``"eager"``: one ATen call; ``"inductor"``: one kernel that TorchInductor fused.
+        inductor_options: for ``kernels="inductor"``, settings of ``torch._inductor.config`` by name, e.g.
+            ``{"max_autotune": True}``.
         strict: raise where autostream would otherwise run the plain model and say why in the report.
         max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
 
@@ -47,6 +50,7 @@ class Options:
     costs: CostSource = "auto"
     cuda_graph: Literal["auto"] | bool = "auto"
     kernels: KernelLevel = "eager"
+    inductor_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     strict: bool = False
     max_signatures: int = 8
 
@@ -58,6 +62,11 @@ class Options:
                 raise _refusal(name, getattr(self, name), " or ".join(f'"{value}"' for value in get_args(allowed)))
         if self.cuda_graph != "auto" and not isinstance(self.cuda_graph, bool):
             raise _refusal("cuda_graph", self.cuda_graph, '"auto", True or False')
+        settings = self.inductor_options
+        if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+            raise _refusal("inductor_options", settings, '{} or a dict such as {"max_autotune": True}')
+        if settings and self.kernels == "eager":
+            raise OptionError('inductor_options are of no use with kernels="eager": use kernels="inductor" with them')
         if not isinstance(self.strict, bool):
             raise _refusal("strict", self.strict, "True or False")
         if not _whole_number(self.max_signatures, 1, None):
@@ -73,7 +82,7 @@ class Options:
             ...
             autostream.errors.OptionError: there is no option 'polices' (did you mean 'policy'?): use streams, ...
         """
-        known = [field.name for field in fields(cls)]
+        known = [known.name for known in fields(cls)]
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
+from autostream import build
 from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
-from autostream.errors import CaptureError
-from autostream.ir import Candidate, Decision, Report
+from autostream.errors import CaptureError, FusionError
+from autostream.ir import Candidate, Decision, Program, Report
 from autostream.options import Options
-from autostream.pipeline import Priced
+from autostream.pipeline import Priced, Stopwatch
 from autostream.select import Selection
+from autostream.tracing.export import trace
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import flatten
@@ -222,6 +224,42 @@ def test_nothing_is_captured_that_is_not_asked_for(monkeypatch: pytest.MonkeyPat
     report = scheduled(nn.ReLU(), t(3), cuda_graph=False).report
     assert device.captures == [False]
     assert report.refusals == ()
+
+
+# Levels
+
+
+def of_a_gpu() -> Program:
+    tensors, structure = flatten(((t(2, 4),), {}))
+    return trace(nn.Linear(4, 4), tensors, structure, device=torch.device("cuda:0")).program
+
+
+def test_ops_are_fused_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    def fuse(program: Program, settings: object) -> Program:
+        given.append(settings)
+        return replace(program, level="inductor")
+
+    monkeypatch.setattr(build, "fuse", fuse)
+    options = Options(kernels="inductor", inductor_options={"max_autotune": True})
+    stopwatch = Stopwatch()
+    program, refusals = build._at_level(of_a_gpu(), options, stopwatch)
+    assert (program.level, refusals, given) == ("inductor", (), [{"max_autotune": True}])
+    assert "fuse" in stopwatch.seconds
+    assert build._at_level(of_a_gpu(), Options(), stopwatch)[0].level == "aten"
+    assert len(given) == 1
+
+
+def test_what_cannot_be_fused_stays_as_it_is_for_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(program: Program, settings: object) -> Program:
+        raise FusionError("TorchInductor cannot fuse it: too odd")
+
+    monkeypatch.setattr(build, "fuse", refuse)
+    program = of_a_gpu()
+    same, (refusal,) = build._at_level(program, Options(kernels="inductor"), Stopwatch())
+    assert same is program
+    assert (refusal.choice, refusal.reason) == ("not fused", "TorchInductor cannot fuse it: too odd")
 
 
 class Piece:

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -83,7 +84,8 @@ def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Call
         child = context.Process(target=_child, args=(theirs, Path(folder), make, modes))
         mode = _MAKING
         # The child inherits that interrupts wait, from its first moment on: this process, which gets the same ones,
-        # ends it. Here they wait until there is something to end.
+        # ends it. Here they wait until there is something to end. Starting the tracker would let them through.
+        resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             child.start()
@@ -108,6 +110,8 @@ def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Call
 
 
 def _child(pipe: Connection, folder: Path, make: MakeContest, modes: list[str]) -> None:
+    # Libraries take locks as they would in any process: a spawned one's have names, which leak if it is ended.
+    multiprocessing.set_start_method(None, force=True)
     # What an earlier contest has compiled would make the first result of this one come sooner.
     os.environ |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     with (folder / "said").open("w") as file:

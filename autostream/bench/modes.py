@@ -90,11 +90,12 @@ AUTOSTREAM: dict[str, Mode] = {
         for policy in get_args(PolicyName)
         if policy != "auto"
     },
+    "autostream_inductor": partial(optimized, kernels="inductor"),
 }
 """As users call it, then each level with each policy."""
 
 CPU: dict[str, Mode] = {mode.__name__: mode for mode in (eager, compile_default)}
-CPU |= AUTOSTREAM
+CPU |= {name: mode for name, mode in AUTOSTREAM.items() if "inductor" not in name}
 
 CUDA: dict[str, Mode] = {
     mode.__name__: mode

@@ -76,7 +76,7 @@ def _table(lines: Sequence[Sequence[Entry]], head: Sequence[str], form: str, rat
 def _csv(lines: Sequence[Sequence[Entry]], head: Sequence[str], ratios: Sequence[str]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([text for name in head for text in (name, f"{name} IQR")[: 1 + (name in ratios)]])
+    writer.writerow([text for name in head for text in ((name, f"{name} IQR") if name in ratios else (name,))])
     for line in lines:
         writer.writerow([text for name, entry in zip(head, line, strict=True) for text in _bare(entry, name in ratios)])
     return out.getvalue().rstrip("\n")

@@ -29,6 +29,7 @@ from autostream.costs.roofline import cost_of, price
 from autostream.execution.capture import capture
 from autostream.execution.streams import capture_stream
 from autostream.ir import Costs, DeviceProfile, Op, OpGraph, Placeholder, Program
+from autostream.kernels import Kernel
 
 Call = Callable[[], object]
 Timer = Callable[[Call, float], float]
@@ -211,6 +212,8 @@ def _on_copies(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
     ``aten::batch_norm`` is one that does not: it writes running statistics which its schema declares as read.
     """
+    if isinstance(target, Kernel):
+        return tuple(_copied(arg) if at in target.written else arg for at, arg in enumerate(args)), kwargs
     schema = getattr(target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     written = {argument.name for argument in schema.arguments if _is_written(argument)} if schema is not None else set()

@@ -13,6 +13,7 @@ Where a version differs, a :class:`~autostream.errors.FusionError` says so, and 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
-from autostream.errors import FusionError, first_line
+from autostream.errors import FusionError, OptionError, first_line
 from autostream.ir import Program
 from autostream.kernels import Kernel
 from autostream.storages import storage_of
@@ -40,7 +41,29 @@ SETTINGS: Mapping[str, Any] = {
     "nan_asserts": False,
     "alignment_asserts": False,
     "fx_graph_cache": False,  # keeps Python code; kernels are cached on disk all the same
+    "fallback_random": True,  # the numbers that the model draws when it runs plainly
 }
+"""What every program is compiled with."""
+
+
+def check_settings(options: Mapping[str, Any]) -> None:
+    """See that Inductor has these settings, and that they are the user's to choose.
+
+    Raises:
+        OptionError: one is unknown, or set already.
+    """
+    if not options:
+        return
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    for name in options:
+        if name in SETTINGS:
+            raise OptionError(f"inductor_options: {name!r} is autostream's to choose: leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise OptionError(f"inductor_options: torch._inductor.config has no setting {name!r}{hint}")
 
 
 def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
@@ -228,7 +251,8 @@ def _kernel(name: str, compiled: Any, triton_meta: Mapping[str, Any], device: to
         nonlocal compiled
         if hasattr(compiled, "result"):
             compiled = compiled.result()
-        compiled.run(*args, stream=torch.cuda.current_stream(device).cuda_stream)
+        with torch.cuda.device(device):
+            compiled.run(*args, stream=torch.cuda.current_stream(device).cuda_stream)
 
     return Kernel(name, launch, frozenset(written), frozenset(overwritten))
 

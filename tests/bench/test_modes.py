@@ -46,15 +46,19 @@ def by_name(names: set[str]) -> list[str]:
 def test_autostream_is_there_at_each_level_and_with_each_policy() -> None:
     policies = set(get_args(PolicyName)) - {"auto"}
     names = {f"autostream_{level}_{policy}" for level in get_args(KernelLevel) for policy in policies}
-    ours = {"autostream", *names}
-    assert len(ours) > 3
-    for modes in (CPU, CUDA):
-        assert {name for name in modes if name.startswith("autostream")} == ours
+    assert len(names) > 4
+    assert {name for name in CUDA if name.startswith("autostream")} == {"autostream", "autostream_inductor", *names}
+
+
+def test_a_cpu_has_no_fused_kernels() -> None:
+    ours = {name for name in CUDA if name.startswith("autostream")}
+    assert {name for name in CPU if name.startswith("autostream")} == {name for name in ours if "inductor" not in name}
 
 
 def test_each_mode_has_the_options_of_its_name() -> None:
     for level, policy in itertools.product(get_args(KernelLevel), set(get_args(PolicyName)) - {"auto"}):
         assert CUDA[f"autostream_{level}_{policy}"].keywords == {"kernels": level, "policy": policy}  # type: ignore[attr-defined]
+    assert CUDA["autostream_inductor"].keywords == {"kernels": "inductor"}  # type: ignore[attr-defined]
 
 
 def test_a_policy_is_used(pair: Pair) -> None:
@@ -66,7 +70,8 @@ def test_a_policy_is_used(pair: Pair) -> None:
 def test_a_gpu_has_all_modes_and_a_cpu_those_without_graphs() -> None:
     graphs = {"cuda_graph", "make_graphed_callables", "compile_captured"}
     compiled = {"compile_reduce_overhead", "compile_max_autotune"}
-    assert set(CUDA) - set(CPU) == graphs | compiled
+    fused = {name for name in CUDA if name.startswith("autostream_inductor")}
+    assert set(CUDA) - set(CPU) == graphs | compiled | fused
     assert {"eager", "compile_default"} <= set(CPU) <= set(CUDA)
     assert modes_of(torch.device("cpu")) is CPU
     assert modes_of(torch.device("cuda:1")) is CUDA

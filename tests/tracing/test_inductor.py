@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
-from autostream.errors import FusionError
+from autostream.errors import FusionError, OptionError
 from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.tracing import inductor
 from autostream.tracing.export import trace
-from autostream.tracing.inductor import evaluate, fuse
+from autostream.tracing.inductor import check_settings, evaluate, fuse
 from autostream.tracing.tree import flatten
 from tests.execution.programs import fused_case
 
@@ -108,6 +109,7 @@ class Compiled:
 def test_a_kernel_is_waited_for_once_when_it_is_first_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = Compiled()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     kernel = inductor._kernel("triton_0", compiled, signature("in_ptr0"), torch.device("cuda:0"))
     assert compiled.waited == 0
     kernel(1)
@@ -205,3 +207,20 @@ def renamed(module: fx.GraphModule) -> fx.GraphModule:
         if node.op == "placeholder":
             values[node].name = values[node].target = f"arg{at}_1"
     return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_autotun": True}, r"has no setting 'max_autotun' \(did you mean 'max_autotune'\?\)"),
+        ({"inplace_buffers": True}, "'inplace_buffers' is autostream's to choose: leave it out"),
+    ],
+)
+def test_settings_that_inductor_does_not_have_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=f"inductor_options: .*{message}"):
+        check_settings(settings)
+
+
+def test_settings_that_inductor_has_pass() -> None:
+    check_settings({})
+    check_settings({"max_autotune": True, "triton.unique_kernel_names": True})

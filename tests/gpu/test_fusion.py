@@ -1,0 +1,235 @@
+"""Kernels that TorchInductor fused, scheduled and captured: what only a GPU can show."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream import zoo
+from autostream.ir import Report
+from autostream.kernels import Kernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The CUDA Graph is empty"),  # Inductor's own
+]
+
+
+class Towers(nn.Module):
+    """Branches that meet."""
+
+    def __init__(self, width: int = 256, towers: int = 4) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.ReLU()) for _ in range(towers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([tower(x) for tower in self.towers], -1).softmax(-1)
+
+
+@pytest.fixture
+def towers() -> Towers:
+    torch.manual_seed(0)
+    return Towers().cuda().eval()
+
+
+def kernels_of(report: Report) -> list[str]:
+    assert report.graph
+    return [op.target for op in report.graph.ops.values() if op.target.startswith("triton_")]
+
+
+def assert_fused(fast: autostream.OptimizedModule) -> None:
+    (report,) = fast.reports
+    assert not report.refusals
+    assert report.mode == "cuda graph"
+    assert kernels_of(report)
+
+
+@pytest.mark.parametrize("cuda_graph", [True, False])
+@pytest.mark.parametrize(("policy", "streams"), [("sequential", 1), ("critical_path", 4), ("path_cover", 3)])
+def test_values_are_the_models(towers: Towers, policy: str, streams: int, cuda_graph: bool) -> None:
+    fast = autostream.optimize(towers, kernels="inductor", policy=policy, streams=streams, cuda_graph=cuda_graph)
+    with torch.no_grad():
+        for seed in range(5):
+            x = torch.randn(64, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+            torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+    (report,) = fast.reports
+    assert not report.refusals
+    assert kernels_of(report)
+
+
+@pytest.mark.parametrize("name", ["googlenet", "resnet18", "mobilenet_v2", "squeezenet1_1", "vit_b_32"])
+def test_real_models(name: str) -> None:
+    model, (image,) = zoo.build(name)
+    model, image = model.cuda().half(), image.cuda().half()
+    exact = model.float()
+    with torch.no_grad():
+        expected = exact(image.float())
+        model.half()
+        plain = (model(image) - expected).norm() / expected.norm()
+        fast = autostream.optimize(model, image, kernels="inductor")
+        ours = (fast(image) - expected).norm() / expected.norm()
+    assert_fused(fast)
+    assert ours <= max(2 * plain, 2e-3)
+
+
+def test_weights_that_change_or_move_are_seen(towers: Towers) -> None:
+    x = torch.randn(64, 256, device="cuda")
+    fast = autostream.optimize(towers, kernels="inductor")
+    with torch.no_grad():
+        fast(x)
+        towers.towers[0][0].weight.mul_(2)
+        torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+        towers.towers[1][0].weight.data = torch.randn(256, 256, device="cuda")
+        torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+        odd = torch.randn(256 * 256 + 1, device="cuda")[1:].view(256, 256)  # no kernel may load 16 bytes at a time here
+        towers.towers[1][0].weight.data = odd
+        torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_at_any_address(towers: Towers) -> None:
+    fast = autostream.optimize(towers, kernels="inductor")
+    memory = torch.randn(64 * 256 + 8, device="cuda")
+    with torch.no_grad():
+        for start in (0, 1, 3, 4):
+            x = memory[start : start + 64 * 256].view(64, 256)
+            torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+
+
+def test_batch_norms_that_learn() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()).cuda().train()
+    x = torch.randn(16, 32, device="cuda")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    fast = autostream.optimize(model, x, kernels="inductor")
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+    with torch.no_grad():
+        ours = [fast(x), fast(x)]
+        learnt = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        theirs = [model(x), model(x)]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(learnt, dict(model.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_draws_as_the_model_does() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)).cuda().train()
+    x = torch.randn(16, 32, device="cuda")
+    fast = autostream.optimize(model, x, kernels="inductor")
+    with torch.no_grad():
+        torch.cuda.manual_seed(5)
+        ours = fast(x)
+        torch.cuda.manual_seed(5)
+        torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x[1:], x + 1),
+        lambda x: (y := x * 2, y.t(), y),
+        lambda x: x.mul_(2)[1:],
+        lambda x: (x.sort().values, x.sum().item()),
+        lambda x: x[x > 0],
+    ],
+    ids=["a view of the input", "views of an output", "a written input", "a number", "a shape that depends on data"],
+)
+def test_what_cannot_be_fused_still_runs(function: Callable[[Tensor], object]) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> object:
+            return function(x)
+
+    fast, x = autostream.optimize(Model(), kernels="inductor"), torch.randn(8, 8, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            ours, theirs = x.clone(), x.clone()
+            torch.testing.assert_close(fast(ours), function(theirs))
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_graph_breaks_make_several_graphs_of_kernels() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = (x + 1).relu() * 2
+            if x.sum() > 0:
+                x = x.cos() + 1
+            return x.exp() / 3
+
+    fast, x = autostream.optimize(Branches(), kernels="inductor"), torch.randn(64, 64, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), Branches()(x))
+    (report,) = fast.reports
+    assert len(report.parts) >= 2
+    assert all(kernels_of(part) for part in report.parts if part.graph)
+
+
+def test_many_threads(towers: Towers) -> None:
+    fast = autostream.optimize(towers, kernels="inductor")
+    xs = [torch.randn(64, 256, device="cuda") for _ in range(10)]
+    with torch.no_grad():
+        expected = [towers(x) for x in xs]
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+                for turn in range(40):
+                    at = (seed * 7 + turn) % len(xs)
+                    torch.testing.assert_close(fast(xs[at]), expected[at], rtol=1e-4, atol=1e-5)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def test_settings_of_inductor_pass_through(towers: Towers) -> None:
+    x = torch.randn(64, 256, device="cuda")
+    fast = autostream.optimize(towers, kernels="inductor", inductor_options={"epilogue_fusion": False})
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+    assert_fused(fast)
+
+
+def test_a_kernel_says_what_it_writes(towers: Towers) -> None:
+    """By poisoning: whatever a kernel is not said to write stays as it was."""
+    from autostream.tracing.export import trace
+    from autostream.tracing.inductor import fuse
+    from autostream.tracing.tree import flatten
+
+    x = torch.randn(64, 256, device="cuda")
+    tensors, structure = flatten(((x,), {}))
+    program = fuse(trace(towers, tensors, structure).program)
+    state = dict(towers.named_parameters())
+    arguments = [x if p.target == "0" else state[p.target] for p in program.placeholders]
+    launched = 0
+
+    class Watching(torch.fx.Interpreter):
+        def call_function(self, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+            nonlocal launched
+            if not isinstance(target, Kernel):
+                return super().call_function(target, args, kwargs)  # type: ignore[arg-type]
+            launched += 1
+            kept = {at: arg.clone() for at, arg in enumerate(args) if isinstance(arg, Tensor)}
+            target(*args)
+            for at, before in kept.items():
+                same = torch.equal(before, args[at])  # type: ignore[arg-type]
+                assert same or at in target.written, f"{target} writes argument {at}"
+            return None
+
+    with torch.no_grad():
+        (result,) = Watching(program.module).run(*arguments)
+        torch.testing.assert_close(result, towers(x), rtol=1e-4, atol=1e-5)
+    assert launched
