@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ResultError as error:
         print(f"benchmarks: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return code
 
 
@@ -69,7 +72,8 @@ def _add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help="measure a suite, or go on with it",
-        description="Measure the rows of a suite that the result file does not have, and add them to it one by one.",
+        description="Measure the rows of a suite that the result file does not have, and add them to it one by one; "
+        "then try again those in which a mode failed, crashed or took too long.",
         epilog="example: python -m benchmarks run inference --minutes 8 --out inference.json",
     )
     run.add_argument("suite", choices=SUITES)
@@ -81,7 +85,11 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--timeout", type=positive, default=900.0, metavar="SECONDS", help="for one mode of a row (default: 900)"
     )
-    run.add_argument("--again", action="store_true", help="measure also what the file has")
+    run.add_argument(
+        "--again",
+        action="store_true",
+        help="measure also what the file has of another commit, or if it has none of one, all",
+    )
     run.set_defaults(command=_run)
 
 
@@ -99,7 +107,7 @@ def _add_compare(commands: Any) -> None:
         "compare",
         help="say what a second result changed, with 1 if something is worse",
         description="Compare each cell's speed, against the baseline of its own run. Worse is what lost more than the "
-        "limit, a noisy cell than the limit and its spread; and what A has and B has not.",
+        "limit and what medians differ by chance, or than five times the limit; and what A has and B has not.",
     )
     compare.add_argument("before", type=Path, metavar="A")
     compare.add_argument("after", type=Path, metavar="B")
@@ -134,19 +142,19 @@ def _share(text: str) -> float:
 def _run(arguments: argparse.Namespace) -> int:
     suite = SUITES[arguments.suite]
     modes = arguments.modes or suite.modes
-    found = result.load(arguments.out) if arguments.out.exists() else result.empty(arguments.suite)
-    tasks, remaining = _tasks(arguments, suite, modes, found), 0
-    end, here = time.monotonic() + 60 * arguments.minutes, stamp()
+    found = _begun(arguments)
+    end = time.monotonic() + 60 * arguments.minutes
+    here = {**stamp(), "timeout_s": arguments.timeout, "modes": list(modes)}
+    tasks, remaining = _tasks(arguments, suite, modes, found, here["commit"]), 0
     result.check_kind(found, here)
     result.save(found, arguments.out)  # what cannot be written must not be known only after the first row
     try:
         for done, (task, bar) in enumerate(_progress(tasks)):
             if time.monotonic() > end:
-                remaining = len(tasks) - done
+                remaining = sum(not task.retry for task in tasks[done:])
                 break
             measured = _measured(task, suite, arguments.timeout, bar)
-            found = result.ordered(result.with_row(found, measured, here), suite.rows)
-            result.save(found, arguments.out)
+            found = _added(arguments, task, measured, here)
             if bar.disable:
                 print(_finished(measured), file=sys.stderr)
     except KeyboardInterrupt:
@@ -160,15 +168,48 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _begun(arguments: argparse.Namespace) -> Result:
+    return result.load(arguments.out) if arguments.out.exists() else result.empty(arguments.suite)
+
+
+def _added(arguments: argparse.Namespace, task: _Task, measured: dict[str, Any], here: dict[str, Any]) -> Result:
+    """Put a row into the file, beside what another command may have put there in the meantime."""
+    found = _begun(arguments)
+    had = _by_key(found).get(result.key(measured))
+    if task.retry and had and not result.timed(had) <= result.timed(measured):
+        return found  # trying again must not lose what there was
+    found = result.ordered(result.with_row(found, measured, here), SUITES[found["suite"]].rows)
+    result.save(found, arguments.out)
+    return found
+
+
+def _by_key(found: Result) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {result.key(row): row for row in found["rows"]}
+
+
 class _Task(NamedTuple):
-    """A row to measure, and in which modes."""
+    """A row to measure, and how.
+
+    Attributes:
+        row: what to measure.
+        modes: in which modes.
+        since: date of what the file has of it, or empty.
+        retry: it was measured, but not in all modes with success.
+    """
 
     row: Row
     modes: tuple[str, ...]
+    since: str
+    retry: bool
 
 
-def _tasks(arguments: argparse.Namespace, suite: Suite, modes: Sequence[str], found: Result) -> list[_Task]:
+def _tasks(
+    arguments: argparse.Namespace, suite: Suite, modes: Sequence[str], found: Result, commit: str | None
+) -> list[_Task]:
     """What is still to be measured: a row that lacks a mode, with all that it has, since they have to take turns.
+
+    Whatever fails again is tried again by each command, so that comes last. Of the rest, what was measured longest ago
+    comes first: a command that time did not suffice for goes on.
 
     Raises:
         ResultError: there is no such workload or mode, the device is not here, or the file is of another suite.
@@ -182,15 +223,40 @@ def _tasks(arguments: argparse.Namespace, suite: Suite, modes: Sequence[str], fo
     _check_names("modes", modes, every)
     workloads = arguments.workloads or [row.workload for row in suite.rows]
     _check_names("workloads", workloads, [row.workload for row in suite.rows])
-    had = {result.key(row): tuple(row["cells"]) for row in found["rows"]}
     first, count = arguments.piece
     piece = [row for row in suite.rows if row.workload in workloads][first - 1 :: count]
-    tasks = [_Task(row, tuple(dict.fromkeys((*had.get(result.key(row), ()), *modes)))) for row in piece]
-    tasks = [task for task in tasks if arguments.again or task.modes != had.get(result.key(task.row))]
+    if not piece:
+        print(f"--piece {first}/{count} is empty: there are fewer rows than pieces", file=sys.stderr)
+    tasks = _due(piece, modes, found, arguments.again, commit)
     for mode in (mode for task in tasks for mode in task.modes):
         if mode not in every:
             raise ResultError(f"{arguments.out} has the mode {mode}, which there is no more: write to another file")
     return tasks
+
+
+def _due(piece: Sequence[Row], modes: Sequence[str], found: Result, again: bool, commit: str | None) -> list[_Task]:
+    """Those of a piece that are to be measured, in order; ``again`` as the command line has it."""
+    rows = _by_key(found)
+    had = {row: old for row in piece if (old := rows.get(result.key(row)))}
+    stamps = {row: found["stamps"][old["stamp"]] for row, old in had.items()}
+    others = {row for row, stamp in stamps.items() if stamp["commit"] != commit}
+    renewed = (others or {*had}) if again else set()
+    tasks = []
+    for row in piece:
+        old = had.get(row)
+        cells = tuple(old["cells"]) if old else ()
+        wanted = tuple(dict.fromkeys((*cells, *modes)))
+        lacking = old is None or row in renewed or (wanted != cells and not old["failure"])
+        if lacking or _failed(old):
+            tasks.append(_Task(row, wanted, stamps[row]["date"] if old else "", not lacking))
+    return sorted(tasks, key=lambda task: (task.retry, task.since))
+
+
+def _failed(row: dict[str, Any] | None) -> bool:
+    """Whether another attempt may find more; that a result is wrong is found already."""
+    return row is not None and (
+        bool(row["failure"]) or any(cell["status"] not in ("ok", "wrong") for cell in row["cells"].values())
+    )
 
 
 def _check_names(what: str, names: Sequence[str], known: Any) -> None:
@@ -255,7 +321,9 @@ def _compare(arguments: argparse.Namespace) -> int:
         _show(f"{name} {path}: {_origin(side)}")
     for change in found:
         _show(_line(change, change in worse))
-    _show(f"{len(worse)} of {len(found)} cells lost more than {arguments.fail_over:.1%}, against {baseline}")
+    _show(
+        f"{len(worse)} of {len(found)} cells lost more than {arguments.fail_over:.1%}, chance aside, against {baseline}"
+    )
     return int(bool(worse))
 
 
@@ -281,6 +349,8 @@ def _plot(arguments: argparse.Namespace) -> int:
         paths = plots(found, baseline, arguments.measure, arguments.out)
     except OSError as error:
         raise ResultError(f"--out {arguments.out}: {error.strerror}: name a folder that can be written") from error
+    if not paths:
+        raise ResultError(f"{arguments.result} has nothing to plot: no mode and {baseline} were timed in the same row")
     for path in paths:
         _show(str(path))
     return 0
@@ -295,7 +365,7 @@ def _baseline(arguments: argparse.Namespace, *results: Result) -> str:
     baseline: str = arguments.baseline or SUITES[results[0]["suite"]].baseline
     for found in results:
         modes = dict.fromkeys(mode for row in found["rows"] for mode in row["cells"])
-        if baseline not in modes:
+        if baseline not in modes and (modes or not found["rows"]):  # rows that failed as a whole have no modes
             raise ResultError(f"no row has the baseline {baseline}: there is {', '.join(modes) or 'none yet'}")
     return baseline
 

@@ -5,6 +5,7 @@ Times of two runs differ with the machine's mood. Ratios to a baseline that took
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,12 @@ from typing import Any
 from autostream.bench.ratios import Measure, Spread, ratio
 from autostream.bench.table import title
 from benchmarks.result import Result, ResultError, key
+
+_ERRORS = 3
+"""Standard errors that a loss has to be beyond the limit; of two equal medians, one pair in 700 is so far apart."""
+
+_MOST = 5
+"""Times the limit: a loss beyond this is one, however much the rounds scatter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +49,20 @@ class Change:
         return any(found.noisy for found in (self.before, self.after) if found)
 
     def worse(self, by: float) -> bool:
-        """Whether it lost more than this share of its speed, in noise more than that beyond it, or all of its time."""
-        lost = self.before is not None and self.after is None
-        return lost or (self.share is not None and self.share < -(by + self._noise))
+        """Whether it lost more than this share of its speed, or all of its time.
 
-    @property
-    def _noise(self) -> float:
-        return max((side.iqr / side.median for side in (self.before, self.after) if side and side.noisy), default=0.0)
+        What the medians of the rounds may differ by chance is allowed above that: three standard errors, of both
+        together. It is their errors and not the spread of the rounds, since a loss in a part of the rounds widens that,
+        and would excuse itself. For the same reason no more than five times the share is allowed in all.
+        """
+        if self.before is None or self.after is None:
+            return self.before is not None
+        error = math.hypot(self.before.standard_error, self.after.standard_error) / self.before.median
+        return 1 - self.after.median / self.before.median > min(by + _ERRORS * error, _MOST * by)
 
 
 def changes(before: Result, after: Result, modes: str, baseline: str, measure: Measure) -> Iterator[Change]:
-    """All cells that the older result has, whether the newer one has them or not.
+    """All cells that the older result has, whether the newer one has them or not; but those that neither has timed.
 
     Args:
         before: the older result.
@@ -72,7 +82,8 @@ def changes(before: Result, after: Result, modes: str, baseline: str, measure: M
         for mode in old["cells"]:
             if mode.startswith(modes) and mode != baseline:
                 was, now = (ratio(row["cells"], mode, baseline, measure) for row in (old, new))
-                yield Change(title(old), mode, was, now, _status(new, mode, baseline))
+                if was or now:
+                    yield Change(title(old), mode, was, now, _status(new, mode, baseline))
 
 
 def _status(row: dict[str, Any], mode: str, baseline: str) -> str:

@@ -7,6 +7,7 @@ machines merge. ``schema.json`` beside this file describes the form.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.stamp import LIBRARIES
 from benchmarks.suites import Row
 
 SCHEMA = 1
@@ -22,7 +24,11 @@ SCHEMA = 1
 Result = dict[str, Any]
 
 _KEY = ("workload", "batch", "dtype", "optimizer")
-_KIND = ("gpu", "torch", "cuda")
+_KIND = ("gpu", "torch", "cuda", *LIBRARIES)
+"""What rows of one file agree in, as far as both stamps have it."""
+
+_KIND_CPU = (*_KIND, "cpu", "cpus", "threads")
+"""The same where the CPU itself is measured."""
 
 
 class ResultError(Exception):
@@ -41,9 +47,9 @@ def load(path: Path) -> Result:
         ResultError: it is not there, is no result of this schema and of a suite that there is, or is damaged inside.
     """
     try:
-        result: Result = json.loads(path.read_text(), parse_constant=_refuse)
+        result: Result = json.loads(path.read_text(), parse_constant=_refuse, parse_float=_finite, parse_int=_handy)
         found = result["schema"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ResultError(f"{path} is no result file ({type(error).__name__}): write one with run --out") from error
     if found != SCHEMA:
         raise ResultError(f"{path} has schema {found}, not {SCHEMA}: measure again")
@@ -56,6 +62,20 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"JSON has no {constant}")
 
 
+def _finite(number: str) -> float:
+    """What would be infinity is refused too: it could be read, but not written."""
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
+
+
+def _handy(number: str) -> int:
+    """No count has more digits; one that has more than a float can hold would stop the arithmetic."""
+    return int(number) if len(number) <= _DIGITS else _refuse(number[:_SHOWN])
+
+
+_DIGITS = 30
+
+
 def _fault(result: Result) -> str:
     """What is wrong with a result, or ``""``."""
     if find_spec("jsonschema") is None:  # comes with the extra ``bench``; a result that is whole needs no check
@@ -66,9 +86,13 @@ def _fault(result: Result) -> str:
     validator = Draft202012Validator(json.loads((Path(__file__).parent / "schema.json").read_text()))
     if error := best_match(validator.iter_errors(result)):
         return f"{error.json_path}: {error.message[:_SHOWN]}"
+    keys = set()
     for row in result["rows"]:
-        if row["stamp"] >= len(result["stamps"]):
+        if not isinstance(row["stamp"], int) or row["stamp"] >= len(result["stamps"]):  # 0.0 is an integer in JSON
             return f"{row['workload']} has a stamp that is not there"
+        if key(row) in keys:
+            return f"{row['workload']} is there twice"
+        keys.add(key(row))
         if len({len(cell[name]) for cell in row["cells"].values() for name in _SERIES if name in cell}) > 1:
             return f"{row['workload']} has modes with other numbers of rounds"
     return ""
@@ -104,15 +128,20 @@ def key(row: dict[str, Any] | Row) -> tuple[Any, ...]:
     return tuple(values[name] for name in _KEY)
 
 
+def timed(row: dict[str, Any]) -> set[str]:
+    """The modes that a row has times of."""
+    return {mode for mode, cell in row["cells"].items() if cell["status"] == "ok"}
+
+
 def check_kind(result: Result, stamp: dict[str, Any]) -> None:
     """Refuse a stamp whose rows cannot be compared with those that a result has.
 
     Raises:
-        ResultError: it is of another kind of machine or another torch.
+        ResultError: it is of another kind of machine, or another version of a library.
     """
     for other in result["stamps"]:
-        if differing := [name for name in _KIND if other[name] != stamp[name]]:
-            name = differing[0]
+        kind = [name for name in (_KIND if stamp["gpu"] else _KIND_CPU) if name in other and name in stamp]
+        if name := next((name for name in kind if other[name] != stamp[name]), ""):
             raise ResultError(
                 f"this result has {name} {other[name]!r}, the new row {stamp[name]!r}: rows of one file are compared "
                 "with one another, so write to another file"
@@ -123,7 +152,7 @@ def with_row(result: Result, row: dict[str, Any], stamp: dict[str, Any]) -> Resu
     """The result with one more row, in the place of what was measured of it before.
 
     Raises:
-        ResultError: the row is from another kind of machine or another torch.
+        ResultError: as :func:`check_kind`.
     """
     check_kind(result, stamp)
     stamps = [*result["stamps"]] if stamp in result["stamps"] else [*result["stamps"], stamp]
@@ -134,7 +163,9 @@ def with_row(result: Result, row: dict[str, Any], stamp: dict[str, Any]) -> Resu
 
 
 def merged(results: Sequence[Result]) -> Result:
-    """One result with the rows of all; of a row that several have, the one that was given last.
+    """One result with the rows of all; of a row that several have, the one with most modes timed, or the last of those.
+
+    Cells of several are not mixed: those of one row took turns.
 
     Raises:
         ResultError: they are of different suites, or from different kinds of machines.
@@ -144,7 +175,11 @@ def merged(results: Sequence[Result]) -> Result:
         if other["suite"] != first["suite"]:
             raise ResultError(f"results of {first['suite']} and {other['suite']} do not merge: they are two suites")
         for row in other["rows"]:
-            first = with_row(first, row, other["stamps"][row["stamp"]])
+            at = other["stamps"][row["stamp"]]
+            check_kind(first, at)
+            had = next((had for had in first["rows"] if key(had) == key(row)), None)
+            if had is None or len(timed(row)) >= len(timed(had)):
+                first = with_row(first, row, at)
     return first
 
 

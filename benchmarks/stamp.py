@@ -6,13 +6,18 @@ import json
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+
+LIBRARIES = ("torchvision", "timm", "transformers", "triton", "networkx")
+"""Those that models come from or that planning and compiling use; a stamp has the versions of those installed."""
 
 
 def stamp() -> dict[str, Any]:
@@ -27,6 +32,9 @@ def stamp() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cpus": os.cpu_count(),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        **_versions(),
     }
 
 
@@ -39,8 +47,33 @@ def save(name: str, result: dict[str, Any], table: str, folder: Path) -> None:
 
 
 def _commit() -> str | None:
-    """The commit measured, with ``-dirty`` where the tree differs from it."""
-    return os.environ.get("AUTOSTREAM_COMMIT") or _output("git", "describe", "--always", "--dirty", "--abbrev=12")
+    """The commit measured, with ``-dirty`` where the tree differs from it.
+
+    It is that of this package's own repository, wherever the command runs. A copy without a repository, as on a machine
+    that gets only the files, is told its commit by the environment variable ``AUTOSTREAM_COMMIT``.
+    """
+    here = str(Path(__file__).parent)
+    return os.environ.get("AUTOSTREAM_COMMIT") or _output(
+        "git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _cpu() -> str:
+    """The CPU's model as Linux tells it, or else its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.machine()
 
 
 def _output(*command: str) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from autostream.bench.contest import Cell, Contest, Status, hold
@@ -83,14 +84,9 @@ def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Call
         said = Path(folder) / "said"
         child = context.Process(target=_child, args=(theirs, Path(folder), make, modes))
         mode = _MAKING
-        # The child inherits that interrupts wait, from its first moment on: this process, which gets the same ones,
-        # ends it. Here they wait until there is something to end. Starting the tracker would let them through.
-        resource_tracker.ensure_running()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            child.start()
+            _start(child)
             theirs.close()  # so that the pipe ends when the child does
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             while ours.poll(timeout_s):
                 message = ours.recv()
                 if isinstance(message, Outcome):
@@ -103,10 +99,19 @@ def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Call
             child.join()
             return _Attempt(None, mode, "crashed", f"exit code {child.exitcode}{_last_words(said)}")
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # where the child did not start
-            if child.pid is not None:
+            if child.pid is not None:  # it may not have come to that
                 child.kill()
                 child.join()
+
+
+def _start(child: BaseProcess) -> None:
+    """Start a process that no interrupt reaches, from its first moment on: this one, which gets the same, ends it."""
+    resource_tracker.ensure_running()  # starting it lets interrupts through
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
+    try:
+        child.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _child(pipe: Connection, folder: Path, make: MakeContest, modes: list[str]) -> None:

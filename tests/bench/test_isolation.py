@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,9 +115,59 @@ def test_a_contest_that_is_made_too_late_has_no_cells() -> None:
     assert multiprocessing.active_children() == []
 
 
+class Interrupted:
+    """Makes a contest never; an interrupt comes before its process runs any code of ours."""
+
+    def __call__(self) -> Contest:
+        with multiprocessing.RLock():
+            return too_late()
+
+    def __setstate__(self, state: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def __getstate__(self) -> object:
+        return 1
+
+
+def test_a_process_that_is_ended_says_nothing_and_takes_no_interrupts(tmp_path: Path) -> None:
+    """In a program of its own, since what tracks locks is started once, and speaks when the program ends."""
+    program = (
+        "from autostream.bench.isolation import hold_isolated; from tests.bench.test_isolation import Interrupted\n"
+        "if __name__ == '__main__': print(hold_isolated(Interrupted(), ['a'], 6.0).failure)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("timed out: no sign of life for 6 s\n", "")
+
+
+def test_an_interrupt_while_the_process_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it comes before there is something to end, or at once after."""
+    start = multiprocessing.get_context("spawn").Process.start
+
+    def interrupted(process: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", interrupted)
+    notes: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        hold_isolated(by_hand, ["hangs"], 6.0, notes.append)
+    assert notes == [], "and no longer"
+    assert multiprocessing.active_children() == []
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_whoever_interrupts_ends_the_process_too() -> None:
     def interrupt(mode: str) -> None:
         assert len(multiprocessing.active_children()) == 1
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -51,7 +51,8 @@ def parsed(text: str) -> list[dict[str, str]]:
 def test_a_cell_has_all_its_numbers(rows: list[Row]) -> None:
     eager, fast, *_ = parsed(cells_table(rows, "eager", "csv"))
     assert eager == {
-        "workload": "net ×8", "mode": "eager", "µs a call": "2000", "IQR": "0", "faster": "1", "device µs": "2000",
+        "workload": "net ×8", "mode": "eager", "µs a call": "2000", "IQR": "0", "faster": "1", "faster IQR": "0",
+        "device µs": "2000",
         "latency µs": "31", "p99": "41", "host µs": "21", "calls/s": "500", "MB": "2.5", "reserved MB": "0",
         "first s": "1.25", "error": "0.001", "streams": "", "remark": "",
     }  # fmt: skip
@@ -87,8 +88,23 @@ def test_a_row_that_failed_has_a_line(rows: list[Row]) -> None:
 def test_a_row_has_the_baselines_time_and_the_others_ratios(rows: list[Row]) -> None:
     net, lost = parsed(ratios_table(rows, "eager", "call", "csv"))
     # The rounds' ratios of the noisy mode are 2, 1 and 2/3.
-    assert net == {"workload": "net ×8", "eager µs": "2000", "fast": "2", "noisy": "1", "bad": "wrong"}
-    assert lost == {"workload": "lost", "eager µs": "crashed: exit code 1", "fast": "", "noisy": "", "bad": ""}
+    assert {name: value for name, value in net.items() if not name.endswith("IQR")} == {
+        "workload": "net ×8", "eager µs": "2000", "fast": "2", "noisy": "1", "bad": "wrong",
+    }  # fmt: skip
+    assert {name: value for name, value in lost.items() if value} == {
+        "workload": "lost", "eager µs": "crashed: exit code 1",
+    }  # fmt: skip
+
+
+def test_programs_read_how_far_ratios_scatter(rows: list[Row]) -> None:
+    """Beside each ratio, noisy or not; a cell that has none has no spread."""
+    net, lost = parsed(ratios_table(rows, "eager", "call", "csv"))
+    assert list(net) == ["workload", "eager µs", "fast", "fast IQR", "noisy", "noisy IQR", "bad", "bad IQR"]
+    assert [net["fast IQR"], net["noisy IQR"], net["bad IQR"]] == ["0", "1.33333333", ""]
+    assert [lost["fast IQR"], lost["noisy IQR"], lost["bad IQR"]] == ["", "", ""]
+    eager, _, noisy, bad, _ = parsed(cells_table(rows, "eager", "csv"))
+    assert [line["faster IQR"] for line in (eager, noisy, bad)] == ["0", "1.33333333", ""]
+    assert list(eager)[4:7] == ["faster", "faster IQR", "device µs"]
 
 
 def test_ratios_are_of_the_time_that_is_asked_for(rows: list[Row]) -> None:
@@ -111,13 +127,14 @@ def test_another_mode_may_be_the_baseline(rows: list[Row]) -> None:
 def test_where_the_baseline_was_not_timed_its_place_says_so(rows: list[Row]) -> None:
     rows[0]["cells"]["eager"] = {"status": "timed out", "reason": "no sign of life for 9 s"}
     net, _ = parsed(ratios_table(rows, "eager", "call", "csv"))
-    assert net == {"workload": "net ×8", "eager µs": "timed out", "fast": "ok", "noisy": "ok", "bad": "wrong"}
+    assert [net[name] for name in ("eager µs", "fast", "noisy", "bad")] == ["timed out", "ok", "ok", "wrong"]
 
 
 def test_a_mode_that_a_row_lacks_leaves_its_place_empty(rows: list[Row]) -> None:
     rows.append({"workload": "small", "cells": {"eager": cell(1.0), "late": cell(0.5)}})
     net, _, small = parsed(ratios_table(rows, "eager", "call", "csv"))
-    assert list(net) == ["workload", "eager µs", "fast", "noisy", "bad", "late"]
+    names = [name for name in net if not name.endswith("IQR")]
+    assert names == ["workload", "eager µs", "fast", "noisy", "bad", "late"]
     assert net["late"] == small["fast"] == ""
     assert small["late"] == "2"
 
@@ -127,7 +144,7 @@ def test_a_time_that_was_not_taken_is_a_dash(rows: list[Row]) -> None:
     for mode in ("eager", "fast"):
         del rows[0]["cells"][mode]["device_us"]
     net, _ = parsed(ratios_table(rows, "eager", "device", "csv"))
-    assert net == {"workload": "net ×8", "eager µs": "–", "fast": "–", "noisy": "ok", "bad": "wrong"}
+    assert [net[name] for name in ("eager µs", "fast", "noisy", "bad")] == ["–", "–", "ok", "wrong"]
     net, _ = parsed(ratios_table(rows, "eager", "call", "csv"))
     assert net["fast"] == "2"
     _, fast, *_ = parsed(cells_table(rows, "eager", "csv"))

@@ -156,6 +156,130 @@ def test_again_measures_also_what_is_there(lab: Lab, out: Path) -> None:
     assert [row["stamp"] for row in result.load(out)["rows"]] == [0, 1]
 
 
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite of three rows in one mode."""
+    rows = tuple(Row(name, 1, "float32") for name in ("a", "b", "c"))
+    monkeypatch.setitem(SUITES, "cpu", command.Suite("cpu", rows, ("eager",), "eager"))  # type: ignore[arg-type]
+
+
+def test_again_in_steps_comes_to_an_end(lab: Lab, out: Path, three: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a new commit, each command begins with what is still of the old one; when nothing is, all over again."""
+    run(out)
+    lab.asked.clear()
+    lab.stamp = LATER | {"commit": "new"}
+    said = []
+    for _ in range(4):
+        capsys.readouterr()
+        assert run(out, "--again", "--minutes", "0.5") == 0
+        said += [line for line in capsys.readouterr().err.splitlines() if "remain" in line]
+    assert lab.workloads == ["a", "b", "c", "a"]
+    assert [line.split(";")[0] for line in said] == ["2 rows remain", "1 row remains", "2 rows remain"]
+
+
+def test_again_on_the_same_commit_goes_on_with_what_is_oldest(lab: Lab, out: Path, three: None) -> None:
+    run(out)
+    lab.asked.clear()
+    lab.stamp = LATER
+    for _ in range(4):
+        run(out, "--again", "--minutes", "0.5")
+    assert lab.workloads == ["a", "b", "c", "a"]
+
+
+def test_again_puts_a_failure_in_the_place_of_a_time(lab: Lab, out: Path, three: None) -> None:
+    run(out)
+    lab.others["a"] = Outcome({"eager": Cell("failed", "no kernel")})
+    run(out, "--again")
+    assert result.load(out)["rows"][0]["cells"]["eager"]["status"] == "failed"
+
+
+BROKEN = [
+    pytest.param(Outcome({"eager": Cell(status, "why")}), id=status) for status in ("failed", "crashed", "timed out")
+] + [pytest.param(Outcome(failure="no room"), id="row")]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_failed_is_tried_again_after_the_rest(lab: Lab, out: Path, three: None, broken: Outcome) -> None:
+    lab.others["a"] = broken
+    run(out, "--minutes", "0.5")
+    run(out)
+    assert lab.workloads == ["a", "b", "c", "a"]
+    lab.others.clear()
+    run(out)
+    run(out)
+    assert lab.workloads[4:] == ["a"]
+    assert result.timed(result.load(out)["rows"][0]) == {"eager"}
+
+
+def test_a_row_that_lacks_a_mode_comes_before_one_that_failed(lab: Lab, out: Path, three: None) -> None:
+    lab.others["a"] = Outcome(failure="no room")
+    run(out, "--workloads", "a")
+    lab.stamp = LATER
+    run(out, "--workloads", "b")
+    lab.asked.clear()
+    run(out, "--workloads", "a,b", "--modes", "autostream")
+    assert lab.workloads == ["b", "a"]
+
+
+def test_what_fails_for_ever_does_not_remain(
+    lab: Lab, out: Path, three: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for workload in "abc":
+        lab.others[workload] = Outcome(failure="no room")
+    run(out)
+    capsys.readouterr()
+    assert run(out, "--minutes", "0.5") == 0
+    assert "remain" not in capsys.readouterr().err
+
+
+def test_a_wrong_result_is_one_and_not_tried_again(lab: Lab, out: Path, three: None) -> None:
+    lab.others["a"] = Outcome({"eager": Cell("wrong", "error 1.0e+00, 1.0e-01 allowed")})
+    run(out)
+    run(out)
+    assert lab.workloads == ["a", "b", "c"]
+
+
+def test_trying_again_does_not_lose_what_there_was(lab: Lab, out: Path) -> None:
+    """As many modes as before are timed, but not the same ones."""
+    modes, bad = ("--workloads", "towers8", "--modes", "eager,autostream"), Cell("crashed", "exit code 1")
+    lab.others["towers8"] = Outcome({"eager": timed(), "autostream": bad})
+    run(out, *modes)
+    before = result.load(out)
+    lab.others["towers8"] = Outcome({"eager": bad, "autostream": timed()})
+    run(out, *modes)
+    assert len(lab.asked) == 2
+    assert result.load(out) == before
+    lab.others.clear()
+    run(out, *modes)
+    assert result.timed(result.load(out)["rows"][0]) == {"eager", "autostream"}
+
+
+def test_two_commands_may_add_to_one_file(lab: Lab, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second runs while the first one measures."""
+
+    def hold(*args: Any) -> Outcome:
+        monkeypatch.setattr(command, "hold_isolated", lab.hold)
+        run(out, "--workloads", "towers8")
+        return lab.hold(*args)
+
+    monkeypatch.setattr(command, "hold_isolated", hold)
+    run(out, "--workloads", "mm_small")
+    assert names(out) == ["mm_small", "towers8"]
+
+
+def test_a_stamp_has_the_options_of_the_run(lab: Lab, out: Path) -> None:
+    run(out, "--timeout", "7", "--modes", "eager,autostream")
+    assert result.load(out)["stamps"] == [STAMP | {"timeout_s": 7.0, "modes": ["eager", "autostream"]}]
+
+
+def test_an_empty_piece_is_told(lab: Lab, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(out, "--piece", "5/5") == 0
+    assert capsys.readouterr().err == "--piece 5/5 is empty: there are fewer rows than pieces\n"
+    assert lab.asked == []
+    assert run(out, "--piece", "2/2") == 0
+    assert "is empty" not in capsys.readouterr().err
+
+
 def test_pieces_merged_in_any_order_are_the_whole(lab: Lab, tmp_path: Path) -> None:
     whole, one, two, both = (tmp_path / f"{name}.json" for name in ("whole", "one", "two", "both"))
     run(whole)
@@ -231,6 +355,17 @@ def test_an_interrupted_run_keeps_what_is_done(lab: Lab, out: Path, capsys: pyte
     assert lab.workloads == ["mm_small", "towers8", "towers8"]
 
 
+def test_an_interrupt_before_anything_is_measured_is_one_line(
+    lab: Lab, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stamp() -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "stamp", stamp)
+    assert run(out) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
 def test_what_goes_wrong_is_stored_and_told_and_the_rest_goes_on(
     lab: Lab, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +430,7 @@ def test_a_terminal_shows_a_bar_with_the_mode_under_way(lab: Lab, out: Path, mon
         ("table there.json --measure host", "argument --measure: invalid choice: 'host'"),
         ("table empty.json", "no row has the baseline eager: there is none yet"),
         ("plot missing", "missing is no result file"),
+        ("plot there.json --out .", "there.json has nothing to plot: no mode and eager were timed in the same row"),
         ("plot there.json --out there.json", "--out there.json: File exists: name a folder that can be written"),
         ("compare there.json missing", "missing is no result file"),
         ("compare there.json there.json", "there.json and there.json have no cell in common that could be compared"),
@@ -414,12 +550,15 @@ def compared(before: dict[str, Any], after: dict[str, Any], *flags: str) -> int:
 
 
 def test_a_comparison_without_regressions(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of cells that neither could time there is nothing to say."""
     scattered = cell(5.0, 6.0, 7.0)
-    before = made(
-        row("a", **against(6.0)), row("b", **against(6.0)), row("c", **against(6.0) | {"autostream": failed()})
-    )
+    broken = against(6.0) | {"autostream": failed()}
+    before = made(row("a", **against(6.0)), row("b", **against(6.0)), row("c", **broken), row("d", **broken))
     after = made(
-        row("a", **against(6.1)), row("b", **against(6.0) | {"autostream": scattered}), row("c", **against(6.0))
+        row("a", **against(6.1)),
+        row("b", **against(6.0) | {"autostream": scattered}),
+        row("c", **against(6.0)),
+        row("d", **broken),
     )
     assert compared(before, after) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -427,7 +566,7 @@ def test_a_comparison_without_regressions(shown: str, capsys: pytest.CaptureFixt
         "a, autostream: 2.000× to 1.967× -1.6%",
         "b, autostream: 2.000× to 2.000× +0.0%, noisy",
         "c, autostream: - to 2.000× ok",
-        "0 of 3 cells lost more than 3.0%, against cuda_graph",
+        "0 of 3 cells lost more than 3.0%, chance aside, against cuda_graph",
     ]
 
 
@@ -442,7 +581,7 @@ def test_a_comparison_with_regressions(shown: str, capsys: pytest.CaptureFixture
         "a, autostream: 2.000× to 2.000× +0.0%",
         "b, autostream: 2.000× to 1.500× -25.0%, WORSE",
         "c, autostream: 2.000× to - failed, WORSE",
-        "2 of 3 cells lost more than 3.0%, against cuda_graph",
+        "2 of 3 cells lost more than 3.0%, chance aside, against cuda_graph",
     ]
 
 
@@ -461,8 +600,24 @@ def test_a_row_that_the_second_lacks_is_worse(shown: str, capsys: pytest.Capture
     assert compared(made(row("a", **against(6.0)), row("b", **against(6.0))), made(row("a", **against(6.0)))) == 1
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "b, autostream: 2.000× to - missing, WORSE",
-        "1 of 2 cells lost more than 3.0%, against cuda_graph",
+        "1 of 2 cells lost more than 3.0%, chance aside, against cuda_graph",
     ]
+
+
+def test_a_second_result_of_nothing_but_failed_rows_is_worse(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared(made(row("a", **against(6.0))), made(row("a", failure="no room"))) == 1
+    assert "a, autostream: 2.000× to - no room, WORSE" in capsys.readouterr().out
+    assert command.main(["table", "b.json"]) == 0
+    assert "no room" in capsys.readouterr().out
+
+
+def test_a_loss_in_a_part_of_the_rounds_does_not_excuse_itself(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five times as slow in 18 of 25 rounds: their quartiles are four times the median apart."""
+    slow = against(6.0)
+    cells = {mode: cell(*measured["call_us"][:1] * 25) for mode, measured in slow.items()}
+    part = cells | {"autostream": cell(*[30.0] * 18, *[6.0] * 7)}
+    assert compared(made(row("a", **cells)), made(row("a", **part))) == 1
+    assert "a, autostream: 2.000× to 0.400× -80.0%, noisy, WORSE" in capsys.readouterr().out
 
 
 def test_results_of_two_suites_are_not_compared(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -523,7 +678,7 @@ def test_plots_are_written_and_named(shown: str, capsys: pytest.CaptureFixture[s
 
 def test_a_plot_is_of_what_was_asked_for(shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(command, "plots", lambda *args: asked.append(args[1:]) or [])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(command, "plots", lambda *args: asked.append(args[1:]) or [Path()])  # type: ignore[func-returns-value]
     command.main(["plot", shown])
     command.main(["plot", shown, "--baseline", "eager", "--measure", "device", "--out", "x"])
     assert asked == [("cuda_graph", "call", Path()), ("eager", "device", Path("x"))]

@@ -17,7 +17,7 @@ from autostream.bench.contest import Cell, Status
 from autostream.options import PolicyName
 from benchmarks import result
 from benchmarks.result import ResultError
-from benchmarks.stamp import RESULTS, stamp
+from benchmarks.stamp import LIBRARIES, RESULTS, stamp
 from benchmarks.suites import Row
 from tests.benchmarks.results import LATER, OTHER_GPU, SCHEMA, STAMP, cell, check, failed, row
 from tests.benchmarks.results import result as made
@@ -112,6 +112,10 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         ('{"schema": 1, "suite"', r"is no result file \(JSONDecodeError\)"),
         ("[1]", r"is no result file \(TypeError\)"),
         ('{"rows": []}', r"is no result file \(KeyError\)"),
+        ("[" * 100_000, r"is no result file \(RecursionError\)"),
+        ('{"schema": 1, "rows": [1e999]}', r"is no result file \(ValueError\)"),
+        ('{"schema": 1, "rows": [-1e999]}', r"is no result file \(ValueError\)"),
+        (f'{{"schema": 1, "rows": [{10**400}]}}', r"is no result file \(ValueError\)"),
         ('{"schema": 2}', "has schema 2, not 1: measure again"),
         ('{"schema": 1}', r"is damaged \(\$: 'suite' is a required property\): measure again"),
         ('{"schema": 1, "suite": "old", "stamps": [], "rows": []}', r"is damaged \(\$.suite: 'old' is not one of"),
@@ -154,6 +158,7 @@ def damaged(path: Path, found: object) -> str:
         ("stamp", 1),
         ("stamp", -1),
         ("stamp", "0"),
+        ("stamp", 0.0),
         ("cells/eager", "ok"),
         ("cells/eager/status", None),
         ("cells/eager/status", "failed"),
@@ -164,6 +169,8 @@ def damaged(path: Path, found: object) -> str:
         ("cells/eager/call_us", [3.0]),
         ("cells/eager/call_us", [3.0, "3"]),
         ("cells/eager/call_us", [3.0, 0.0]),
+        ("cells/eager/call_us", [3.0, 1e-300]),
+        ("cells/eager/call_us", [3.0, 1e300]),
         ("cells/eager/call_us", [3.0, 3.0, 3.0]),
         ("cells/eager/device_us", [3.0]),
         ("cells/eager/device_us", [3.0, 3.0, 3.0]),
@@ -208,6 +215,10 @@ def test_what_is_no_row_is_told(tmp_path: Path, value: object) -> None:
 def test_damage_around_the_rows_is_told(tmp_path: Path, change: str, value: Any) -> None:
     place = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in change.split("/"))
     assert damaged(tmp_path / "x.json", changed(change, value)).startswith((f" (${place}", " ($.stamps[0]: "))
+
+
+def test_a_row_that_is_there_twice_is_told(tmp_path: Path) -> None:
+    assert damaged(tmp_path / "x.json", made(row("a", 8), row("a"), row("a", 8))).startswith(" (a is there twice): ")
 
 
 def test_one_round_is_no_series(tmp_path: Path) -> None:
@@ -279,6 +290,68 @@ def test_another_driver_or_commit_is_only_noted() -> None:
     assert len(found["stamps"]) == 2
 
 
+NEW = {"cpu": "C1", "threads": 2, "timm": "1.0", "networkx": "3.2"}
+"""What stamps that are older do not have."""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "differing"),
+    [
+        ("G1", {"timm": "2.0"}),
+        ("G1", {"networkx": "3.3"}),
+        (None, {"timm": "2.0"}),
+        (None, {"cpu": "C2"}),
+        (None, {"cpus": 3}),
+        (None, {"threads": 1}),
+    ],
+)
+def test_libraries_have_to_agree_and_without_a_gpu_the_cpu(gpu: str | None, differing: dict[str, Any]) -> None:
+    at = STAMP | NEW | {"gpu": gpu}
+    found = result.with_row(result.empty("cpu"), row("a"), at)
+    check(found)
+    (name,) = differing
+    with pytest.raises(ResultError, match=f"has {name} .*, the new row '?{differing[name]}'?: "):
+        result.with_row(found, row("b"), at | differing)
+    result.with_row(found, row("b"), at)
+
+
+@pytest.mark.parametrize("differing", [{"cpu": "C2"}, {"cpus": 3}, {"threads": 1}, {"timeout_s": 7.0}, {"modes": []}])
+def test_the_cpu_beside_a_gpu_and_options_are_only_noted(differing: dict[str, Any]) -> None:
+    found = result.with_row(made(row("a")) | {"stamps": [STAMP | NEW]}, row("b"), STAMP | NEW | differing)
+    check(found)
+    assert len(found["stamps"]) == 2
+
+
+def test_what_an_older_stamp_does_not_have_is_not_compared() -> None:
+    for one, other in ((STAMP, STAMP | NEW), (STAMP | NEW, STAMP)):
+        assert len(result.with_row(made(row("a")) | {"stamps": [one]}, row("b"), other)["stamps"]) == 2
+
+
+TWO = {"eager": cell(1.0, 1.0), "autostream": cell(1.0, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("later", "kept"),
+    [
+        pytest.param(row("a", failure="no room"), "earlier", id="failed"),
+        pytest.param(row("a", eager=cell(2.0, 2.0)), "earlier", id="fewer modes"),
+        pytest.param(row("a", **TWO | {"eager": failed()}), "earlier", id="fewer times"),
+        pytest.param(row("a", **TWO), "later", id="as many"),
+        pytest.param(row("a", **TWO, compile_default=cell(1.0, 1.0)), "later", id="more"),
+    ],
+)
+def test_of_the_same_row_the_one_with_most_times_is_kept(later: dict[str, Any], kept: str) -> None:
+    found = result.merged([made(row("a", **TWO)), made(later) | {"stamps": [LATER]}])
+    check(found)
+    assert found["stamps"] == [STAMP if kept == "earlier" else LATER]
+    assert found["rows"][0]["cells"] == (TWO if kept == "earlier" else later["cells"])
+
+
+def test_a_row_of_another_kind_is_refused_even_if_it_would_not_be_kept() -> None:
+    with pytest.raises(ResultError, match="has gpu 'G1', the new row 'G2'"):
+        result.merged([made(row("a", **TWO)), made(row("a")) | {"stamps": [OTHER_GPU]}])
+
+
 def test_pieces_merge_and_the_last_of_the_same_row_counts() -> None:
     pieces = [
         made(row("a"), row("b")),
@@ -325,7 +398,10 @@ def test_the_schema_has_what_the_code_writes() -> None:
     assert [*properties] == [field.name for field in fields(Cell)]
     assert properties["status"]["enum"] == [*get_args(Status)]
     assert {"auto", *definitions["schedule"]["properties"]["policy"]["enum"]} == {*get_args(PolicyName)}
-    assert {*definitions["stamp"]["required"]} == definitions["stamp"]["properties"].keys() == stamp().keys()
+    stamps = definitions["stamp"]
+    assert {*stamps["required"]} == STAMP.keys() <= stamp().keys() <= stamps["properties"].keys()
+    optional = {*LIBRARIES, "cpu", "threads", "timeout_s", "modes"}
+    assert stamps["properties"].keys() - STAMP.keys() == optional, "stamps that are older lack these"
     Draft202012Validator(SCHEMA).validate(result.empty("cpu") | {"stamps": [stamp()]})
 
 

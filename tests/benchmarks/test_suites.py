@@ -66,7 +66,7 @@ def test_the_cpu_suite_is_two_workloads_for_the_cpu() -> None:
     suite = SUITES["cpu"]
     assert (suite.device, suite.baseline, len(suite.rows)) == ("cpu", "eager", 2)
     assert suite.modes == tuple(modes_of(torch.device("cpu")))
-    assert AUTOSTREAM.keys() < {*suite.modes}
+    assert {name for name in AUTOSTREAM if "inductor" not in name} < {*suite.modes}
     assert [name for name in SUITES if SUITES[name].device == "cpu"] == ["cpu"]
 
 
