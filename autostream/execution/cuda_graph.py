@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
+from autostream.execution.bound import Bound
 from autostream.execution.capture import capture
 from autostream.execution.static import Handout, copyable, handouts, static_copies
 from autostream.execution.streams import capture_stream
@@ -24,8 +24,6 @@ from autostream.storages import storage_of
 
 Run = Callable[..., Sequence[Tensor]]
 """Takes flat tensors, returns flat tensors."""
-
-Layout = list[list[object]]
 
 WARMUP_RUNS = 2
 """Libraries load kernels, choose algorithms and allocate in the first run on a stream; in a capture they must not."""
@@ -82,7 +80,7 @@ class CapturedGraph:
             self.static = static_copies(tensors, self._copied)
         # What the graph reads stays allocated when a weight moves away, until a call notices.
         self._held = [tensors[index].detach() for index in self._bound]
-        self._layout = layout(self._held)
+        self._unmoved = Bound(self._held).unmoved
         self._lock = threading.Lock()
         self._graph, outputs = _captured(run, self.static, device)
         self._handouts: tuple[Handout, ...] = handouts(outputs, self.static, self._copied)
@@ -119,19 +117,8 @@ class CapturedGraph:
             return _hand_out(self._handouts, tensors)
 
     def _compare(self, tensors: Sequence[Tensor]) -> None:
-        if layout([tensors[index] for index in self._bound]) != self._layout:
+        if not self._unmoved([tensors[index] for index in self._bound]):
             raise Moved
-
-
-def layout(tensors: Sequence[Tensor]) -> Layout:
-    """Where tensors lie and how: what a captured graph takes for granted.
-
-    By column: a tuple for each of thousands of tensors would set off the garbage collector at every call.
-    """
-    return [list(map(column, tensors)) for column in _COLUMNS]
-
-
-_COLUMNS: tuple[Callable[[Tensor], object], ...] = (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

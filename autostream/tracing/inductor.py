@@ -226,13 +226,14 @@ def _wrapper_class(modules: list[fx.GraphModule], device: torch.device) -> type:
 
         def _generate(self, is_inference: bool) -> tuple[FileBackedGraphModule, None]:
             self.run_wrapper_ir_passes(is_inference)
+            wrapper: Any = self  # of types that differ from version to version
             converter = Converter(
-                lines=self.lines,
-                prologue=f"{self.imports.getvalue()}\n{self.header.getvalue()}",
-                graph_inputs=self.get_fx_graph_inputs(),
-                graph_outputs=self.get_graph_outputs(),
-                subgms=self.subgms,
-                is_subgraph=self.is_subgraph,
+                lines=wrapper.lines,
+                prologue=f"{wrapper.imports.getvalue()}\n{wrapper.header.getvalue()}",
+                graph_inputs=wrapper.get_fx_graph_inputs(),
+                graph_outputs=wrapper.get_graph_outputs(),
+                subgms=wrapper.subgms,
+                is_subgraph=wrapper.is_subgraph,
             )
             module = converter.generate()
             modules.append(module)

@@ -21,8 +21,6 @@ from torch.nn.modules import module as nn_module
 
 from autostream.ir import Placeholder, Role
 
-_training = operator.attrgetter("training")
-
 
 def name_of(model: nn.Module) -> str:
     """What a model calls itself, usually by its class."""
@@ -40,6 +38,9 @@ def versions_kept(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     return preserve(versioned) if preserve and versioned else nullcontext()
 
 
+_TRAINING = operator.itemgetter("training")
+
+
 class ModelWatch:
     """Tells, without walking the module tree, whether a model is still made of the same modules.
 
@@ -49,6 +50,9 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
+        # A few kinds of modules compute the flag, or keep it elsewhere.
+        self._flags = [vars(module) for module in self.modules if "training" in vars(module)]
+        self._others = [module for module in self.modules if "training" not in vars(module)]
         # TorchScript modules have something else there, which never changes.
         self._children = [module._modules for module in self.modules if isinstance(module._modules, dict)]
         self._children_then = list(map(dict, self._children))
@@ -62,7 +66,7 @@ class ModelWatch:
 
     def training(self) -> bytes:
         """The training flags of all modules, one byte each."""
-        return bytes(map(_training, self.modules))
+        return bytes([*map(_TRAINING, self._flags), *(module.training for module in self._others)])
 
     def hooked(self) -> bool:
         """Whether a module has forward hooks, which a traced graph would not call."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autostream.errors import CaptureError
 from autostream.execution import cuda_graph
-from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, Moved, layout
+from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, Moved
 
 CPU = torch.device("cpu")
 
@@ -271,7 +271,6 @@ def test_whatever_a_graph_takes_for_granted_of_a_weight_is_compared(
     graph(weight.view(2, 2))
     with pytest.raises(Moved):
         graph(other(weight))
-    assert layout([other(weight)]) != layout([weight])
 
 
 def test_a_weight_that_moved_stays_allocated_until_a_call_notices(cuda: Cuda) -> None:

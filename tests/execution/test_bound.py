@@ -1,0 +1,125 @@
+"""Tensors that stay where they are, and all ways not to."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.execution import bound
+from autostream.execution.bound import Bound
+
+
+@pytest.fixture(params=["guards", "no guards"])
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PyTorch's guards, and with a version that has none."""
+    if request.param == "no guards":
+        monkeypatch.setattr(torch._C._dynamo, "guards", object())
+
+
+def weights() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 4)), torch.randn(4), nn.Parameter(torch.randn(2, 2), requires_grad=False)]
+
+
+def transposed(w: Tensor) -> None:
+    w.data = w.data.t()
+
+
+def cast(w: Tensor) -> None:
+    w.data = w.data.view(torch.int32)
+
+
+def narrowed(w: Tensor) -> None:
+    w.data = w.data[:2]
+
+
+def flattened(w: Tensor) -> None:
+    w.data = w.data.view(16)
+
+
+def copied(w: Tensor) -> None:
+    w.data = w.data.clone()
+
+
+def shifted(w: Tensor) -> None:
+    w.data = torch.randn(17)[1:].view(4, 4)
+
+
+@pytest.mark.usefixtures("guards")
+@pytest.mark.parametrize("move", [transposed, cast, narrowed, flattened, copied, shifted])
+@pytest.mark.parametrize("calls", [0, 2])
+def test_every_move_is_seen(move: Callable[[Tensor], None], calls: int) -> None:
+    """Also in place, where the tensor is the same object, and most of them at the same address."""
+    given = weights()
+    if move is cast:
+        given[0].requires_grad_(False)
+    seen = Bound(given)
+    for _ in range(calls):
+        assert seen.unmoved(given)
+    move(given[0])
+    assert not seen.unmoved(given)
+    assert not seen.unmoved(given), "asking does not make it right"
+
+
+@pytest.mark.usefixtures("guards")
+def test_other_tensors_and_other_numbers_of_them_are_seen() -> None:
+    given = weights()
+    seen = Bound(given)
+    assert not seen.unmoved(given[:2])
+    assert not seen.unmoved([*given, torch.ones(1)])
+    assert not seen.unmoved([given[1], given[0], given[2]])
+    assert seen.unmoved(given)
+
+
+@pytest.mark.usefixtures("guards")
+def test_what_is_no_move_is_none() -> None:
+    """Other values, other objects for the same memory, and whether gradients are recorded."""
+    given = weights()
+    seen = Bound([tensor.detach() for tensor in given])
+    assert seen.unmoved(given)
+    with torch.no_grad():
+        given[0].mul_(2)
+        assert seen.unmoved(given)
+    given[0].requires_grad_(False)
+    assert seen.unmoved(given)
+    with torch.inference_mode():
+        assert seen.unmoved(given)
+    assert seen.unmoved([tensor.detach() for tensor in given])
+    assert seen.unmoved(given)
+
+
+@pytest.mark.usefixtures("guards")
+def test_nothing_bound_never_moves() -> None:
+    assert Bound([]).unmoved([])
+
+
+def test_the_quick_look_is_enough_when_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = weights()
+    seen = Bound(given)
+    monkeypatch.setattr(bound, "_layouts", None)  # whoever asks each tensor fails
+    assert seen.unmoved(given)
+
+
+def test_a_version_without_guards_asks_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C._dynamo, "guards", object())
+    given, asked = weights(), []
+    seen = Bound(given)
+    real = bound._layouts
+    monkeypatch.setattr(bound, "_layouts", lambda tensors: asked.append(len(tensors)) or real(tensors))
+    assert seen.unmoved(given)
+    assert asked == [3]
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    given = weights()
+    seen = Bound(given)
+    assert seen.unmoved(given)
+    held = weakref.ref(given[0])
+    del given
+    gc.collect()
+    assert held() is None
