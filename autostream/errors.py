@@ -5,10 +5,11 @@
     ├── TargetError (ValueError)    a model, TARGET or input specification cannot be used
     ├── TraceError                  a model cannot be turned into a dataflow graph
     │   └── FastPathError           … and pieces of it would not compute the same either
+    ├── FusionError                 a program's ops cannot be fused into kernels
     ├── ScheduleError               a schedule failed verification; it was not executed
     └── CaptureError                a schedule cannot be captured into a CUDA graph
 
-``OptionError`` and ``TargetError`` are mistakes of the caller and always reach them. The other three are caught by
+``OptionError`` and ``TargetError`` are mistakes of the caller and always reach them. The others are caught by
 :func:`autostream.optimize`, which falls back and reports why, unless ``strict=True``.
 """
 
