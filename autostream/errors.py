@@ -10,7 +10,8 @@
     └── CaptureError                a schedule cannot be captured into a CUDA graph
 
 ``OptionError`` and ``TargetError`` are mistakes of the caller and always reach them. The others are caught by
-:func:`autostream.optimize`, which falls back and reports why, unless ``strict=True``.
+:func:`autostream.optimize`, which falls back and reports why, unless ``strict=True``; ``FusionError`` even then, since
+what falls back is only what one op is.
 """
 
 
