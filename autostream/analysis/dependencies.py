@@ -117,19 +117,28 @@ class _Parts:
 
     def finish(self) -> None:
         """Take in memory that no op uses."""
-        for storage, (node, *views) in self._unused.items():
-            names = [node.name, *(view.name for view in views)]
-            self.groups[node.name] = _Group(node, effects_of(node), (), (storage,), (storage,), names)
-            self.dependencies += self._history.record(node.name, (), (storage,))
+        for storage in list(self._unused):
+            self._take(storage)
+
+    def _take(self, storage: str) -> None:
+        """Make taking memory an op of its own."""
+        node, *views = self._unused.pop(storage)
+        names = [node.name, *(view.name for view in views)]
+        self.groups[node.name] = _Group(node, effects_of(node), (), (storage,), (storage,), names)
+        self.dependencies += self._history.record(node.name, (), (storage,))
 
     def _fold(self, node: fx.Node, effects: Effects) -> bool:
         """Issue a node that launches nothing with an earlier op or before all of them, if nothing is lost by it."""
         looked_at = self.memory.viewed(node)
-        if not self._unused.keys().isdisjoint(looked_at):
-            if len(looked_at) == 1:
-                self._unused[looked_at[0]].append(node)
-                self.memory.add_view(node)
-            return len(looked_at) == 1
+        unused = [storage for storage in looked_at if storage in self._unused]
+        if unused == list(looked_at) and len(unused) == 1 and tensors_in(value_of(node)):
+            self._unused[unused[0]].append(node)
+            self.memory.add_view(node)
+            return True
+        for (
+            storage
+        ) in unused:  # a number that is asked for, or a look at several: an op may need it before it uses them
+            self._take(storage)
         writers = {op for op in map(self._history.last_writer, looked_at) if op is not None}
         if writers:
             host = self._history.last(writers)

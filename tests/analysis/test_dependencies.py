@@ -225,6 +225,27 @@ class TestMemoryThatIsTaken:
         graph = analyze(tape.case([fill]).program)
         assert [op.nodes for op in graph.ops.values()] == [(like.name,), (fill.name,)]
 
+    def test_a_number_that_is_asked_of_it_is_there_for_whoever_uses_it(self, tape: Tape) -> None:
+        """``empty ─▶ size ─▶ mul``, before anything is written."""
+        x, empty = tape.input(4), self.taken(tape)
+        size = tape.number(aten.sym_size.int, empty, 0, value=4)
+        mul = tape.call(aten.mul.Tensor, x, size)
+        fill = tape.call(aten.fill_.Scalar, empty, 1.0)
+        graph = analyze(tape.case([mul, fill]).program)
+        assert [op.nodes for op in graph.ops.values()] == [(empty.name, size.name), (mul.name,), (fill.name,)]
+        assert (empty.name, mul.name, "RAW") in edges(graph)
+
+    def test_a_look_at_two_comes_after_both(self, tape: Tape) -> None:
+        one, other = self.taken(tape), self.taken(tape)
+        both = tape.call(aten.broadcast_tensors.default, [one, other])
+        fill = tape.call(aten.fill_.Scalar, tape.call(operator.getitem, both, 0), 1.0)
+        graph = analyze(tape.case([fill]).program)
+        assert list(graph.ops)[:2] == [one.name, other.name]
+        assert {before for before, after, _ in edges(graph) if after in (both.name, fill.name)} >= {
+            one.name,
+            other.name,
+        }
+
     def test_memory_of_another_device_is_not_the_streams(self) -> None:
         tape = Tape("cuda:0")
         empty = tape.call(aten.empty.memory_format, [4])
