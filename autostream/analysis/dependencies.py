@@ -135,9 +135,8 @@ class _Parts:
             self._unused[unused[0]].append(node)
             self.memory.add_view(node)
             return True
-        for (
-            storage
-        ) in unused:  # a number that is asked for, or a look at several: an op may need it before it uses them
+        # A number that is asked for, or a look at several: an op may need it before it uses the memory.
+        for storage in unused:
             self._take(storage)
         writers = {op for op in map(self._history.last_writer, looked_at) if op is not None}
         if writers:

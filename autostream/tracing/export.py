@@ -24,9 +24,9 @@ from autostream import collector
 from autostream.errors import FastPathError, TraceError, first_line
 from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
+from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.constants import Constants, tensors_held
-from autostream.tracing.fused import fused_attention
 from autostream.tracing.guards import unusual
 from autostream.tracing.leaks import recalled
 from autostream.tracing.replica import replica, with_ordinary_parameters

@@ -84,10 +84,10 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
         functional = _functional(program)
         module = _compiled(functional, {**(options or {}), **SETTINGS}, torch.device(program.device))
         fused = _named(module, program)
-        if _shared(fused) != _shared(program.module):
-            raise FusionError("outputs share other memory with arguments or each other than the model's do")
     except Exception as error:
         raise FusionError(f"TorchInductor cannot fuse it: {first_line(error)}") from error
+    if _shared(fused) != _shared(program.module):
+        raise FusionError("fused, outputs would share other memory with arguments or each other than the model's do")
     outputs = tuple(node.name for node in _outputs(fused))
     return replace(program, module=fused, outputs=outputs, level="inductor")
 

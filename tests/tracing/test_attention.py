@@ -12,8 +12,8 @@ from torch.nn.modules import activation
 
 import autostream
 from autostream.ir import Report
-from autostream.tracing import fused
-from autostream.tracing.fused import fused_attention
+from autostream.tracing import attention
+from autostream.tracing.attention import fused_attention
 
 X = torch.randn(2, 5, 8)
 PADDING = torch.arange(5).expand(2, 5) >= torch.tensor([[3], [5]])
@@ -124,7 +124,7 @@ def test_everything_is_put_back_when_a_trace_fails() -> None:
 
 
 def test_a_torch_without_what_this_needs_traces_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_supported", lambda: False)
+    monkeypatch.setattr(attention, "_supported", lambda: False)
     model = SelfAttention().eval()
     fast = autostream.optimize(model)
     with torch.no_grad():
