@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from autostream.errors import CaptureError, FusionError, OptionError, first_line
 from autostream.execution.cuda_graph import CapturedGraph, Moved
-from autostream.execution.static import copyable, static_copies
+from autostream.execution.static import Output, copyable, static_copies
 from autostream.ir import Candidate, Decision, Program, Report, Role
 from autostream.options import Options
 from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program, versions
@@ -124,7 +124,7 @@ class Scheduled:
         placeholders = self._traced.program.placeholders
         return [execution.static[index] for index, p in enumerate(placeholders) if p.role is Role.INPUT]
 
-    def _run(self, arguments: list[Tensor]) -> Sequence[Tensor]:
+    def _run(self, arguments: list[Tensor]) -> Sequence[Output]:
         execution = self._selection.execution
         if isinstance(execution, CapturedGraph):
             try:

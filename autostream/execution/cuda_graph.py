@@ -18,11 +18,11 @@ from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
 from autostream.execution.bound import Bound
 from autostream.execution.capture import capture
-from autostream.execution.static import Handout, copyable, handouts, static_copies
+from autostream.execution.static import Handout, Output, copyable, handouts, static_copies
 from autostream.execution.streams import capture_stream
 from autostream.storages import storage_of
 
-Run = Callable[..., Sequence[Tensor]]
+Run = Callable[..., Sequence[Output]]
 """Takes flat tensors, returns flat tensors."""
 
 WARMUP_RUNS = 2
@@ -96,7 +96,7 @@ class CapturedGraph:
         with _turn_to_draw(torch.cuda.current_stream(self.device)) if self._draws else nullcontext():
             self._graph.replay()
 
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+    def __call__(self, *tensors: Tensor) -> list[Output]:
         """Copy inputs in, replay, copy outputs out: all asynchronous, on the device's current stream.
 
         Raises:
@@ -147,8 +147,8 @@ def _turn_to_draw(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
-def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Tensor]:
-    outputs: list[Tensor] = []
+def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Output]:
+    outputs: list[Output] = []
     copies: dict[int, torch.UntypedStorage] = {}
     for handout in plan:
         outputs.append(handout(tensors, outputs, copies))
@@ -157,7 +157,7 @@ def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Tensor
 
 def _captured(
     run: Run, tensors: Sequence[Tensor], device: torch.device
-) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
+) -> tuple[torch.cuda.CUDAGraph, Sequence[Output]]:
     """Warm up, then capture."""
     stream = capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

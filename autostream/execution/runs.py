@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autostream.execution.cpu_streams import ThreadedProgram
 from autostream.execution.cuda_graph import Run
+from autostream.execution.static import Output
 from autostream.execution.streams import restored
 
 
@@ -32,10 +33,10 @@ class StreamRun:
         # Not __call__: fx prints the failing line of generated code to stderr before it raises.
         self._forward: Any = lowered.forward
 
-    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+    def __call__(self, *tensors: Tensor) -> Sequence[Output]:
         """Enqueue one run, behind the work of the device's current stream."""
         with restored(self._device):
-            outputs: Sequence[Tensor] = self._forward(*tensors)
+            outputs: Sequence[Output] = self._forward(*tensors)
             return outputs
 
 

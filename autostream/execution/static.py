@@ -13,7 +13,10 @@ from torch import Tensor
 
 from autostream.storages import storage_of
 
-Handout = Callable[[Sequence[Tensor], Sequence[Tensor], dict[int, torch.UntypedStorage]], Tensor]
+Output = Tensor | None
+"""What a run returns: an op that leaves an output undefined, as fused attention does its weights, gives ``None``."""
+
+Handout = Callable[[Sequence[Tensor], Sequence[Output], dict[int, torch.UntypedStorage]], Output]
 """Makes one output for a caller from the call's arguments, the outputs before it, and copies of shared storages."""
 
 
@@ -62,7 +65,7 @@ def copyable(tensor: Tensor) -> Tensor:
     return tensor.as_strided(((end - start) // tensor.element_size(),), (1,), tensor.storage_offset())
 
 
-def handouts(outputs: Sequence[Tensor], static: Sequence[Tensor], copied: Sequence[int]) -> tuple[Handout, ...]:
+def handouts(outputs: Sequence[Output], static: Sequence[Tensor], copied: Sequence[int]) -> tuple[Handout, ...]:
     """How to give each static output to a caller.
 
     Args:
@@ -72,11 +75,14 @@ def handouts(outputs: Sequence[Tensor], static: Sequence[Tensor], copied: Sequen
     """
     owners = {storage_of(tensor): index for index, tensor in enumerate(static)}
     count: dict[int, int] = {}
-    for output in {id(output): output for output in outputs}.values():
-        count[storage_of(output)] = count.get(storage_of(output), 0) + 1
+    for tensor in {id(output): output for output in outputs if output is not None}.values():
+        count[storage_of(tensor)] = count.get(storage_of(tensor), 0) + 1
     first: dict[int, int] = {}
     plan: list[Handout] = []
     for place, output in enumerate(outputs):
+        if output is None:
+            plan.append(_nothing)
+            continue
         earlier = first.setdefault(id(output), place)
         owner = owners.get(storage_of(output))
         if earlier != place:
@@ -89,6 +95,12 @@ def handouts(outputs: Sequence[Tensor], static: Sequence[Tensor], copied: Sequen
         else:
             plan.append(_shared_copy(output))
     return tuple(plan)
+
+
+def _nothing(
+    arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]
+) -> None:
+    return None
 
 
 def _repeat(place: int) -> Handout:
@@ -104,7 +116,7 @@ def _argument_view(owner: int, output: Tensor, static: Sequence[Tensor], copied:
         return lambda arguments, outputs, copies: output.detach()
     ahead = _byte_offset(output) - _byte_offset(static[owner])
 
-    def view(arguments: Sequence[Tensor], outputs: Sequence[Tensor], copies: dict[int, torch.UntypedStorage]) -> Tensor:
+    def view(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> Tensor:
         argument = arguments[owner]
         if argument.dtype == output.dtype:
             offset = argument.storage_offset() + ahead // output.element_size()
@@ -122,7 +134,7 @@ def _copy(output: Tensor) -> Handout:
 def _shared_copy(output: Tensor) -> Handout:
     key = storage_of(output)
 
-    def copy(arguments: Sequence[Tensor], outputs: Sequence[Tensor], copies: dict[int, torch.UntypedStorage]) -> Tensor:
+    def copy(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> Tensor:
         if key not in copies:
             storage = output.untyped_storage()
             whole = torch.empty(0, dtype=torch.uint8, device=output.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -80,10 +80,11 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
     Raises:
         FusionError: this version of PyTorch, or Inductor, cannot.
     """
+    from torch._inductor import config
+
     try:
-        functional = _functional(program)
-        module = _compiled(functional, {**(options or {}), **SETTINGS}, torch.device(program.device))
-        fused = _named(module, program)
+        with config.patch({**(options or {}), **SETTINGS}):
+            fused = _named(_compiled(_functional(program), torch.device(program.device)), program)
     except Exception as error:
         raise FusionError(f"TorchInductor cannot fuse it: {first_line(error)}") from error
     if _shared(fused) != _shared(program.module):
@@ -128,16 +129,14 @@ class _Interpreted(nn.Module):
             return tuple(self._interpreter.run(*args))
 
 
-def _compiled(module: fx.GraphModule, settings: Mapping[str, Any], device: torch.device) -> fx.GraphModule:
+def _compiled(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """Inductor's kernels as a graph. Takes Inductor's own steps for inference, but for those of autograd."""
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     values = _arguments(module)
     mode = _fake_mode(values)
     with ExitStack() as stack:
-        stack.enter_context(config.patch(dict(settings)))
         stack.enter_context(torch.no_grad())
         stack.enter_context(tracing(TracingContext(mode)))
         modules = stack.enter_context(_wrapped_by_converter(device))

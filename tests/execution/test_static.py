@@ -237,6 +237,17 @@ def test_bound_tensors_are_handed_out_themselves_and_their_views_look_at_them() 
     assert relations([weight, tail, alias]) == [(0, 0), (0, 4), (0, 0)]
 
 
+def test_an_output_left_undefined_is_none_to_every_caller() -> None:
+    """An op's schema may say tensor where it returns nothing, as fused attention's does of weights nobody needs."""
+    output = torch.ones(2)
+    plan = handouts([None, output, None], [], [])
+    assert plan[0]([], [], {}) is None
+    assert plan[2]([], [], {}) is None
+    handed = plan[1]([], [], {})
+    assert handed is not None
+    torch.testing.assert_close(handed, output)
+
+
 def test_an_object_returned_twice_is_one_object_and_an_alias_is_another() -> None:
     replayed = Replayed(lambda x: [x, x.detach(), (y := x + 1), y, y.detach()], [torch.ones(2)])
     x = torch.ones(2)
