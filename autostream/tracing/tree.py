@@ -64,7 +64,7 @@ def flatten(value: object) -> tuple[list[Tensor], Structure]:
     return tensors, _flatten(value, tensors)
 
 
-def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
+def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
     """Put a nested value together again; the inverse of :func:`flatten`."""
     return _unflatten(structure, iter(tensors))
 
@@ -86,7 +86,7 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
     return Structure(kind, context, tuple(_flatten(child, tensors) for child in children))
 
 
-def _unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:
+def _unflatten(structure: Structure, tensors: Iterator[Tensor | None]) -> Any:
     if structure.kind is Tensor:
         return next(tensors)
     if structure.children is None:

@@ -163,7 +163,7 @@ def test_a_program_that_cannot_be_fused_is_refused_in_one_line_and_stays_as_it_i
 
 
 def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copies(module: fx.GraphModule, settings: object, device: torch.device) -> fx.GraphModule:
+    def copies(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
         graph = fx.Graph()
         result = graph.call_function(aten.clone.default, (graph.placeholder("a"),))
         graph.output((result,))
