@@ -18,6 +18,7 @@ from autostream.errors import FastPathError, OptionError, TargetError, TraceErro
 from autostream.ir import Decision, Report
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
+from autostream.shortcut import Changed, Shortcut
 from autostream.tracing.guards import exporting, unusual_call, unusual_tensor
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
@@ -105,6 +106,7 @@ class OptimizedModule(nn.Module):
 
     _entries: OrderedDict[Signature, Entry]
     _bypasses: dict[str, Report]
+    _shortcut: Shortcut | None
 
     def __init__(self, model: nn.Module, options: Options, bound_inputs: frozenset[int] | None = None) -> None:
         super().__init__()
@@ -115,6 +117,7 @@ class OptimizedModule(nn.Module):
         own["_lock"] = threading.RLock()
         own["_entries"] = OrderedDict()
         own["_bypasses"] = {}
+        own["_shortcut"] = None
         own["_compiled_call_impl"] = None
         own["_watch"] = ModelWatch(model)
         own["_model"] = model
@@ -130,6 +133,12 @@ class OptimizedModule(nn.Module):
         """What the model returns for these arguments."""
         if torch.compiler.is_dynamo_compiling() or disabled() or exporting():
             return self._model(*args, **kwargs)
+        shortcut = self._shortcut
+        if shortcut is not None and not kwargs and shortcut.fits(args):
+            try:
+                return shortcut(args)
+            except Changed:  # not contextlib.suppress, which takes time where nothing is raised
+                pass
         try:
             return self._scheduled(args, kwargs)
         except _Plain as bypass:
@@ -180,7 +189,11 @@ class OptimizedModule(nn.Module):
         for _ in range(2):
             entry = self._entry(tensors, structure, signature)
             try:
-                return entry(tensors) if isinstance(entry, Scheduled) else entry(*args, **kwargs)
+                if not isinstance(entry, Scheduled):
+                    return entry(*args, **kwargs)
+                outputs = entry(tensors)
+                self.__dict__["_shortcut"] = None if kwargs else entry.shortcut(args, self._watch)
+                return outputs
             except Stale:
                 self._drop(entry)
             except Unsuitable as reason:
@@ -212,8 +225,10 @@ class OptimizedModule(nn.Module):
     def _forget(self) -> None:
         # Without the lock: it is held while another thread prepares, and that may be waiting for this thread.
         self.__dict__["_entries"] = OrderedDict()
+        self.__dict__["_shortcut"] = None
 
     def _drop(self, entry: Entry) -> None:
+        self.__dict__["_shortcut"] = None
         with self._lock:
             for signature in [signature for signature, other in self._entries.items() if other is entry]:
                 del self._entries[signature]

@@ -26,12 +26,13 @@ from autostream.options import Options
 from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program, versions
 from autostream.scheduling.simulate import simulate
 from autostream.select import Selection, build, repeatable, select, written
+from autostream.shortcut import Launch, Shortcut
 from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
 from autostream.tracing.export import trace
 from autostream.tracing.inductor import check_settings, fuse
 from autostream.tracing.signature import Signature
-from autostream.tracing.state import LiveState, name_of, versions_kept
+from autostream.tracing.state import LiveState, ModelWatch, name_of, versions_kept
 from autostream.tracing.tree import Structure, unflatten
 
 preparing = threading.RLock()
@@ -89,6 +90,8 @@ class Scheduled:
             arguments = self._arguments(tensors)
             self._columns = _COLUMNS if program.level == "aten" else (*_COLUMNS, _alignment)
             self._expected = self._metadata(arguments)
+            self._bound_inputs = sorted(bound_inputs)
+            self._shortcut: Shortcut | None = None
             priced, self._selection, refusals = _tune(self._traced.program, arguments, self._bound, options, stopwatch)
             self._graph = priced.graph
             self._writes = any(written(self._traced.program, priced.graph))
@@ -115,6 +118,28 @@ class Scheduled:
         if self._repeatable and not self._state.configured():
             raise Stale
         return unflatten(self._traced.structure, outputs)
+
+    def shortcut(self, args: tuple[Any, ...], watch: ModelWatch) -> Shortcut | None:
+        """The short way for calls like one that has just been made, where there is one.
+
+        Args:
+            args: the positional arguments of that call, which had no others.
+            watch: on the model's modules.
+        """
+        if torch.is_grad_enabled() or not self._repeatable or not all(isinstance(arg, Tensor) for arg in args):
+            return None
+        if self._shortcut is None or self._shortcut.outdated:
+            launch = self._launch()
+            made = launch and Shortcut(launch, self._traced.structure, args, self._bound_inputs, self._state, watch)
+            self._shortcut = made or None
+        return self._shortcut
+
+    def _launch(self) -> Launch | None:
+        """What a short way runs, where nothing but the signature and the model's state decides whether it may."""
+        execution = self._selection.execution
+        if isinstance(execution, CapturedGraph):
+            return execution.launch
+        return None if _alignment in self._columns else lambda tensors: execution(*tensors)
 
     def static_inputs(self) -> list[Tensor] | None:
         """The tensors that a captured graph reads its inputs from, or ``None`` where nothing is captured."""
@@ -159,6 +184,7 @@ class Scheduled:
             execution = build(program, self._graph, chosen, arguments, self._bound)
         assert isinstance(execution, CapturedGraph), "a captured candidate is captured again"
         self._selection = replace(self._selection, execution=execution)
+        self._shortcut = None
         return execution
 
 

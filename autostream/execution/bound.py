@@ -1,4 +1,4 @@
-"""Tensors that a captured graph uses where they are: are they still there, and do they lie as they did?
+"""Tensors that a run uses where they are: are they still there, and do they lie as they did?
 
 Asked at every call of up to thousands of weights, so the common answer has to be quick. PyTorch's guards compare dtype,
 sizes and strides of many tensors in one call; they also see what does not matter here (``requires_grad``, modes of the
@@ -48,6 +48,20 @@ class Bound:
             return False
         self._guarded = _guard(tensors)
         return True
+
+
+def looks_alike(tensors: Sequence[Tensor]) -> Callable[[tuple[Any, ...]], bool]:
+    """A quick look at whether values are tensors of the same types, dtypes, devices, sizes and strides as these.
+
+    It may say no where they are, but not yes where one is not. Holds no reference to the tensors.
+
+    Example:
+        >>> alike = looks_alike([torch.ones(2, 3)])
+        >>> alike((torch.zeros(2, 3),)), alike((torch.zeros(3, 2),)), alike((3,)), alike(())
+        (True, False, False, False)
+    """
+    check, count = _guard(tensors), len(tensors)
+    return lambda values: len(values) == count and check(*values)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
 from autostream.execution.bound import Bound
 from autostream.execution.capture import capture
-from autostream.execution.static import Handout, Output, copyable, handouts, static_copies
-from autostream.execution.streams import capture_stream
-from autostream.storages import storage_of
+from autostream.execution.static import Handout, Output, copier, handouts, static_copies
+from autostream.execution.streams import capture_stream, raw_stream
 
 Run = Callable[..., Sequence[Output]]
 """Takes flat tensors, returns flat tensors."""
@@ -78,6 +77,7 @@ class CapturedGraph:
         self._returned = [index for index in self._copied if written[index]]
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode is read-only outside
             self.static = static_copies(tensors, self._copied)
+        self._copy_in = copier([self.static[index] for index in self._copied])
         # What the graph reads stays allocated when a weight moves away, until a call notices.
         self._held = [tensors[index].detach() for index in self._bound]
         self._unmoved = Bound(self._held).unmoved
@@ -93,7 +93,10 @@ class CapturedGraph:
 
     def replay(self) -> None:
         """Replay on the current stream with what the static tensors hold, copying nothing."""
-        with _turn_to_draw(torch.cuda.current_stream(self.device)) if self._draws else nullcontext():
+        if not self._draws:
+            self._graph.replay()
+            return
+        with _turn_to_draw(torch.cuda.current_stream(self.device)):
             self._graph.replay()
 
     def __call__(self, *tensors: Tensor) -> list[Output]:
@@ -102,38 +105,36 @@ class CapturedGraph:
         Raises:
             Moved: a bound tensor is not where the graph reads it. Nothing that the caller can see has changed.
         """
-        with self._lock, torch.cuda.device(self.device):
-            if not self._repeatable:
-                self._compare(tensors)
-            stream = torch.cuda.current_stream(self.device)
-            if stream != self._last_stream:
-                stream.wait_stream(self._last_stream)
-                self._last_stream = stream
-            _copy([self.static[index] for index in self._copied], [tensors[index] for index in self._copied])
+        if not self._repeatable:
+            self._compare(tensors)
+        outputs = self.launch(tensors)
+        if self._repeatable:
+            self._compare(tensors)
+        return outputs
+
+    def launch(self, tensors: Sequence[Tensor]) -> list[Output]:
+        """What a call does, for bound tensors that are known not to have moved, or whose move is found out later."""
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.launch(tensors)
+        with self._lock:
+            self._come_after_the_last()
+            self._copy_in([tensors[index] for index in self._copied])
             self.replay()
-            if self._repeatable:
-                self._compare(tensors)
-            _copy([tensors[index] for index in self._returned], [self.static[index] for index in self._returned])
+            if self._returned:
+                copier([tensors[index] for index in self._returned])([self.static[index] for index in self._returned])
             return _hand_out(self._handouts, tensors)
+
+    def _come_after_the_last(self) -> None:
+        """All replays share the graph's memory."""
+        if raw_stream(self.device.index) != self._last_stream.cuda_stream:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_stream(self._last_stream)
+            self._last_stream = stream
 
     def _compare(self, tensors: Sequence[Tensor]) -> None:
         if not self._unmoved([tensors[index] for index in self._bound]):
             raise Moved
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy what is not in place already, in as few launches as possible."""
-    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.data_ptr() != s.data_ptr()]
-    # A static tensor may be passed for another input than its own: read it before it is written.
-    written = {storage_of(target) for target, _ in pairs}
-    clashing = [index for index, (_, source) in enumerate(pairs) if storage_of(source) in written]
-    if clashing:
-        aside = static_copies([source for _, source in pairs], clashing)
-        pairs = [(target, source) for (target, _), source in zip(pairs, aside, strict=True)]
-    if len(pairs) == 1:  # a plain copy is faster than a list of one
-        copyable(pairs[0][0]).copy_(copyable(pairs[0][1]), non_blocking=True)
-    elif pairs:
-        torch._foreach_copy_([copyable(t) for t, _ in pairs], [copyable(s) for _, s in pairs], non_blocking=True)
 
 
 @contextmanager

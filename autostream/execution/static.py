@@ -65,6 +65,36 @@ def copyable(tensor: Tensor) -> Tensor:
     return tensor.as_strided(((end - start) // tensor.element_size(),), (1,), tensor.storage_offset())
 
 
+def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+    """A function that copies tensors of the same sizes and strides to ``targets``, in as few launches as possible.
+
+    What is in place already stays. What lies in the targets' own memory, but elsewhere, is read before it is written.
+
+    Example:
+        >>> static = torch.zeros(2)
+        >>> copier([static])([torch.ones(2)])
+        >>> static
+        tensor([1., 1.])
+    """
+    addresses = [target.data_ptr() for target in targets]
+    storages = {storage_of(target) for target in targets}
+    spans = list(map(copyable, targets))
+    plain = all(span is target for span, target in zip(spans, targets, strict=True))
+
+    def copy(sources: Sequence[Tensor]) -> None:
+        moving = [index for index, address in enumerate(addresses) if sources[index].data_ptr() != address]
+        clashing = [index for index in moving if storage_of(sources[index]) in storages]
+        if clashing:
+            sources = static_copies(sources, clashing)
+        ready = sources if plain else list(map(copyable, sources))
+        if len(moving) == 1:  # a plain copy is faster than a list of one
+            spans[moving[0]].copy_(ready[moving[0]], non_blocking=True)
+        elif moving:
+            torch._foreach_copy_([spans[i] for i in moving], [ready[i] for i in moving], non_blocking=True)
+
+    return copy
+
+
 def handouts(outputs: Sequence[Output], static: Sequence[Tensor], copied: Sequence[int]) -> tuple[Handout, ...]:
     """How to give each static output to a caller.
 
@@ -97,9 +127,7 @@ def handouts(outputs: Sequence[Output], static: Sequence[Tensor], copied: Sequen
     return tuple(plan)
 
 
-def _nothing(
-    arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]
-) -> None:
+def _nothing(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> None:
     return None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autostream.storages import storage_of
+from autostream.tracing.numerics import numerics
 from autostream.tracing.tree import Structure
 
 
@@ -59,7 +60,7 @@ def signature_of(
         _aliases(tensors) if len(tensors) > 1 else (),
         training,
         records_gradients,
-        _numerics(),
+        numerics(),
     )
 
 
@@ -76,38 +77,3 @@ def _aliases(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
 
 def _byte_offset(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _numerics() -> Hashable:
-    autocast = tuple(
-        (device, torch.get_autocast_dtype(device)) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)
-    )
-    return (
-        autocast,
-        torch.get_default_dtype(),
-        torch.get_default_device() if torch._C._len_torch_function_stack() else None,
-        *(_precision(*setting) for setting in _PRECISIONS),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.mha.get_fastpath_enabled(),
-        *(enabled() for enabled in _ATTENTION_KERNELS),  # type: ignore[no-untyped-call]
-    )
-
-
-_PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
-
-# What torch.backends.cuda.matmul.fp32_precision is made of, and ten times as fast; private (seen in 2.11 and 2.13).
-# The public fall-back raises where somebody used the newer settings as well as the older.
-_precision = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: torch.get_float32_matmul_precision())
-
-_ATTENTION_KERNELS = (
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.cudnn_sdp_enabled,
-    torch.backends.cuda.math_sdp_enabled,
-)
-"""What ``torch.nn.attention.sdpa_kernel`` chooses from; a captured graph has the choice that was made for it."""

@@ -66,7 +66,8 @@ class ModelWatch:
 
     def training(self) -> bytes:
         """The training flags of all modules, one byte each."""
-        return bytes([*map(_TRAINING, self._flags), *(module.training for module in self._others)])
+        flags = bytes(map(_TRAINING, self._flags))
+        return flags + bytes([module.training for module in self._others]) if self._others else flags
 
     def hooked(self) -> bool:
         """Whether a module has forward hooks, which a traced graph would not call."""
@@ -118,6 +119,11 @@ class LiveState:
             if not isinstance(tensors[index], Tensor):
                 tensors[index] = None
         return tensors
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the model holds these very tensors where :meth:`tensors` finds them, tied as they were."""
+        now = map(dict.get, self._dicts, self._keys)
+        return all(map(operator.is_, now, tensors)) and self.tied(tensors)
 
     def tied(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether weights that were tied when the program was traced still are, among these tensors."""

@@ -62,46 +62,94 @@ def fused_case() -> Case:
     ╰──▶ learn (writes mean) ───────────────────────────────╯
     """
     rows, width = 4, 6
-    graph, aten = fx.Graph(), torch.ops.aten
-    inputs = {"x": torch.randn(rows, width), "w": torch.randn(width, width), "mean": torch.randn(width)}
-    x, w, mean = map(graph.placeholder, inputs)
-
-    def taken(*shape: int) -> fx.Node:
-        strides = torch.empty(shape, device="meta").stride()
-        options = {"dtype": torch.float32, "device": torch.device("cpu")}
-        return graph.call_function(aten.empty_strided.default, (list(shape), list(strides)), options)
-
-    def half(buffer: fx.Node, start: int) -> fx.Node:
-        args = (buffer, [rows, width], [2 * width, 1], start)
-        return graph.call_function(torch.ops.inductor._reinterpret_tensor.default, args)
-
-    def launch(name: str, function: Callable[..., object], *args: object, reads_too: bool = False) -> None:
-        """A kernel that writes its last argument."""
-        last = frozenset({len(args) - 1})
-        graph.call_function(Kernel(name, function, last, frozenset() if reads_too else last), args)
+    kernels = _Kernels({"x": torch.randn(rows, width), "w": torch.randn(width, width), "mean": torch.randn(width)})
+    x, w, mean = kernels.arguments
 
     def multiplied(value: fx.Node) -> fx.Node:
-        product = taken(rows, width)
-        graph.call_function(aten.mm.out, (value, w), {"out": product})
+        product = kernels.taken(rows, width)
+        kernels.graph.call_function(torch.ops.aten.mm.out, (value, w), {"out": product})
         return product
 
     one, other = multiplied(multiplied(x)), multiplied(multiplied(x))
-    both = taken(rows, 2 * width)
-    left, right = half(both, 0), half(both, width)
-    launch("relu", lambda value, out: out.copy_(value.relu()), one, left)
-    launch("sin", lambda value, out: torch.sin(value, out=out), other, right)
-    launch("learn", lambda value, out: out.mul_(0.9).add_(value.mean(0)), x, mean, reads_too=True)
-    total, result = taken(rows), taken(rows, width)
-    launch("sum", lambda value, out: torch.sum(value, 1, out=out), both, total)
-    launch("scale", lambda value, by, out: torch.mul(value[:, None], by, out=out), total, mean, result)
-    graph.output((result,))
-    module = fx.GraphModule(nn.Module(), graph)
-    with FakeTensorMode() as mode:
-        evaluate(module, [mode.from_tensor(tensor) for tensor in inputs.values()])
-    roles = (Role.INPUT, Role.PARAMETER, Role.BUFFER)
-    placeholders = tuple(Placeholder(name, role, name, name) for name, role in zip(inputs, roles, strict=True))
-    program = Program(module, placeholders, (result.name,), "inductor", "cpu")
-    return Case(program, analyze(program), tuple(inputs.values()))
+    both = kernels.taken(rows, 2 * width)
+    left, right = kernels.columns(both, 0, width), kernels.columns(both, width, 2 * width)
+    kernels.launch("relu", lambda value, out: out.copy_(value.relu()), one, left)
+    kernels.launch("sin", lambda value, out: torch.sin(value, out=out), other, right)
+    kernels.launch("learn", lambda value, out: out.mul_(0.9).add_(value.mean(0)), x, mean, reads_too=True)
+    total, result = kernels.taken(rows), kernels.taken(rows, width)
+    kernels.launch("sum", lambda value, out: torch.sum(value, 1, out=out), both, total)
+    kernels.launch("scale", lambda value, by, out: torch.mul(value[:, None], by, out=out), total, mean, result)
+    return kernels.case(result, Role.INPUT, Role.PARAMETER, Role.BUFFER)
+
+
+def sliced_case() -> Case:
+    """Branches that write columns of one matrix, and read or update them before all are there.
+
+    x ─▶ stem ─┬▶ sin ──▶ left ──▶ scale (in place) ─╮
+               ├▶ cos ──▶ middle ────────────────────┼▶ total ─▶ mix
+               ╰▶ exp ──▶ right ─┬───────────────────╯            ▲
+                                 ╰▶ square ───────────────────────╯
+    """
+    rows, width = 4, 3
+    kernels = _Kernels({"x": torch.randn(rows, width)})
+    (x,) = kernels.arguments
+    stem = kernels.taken(rows, width)
+    kernels.launch("stem", lambda value, out: torch.mul(value, 2, out=out), x, stem)
+    matrix = kernels.taken(rows, 3 * width)
+    for at, function in enumerate((torch.sin, torch.cos, torch.exp)):
+        # Inductor looks at a slice right before the kernel that writes it.
+        columns = kernels.columns(matrix, at * width, (at + 1) * width)
+        kernels.launch(function.__name__, lambda value, out, f=function: f(value, out=out), stem, columns)
+    kernels.launch("scale", lambda out: out.mul_(3), kernels.columns(matrix, 0, width), reads_too=True)
+    squares, total, result = kernels.taken(rows, width), kernels.taken(rows), kernels.taken(rows, width)
+    right = kernels.columns(matrix, 2 * width, 3 * width)
+    kernels.launch("square", lambda value, out: torch.square(value, out=out), right, squares)
+    kernels.launch("total", lambda value, out: torch.sum(value, 1, out=out), matrix, total)
+    kernels.launch("mix", lambda value, by, out: torch.mul(value[:, None], by, out=out), total, squares, result)
+    return kernels.case(result, Role.INPUT)
+
+
+class _Kernels:
+    """A program of kernels in the making.
+
+    Attributes:
+        arguments: the nodes of the program's arguments.
+        graph: what has been written so far.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self.graph = fx.Graph()
+        self.arguments = tuple(map(self.graph.placeholder, inputs))
+        self._inputs = inputs
+
+    def taken(self, *shape: int) -> fx.Node:
+        """Memory that holds nothing yet."""
+        strides = torch.empty(shape, device="meta").stride()
+        options = {"dtype": torch.float32, "device": torch.device("cpu")}
+        return self.graph.call_function(torch.ops.aten.empty_strided.default, (list(shape), list(strides)), options)
+
+    def columns(self, matrix: fx.Node, start: int, end: int) -> fx.Node:
+        """A look at some columns of memory that was taken as a matrix."""
+        rows, width = matrix.args[0]  # type: ignore[misc]
+        args = (matrix, [rows, end - start], [width, 1], start)
+        return self.graph.call_function(torch.ops.inductor._reinterpret_tensor.default, args)
+
+    def launch(self, name: str, function: Callable[..., object], *args: object, reads_too: bool = False) -> None:
+        """A kernel that writes its last argument."""
+        last = frozenset({len(args) - 1})
+        self.graph.call_function(Kernel(name, function, last, frozenset() if reads_too else last), args)
+
+    def case(self, result: fx.Node, *roles: Role) -> Case:
+        """The program that returns this."""
+        self.graph.output((result,))
+        module = fx.GraphModule(nn.Module(), self.graph)
+        with FakeTensorMode() as mode:
+            evaluate(module, [mode.from_tensor(tensor) for tensor in self._inputs.values()])
+        placeholders = tuple(
+            Placeholder(name, role, name, name) for name, role in zip(self._inputs, roles, strict=True)
+        )
+        program = Program(module, placeholders, (result.name,), "inductor", "cpu")
+        return Case(program, analyze(program), tuple(self._inputs.values()))
 
 
 def schedule_of(launches: Launches, join_waits: Sequence[str] = ()) -> Schedule:

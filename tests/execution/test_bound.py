@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.execution import bound
-from autostream.execution.bound import Bound
+from autostream.execution.bound import Bound, looks_alike
 
 
 @pytest.fixture(params=["guards", "no guards"])
@@ -123,3 +123,42 @@ def test_no_tensor_is_kept_alive() -> None:
     del given
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (torch.ones(4, 4),),
+        (torch.ones(2, 2).double(), torch.ones(3)),
+        (torch.ones(2, 2), torch.ones(4)),
+        (torch.ones(2, 2).t().contiguous().t(), torch.ones(6)[::2]),
+        (torch.ones(2, 2, device="meta"), torch.ones(3)),
+        (torch.ones(2, 2).to_sparse(), torch.ones(3)),
+        (torch.ones(2, 2), nn.Parameter(torch.ones(3))),
+        (torch.ones(2, 2), torch.ones(3), torch.ones(1)),
+        (torch.ones(2, 2), 3),
+        (torch.ones(2, 2), None),
+        (torch.ones(2, 2), [torch.ones(3)]),
+        (torch.ones(2, 2, dtype=torch.complex64).conj().real, torch.ones(3)),
+        (),
+    ],
+    ids=str,
+)
+def test_what_does_not_look_alike(values: tuple[object, ...]) -> None:
+    alike = looks_alike([torch.ones(2, 2), torch.ones(3)])
+    assert alike((torch.zeros(2, 2), torch.zeros(3)))
+    assert not alike(values)
+
+
+def test_without_guards_nothing_looks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C._dynamo, "guards", object())
+    assert not looks_alike([torch.ones(2)])((torch.ones(2),))
+
+
+def test_transforms_and_modes_do_not_look_alike() -> None:
+    """Inside of a transform a tensor stands for another."""
+    alike = looks_alike([torch.ones(3)])
+    seen: list[bool] = []
+    torch.vmap(lambda x: (seen.append(alike((x,))), x)[1])(torch.ones(2, 3))
+    torch.func.grad(lambda x: (seen.append(alike((x,))), x.sum())[1])(torch.ones(3))
+    assert seen == [False, False]

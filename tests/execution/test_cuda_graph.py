@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,10 @@ class Stream:
     name: str
     device: torch.device = CPU
     waits: list[Stream] = field(default_factory=list)
+
+    @property
+    def cuda_stream(self) -> int:
+        return id(self)
 
     def wait_stream(self, other: Stream) -> None:
         self.waits.append(other)
@@ -75,7 +79,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake = Cuda()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
     monkeypatch.setattr(torch.cuda, "stream", fake.on)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
+    monkeypatch.setattr(cuda_graph, "raw_stream", lambda device: fake.current.cuda_stream)
     monkeypatch.setattr(cuda_graph, "capture", fake.capture)
     monkeypatch.setattr(cuda_graph, "capture_stream", lambda device: fake.capturing)
     monkeypatch.setattr(cuda_graph, "_drawn", {})

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autostream.execution.static import copyable, handouts, static_copies
+from autostream.execution.static import copier, copyable, handouts, static_copies
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -225,6 +225,31 @@ def test_copyable_is_what_the_tensor_covers(tensor: Tensor, covered: list[int]) 
 def test_a_tensor_without_overlaps_is_copied_as_it_is() -> None:
     gaps = torch.arange(6.0).as_strided((2, 2), (3, 1))
     assert copyable(gaps) is gaps
+
+
+def test_a_copier_copies_what_is_elsewhere() -> None:
+    here, there, gaps = torch.zeros(2), torch.zeros(3), torch.zeros(4)[::2]
+    copy = copier([here, there, gaps])
+    copy([torch.ones(2), there, torch.full((2,), 2.0)])
+    assert [t.tolist() for t in (here, there, gaps)] == [[1, 1], [0, 0, 0], [2, 2]]
+    copy([here, torch.full((3,), 3.0), gaps])
+    assert [t.tolist() for t in (here, there, gaps)] == [[1, 1], [3, 3, 3], [2, 2]]
+
+
+def test_a_copier_reads_its_own_memory_before_it_writes_it() -> None:
+    """In another order, and shifted within one block."""
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    copier([one, other])([other, one])
+    assert (one.tolist(), other.tolist()) == ([3, 4], [1, 2])
+    block = torch.arange(6.0)
+    copier([block[1:5]])([block[:4]])
+    assert block.tolist() == [0, 0, 1, 2, 3, 5]
+
+
+def test_a_copier_copies_overlapping_tensors_as_the_memory_that_they_cover() -> None:
+    static = torch.zeros(1).expand(3)
+    copier([static, torch.zeros(2)])([torch.ones(1).expand(3), torch.ones(2)])
+    assert static.tolist() == [1, 1, 1]
 
 
 def test_bound_tensors_are_handed_out_themselves_and_their_views_look_at_them() -> None:

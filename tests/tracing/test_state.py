@@ -118,6 +118,14 @@ def test_a_tie_that_is_cut_at_either_end_is_noticed(net: Net, layer: str) -> Non
     assert not live.tied
 
 
+def test_what_it_holds_are_these_very_tensors_tied_as_they_were(net: Net) -> None:
+    state = Live(net).state
+    held = [tensor for tensor in state.tensors() if tensor is not None]
+    assert state.holds(held)
+    assert not state.holds([held[0].detach(), *held[1:]])
+    assert not state.holds([*held[1:], held[0]])
+
+
 def test_a_tie_within_one_module_is_watched_too() -> None:
     class Square(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,303 @@
+"""The short way: taken by calls like the last one, and by no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream.api import OptimizedModule
+from autostream.shortcut import Changed, Shortcut
+from autostream.tracing.state import LiveState, ModelWatch
+from autostream.tracing.tree import TENSOR
+
+
+class Net(nn.Module):
+    """Two branches, a plain attribute, a tied weight, batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.tied = self.left.weight
+        self.scale = 2.0
+        self.offsets = [1.0]
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = x if y is None else y
+        return self.norm(self.left(x)) * self.scale + self.offsets[0], self.right(y) @ self.tied
+
+
+X = torch.randn(3, 4)
+
+
+class Ways:
+    """Which way each call took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._long = 0
+        original = OptimizedModule._scheduled
+
+        def counted(module: OptimizedModule, *args: Any) -> Any:
+            self._long += 1
+            return original(module, *args)
+
+        monkeypatch.setattr(OptimizedModule, "_scheduled", counted)
+
+    def took(self, call: Callable[[], object]) -> str:
+        before = self._long
+        call()
+        return "long" if self._long > before else "short"
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Ways:
+    return Ways(monkeypatch)
+
+
+@torch.no_grad()
+def test_the_second_of_two_alike_is_short_and_right(ways: Ways) -> None:
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    assert ways.took(lambda: fast(X)) == "long"
+    ours: list[Any] = []
+    for x in (X, torch.randn(3, 4)):
+        assert ways.took(lambda x=x: ours.append(fast(x))) == "short"
+        torch.testing.assert_close(ours[-1], model(x), rtol=0, atol=0)
+    with torch.no_grad():
+        model.left.weight.mul_(2)
+    assert ways.took(lambda: ours.append(fast(X))) == "short"
+    torch.testing.assert_close(ours[-1], model(X), rtol=0, atol=0)
+
+
+def replaced(model: Net) -> None:
+    model.right.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def same_values_elsewhere(model: Net) -> None:
+    model.right.bias = nn.Parameter(model.right.bias.detach().clone())
+
+
+def data(model: Net) -> None:
+    model.right.weight.data = torch.randn(4, 4)
+
+
+def transposed(model: Net) -> None:
+    model.right.weight.data = model.right.weight.data.t()
+
+
+def untied(model: Net) -> None:
+    model.left.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def trained(model: Net) -> None:
+    model.norm.train()
+
+
+def hooked(model: Net) -> None:
+    model.right.register_forward_hook(lambda module, args, output: output + 1)
+
+
+def exchanged(model: Net) -> None:
+    model.right = nn.Linear(4, 4, bias=False)
+
+
+def set_otherwise(model: Net) -> None:
+    model.scale = 3.0
+
+
+def listed_otherwise(model: Net) -> None:
+    model.offsets[0] = 5.0
+
+
+def buffer(model: Net) -> None:
+    model.norm.running_mean = torch.randn(4)
+
+
+def cast(model: Net) -> None:
+    model.double().float()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(replaced, same_values_elsewhere, data, transposed, untied, trained, hooked, exchanged),
+        *(set_otherwise, listed_otherwise, buffer, cast),
+    ],
+)
+@torch.no_grad()
+def test_a_model_that_is_another_is_found_out(change: Callable[[Net], None], ways: Ways) -> None:
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    fast(X)
+    assert ways.took(lambda: fast(X)) == "short"
+    change(model)
+    ours: list[Any] = []
+    assert ways.took(lambda: ours.append(fast(X))) == "long"
+    expected = model.eval()(X) if change is trained else model(X)
+    if change is not trained:
+        torch.testing.assert_close(ours[0], expected)
+        torch.testing.assert_close(fast(X), expected)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((torch.randn(5, 4),), {}),
+        ((X.double().float().t().contiguous().t(),), {}),
+        ((X,), {"y": X}),
+        ((X, X), {}),
+        ((X, None), {}),
+        ((nn.Parameter(X.clone(), requires_grad=False),), {}),
+    ],
+    ids=["shape", "strides", "keywords", "two", "none", "parameter"],
+)
+@torch.no_grad()
+def test_other_arguments_go_the_long_way(args: Any, kwargs: Any, ways: Ways) -> None:
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    fast(X)
+    ours: list[Any] = []
+    assert ways.took(lambda: ours.append(fast(*args, **kwargs))) == "long"
+    torch.testing.assert_close(ours[0], model(*args, **kwargs))
+
+
+@torch.no_grad()
+def test_inputs_that_begin_to_share_memory_go_the_long_way(ways: Ways) -> None:
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    both = torch.randn(6, 4)
+    fast(X, X.clone())
+    assert ways.took(lambda: fast(X.clone(), X)) == "short"
+    assert ways.took(lambda: fast(both[:3], both[3:])) == "long"
+    assert ways.took(lambda: fast(X, X)) == "long"
+
+
+def test_gradients_modes_and_settings_go_the_long_way(ways: Ways) -> None:
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    with torch.no_grad():
+        fast(X)
+    ours: list[Any] = []
+    assert ways.took(lambda: ours.append(fast(X))) == "long"
+    assert ours[0][0].requires_grad
+    with torch.no_grad():
+        fast(X)
+        assert ways.took(lambda: fast(X)) == "short"
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ways.took(lambda: ours.append(fast(X))) == "long"
+        assert ours[-1][1].dtype == torch.bfloat16
+        fast(X)
+        assert ways.took(lambda: torch.vmap(fast)(torch.randn(2, 3, 4))) == "long"
+
+
+def test_no_short_way_while_gradients_could_be_recorded(ways: Ways) -> None:
+    model = Net().eval().requires_grad_(False)
+    fast = autostream.optimize(model)
+    fast(X)
+    assert ways.took(lambda: fast(X)) == "long"
+    model.requires_grad_()
+    assert fast(X)[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(nn.BatchNorm1d(4)).train(), nn.Dropout().train(), nn.ReLU(inplace=True)],
+    ids=["learns", "draws", "writes its input"],
+)
+@torch.no_grad()
+def test_what_can_be_seen_is_never_run_once_too_often(model: nn.Module, ways: Ways) -> None:
+    fast = autostream.optimize(model)
+    fast(X.clone())
+    assert ways.took(lambda: fast(X.clone())) == "long"
+
+
+class Breaks(nn.Module):
+    """A graph break between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x + float(x.sum() > 1e9))
+
+
+@torch.no_grad()
+def test_weights_that_move_under_a_piece_are_found_out() -> None:
+    """Dynamo gives a piece its weights as inputs that stay where they are."""
+    torch._dynamo.reset()
+    model = Breaks().eval()
+    fast = autostream.optimize(model)
+    for _ in range(3):
+        torch.testing.assert_close(fast(X), model(X))
+    model.second.weight.data = torch.randn(4, 4)
+    model.first.bias.data = torch.randn(4)
+    for _ in range(2):
+        torch.testing.assert_close(fast(X), model(X))
+
+
+def test_bound_arguments_are_compared() -> None:
+    model = nn.Linear(1, 1)
+    state, watch = LiveState(model, (), {}), ModelWatch(model)
+    weight, x = torch.randn(2, 2), torch.randn(2)
+    with torch.no_grad():
+        shortcut = Shortcut(lambda tensors: [tensors[0] @ tensors[1]], TENSOR, (weight, x), [0], state, watch)
+        torch.testing.assert_close(shortcut((weight, x)), weight @ x)
+        torch.testing.assert_close(shortcut((weight, x.clone())), weight @ x)
+        assert shortcut.fits((weight.clone(), x))
+        with pytest.raises(Changed):
+            shortcut((weight.clone(), x))
+    assert shortcut.outdated
+
+
+@torch.no_grad()
+def test_hooks_on_the_outer_module_are_called(ways: Ways) -> None:
+    fast = autostream.optimize(Net().eval())
+    fast(X)
+    calls: list[str] = []
+    with fast.register_forward_pre_hook(lambda *_: calls.append("before")):
+        assert ways.took(lambda: fast(X)) == "short"
+    assert calls == ["before"]
+
+
+@torch.no_grad()
+def test_moving_the_model_drops_it(ways: Ways) -> None:
+    fast = autostream.optimize(Net().eval())
+    fast(X)
+    fast.double()
+    assert fast(X.double())[0].dtype == torch.float64
+    fast.float()
+    assert ways.took(lambda: fast(X)) == "long"
+
+
+@torch.no_grad()
+def test_switching_everything_off_reaches_it(monkeypatch: pytest.MonkeyPatch, ways: Ways) -> None:
+    fast = autostream.optimize(Net().eval())
+    fast(X)
+    before = fast._shortcut
+    assert before is not None
+    monkeypatch.setattr(before, "_launch", None)  # whoever runs it fails
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    fast(X)
+
+
+@torch.no_grad()
+def test_signatures_keep_theirs(ways: Ways) -> None:
+    """Alternating calls go the long way, but nothing is made anew for them."""
+    fast = autostream.optimize(Net().eval())
+    small, large = torch.randn(2, 4), torch.randn(5, 4)
+    fast(small), fast(large)
+    made = []
+    for x in (small, large, small, large):
+        assert ways.took(lambda x=x: fast(x)) == "long"
+        made.append(fast._shortcut)
+    assert made[0] is made[2]
+    assert made[1] is made[3]
