@@ -1,15 +1,13 @@
 """From a model and one signature to something that runs, with a report: all stages, and the fall-backs between them.
 
-trace ──▶ fuse ──▶ price ──▶ candidates ──▶ select ──▶ Scheduled
-  │                     └── capture refused: candidates for uncaptured runs ──┘
+trace ──▶ tune ──▶ Scheduled
   └── refused: the caller decides (graph breaks, or the plain model)
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Protocol
@@ -18,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.errors import CaptureError, FusionError, OptionError, first_line
+from autostream.errors import first_line
 from autostream.execution.cuda_graph import CapturedGraph, Moved
-from autostream.execution.static import Output, copyable, static_copies
-from autostream.ir import Candidate, Decision, Program, Report, Role
+from autostream.execution.static import Output
+from autostream.ir import Candidate, Decision, Report, Role
 from autostream.options import Options
-from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program, versions
+from autostream.pipeline import Stopwatch, versions
 from autostream.scheduling.simulate import simulate
-from autostream.select import Selection, build, repeatable, select, written
+from autostream.select import build, repeatable, written
 from autostream.shortcut import Launch, Shortcut
 from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
 from autostream.tracing.export import trace
-from autostream.tracing.inductor import check_settings, fuse
 from autostream.tracing.signature import Signature
-from autostream.tracing.state import LiveState, ModelWatch, name_of, versions_kept
+from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import Structure, unflatten
+from autostream.tuning import Tuned, tune, undone
 
 preparing = threading.RLock()
 """One model is traced, measured and captured at a time: tracing patches ``nn.Module`` for all threads, measurements
@@ -82,22 +80,20 @@ class Scheduled:
             stopwatch = Stopwatch()
             with stopwatch("trace"):
                 traced = trace(model, tensors, structure)
-            program, unfused = _at_level(traced.program, options, stopwatch)
-            self._traced = replace(traced, program=program)
-            placeholders = self._traced.program.placeholders
-            self._state = LiveState(model, placeholders, self._traced.constants)
+            placeholders = traced.program.placeholders
+            self._state = LiveState(model, placeholders, traced.constants)
             self._bound = tuple(p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders)
-            arguments = self._arguments(tensors)
-            self._columns = _COLUMNS if program.level == "aten" else (*_COLUMNS, _alignment)
-            self._expected = self._metadata(arguments)
             self._bound_inputs = sorted(bound_inputs)
             self._shortcut: Shortcut | None = None
-            priced, self._selection, refusals = _tune(self._traced.program, arguments, self._bound, options, stopwatch)
-            self._graph = priced.graph
-            self._writes = any(written(self._traced.program, priced.graph))
-            self._repeatable = repeatable(self._traced.program, priced.graph)
-            refusals = (*unfused, *refusals)
-            self.report = _report(name_of(model), signature, priced, self._selection, refusals, stopwatch)
+            arguments = self._arguments(tensors)
+            tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
+            self._program, self._graph, self._selection = tuned.program, tuned.priced.graph, tuned.selection
+            self._structure = traced.structure
+            self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
+            self._expected = self._metadata(arguments)
+            self._writes = any(written(self._program, self._graph))
+            self._repeatable = repeatable(self._program, self._graph)
+            self.report = _report(name_of(model), signature, tuned, stopwatch)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run with these flat inputs and return what the model would.
@@ -117,7 +113,7 @@ class Scheduled:
         # Where running once too often does no harm, the host looks while the device computes.
         if self._repeatable and not self._state.configured():
             raise Stale
-        return unflatten(self._traced.structure, outputs)
+        return unflatten(self._structure, outputs)
 
     def shortcut(self, args: tuple[Any, ...], watch: ModelWatch) -> Shortcut | None:
         """The short way for calls like one that has just been made, where there is one.
@@ -130,7 +126,7 @@ class Scheduled:
             return None
         if self._shortcut is None or self._shortcut.outdated:
             launch = self._launch()
-            made = launch and Shortcut(launch, self._traced.structure, args, self._bound_inputs, self._state, watch)
+            made = launch and Shortcut(launch, self._structure, args, self._bound_inputs, self._state, watch)
             self._shortcut = made or None
         return self._shortcut
 
@@ -146,7 +142,7 @@ class Scheduled:
         execution = self._selection.execution
         if not isinstance(execution, CapturedGraph):
             return None
-        placeholders = self._traced.program.placeholders
+        placeholders = self._program.placeholders
         return [execution.static[index] for index, p in enumerate(placeholders) if p.role is Role.INPUT]
 
     def _run(self, arguments: list[Tensor]) -> Sequence[Output]:
@@ -178,9 +174,9 @@ class Scheduled:
 
     def _recaptured(self, arguments: list[Tensor]) -> CapturedGraph:
         """The same schedule, captured again where the weights lie now."""
-        program, chosen = self._traced.program, self._selection.chosen
-        undone = _undone(arguments, written(program, self._graph), program.device)
-        with preparing, torch.inference_mode(False), torch.no_grad(), undone:
+        program, chosen = self._program, self._selection.chosen
+        unseen = undone(arguments, written(program, self._graph), program.device)
+        with preparing, torch.inference_mode(False), torch.no_grad(), unseen:
             execution = build(program, self._graph, chosen, arguments, self._bound)
         assert isinstance(execution, CapturedGraph), "a captured candidate is captured again"
         self._selection = replace(self._selection, execution=execution)
@@ -282,70 +278,8 @@ class OptimizedPiece(Protocol):
         """What is known of each signature."""
 
 
-def _at_level(program: Program, options: Options, stopwatch: Stopwatch) -> tuple[Program, tuple[Decision, ...]]:
-    """The program in ops of the level that the options ask for, or why it stays as it is.
-
-    Raises:
-        OptionError: the level, or a setting of it, is not to be had here.
-    """
-    if options.kernels == "eager":
-        return program, ()
-    if program.device == "cpu":
-        raise OptionError('kernels="inductor" schedules kernels of a GPU, and this model runs on the CPU: use "eager"')
-    check_settings(options.inductor_options)
-    try:
-        with stopwatch("fuse"):
-            return fuse(program, options.inductor_options), ()
-    except FusionError as error:
-        return program, (Decision("", "not fused", str(error)),)
-
-
-def _tune(
-    program: Program, arguments: Sequence[Tensor], bound: Sequence[bool], options: Options, stopwatch: Stopwatch
-) -> tuple[Priced, Selection, tuple[Decision, ...]]:
-    """Plan, build and measure, on copies of the inputs; the model's state and the generators are put back."""
-    copied = [index for index, is_bound in enumerate(bound) if not is_bound]
-    with torch.inference_mode(False), torch.no_grad():
-        arguments = static_copies(arguments, copied)
-        priced = price_program(program, options, stopwatch, tensors=arguments)
-        graph = priced.graph
-
-        def selected(capture: bool) -> Selection:
-            candidates = candidates_for(priced, options, capture, stopwatch)
-            with stopwatch("select"), _undone(arguments, written(program, graph), program.device):
-                return select(program, graph, candidates, arguments, bound)
-
-        refusals = () if options.cuda_graph is False or graph.device == "cpu" else priced.refusals
-        if options.cuda_graph is False or graph.device == "cpu" or priced.refusals:
-            return priced, selected(capture=False), refusals
-        try:
-            return priced, selected(capture=True), ()
-        except CaptureError as error:
-            return priced, selected(capture=False), (Decision("", "not captured", str(error)),)
-
-
-@contextmanager
-def _undone(arguments: Sequence[Tensor], writes: Sequence[bool], device: str) -> Iterator[None]:
-    """Put back afterwards what runs in between write into arguments, and the states of the random generators."""
-    saved = [(tensor, tensor.clone()) for tensor, is_written in zip(arguments, writes, strict=True) if is_written]
-    with versions_kept([tensor for tensor, _ in saved]), torch.random.fork_rng([] if device == "cpu" else [device]):
-        try:
-            yield
-        finally:
-            # Only in inference mode may both ordinary tensors and those made in inference mode be written.
-            with torch.inference_mode():
-                for tensor, before in saved:
-                    copyable(tensor).copy_(copyable(before))
-
-
-def _report(
-    model: str,
-    signature: Signature,
-    priced: Priced,
-    selection: Selection,
-    refusals: tuple[Decision, ...],
-    stopwatch: Stopwatch,
-) -> Report:
+def _report(model: str, signature: Signature, tuned: Tuned, stopwatch: Stopwatch) -> Report:
+    priced, selection = tuned.priced, tuned.selection
     return Report(
         model=model,
         signature=str(signature),
@@ -356,7 +290,7 @@ def _report(
         chosen=selection.chosen,
         timeline=simulate(selection.chosen.schedule, priced.costs, priced.profile),
         candidates=selection.candidates,
-        refusals=refusals,
+        refusals=tuned.refusals,
         seconds=dict(stopwatch.seconds),
         versions=versions(),
     )

@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one launch of a kernel takes of a GPU.
+
+    Attributes:
+        blocks: thread blocks of its grid.
+        warps: of each block.
+        registers: of each thread.
+        shared_bytes: of shared memory, of each block.
+    """
+
+    blocks: int
+    warps: int
+    registers: int
+    shared_bytes: int
 
 
 class Kernel:
@@ -16,6 +34,8 @@ class Kernel:
         launch: launches it on the current stream; takes tensors and numbers, returns nothing.
         written: positions of the arguments that it writes.
         overwritten: those of them that it does not read.
+        footprint: takes what ``launch`` takes and says what that launch takes of the GPU, or ``None`` where it is not
+            known (yet); by default it never is.
 
     Example:
         >>> import torch
@@ -27,11 +47,17 @@ class Kernel:
     """
 
     def __init__(
-        self, name: str, launch: Callable[..., Any], written: frozenset[int], overwritten: frozenset[int]
+        self,
+        name: str,
+        launch: Callable[..., Any],
+        written: frozenset[int],
+        overwritten: frozenset[int],
+        footprint: Callable[..., Footprint | None] = lambda *args: None,
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.written = written
         self.overwritten = overwritten
+        self.footprint = footprint
         self._launch = launch
 
     def __call__(self, *args: Any) -> None:

@@ -12,7 +12,7 @@ from autostream.errors import OptionError
 
 PolicyName = Literal["auto", "sequential", "critical_path", "path_cover"]
 CostSource = Literal["auto", "roofline", "measured"]
-KernelLevel = Literal["eager", "inductor"]
+KernelLevel = Literal["auto", "eager", "inductor"]
 
 MAX_STREAMS = 16
 """More streams than this cost more in workspaces and edges than any model measured so far got back."""
@@ -30,8 +30,9 @@ class Options:
             ``"auto"`` measures where there is a GPU.
         cuda_graph: ``"auto"`` captures a CUDA graph where nothing forbids it and keeps it if it is faster, ``True``
             keeps it wherever it can be captured, ``False`` never captures.
-        kernels: what one op is; ``"eager"``: one ATen call; ``"inductor"``: one kernel that TorchInductor fused.
-        inductor_options: for ``kernels="inductor"``, settings of ``torch._inductor.config`` by name, e.g.
+        kernels: what one op is; ``"eager"``: one ATen call; ``"inductor"``: one kernel that TorchInductor fused;
+            ``"auto"``: on a GPU whichever is faster, on the CPU ``"eager"``.
+        inductor_options: for fused kernels, settings of ``torch._inductor.config`` by name, e.g.
             ``{"max_autotune": True}``.
         strict: raise where autostream would otherwise run the plain model and say why in the report.
         max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
@@ -49,7 +50,7 @@ class Options:
     policy: PolicyName = "auto"
     costs: CostSource = "auto"
     cuda_graph: Literal["auto"] | bool = "auto"
-    kernels: KernelLevel = "eager"
+    kernels: KernelLevel = "auto"
     inductor_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     strict: bool = False
     max_signatures: int = 8
@@ -66,7 +67,7 @@ class Options:
         if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
             raise _refusal("inductor_options", settings, '{} or a dict such as {"max_autotune": True}')
         if settings and self.kernels == "eager":
-            raise OptionError('inductor_options are of no use with kernels="eager": use kernels="inductor" with them')
+            raise OptionError('inductor_options are of no use with kernels="eager": use "auto" or "inductor" with them')
         if not isinstance(self.strict, bool):
             raise _refusal("strict", self.strict, "True or False")
         if not _whole_number(self.max_signatures, 1, None):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from autostream.options import Options
+
 settings.register_profile("no clocks", deadline=None)
 settings.load_profile("no clocks")
 
@@ -18,3 +20,9 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def aten_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops of ATen by default on a GPU too: for tests of streams and memory, which need no compiler for that."""
+    monkeypatch.setitem(Options.__init__.__kwdefaults__, "kernels", "eager")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from autostream import build
 from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
-from autostream.errors import CaptureError, FusionError
-from autostream.ir import Candidate, Decision, Program, Report
+from autostream.ir import Decision, Report
 from autostream.options import Options
-from autostream.pipeline import Priced, Stopwatch
 from autostream.select import Selection
-from autostream.tracing.export import trace
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import flatten
@@ -155,111 +150,12 @@ def test_weights_and_bound_inputs_are_used_where_they_are(monkeypatch: pytest.Mo
         assert [tensor is given for tensor, given in zip(tensors, [model.w, x, y], strict=True)] == list(bound)
         return Selection(program.module.forward, candidates[0], tuple(candidates))
 
-    monkeypatch.setattr("autostream.build.select", spy)
+    monkeypatch.setattr("autostream.tuning.select", spy)
     x, y = t(4), t(4)
     model = Model(lambda s, x, y: x * s.w + y, w=nn.Parameter(t(4)))
     entry = scheduled(model, x, y, bound=frozenset({1}))
     assert seen == [(True, False, True)]
     assert entry.static_inputs() is None
-
-
-class Device:
-    """Stands in for a GPU: what is captured, and whether that fails."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, refusals: tuple[Decision, ...] = (), fails: bool = False
-    ) -> None:
-        from autostream import build
-
-        self.captures: list[bool] = []
-        real_price, real_candidates = build.price_program, build.candidates_for
-
-        def price(*args: Any, **kwargs: Any) -> Priced:
-            priced = real_price(*args, **kwargs)
-            return replace(priced, graph=replace(priced.graph, device="cuda:0"), refusals=refusals)
-
-        def candidates(priced: Priced, options: Options, capture: bool, stopwatch: Any) -> tuple[Candidate, ...]:
-            self.captures.append(capture)
-            return real_candidates(priced, options, capture, stopwatch)
-
-        def select(program: Any, graph: Any, candidates: Any, tensors: Any, bound: Any) -> Selection:
-            if fails and candidates[0].captured:
-                raise CaptureError("this op cannot be captured")
-            return Selection(program.module.forward, candidates[0], tuple(candidates))
-
-        monkeypatch.setattr(build, "price_program", price)
-        monkeypatch.setattr(build, "candidates_for", candidates)
-        monkeypatch.setattr(build, "select", select)
-
-
-@torch.no_grad()
-def test_where_a_graph_can_be_captured_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch)
-    report = scheduled(nn.ReLU(), t(3)).report
-    assert device.captures == [True]
-    assert (report.mode, report.refusals) == ("cuda graph", ())
-
-
-@torch.no_grad()
-def test_what_is_known_to_be_uncapturable_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusals = (Decision("relu", "not captured", "it waits for the device"),)
-    device = Device(monkeypatch, refusals)
-    report = scheduled(nn.ReLU(), t(3)).report
-    assert device.captures == [False]
-    assert (report.mode, report.refusals) == ("one stream", refusals)
-
-
-@torch.no_grad()
-def test_after_a_failed_capture_there_is_a_run_without_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, fails=True)
-    report = scheduled(nn.ReLU(), t(3)).report
-    assert device.captures == [True, False]
-    assert report.mode == "one stream"
-    assert [refusal.reason for refusal in report.refusals] == ["this op cannot be captured"]
-
-
-@torch.no_grad()
-def test_nothing_is_captured_that_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, (Decision("relu", "not captured", "it waits for the device"),))
-    report = scheduled(nn.ReLU(), t(3), cuda_graph=False).report
-    assert device.captures == [False]
-    assert report.refusals == ()
-
-
-# Levels
-
-
-def of_a_gpu() -> Program:
-    tensors, structure = flatten(((t(2, 4),), {}))
-    return trace(nn.Linear(4, 4), tensors, structure, device=torch.device("cuda:0")).program
-
-
-def test_ops_are_fused_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[object] = []
-
-    def fuse(program: Program, settings: object) -> Program:
-        given.append(settings)
-        return replace(program, level="inductor")
-
-    monkeypatch.setattr(build, "fuse", fuse)
-    options = Options(kernels="inductor", inductor_options={"max_autotune": True})
-    stopwatch = Stopwatch()
-    program, refusals = build._at_level(of_a_gpu(), options, stopwatch)
-    assert (program.level, refusals, given) == ("inductor", (), [{"max_autotune": True}])
-    assert "fuse" in stopwatch.seconds
-    assert build._at_level(of_a_gpu(), Options(), stopwatch)[0].level == "aten"
-    assert len(given) == 1
-
-
-def test_what_cannot_be_fused_stays_as_it_is_for_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(program: Program, settings: object) -> Program:
-        raise FusionError("TorchInductor cannot fuse it: too odd")
-
-    monkeypatch.setattr(build, "fuse", refuse)
-    program = of_a_gpu()
-    same, (refusal,) = build._at_level(program, Options(kernels="inductor"), Stopwatch())
-    assert same is program
-    assert (refusal.choice, refusal.reason) == ("not fused", "TorchInductor cannot fuse it: too odd")
 
 
 class Piece:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autostream.kernels import Kernel
+from autostream.kernels import Footprint, Kernel
 
 
 def double() -> Kernel:
@@ -40,3 +40,12 @@ def test_kernels_are_equal_only_to_themselves() -> None:
     assert kernel == kernel
     assert kernel != double()
     assert len({kernel, double()}) == 2
+
+
+def test_a_footprint_is_that_of_one_launch_where_it_is_known() -> None:
+    def footprint(x: torch.Tensor, out: torch.Tensor) -> Footprint:
+        return Footprint(blocks=x.numel(), warps=1, registers=16, shared_bytes=0)
+
+    kernel = Kernel("double", lambda x, out: None, frozenset({1}), frozenset({1}), footprint)
+    assert kernel.footprint(torch.ones(3), torch.empty(3)) == Footprint(3, 1, 16, 0)
+    assert double().footprint(torch.ones(3), torch.empty(3)) is None

@@ -19,7 +19,7 @@ FLOORS = {
     0: {"errors", "options", "ir", "version", "collector", "storages", "kernels"},
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution"},
-    3: {"pipeline", "select", "shortcut", "build"},
+    3: {"pipeline", "select", "shortcut", "tuning", "build"},
     4: {"api", "backend"},
     5: {"arguments", "bench", "reporting", "zoo", "targets", "cli", "__main__", "__init__"},
 }
@@ -99,7 +99,7 @@ ONLY_IN = [
     (
         r"\.(create_node|node_copy|graph_copy|erase_node|call_function|call_module|inserting_(before|after)"
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
-        {"execution.lower", "tracing.export", "tracing.kernel_graph"},
+        {"execution.lower", "tracing.export", "tracing.inductor", "tracing.kernel_graph"},
     ),
     (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower"}),
     (r"\.(create_node|node_copy)\(", {"execution.lower"}),

@@ -16,7 +16,7 @@ ALLOWED = {
     "policy": ["auto", "sequential", "critical_path", "path_cover"],
     "costs": ["auto", "roofline", "measured"],
     "cuda_graph": ["auto", True, False],
-    "kernels": ["eager", "inductor"],
+    "kernels": ["auto", "eager", "inductor"],
     "inductor_options": [{}],
     "strict": [True, False],
     "max_signatures": [1, 8, 1000],
@@ -26,7 +26,7 @@ REFUSED = {
     "policy": ["", "auto ", "heft", None, 1],
     "costs": ["", "guess", None],
     "cuda_graph": ["yes", 1, 0, None],
-    "kernels": ["auto", "triton", None],
+    "kernels": ["aten", "triton", None],
     "inductor_options": [None, "max_autotune", ["max_autotune"], {1: True}],
     "strict": [1, 0, "auto", None],
     "max_signatures": [0, -1, 1.5, True, "8", None],
@@ -62,8 +62,8 @@ def test_what_is_not_allowed_is_refused_with_what_is(name: str, value: object) -
 def test_settings_of_inductor_belong_to_its_kernels() -> None:
     settings = {"max_autotune": True}
     assert Options(kernels="inductor", inductor_options=settings).inductor_options == settings
-    with pytest.raises(OptionError, match='are of no use with kernels="eager": use kernels="inductor"'):
-        Options(inductor_options=settings)
+    with pytest.raises(OptionError, match='are of no use with kernels="eager": use "auto" or "inductor"'):
+        Options(kernels="eager", inductor_options=settings)
 
 
 def test_a_refusal_is_a_value_error() -> None:

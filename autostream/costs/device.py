@@ -2,6 +2,7 @@
 
     profile_of("cuda:0")      the device that is here
     profile_named("h200")     a GPU that is not here, to plan for it
+    multiprocessor_of("cuda") what one multiprocessor of a GPU holds, for kernels whose launches are known
 
 Peaks are dense ones (no structured sparsity) of what a matrix product would use: the tensor cores, except for float32,
 which PyTorch does not turn into TF32 unless asked to.
@@ -12,11 +13,13 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from autostream.costs.occupancy import Multiprocessor
 from autostream.errors import TargetError
 from autostream.ir import DeviceProfile
 
@@ -116,6 +119,9 @@ _PER_CLOCK = {
     (12, 0): _Peaks(4, 256, 1024, 1024, 2048, 2048),
 }
 
+# Thread blocks that one multiprocessor holds, by compute capability, as the CUDA C++ Programming Guide has it.
+_BLOCKS = {(0, 0): 32, (7, 5): 16, (8, 0): 32, (8, 6): 16, (8, 9): 24, (9, 0): 32, (12, 0): 24}
+
 _CLOCK_KHZ = 1_500_000
 """Where the driver does not tell; GPUs of the last ten years boost to between 1.3 and 2.6 GHz."""
 
@@ -180,6 +186,20 @@ def profile_named(name: str) -> DeviceProfile:
     return gpu.profile()
 
 
+def multiprocessor_of(device: str) -> Multiprocessor:
+    """What one multiprocessor of a GPU of this machine holds, as the driver tells.
+
+    Args:
+        device: ``"cuda"`` or ``"cuda:1"``.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    return Multiprocessor(
+        blocks=_BLOCKS[_known(_BLOCKS, properties.major, properties.minor)],
+        warps=properties.max_threads_per_multi_processor // properties.warp_size,
+        shared_bytes=properties.shared_memory_per_multiprocessor,
+    )
+
+
 def known_names() -> tuple[str, ...]:
     """The short names that :func:`profile_named` takes."""
     return (*(gpu.short for gpu in _TABLE), "cpu")
@@ -211,8 +231,12 @@ def _bandwidth(properties: Any) -> float:
 
 
 def _per_clock(major: int, minor: int) -> _Peaks:
-    """Of the newest known architecture that is not newer than this one."""
-    return _PER_CLOCK[max(known for known in _PER_CLOCK if known <= (major, minor))]
+    return _PER_CLOCK[_known(_PER_CLOCK, major, minor)]
+
+
+def _known(capabilities: Iterable[tuple[int, int]], major: int, minor: int) -> tuple[int, int]:
+    """The newest known architecture that is not newer than this one."""
+    return max(known for known in capabilities if known <= (major, minor))
 
 
 def _cpu() -> DeviceProfile:

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 from torch.fx.node import map_aggregate
 
+from autostream.costs.device import multiprocessor_of
+from autostream.costs.occupancy import share_filled
 from autostream.costs.roofline import cost_of, price
 from autostream.execution.capture import capture
 from autostream.execution.streams import capture_stream
@@ -98,14 +100,15 @@ class _Measurement(Interpreter):
         """Time the node's op, then run the node."""
         op = self._ops.get(n.name)
         if op is not None:
-            duration_us = self._duration(op, n)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            duration_us = self._duration(op, n, args, kwargs)
             if duration_us is not None:
-                self.costs[op.name] = cost_of(op, self._profile, duration_us, "measured")
+                share = _share_filled(n.target, args, op.device, self._profile)
+                self.costs[op.name] = cost_of(op, self._profile, duration_us, "measured", share)
         return super().run_node(n)
 
-    def _duration(self, op: Op, node: Node) -> float | None:
+    def _duration(self, op: Op, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """µs, or ``None`` where the op cannot be timed or there is no time left."""
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
         key = (op.target, _signature(args), _signature(kwargs))
         if key not in self._durations:
             if self._spent_s > _BUDGET_S:
@@ -188,6 +191,14 @@ def _time_calls(call: Call, expected_us: float) -> float:
 
 def _current(device: str) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
+
+
+def _share_filled(target: Any, args: tuple[Any, ...], device: str, profile: DeviceProfile) -> float | None:
+    """Of the multiprocessors, where the call is a kernel's that says what its launch takes."""
+    footprint = target.footprint(*args) if isinstance(target, Kernel) else None
+    if footprint is None:
+        return None
+    return share_filled(footprint, multiprocessor_of(device), profile.multiprocessors)
 
 
 def _is_timeable(op: Op, device: str) -> bool:

@@ -62,7 +62,9 @@ def price(graph: OpGraph, profile: DeviceProfile) -> Costs:
     return {op.name: _estimate(op, profile, graph.device) for op in graph.ops.values()}
 
 
-def cost_of(op: Op, profile: DeviceProfile, duration_us: float, source: str) -> OpCost:
+def cost_of(
+    op: Op, profile: DeviceProfile, duration_us: float, source: str, share_filled: float | None = None
+) -> OpCost:
     """The cost of an op whose duration is known: which shares of the device it must be using in that time.
 
     Args:
@@ -70,13 +72,15 @@ def cost_of(op: Op, profile: DeviceProfile, duration_us: float, source: str) -> 
         profile: the device.
         duration_us: time alone on the device, µs.
         source: where the duration is from, ``"measured"`` or ``"roofline"``.
+        share_filled: the share of the multiprocessors that it is known to fill; by default, what its size can.
 
     Returns:
-        The share of multiprocessors is what its size can fill, or what its arithmetic rate proves that it fills.
+        The share of multiprocessors is what it fills, or what its arithmetic rate proves that it fills.
     """
+    filled = fill(op, profile) if share_filled is None else share_filled
     return OpCost(
         duration_us=duration_us,
-        sm_share=max(fill(op, profile), _share(op.flops, duration_us * _peak(op, profile))),
+        sm_share=max(filled, _share(op.flops, duration_us * _peak(op, profile))),
         bandwidth_share=_share(traffic(op), duration_us * profile.bandwidth),
         source=source,
     )

@@ -2,21 +2,23 @@
 
     Program of ATen ops ──▶ functional graph ──▶ Inductor: passes, fusion, code ──▶ wrapper lines ──▶ Program of kernels
 
-Inductor can emit its fused program as an fx graph (``config.fx_wrapper``). Its converter is used here with calls of
-our own: an op allocates memory, an op looks at it, and a Triton kernel is a :class:`~autostream.kernels.Kernel` that
-Inductor's own launcher launches. Inductor's reuse of memory is off, for it chains branches that are independent
-otherwise: what is reused is for the schedule to say.
+Inductor can emit its fused program as an fx graph (``config.fx_wrapper``), here one of calls of our own
+(``kernel_graph.py``). Its reuse of memory is off, for it chains branches that are independent otherwise: what is
+reused is for the schedule to say.
 
-Private to PyTorch, seen on 2.11 and 2.13: ``wrapper_fxir``, the registry of wrappers by device, ``compile_fx_inner``.
-Where a version differs, a :class:`~autostream.errors.FusionError` says so, and ops stay those of ATen.
+All that is private to PyTorch is listed in :data:`NEEDED`, and looked for before anything is done. Where a version
+lacks some of it, a :class:`~autostream.errors.FusionError` names it, and ops stay those of ATen.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -45,6 +47,44 @@ SETTINGS: Mapping[str, Any] = {
 }
 """What every program is compiled with."""
 
+NEEDED: Mapping[str, Sequence[str]] = {
+    "torch._functorch.aot_autograd": ["aot_export_module"],
+    "torch._inductor.async_compile": ["AsyncCompile.wakeup"],
+    "torch._inductor.config": [*SETTINGS, "patch", "get_config_copy"],
+    "torch._inductor.decomposition": ["select_decomp_table"],
+    "torch._inductor.fx_passes.joint_graph": ["joint_graph_passes"],
+    "torch._inductor.compile_fx": ["compile_fx_inner", "record_original_output_strides"],
+    "torch._inductor.codecache": ["PyCodeCache.load"],
+    "torch._inductor.utils": ["LineContext"],
+    "torch._inductor.codegen.common": [
+        "init_backend_registration",
+        "device_codegens",
+        "DeviceCodegen.fx_wrapper_codegen",
+        "FileBackedGraphModule",
+    ],
+    "torch._inductor.codegen.wrapper": ["WrapperLine.codegen_fx", "PythonWrapperCodegen._format_kernel_definition"],
+    "torch._inductor.codegen.wrapper_fxir": [
+        "WrapperFxCodegen._generate",
+        "WrapperFxCodegen.compile_graph",
+        "WrapperFxCodegen.get_fx_graph_inputs",
+        "WrapperFxCodegen.get_graph_outputs",
+        "WrapperFxCodegen.is_subgraph",
+        "WrapperFxCodegen.run_wrapper_ir_passes",
+        "FxConverter.generate",
+        "FxConverter._create_as_strided",
+        "FxConverter._generate_allocate",
+        "FxConverter._generate_graph_constants",
+        "FxConverter._generate_graph_inputs",
+        "FxConverter._generate_kernel_definition",
+        "FxConverter._generate_outputs",
+        "FxConverter._generate_subgm_getattrs",
+        "FxConverter._generate_triton_call",
+        "FxConverter._lookup_args",
+        "FxConverter._record_allocation",
+    ],
+}
+"""What is used and overridden of PyTorch's private parts, by module, as torch 2.11 and 2.13 have it."""
+
 
 def check_settings(options: Mapping[str, Any]) -> None:
     """See that Inductor has these settings, and that they are the user's to choose.
@@ -66,6 +106,26 @@ def check_settings(options: Mapping[str, Any]) -> None:
             raise OptionError(f"inductor_options: torch._inductor.config has no setting {name!r}{hint}")
 
 
+def obstacle(device: str) -> str:
+    """Why nothing can be fused here, whatever the program, and what to do instead; ``""`` where it can.
+
+    Args:
+        device: where the program runs.
+
+    Example:
+        >>> obstacle("cpu")
+        'TorchInductor fuses ops into kernels of a GPU, and this program runs on the CPU: use kernels="eager"'
+    """
+    if device == "cpu":
+        return 'TorchInductor fuses ops into kernels of a GPU, and this program runs on the CPU: use kernels="eager"'
+    if importlib.util.find_spec("triton") is None:
+        return 'TorchInductor writes its kernels in Triton, which is not installed: install it, or use kernels="eager"'
+    missing = next(_missing(), "")
+    if missing:
+        return f'torch {torch.__version__} has no {missing}, as 2.11 and 2.13 have for fusing: use kernels="eager"'
+    return ""
+
+
 def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
     """Let Inductor fuse a program's ops into kernels.
 
@@ -78,11 +138,17 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
         other processes: the first launch of each waits for it.
 
     Raises:
-        FusionError: this version of PyTorch, or Inductor, cannot.
+        FusionError: the program is one of the CPU, Triton is not installed, this version of PyTorch lacks what fusing
+            builds on, or Inductor fails.
     """
+    reason = obstacle(program.device)
+    if reason:
+        raise FusionError(f"{reason}; ops stay those of ATen")
     from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
 
     try:
+        AsyncCompile.wakeup()  # until its processes are there, which takes seconds, this one compiles, one by one
         with config.patch({**(options or {}), **SETTINGS}):
             fused = _named(_compiled(_functional(program), torch.device(program.device)), program)
     except Exception as error:
@@ -91,6 +157,21 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
         raise FusionError("fused, outputs would share other memory with arguments or each other than the model's do")
     outputs = tuple(node.name for node in _outputs(fused))
     return replace(program, module=fused, outputs=outputs, level="inductor")
+
+
+def _missing() -> Iterator[str]:
+    """What this version of PyTorch lacks of what is needed."""
+    for module, names in NEEDED.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            yield module
+            continue
+        for name in names:
+            try:
+                attrgetter(name)(found)
+            except AttributeError:
+                yield f"{module}.{name}"
 
 
 def _functional(program: Program) -> fx.GraphModule:
@@ -134,127 +215,20 @@ def _compiled(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
+    from autostream.tracing.kernel_graph import graphs_of_kernels
+
     values = _arguments(module)
     mode = _fake_mode(values)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(tracing(TracingContext(mode)))
-        modules = stack.enter_context(_wrapped_by_converter(device))
+        graphs = stack.enter_context(graphs_of_kernels(device))
         record_original_output_strides(module)
         joint_graph_passes(module, device)
         module.graph.output_node().meta["user_visible_output_idxs"] = range(len(_outputs(module)))
         compile_fx_inner(module, values, fx_wrapper=True, is_inference=True)
-    (compiled,) = modules
+    (compiled,) = graphs
     return compiled
-
-
-@contextmanager
-def _wrapped_by_converter(device: torch.device) -> Iterator[list[fx.GraphModule]]:
-    """Let Inductor write graphs of our calls, into the list that this yields."""
-    from torch._inductor.codegen import common
-
-    modules: list[fx.GraphModule] = []
-    common.init_backend_registration()
-    before = common.device_codegens[device.type]
-    common.device_codegens[device.type] = replace(before, fx_wrapper_codegen=_wrapper_class(modules, device))
-    try:
-        yield modules
-    finally:
-        common.device_codegens[device.type] = before
-
-
-def _wrapper_class(modules: list[fx.GraphModule], device: torch.device) -> type:
-    from torch._inductor.codegen.common import FileBackedGraphModule
-    from torch._inductor.codegen.wrapper import WrapperLine
-    from torch._inductor.codegen.wrapper_fxir import FxConverter, WrapperFxCodegen
-    from torch._inductor.utils import LineContext
-
-    class Converter(FxConverter):
-        """Writes our calls in the place of its own."""
-
-        def generate(self) -> fx.GraphModule:
-            """As in the class that this overrides, but without evaluating each node: kernels have no fake values."""
-            self._generate_graph_inputs()
-            self._generate_graph_constants()
-            self._generate_subgm_getattrs()
-            for line in self.lines:
-                if isinstance(line, WrapperLine):
-                    line.codegen_fx(self)(line)
-                elif not isinstance(line, LineContext):
-                    raise NotImplementedError(f"a line of Python: {str(line).strip()}")
-            outputs = self._generate_outputs()
-            self.gm.graph.output(tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,))
-            self.gm.recompile()
-            return self.gm
-
-        def _generate_allocate(self, line: Any) -> None:
-            buffer = line.node
-            node = self.gm.graph.call_function(
-                torch.ops.aten.empty_strided.default,
-                (_numbers(buffer.get_size()), _numbers(buffer.get_stride())),
-                {"dtype": buffer.get_dtype(), "device": buffer.get_device()},
-            )
-            node.name = buffer.get_name()
-            self._record_allocation(buffer, node)
-
-        def _create_as_strided(self, input_node: fx.Node, size: Any, stride: Any, offset: Any) -> fx.Node:
-            # Relative to where the tensor begins, wherever that is in its storage: arguments may begin anywhere.
-            args = (input_node, _numbers(size), _numbers(stride), int(offset))
-            return self.gm.graph.call_function(torch.ops.inductor._reinterpret_tensor.default, args)
-
-        def _generate_kernel_definition(self, line: Any) -> None:
-            from torch._inductor.codecache import PyCodeCache
-            from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-            code = PythonWrapperCodegen._format_kernel_definition(
-                line.kernel_name, line.kernel_body, metadata=line.metadata
-            )
-            module = PyCodeCache.load(f"{self.prologue}\n{code}")
-            self.kernels[line.kernel_name] = getattr(module, line.kernel_name)
-
-        def _generate_triton_call(self, line: Any) -> None:
-            kernels: dict[str, Any] = self.kernels
-            name = line.kernel_name
-            if not isinstance(kernels[name], Kernel):
-                kernels[name] = _kernel(name, kernels[name], line.triton_meta, device)
-            arguments = self._lookup_args(line.call_args)
-            self.gm.graph.call_function(kernels[name], tuple(map(_number, arguments)))
-
-    class Wrapper(WrapperFxCodegen):
-        """Hands its lines to the converter."""
-
-        def _generate(self, is_inference: bool) -> tuple[FileBackedGraphModule, None]:
-            self.run_wrapper_ir_passes(is_inference)
-            wrapper: Any = self  # of types that differ from version to version
-            converter = Converter(
-                lines=wrapper.lines,
-                prologue=f"{wrapper.imports.getvalue()}\n{wrapper.header.getvalue()}",
-                graph_inputs=wrapper.get_fx_graph_inputs(),
-                graph_outputs=wrapper.get_graph_outputs(),
-                subgms=wrapper.subgms,
-                is_subgraph=wrapper.is_subgraph,
-            )
-            module = converter.generate()
-            modules.append(module)
-            return FileBackedGraphModule(module, module.forward), None
-
-    return Wrapper
-
-
-def _kernel(name: str, compiled: Any, triton_meta: Mapping[str, Any], device: torch.device) -> Kernel:
-    """A Triton kernel, which may still be compiling, as one that names what it writes."""
-    names = list(triton_meta["signature"])
-    written = [at for at, argument in enumerate(names) if argument.startswith(("out_ptr", "in_out_ptr", "ws_ptr"))]
-    overwritten = [at for at in written if not names[at].startswith("in_out_ptr")]
-
-    def launch(*args: Any) -> None:
-        nonlocal compiled
-        if hasattr(compiled, "result"):
-            compiled = compiled.result()
-        with torch.cuda.device(device):
-            compiled.run(*args, stream=torch.cuda.current_stream(device).cuda_stream)
-
-    return Kernel(name, launch, frozenset(written), frozenset(overwritten))
 
 
 def _named(module: fx.GraphModule, program: Program) -> fx.GraphModule:
@@ -314,12 +288,3 @@ def _arguments(module: fx.GraphModule) -> list[Any]:
 
 def _fake_mode(values: Sequence[Any]) -> FakeTensorMode:
     return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _numbers(sizes: Sequence[Any]) -> list[Any]:
-    return [int(size) for size in sizes]
-
-
-def _number(argument: Any) -> Any:
-    """An argument as fx can hold it: Inductor counts with sympy's numbers."""
-    return argument if isinstance(argument, (fx.Node, int, float, bool, str, type(None))) else int(argument)

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autostream.costs.device import known_names, profile_named, profile_of
+from autostream.costs.device import known_names, multiprocessor_of, profile_named, profile_of
+from autostream.costs.occupancy import Multiprocessor
 from autostream.errors import TargetError
 
 
@@ -145,8 +146,23 @@ def test_a_gpu_that_is_not_here_is_refused_with_the_way_to_plan_for_it() -> None
         profile_of("cuda:97")
 
 
+@pytest.mark.parametrize(
+    ("major", "minor", "threads", "blocks"),
+    [(9, 0, 2048, 32), (8, 0, 2048, 32), (8, 6, 1536, 16), (8, 9, 1536, 24), (7, 5, 1024, 16), (10, 3, 2048, 32)],
+)
+def test_a_multiprocessor_holds_what_the_driver_and_its_architecture_say(
+    monkeypatch: pytest.MonkeyPatch, major: int, minor: int, threads: int, blocks: int
+) -> None:
+    _driver(
+        monkeypatch, major=major, minor=minor, max_threads_per_multi_processor=threads, warp_size=32,
+        shared_memory_per_multiprocessor=65536,
+    )  # fmt: skip
+    assert multiprocessor_of("cuda") == Multiprocessor(blocks=blocks, warps=threads // 32, shared_bytes=65536)
+
+
 @pytest.mark.gpu
 def test_the_gpu_of_this_machine_has_a_profile() -> None:
     profile = profile_of("cuda:0")
     assert profile.name == torch.cuda.get_device_name(0)
     assert profile.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
+    assert multiprocessor_of("cuda:0").warps in (32, 48, 64)

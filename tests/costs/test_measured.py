@@ -19,8 +19,10 @@ from torch.fx import Graph, GraphModule, Node
 from autostream.costs import measured
 from autostream.costs.device import profile_of
 from autostream.costs.measured import _is_timeable, measure
+from autostream.costs.occupancy import Multiprocessor
 from autostream.costs.roofline import price
 from autostream.ir import Op, OpGraph, Placeholder, Program, Role
+from autostream.kernels import Footprint, Kernel
 
 aten = torch.ops.aten
 
@@ -226,6 +228,23 @@ def test_an_undeclared_write_to_an_intermediate_is_timed_on_a_copy(timer: _Count
     graph = _with_op(graph, "batch_norm_default", writes=frozenset({"batch_norm_default", "relu_default", "x2"}))
     _measure(program, graph, [torch.ones(8, 3), torch.zeros(3), torch.ones(3)])
     assert timer.results[2].tolist() == [-0.5, -0.5, -0.5]
+
+
+@pytest.mark.parametrize(("tells", "share"), [(True, 66 / (2 * 132)), (False, 1 / 132)])
+def test_a_kernel_fills_what_its_launch_takes_as_far_as_it_tells(
+    timer: _Counting, monkeypatch: pytest.MonkeyPatch, tells: bool, share: float
+) -> None:
+    """It tells once it has been launched: x0 ─▶ triton"""
+    launched: list[Tensor] = []
+
+    def footprint(x: Tensor) -> Footprint | None:
+        return Footprint(blocks=66, warps=32, registers=32, shared_bytes=0) if tells and launched else None
+
+    kernel = Kernel("triton.sum", launched.append, frozenset(), frozenset(), footprint)
+    program, graph = _program(lambda graph, x: (graph.call_function(kernel, (x,)),), 1)
+    monkeypatch.setattr(measured, "multiprocessor_of", lambda device: Multiprocessor())
+    (cost,) = measure(program, graph, replace(profile_of("cpu"), multiprocessors=132), [torch.ones(4)]).values()
+    assert (cost.source, cost.sm_share) == ("measured", share)
 
 
 def test_random_numbers_are_drawn_as_if_nothing_had_been_measured() -> None:

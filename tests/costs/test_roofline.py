@@ -125,6 +125,14 @@ def test_a_measured_time_decides_the_shares() -> None:
     assert slow.source == "measured"
 
 
+def test_a_share_that_is_known_counts_but_not_below_what_arithmetic_proves() -> None:
+    copy = _op(elements=10 * 8192, bytes_written=10**6)
+    assert cost_of(copy, GPU, 10.0, "measured").sm_share == pytest.approx(0.1)
+    assert cost_of(copy, GPU, 10.0, "measured", share_filled=0.03).sm_share == pytest.approx(0.03)
+    product = _matmul(512, 512, 512)
+    assert cost_of(product, GPU, 2 * 512**3 / 1e8, "measured", share_filled=0.03).sm_share == pytest.approx(1.0)
+
+
 def test_every_op_is_priced_in_program_order() -> None:
     ops = {name: _op(name) for name in ("b", "a", "c")}
     assert list(price(OpGraph(ops, (), {}, (), "cuda:0"), GPU)) == ["b", "a", "c"]

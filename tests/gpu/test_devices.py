@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autostream
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops")]
 
 DEVICES = [f"cuda:{index}" for index in range(max(1, torch.cuda.device_count()))]
 

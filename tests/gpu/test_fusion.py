@@ -64,6 +64,52 @@ def test_values_are_the_models(towers: Towers, policy: str, streams: int, cuda_g
     assert kernels_of(report)
 
 
+@torch.no_grad()
+def test_by_default_the_faster_level_runs(towers: Towers) -> None:
+    """Fused kernels where they win; where they cannot, ops as they are, and the reason."""
+    fast, x = autostream.optimize(towers), torch.randn(64, 256, device="cuda")
+    for _ in range(3):
+        torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+    assert_fused(fast)
+
+    big = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
+    product = autostream.optimize(lambda x: x @ x)
+    torch.testing.assert_close(product(big), big @ big, rtol=1e-2, atol=1)
+    (report,) = product.reports
+    assert kernels_of(report) or [refusal.choice for refusal in report.refusals] == ["not fused"]
+
+
+@torch.no_grad()
+def test_the_short_way_on_a_gpu(towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any stream, with weights that change and move; and only where nothing else has changed."""
+    fast, x = autostream.optimize(towers), torch.randn(64, 256, device="cuda")
+    fast(x)
+    long: list[object] = []
+    scheduled = autostream.OptimizedModule._scheduled
+    monkeypatch.setattr(
+        autostream.OptimizedModule, "_scheduled", lambda *args: (long.append(args), scheduled(*args))[1]
+    )
+    outputs = []
+    for _ in range(20):
+        y, stream = torch.randn(64, 256, device="cuda"), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            outputs.append((y, fast(y)))
+        torch.cuda.current_stream().wait_stream(stream)
+    assert not long
+    for y, output in outputs:
+        torch.testing.assert_close(output, towers(y), rtol=1e-4, atol=1e-5)
+    first: nn.Linear = towers.towers[0][0]  # type: ignore[index, assignment]
+    first.weight.mul_(2)
+    torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+    assert not long
+    first.weight.data = torch.randn_like(first.weight)
+    torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+    assert len(long) == 1
+    torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+    assert len(long) == 1
+
+
 @pytest.mark.parametrize("name", ["googlenet", "resnet18", "mobilenet_v2", "squeezenet1_1", "vit_b_32"])
 def test_real_models(name: str) -> None:
     model, (image,) = zoo.build(name)

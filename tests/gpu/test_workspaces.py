@@ -8,7 +8,7 @@ from torch import nn
 
 from autostream.bench.modes import captured
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops")]
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def layer() -> nn.Module:
 
 def run(model: nn.Module, *args: Tensor) -> list[str]:
     """The ops that a model is made of once it is optimized, which must not change its outputs by a bit."""
-    fast = autostream.optimize(model)
+    fast = autostream.optimize(model, kernels="eager")
     with torch.no_grad():
         torch.testing.assert_close(fast(*args), model(*args), rtol=0, atol=0)
     (report,) = fast.reports
@@ -80,7 +80,7 @@ def test_what_does_not_fuse_without_a_trace_does_not_in_one(model: nn.Module) ->
 
 def test_who_turned_fusion_off_has_it_off() -> None:
     model = SelfAttention().eval()
-    fast = autostream.optimize(model)
+    fast = autostream.optimize(model, kernels="eager")
     with torch.no_grad():
         fast(X)
         torch.backends.mha.set_fastpath_enabled(False)
@@ -126,7 +126,7 @@ def test_everything_is_put_back_when_a_trace_fails() -> None:
 def test_a_torch_without_what_this_needs_traces_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_supported", lambda: False)
     model = SelfAttention().eval()
-    fast = autostream.optimize(model)
+    fast = autostream.optimize(model, kernels="eager")
     with torch.no_grad():
         torch.testing.assert_close(fast(X), model(X))
     assert ATTENTION not in ops(fast.reports[0])

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
+import sys
+import textwrap
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.wrapper_fxir import FxConverter, WrapperFxCodegen
 from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
 from autostream.errors import FusionError, OptionError
 from autostream.ir import Program, Role
 from autostream.kernels import Kernel
-from autostream.tracing import inductor
-from autostream.tracing.inductor import check_settings, evaluate, fuse
+from autostream.tracing import inductor, kernel_graph
+from autostream.tracing.inductor import NEEDED, check_settings, evaluate, fuse
 from tests.execution.programs import case_of, fused_case
 
 aten = torch.ops.aten
@@ -67,43 +74,6 @@ def test_composites_become_what_inductor_lowers() -> None:
     assert not targets & {"aten.conv2d.default", "aten.batch_norm.default", "aten.dropout.default"}
 
 
-# Kernels
-
-
-def signature(*names: str) -> dict[str, Any]:
-    return {"signature": dict.fromkeys(names, "*fp32")}
-
-
-def test_argument_names_say_what_a_kernel_reads_and_writes() -> None:
-    names = ("in_ptr0", "out_ptr0", "in_out_ptr0", "ws_ptr", "out_ptr1", "xnumel")
-    kernel = inductor._kernel("triton_0", object(), signature(*names), torch.device("cuda:0"))
-    assert kernel.written == {1, 2, 3, 4}
-    assert kernel.overwritten == {1, 3, 4}
-
-
-class Compiled:
-    """A kernel as Inductor hands it out: later."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] = []
-        self.waited = 0
-
-    def result(self) -> SimpleNamespace:
-        self.waited += 1
-        return SimpleNamespace(run=lambda *args, stream: self.launched.append((*args, stream)))
-
-
-def test_a_kernel_is_waited_for_once_when_it_is_first_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = Compiled()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    kernel = inductor._kernel("triton_0", compiled, signature("in_ptr0"), torch.device("cuda:0"))
-    assert compiled.waited == 0
-    kernel(1)
-    kernel(2)
-    assert (compiled.waited, compiled.launched) == (1, [(1, 7), (2, 7)])
-
-
 # Values of a graph of kernels
 
 
@@ -149,19 +119,140 @@ def test_who_shares_memory_is_told_by_value() -> None:
     assert inductor._shared(program.module) == [0, 0, 2, 2]
 
 
+# What is fused
+
+
+@pytest.fixture
+def program() -> Program:
+    return program_of(lambda x: x.relu() + 1, torch.ones(3))
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As if there were a GPU and Triton; what happens."""
+    happened: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(AsyncCompile, "wakeup", lambda: happened.append("processes start"))
+    return happened
+
+
+@pytest.fixture
+def on_gpu(program: Program, triton: list[str]) -> Program:
+    return replace(program, device="cuda:0")
+
+
+def test_processes_that_compile_start_before_there_is_anything_to_compile(
+    on_gpu: Program, triton: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def functional(program: Program) -> fx.GraphModule:
+        triton.append("work begins")
+        return program.module
+
+    monkeypatch.setattr(inductor, "_functional", functional)
+    monkeypatch.setattr(inductor, "_compiled", lambda module, device: module)
+    assert fuse(on_gpu).level == "inductor"
+    assert triton == ["processes start", "work begins"]
+
+
 # What cannot be fused
 
 
-def test_a_program_that_cannot_be_fused_is_refused_in_one_line_and_stays_as_it_is() -> None:
-    """Here because there is no GPU, or no Triton."""
-    program = program_of(lambda x: x.relu() + 1, torch.ones(3))
-    before = program.module.code
-    with pytest.raises(FusionError, match="TorchInductor cannot fuse it: ") as failure:
-        fuse(program)
-    assert "\n" not in str(failure.value)
-    assert program.module.code == before
+def refusal(program: Program) -> str:
+    """Why a program is not fused, which must show before any work is done."""
+
+    def work(program: Program) -> fx.GraphModule:
+        raise AssertionError("it began")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inductor, "_functional", work)
+        with pytest.raises(FusionError) as refused:
+            fuse(program)
+    return str(refused.value)
 
 
+def test_a_program_of_the_cpu_is_told_what_to_use(program: Program) -> None:
+    assert refusal(program) == (
+        'TorchInductor fuses ops into kernels of a GPU, and this program runs on the CPU: use kernels="eager"; '
+        "ops stay those of ATen"
+    )
+
+
+def test_a_machine_without_triton_is_told_so(on_gpu: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "in Triton, which is not installed: install it, or use" in refusal(on_gpu)
+
+
+def test_this_pytorch_has_all_that_is_needed() -> None:
+    assert list(inductor._missing()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch._inductor.fx_passes.joint_graph.joint_graph_passes",
+        "torch._inductor.codegen.common.DeviceCodegen.fx_wrapper_codegen",
+        "torch._inductor.codegen.wrapper_fxir.FxConverter",
+        "torch._inductor.codegen.wrapper_fxir.FxConverter._lookup_args",
+    ],
+)
+def test_a_pytorch_that_lacks_something_is_told_what(
+    on_gpu: Program, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delattr(name)
+    assert refusal(on_gpu).startswith(f"torch {torch.__version__} has no {name}")
+
+
+def test_a_pytorch_without_the_converter_is_told_so(on_gpu: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "torch._inductor.codegen.wrapper_fxir"
+    monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
+    assert refusal(on_gpu) == (
+        f'torch {torch.__version__} has no {module}, as 2.11 and 2.13 have for fusing: use kernels="eager"; '
+        "ops stay those of ATen"
+    )
+
+
+@pytest.mark.parametrize("path", [inductor.__file__, kernel_graph.__file__])
+def test_all_that_is_imported_of_pytorchs_compiler_is_looked_for(path: str) -> None:
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    imported = [
+        (f"{node.module}.{alias.name}", node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("torch._inductor", "torch._functorch"))
+        for alias in node.names
+    ]
+    assert imported
+    for full, module, name in imported:
+        assert full in NEEDED or name in {each.partition(".")[0] for each in NEEDED[module or ""]}, full
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(kernel_graph.Converter, FxConverter), (kernel_graph.Wrapper, WrapperFxCodegen)]
+)
+def test_all_methods_that_are_overridden_or_called_are_looked_for(ours: type, theirs: type) -> None:
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(ours))).body
+    attributes = [node for node in ast.walk(body) if isinstance(node, ast.Attribute)]
+    named = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "wrapper")}
+    named |= {node.name for node in ast.walk(body) if isinstance(node, ast.FunctionDef)}
+    used = {name for name in named if hasattr(theirs, name)}
+    listed = {each.partition(".")[2] for each in NEEDED[theirs.__module__] if each.startswith(f"{theirs.__name__}.")}
+    assert used
+    assert used <= listed
+
+
+def test_what_inductor_fails_at_is_said_in_one_line_and_the_program_stays_as_it_is(
+    on_gpu: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> fx.GraphModule:
+        raise RuntimeError("no kernel\nfor pages")
+
+    before = on_gpu.module.code
+    monkeypatch.setattr(inductor, "_compiled", fails)
+    with pytest.raises(FusionError, match=r"^TorchInductor cannot fuse it: RuntimeError: no kernel$"):
+        fuse(on_gpu)
+    assert on_gpu.module.code == before
+
+
+@pytest.mark.usefixtures("triton")
 def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def copies(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
         graph = fx.Graph()
@@ -170,18 +261,19 @@ def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pyt
         return fx.GraphModule(nn.Module(), graph)
 
     monkeypatch.setattr(inductor, "_compiled", copies)
-    assert fuse(program_of(lambda x: x + 1, torch.ones(3))).level == "inductor"
+    assert fuse(replace(program_of(lambda x: x + 1, torch.ones(3)), device="cuda:0")).level == "inductor"
     with pytest.raises(FusionError, match="outputs would share other memory"):
-        fuse(program_of(lambda x: x[1:], torch.ones(3)))
+        fuse(replace(program_of(lambda x: x[1:], torch.ones(3)), device="cuda:0"))
 
 
+@pytest.mark.usefixtures("triton")
 def test_a_fused_program_has_the_names_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     case = fused_case()
     monkeypatch.setattr(inductor, "_compiled", lambda *args: renamed(case.program.module))
-    fused = fuse(case.program)
+    fused = fuse(replace(case.program, device="cuda:0"))
     assert fused.placeholders == case.program.placeholders
     assert [node.name for node in fused.module.graph.find_nodes(op="placeholder")] == ["x", "w", "mean"]
-    assert analyze(fused).ops.keys() == case.graph.ops.keys()
+    assert analyze(replace(fused, device="cpu")).ops.keys() == case.graph.ops.keys()
     assert [p.role for p in fused.placeholders] == [Role.INPUT, Role.PARAMETER, Role.BUFFER]
 
 

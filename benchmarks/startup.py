@@ -1,0 +1,111 @@
+"""How long a new process waits for its first result: nothing compiled before, and then from the caches on disk.
+
+    python -m benchmarks.startup googlenet resnet50 --out benchmarks/results/latest
+
+Each mode of each workload runs in a process of its own that imports torch, makes the model, runs it once as it is, and
+only then starts the clock, which stops when as many calls as modes need to reach their full speed have ended. Compilers
+find an empty folder for their caches in the first round, and what the first round left there in the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from autostream.bench.modes import modes_of
+from benchmarks import zoo
+from benchmarks.stamp import RESULTS, save, stamp
+
+MODES = ("compile_reduce_overhead", "autostream")
+"""The baseline, and ours."""
+
+WORKLOADS = ("googlenet", "resnet50", "bert_base", "towers8")
+CALLS = 3
+"""``reduce-overhead`` warms up in the first call, captures in the second, and replays from the third one on."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, save and print the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"default: {' '.join(WORKLOADS)}")
+    parser.add_argument("--warm", type=int, default=1, help="rounds from the caches; their median is kept (default: 1)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
+    options = parser.parse_args(argv)
+    unknown = set(options.workloads) - set(zoo.INFERENCE)
+    if unknown:
+        parser.error(f"{min(unknown)}: use {', '.join(zoo.INFERENCE)}")
+    rows = [row(name, options.warm) for name in options.workloads or WORKLOADS]
+    result: dict[str, Any] = {"schema": 1, "stamp": stamp(), "calls": CALLS, "rows": rows}
+    save("startup", result, table(rows), options.out)
+    return 0
+
+
+def row(workload: str, warm: int, modes: Sequence[str] = MODES) -> dict[str, Any]:
+    """Seconds of each mode to its first result at full speed, with empty caches and with its own."""
+    cells = {}
+    for mode in modes:
+        with tempfile.TemporaryDirectory() as caches:
+            cold, *again = (_in_a_process(workload, mode, caches) for _ in range(1 + warm))
+        cells[mode] = {"cold_s": round(cold, 2), "warm_s": round(median(again), 2) if again else None}
+    return {"workload": workload, **cells}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each workload, and how many times as long autostream takes."""
+    kinds = ("cold_s", "warm_s")
+    lines = []
+    for measured in rows:
+        line = [measured["workload"]]
+        for kind in kinds:
+            theirs, ours = (measured[mode][kind] for mode in MODES)
+            line += [theirs, ours, None if ours is None else f"{ours / theirs:.2f}×"]
+        lines.append(line)
+    headers = [
+        "workload",
+        *(f"{name}, {kind[:-2]}" for kind in kinds for name in (*(f"{m} s" for m in MODES), "ratio")),
+    ]
+    return tabulate(lines, headers, tablefmt="github")
+
+
+def _in_a_process(workload: str, mode: str, caches: str) -> float:
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+        "TRITON_CACHE_DIR": f"{caches}/triton",
+    }
+    program = f"from benchmarks.startup import first; first({workload!r}, {mode!r})"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=environment, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise SystemExit(f"{workload} in the mode {mode} failed: its process ended with {done.returncode}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def first(workload: str, mode: str) -> None:
+    """Print the seconds that this process needs for its first calls of a workload."""
+    cuda = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda", 0), torch.float16) if cuda else (torch.device("cpu"), torch.float32)
+    subject = zoo.prepare(zoo.INFERENCE[workload], 1, device, dtype)  # checked by a plain run: libraries are loaded
+    start = time.perf_counter()
+    with torch.no_grad():
+        call = modes_of(device)[mode](subject.model, subject.args)
+        for _ in range(CALLS):
+            call(*subject.args)
+    if cuda:
+        torch.cuda.synchronize()
+    print(json.dumps(time.perf_counter() - start))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""From a traced program to what runs it: with a capture or without, in the kernels that are faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autostream import tuning
+from autostream.errors import CaptureError, FusionError, OptionError
+from autostream.ir import Candidate, Decision, Program
+from autostream.options import Options
+from autostream.pipeline import Priced, Stopwatch
+from autostream.select import Selection
+from autostream.tracing.export import trace
+from autostream.tracing.tree import flatten
+from autostream.tuning import Tuned, tune, undone
+
+
+def program(device: str = "cpu") -> Program:
+    tensors, structure = flatten(((torch.ones(2, 4),), {}))
+    return trace(nn.ReLU(), tensors, structure, device=torch.device(device)).program
+
+
+def tuned(**options: Any) -> Tuned:
+    return tune(program(), [torch.ones(2, 4)], [False], Options(**options), Stopwatch())
+
+
+# With a capture or without
+
+
+class Device:
+    """Stands in for a GPU: what is captured, and whether that fails."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, refusals: tuple[Decision, ...] = (), fails: bool = False
+    ) -> None:
+        self.captures: list[bool] = []
+        real_price, real_candidates = tuning.price_program, tuning.candidates_for
+
+        def price(*args: Any, **kwargs: Any) -> Priced:
+            priced = real_price(*args, **kwargs)
+            return replace(priced, graph=replace(priced.graph, device="cuda:0"), refusals=refusals)
+
+        def candidates(priced: Priced, options: Options, capture: bool, stopwatch: Any) -> tuple[Candidate, ...]:
+            self.captures.append(capture)
+            return real_candidates(priced, options, capture, stopwatch)
+
+        def select(program: Any, graph: Any, candidates: Any, tensors: Any, bound: Any) -> Selection:
+            if fails and candidates[0].captured:
+                raise CaptureError("this op cannot be captured")
+            return Selection(program.module.forward, candidates[0], tuple(candidates))
+
+        monkeypatch.setattr(tuning, "price_program", price)
+        monkeypatch.setattr(tuning, "candidates_for", candidates)
+        monkeypatch.setattr(tuning, "select", select)
+
+
+@torch.no_grad()
+def test_where_a_graph_can_be_captured_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    result = tuned()
+    assert device.captures == [True]
+    assert (result.selection.chosen.captured, result.refusals) == (True, ())
+
+
+@torch.no_grad()
+def test_what_is_known_to_be_uncapturable_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = (Decision("relu", "not captured", "it waits for the device"),)
+    device = Device(monkeypatch, refusals)
+    result = tuned()
+    assert device.captures == [False]
+    assert (result.selection.chosen.captured, result.refusals) == (False, refusals)
+
+
+@torch.no_grad()
+def test_after_a_failed_capture_there_is_a_run_without_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, fails=True)
+    result = tuned()
+    assert device.captures == [True, False]
+    assert not result.selection.chosen.captured
+    assert [refusal.reason for refusal in result.refusals] == ["this op cannot be captured"]
+
+
+@torch.no_grad()
+def test_nothing_is_captured_that_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, (Decision("relu", "not captured", "it waits for the device"),))
+    result = tuned(cuda_graph=False)
+    assert device.captures == [False]
+    assert result.refusals == ()
+
+
+# In which kernels
+
+
+class Levels:
+    """Stands in for Inductor and a GPU: fuses any program, and gives each level, and one stream of ATen, a time, µs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **times: float) -> None:
+        self.settings: list[object] = []
+        self.planned: list[tuple[str, str]] = []
+
+        def fuse(program: Program, settings: object) -> Program:
+            self.settings.append(settings)
+            return replace(program, level="inductor")
+
+        def planned(program: Program, arguments: Any, bound: Any, options: Options, stopwatch: Any) -> Tuned:
+            self.planned.append((program.level, options.policy))
+            name = "sequential" if options.policy == "sequential" else program.level
+            if name not in times:
+                raise RuntimeError(f"{name} does not run")
+            chosen: Any = Chosen(times[name])
+            nothing: Any = None
+            return Tuned(program, nothing, Selection(nothing, chosen, (chosen,)), ())
+
+        monkeypatch.setattr(tuning, "obstacle", lambda device: "")
+        monkeypatch.setattr(tuning, "fuse", fuse)
+        monkeypatch.setattr(tuning, "_planned", planned)
+
+
+class Chosen:
+    def __init__(self, measured_us: float) -> None:
+        self.measured_us = measured_us
+
+
+def of_a_gpu(**options: Any) -> Tuned:
+    return tune(program("cuda:0"), [torch.ones(2, 4)], [False], Options(**options), Stopwatch())
+
+
+def test_fused_kernels_that_are_faster_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = Levels(monkeypatch, inductor=50.0, sequential=100.0)
+    result = of_a_gpu(inductor_options={"max_autotune": True})
+    assert (result.program.level, result.refusals) == ("inductor", ())
+    assert levels.settings == [{"max_autotune": True}]
+    assert levels.planned == [("inductor", "auto"), ("aten", "sequential")], "ATen's schedules need no look"
+
+
+@pytest.mark.parametrize(("aten", "level"), [(90.0, "aten"), (104.0, "aten"), (120.0, "inductor")])
+def test_fused_kernels_that_are_slower_meet_all_of_atens_schedules(
+    aten: float, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = Levels(monkeypatch, inductor=105.0, sequential=100.0, aten=aten)
+    result = of_a_gpu()
+    assert result.program.level == level
+    assert levels.planned[-1] == ("aten", "auto")
+    if level == "aten":
+        (refusal,) = result.refusals
+        assert (refusal.choice, refusal.reason) == ("not fused", f"fused, it takes 105.0 µs, as it is {aten} µs")
+
+
+def test_fused_kernels_that_are_asked_for_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = Levels(monkeypatch, inductor=500.0, sequential=1.0, aten=1.0)
+    assert of_a_gpu(kernels="inductor").program.level == "inductor"
+    assert levels.planned == [("inductor", "auto")]
+
+
+def test_atens_ops_that_are_asked_for_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = Levels(monkeypatch, inductor=1.0, aten=2.0)
+    assert of_a_gpu(kernels="eager").program.level == "aten"
+    assert levels.settings == []
+
+
+@pytest.mark.parametrize("kernels", ["auto", "inductor"])
+def test_what_cannot_be_fused_stays_as_it_is_for_a_reason(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(program: Program, settings: object) -> Program:
+        raise FusionError("TorchInductor cannot fuse it: too odd")
+
+    Levels(monkeypatch, aten=1.0)
+    monkeypatch.setattr(tuning, "fuse", refuse)
+    result = of_a_gpu(kernels=kernels)
+    assert result.program.level == "aten"
+    (refusal,) = result.refusals
+    assert (refusal.choice, refusal.reason) == ("not fused", "TorchInductor cannot fuse it: too odd")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "inductor"])
+def test_kernels_that_fail_are_left_for_a_reason(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Levels(monkeypatch, aten=1.0)
+    result = of_a_gpu(kernels=kernels)
+    assert result.program.level == "aten"
+    (refusal,) = result.refusals
+    assert refusal.reason == "TorchInductor's kernels do not run: RuntimeError: inductor does not run"
+
+
+def test_on_the_cpu_nothing_is_fused_unless_asked_for() -> None:
+    result = tuned()
+    assert (result.program.level, result.refusals) == ("aten", ())
+    with pytest.raises(OptionError, match=r'kernels="inductor" is not to be had: .* CPU.* use kernels="eager"'):
+        tuned(kernels="inductor")
+
+
+def test_a_setting_that_is_not_inductors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Levels(monkeypatch, inductor=1.0, sequential=2.0)
+    with pytest.raises(OptionError, match="has no setting 'max_autotun' \\(did you mean 'max_autotune'"):
+        of_a_gpu(inductor_options={"max_autotun": True})
+
+
+# Afterwards
+
+
+def test_what_was_written_and_drawn_is_put_back() -> None:
+    x, y = torch.ones(3), torch.ones(3).expand(2, 3)
+    state = torch.get_rng_state()
+    with undone([x, y], [True, True], "cpu"):
+        x.fill_(7)
+        y.untyped_storage().fill_(0)
+        torch.rand(1)
+    assert x.tolist() == [1, 1, 1]
+    assert y.tolist() == [[1, 1, 1]] * 2
+    assert torch.equal(torch.get_rng_state(), state)
