@@ -83,9 +83,10 @@ class Op:
     Attributes:
         name: the launching fx node's name.
         target: what it calls, e.g. ``"aten.conv2d.default"``.
-        nodes: fx nodes issued as one: what takes memory for it, the launching node, then views of what it wrote.
-        reads: storages it reads, by name.
-        writes: storages it writes, those it allocates among them.
+        nodes: fx nodes issued as one: what takes memory for it or for ops after it, the launching node, then views of
+            what it wrote.
+        reads: what it reads, by name: storages, or parts of them.
+        writes: what it writes, likewise; all that it allocates is among it.
         allocates: storages that come into being here, on the stream that this op is given.
         orders: resources whose users keep their program order, e.g. ``"rng"``, ``"collective"``, ``"world"``.
         device: where it runs, ``"cuda:0"`` or ``"cpu"``.
@@ -125,6 +126,8 @@ class Storage:
         bytes: its size.
         holders: fx nodes whose value keeps it alive, in program order.
         escapes: whether an output keeps it alive, so that no schedule may release it.
+        parts: names of its parts, where some ops touch only some of them: parts have no byte in common, and an op that
+            names the storage itself touches all.
     """
 
     name: str
@@ -132,6 +135,7 @@ class Storage:
     bytes: int
     holders: tuple[str, ...]
     escapes: bool = False
+    parts: tuple[str, ...] = ()
 
 
 class Hazard(Enum):
@@ -145,7 +149,10 @@ class Hazard(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """``before`` must have finished when ``after`` starts, because of ``resource``: a storage or an ordered one."""
+    """``before`` must have finished when ``after`` starts, because of ``resource``.
+
+    That is a storage, a part of one, or what :attr:`Op.orders` names.
+    """
 
     before: str
     after: str
@@ -161,7 +168,7 @@ class OpGraph:
         ops: by name; iterates in program order, in which running them one by one is right.
         dependencies: hazards between direct neighbours; those that follow by transitivity may be absent.
         storages: by name.
-        prelude: fx nodes that launch nothing and depend on placeholders alone, in program order.
+        prelude: fx nodes that launch nothing and depend on placeholders alone, each after what it takes.
         device: the device that is scheduled; ops elsewhere stay on stream 0.
 
     Example:

@@ -21,12 +21,12 @@ from autostream.costs.roofline import price
 from autostream.errors import ScheduleError
 from autostream.execution.cpu_streams import run_interleaved
 from autostream.execution.lower import lower
-from autostream.ir import Launch, OpGraph, Schedule
+from autostream.ir import Assignment, Launch, OpGraph, Schedule
 from autostream.scheduling import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from tests.execution.programs import Case, Towers, case_of, fused_case, same
+from tests.execution.programs import Case, Towers, case_of, fused_case, same, sliced_case
 
 SEEDS = 20
 
@@ -98,7 +98,8 @@ MODELS = {
     "views": (views, [(6, 6)]),
     "mutated": (mutated, [(4, 6), (4, 6)]),
 }
-NAMES = (*MODELS, "fused")
+KERNELS = {"fused": fused_case, "sliced": sliced_case}
+NAMES = (*MODELS, *KERNELS)
 
 PLANS = [(policy, streams) for policy in ("critical_path", "path_cover") for streams in (2, 3, 4)]
 
@@ -106,8 +107,8 @@ PLANS = [(policy, streams) for policy in ("critical_path", "path_cover") for str
 @cache
 def case(name: str) -> Case:
     torch.manual_seed(0)
-    if name == "fused":
-        return fused_case()
+    if name in KERNELS:
+        return KERNELS[name]()
     model, shapes = MODELS[name]
     return case_of(model, *(torch.randn(shape) for shape in shapes))  # type: ignore[arg-type]
 
@@ -151,7 +152,8 @@ def with_a_release_too_early(graph: OpGraph, plan: Schedule) -> Iterator[Schedul
     for index, launch in enumerate(plan.launches):
         for storage in launch.releases:
             allocator = next(op for op in graph.ops.values() if storage in op.allocates)
-            users = {op.name for op in graph.ops.values() if storage in op.reads | op.writes | op.allocates}
+            names = {storage, *graph.storages[storage].parts}
+            users = {op.name for op in graph.ops.values() if names & (op.reads | op.writes | op.allocates)}
             last = max(at for at, other in enumerate(plan.launches) if other.op in users)
             home = plan.stream_of[allocator.name]
             if last < index and any(plan.stream_of[user] != home for user in users):
@@ -204,6 +206,25 @@ def test_there_is_something_to_break() -> None:
     plans = [(name, schedule(name, *plan)) for name in NAMES for plan in PLANS]
     assert all(plan.wait_count >= 2 for _, plan in plans)
     assert sum(len(list(with_a_release_too_early(case(name).graph, plan))) for name, plan in plans) > 50
+
+
+def test_slices_are_written_side_by_side() -> None:
+    """The kernels that fill the matrix wait for nothing but the stem, with which it is taken; see ``sliced_case``."""
+    graph = case("sliced").graph
+    (matrix,) = (storage for storage in graph.storages.values() if storage.parts)
+    assert matrix.name in graph.ops["stem"].allocates
+    assert [sorted(graph.digraph.predecessors(op)) for op in ("sin", "cos", "exp")] == [["stem"]] * 3
+    assert sorted(graph.digraph.predecessors("scale")) == ["sin"]
+    assert sorted(graph.digraph.predecessors("square")) == ["exp"]
+    assert sorted(graph.digraph.predecessors("total")) == ["cos", "exp", "scale"]
+    stream = {op: at % 3 for at, op in enumerate(("sin", "cos", "exp", "scale", "square"))}
+    assignment = Assignment("by hand", 3, tuple(graph.ops), {op: stream.get(op, 0) for op in graph.ops})
+    plan = place_releases(graph, synchronize(graph, assignment))
+    assert not refused(graph, plan)
+    assert all_right("sliced", plan, SEEDS)
+    for wrong in without_a_wait(plan):
+        assert refused(graph, wrong)
+        assert not all_right("sliced", wrong, 3)
 
 
 # Random numbers

@@ -14,12 +14,22 @@ ops on which that op depends anyway. Where that is not certain the node is an op
 A node that only takes memory is issued with the first op that uses it, right before it and on the same stream:
 
     empty ──▶ view ──▶ kernel                                 op kernel: nodes empty, view, kernel
+
+Memory of which ops use different parts (see :mod:`~autostream.analysis.parts`) may have several first users, none of
+them before the others. It is taken with the latest op that all of its users come after: whatever had that memory on the
+stream of that op is over for them by then. Where there is no such op, it is taken before the fork.
+
+            ╭▶ left ──▶ half of both ─╮                       op stem: nodes both, halves, stem
+    stem ──▶┤                         ├─▶ sum
+            ╰▶ right ─▶ half of both ─╯
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import and_, or_
 
 import torch
 from torch import fx
@@ -29,6 +39,7 @@ from autostream.analysis.capturability import NUMBER, ON_CPU
 from autostream.analysis.effects import Effects, effects_of
 from autostream.analysis.hazards import AccessHistory
 from autostream.analysis.memory import Memory, Names
+from autostream.analysis.parts import Division, divide
 from autostream.analysis.source import user_line
 from autostream.analysis.values import tensors_given, tensors_in, value_of
 from autostream.analysis.work import Work, count_work
@@ -38,7 +49,8 @@ from autostream.ir import Dependency, Op, OpGraph, Placeholder, Program
 def analyze(program: Program) -> OpGraph:
     """Find the ops of a program, the memory that they share and the hazards between them.
 
-    Takes time linear in the number of nodes, arguments and accesses.
+    Takes time linear in the number of nodes, arguments and accesses; the union of two sets of ops, for each dependency,
+    is added where memory has several first users.
 
     Args:
         program: its nodes carry fake values that share a storage exactly where the real ones do.
@@ -61,15 +73,16 @@ def analyze(program: Program) -> OpGraph:
         >>> analyze(Program(module, (placeholder,), ("t_default",), "aten", "cpu")).ops["relu_default"].nodes
         ('relu_default', 't_default')
     """
-    parts = _Parts(program.placeholders, program.device)
-    for node in program.module.graph.nodes:
-        parts.add(node)
-    parts.finish()
+    effects = {node: effects_of(node) for node in program.module.graph.nodes}
+    draft = _Draft(program.placeholders, program.device, divide(effects))
+    for node, effect in effects.items():
+        draft.add(node, effect)
+    draft.finish()
     return OpGraph(
-        ops=_ops(parts.groups, program.device),
-        dependencies=tuple(parts.dependencies),
-        storages=parts.memory.storages(program.outputs),
-        prelude=tuple(parts.prelude),
+        ops=_ops(draft.groups, program.device),
+        dependencies=tuple(draft.dependencies),
+        storages=draft.memory.storages(program.outputs),
+        prelude=tuple(draft.prelude),
         device=program.device,
     )
 
@@ -86,11 +99,19 @@ class _Group:
     members: list[str] = field(default_factory=list)
 
 
-class _Parts:
+@dataclass
+class _Shared:
+    """Memory to take for ops that use different parts of it, what looks at it, and who uses it."""
+
+    nodes: list[str]
+    users: list[str] = field(default_factory=list)
+
+
+class _Draft:
     """What an op graph is made of, filled in program order."""
 
-    def __init__(self, placeholders: Iterable[Placeholder], device: str) -> None:
-        self.memory = Memory()
+    def __init__(self, placeholders: Iterable[Placeholder], device: str, divisions: Iterable[Division]) -> None:
+        self.memory = Memory(divisions)
         self.groups: dict[str, _Group] = {}
         self.dependencies: list[Dependency] = []
         self.prelude: list[str] = []
@@ -99,26 +120,34 @@ class _Parts:
         self._literals: set[str] = set()
         self._device = device
         self._unused: dict[str, list[fx.Node]] = {}  # by storage, what takes it and looks at it before any op does
+        self._shared: dict[str, _Shared] = {}
+        self._maker = {look: division.maker.name for division in divisions for look in division.looks}
+        self._divided = {division.maker for division in divisions}
 
-    def add(self, node: fx.Node) -> None:
+    def add(self, node: fx.Node, effects: Effects) -> None:
         """Take in the next node."""
         if node.op == "placeholder":
             self.memory.add_placeholder(node, self._placeholders[node.name])
         elif node.op == "get_attr":
             self.memory.add_attribute(node)
             self.prelude.append(node.name)
-        elif node.op != "output":
-            effects = effects_of(node)
-            if effects.allocates and _device_of(node, self._device) == self._device:
-                (storage,) = self.memory.add_results(node, effects)
+        elif node in self._maker:
+            self._look(node, self._maker[node])
+        elif effects.allocates and _device_of(node, self._device) == self._device:
+            (storage,) = self.memory.add_results(node, effects)
+            if node in self._divided:
+                self._shared[storage] = _Shared([node.name])
+            else:
                 self._unused[storage] = [node]
-            elif effects.launches or not self._fold(node, effects):
-                self._launch(node, effects)
+        elif node.op != "output" and (effects.launches or not self._fold(node, effects)):
+            self._launch(node, effects)
 
     def finish(self) -> None:
-        """Take in memory that no op uses."""
+        """Take in memory that no op uses, and memory that several may be the first to use."""
         for storage in list(self._unused):
             self._take(storage)
+        if self._shared:
+            self._take_shared()
 
     def _take(self, storage: str) -> None:
         """Make taking memory an op of its own."""
@@ -126,6 +155,28 @@ class _Parts:
         names = [node.name, *(view.name for view in views)]
         self.groups[node.name] = _Group(node, effects_of(node), (), (storage,), (storage,), names)
         self.dependencies += self._history.record(node.name, (), (storage,))
+
+    def _take_shared(self) -> None:
+        """Issue what takes memory with the latest op that all of its users come after, or before all ops."""
+        names = list(self.groups)
+        past: dict[str, int] = {}  # op to a bit for each op that it comes after, itself included
+        for at, op in enumerate(names):
+            past[op] = reduce(or_, map(past.__getitem__, self._history.directly_before(op)), 1 << at)
+        for storage, shared in self._shared.items():
+            common = reduce(and_, map(past.__getitem__, shared.users))
+            if not common:
+                self.prelude += shared.nodes
+                continue
+            # What the users depend on already needs no dependency of its own.
+            group = self.groups[names[common.bit_length() - 1]]
+            group.members[:0] = shared.nodes
+            group.allocates += (storage,)
+            group.writes += (storage,)
+
+    def _look(self, node: fx.Node, storage: str) -> None:
+        """Issue a look at divided memory with what makes it: all that use it come after that."""
+        self.memory.add_view(node)
+        (self._shared[storage].nodes if storage in self._shared else self.groups[storage].members).append(node.name)
 
     def _fold(self, node: fx.Node, effects: Effects) -> bool:
         """Issue a node that launches nothing with an earlier op or before all of them, if nothing is lost by it."""
@@ -138,7 +189,7 @@ class _Parts:
         # A number that is asked for, or a look at several: an op may need it before it uses the memory.
         for storage in unused:
             self._take(storage)
-        writers = {op for op in map(self._history.last_writer, looked_at) if op is not None}
+        writers = {op for op in map(self._history.last_writer, self.memory.resources(looked_at)) if op is not None}
         if writers:
             host = self._history.last(writers)
             if not writers <= {host} | self._history.directly_before(host):
@@ -153,18 +204,25 @@ class _Parts:
         return True
 
     def _launch(self, node: fx.Node, effects: Effects) -> None:
-        reads, writes = self.memory.occupied(effects.reads), self.memory.occupied(effects.writes)
+        used = self.memory.occupied(effects.reads + effects.writes)
+        reads, writes = self.memory.touched(effects.reads), self.memory.touched(effects.writes)
         made = self.memory.add_results(node, effects)
-        taken = tuple(storage for storage in dict.fromkeys(reads + writes) if storage in self._unused)
+        for storage in used:
+            if storage in self._shared:
+                self._shared[storage].users.append(node.name)
+        taken = tuple(storage for storage in used if storage in self._unused)
         members = [member.name for storage in taken for member in self._unused.pop(storage)]
         made = taken + made
-        if effects.uncapturable == ON_CPU and self._computes_from_literals(effects, reads + writes):
+        if effects.uncapturable == ON_CPU and self._computes_from_literals(effects, used):
             self._literals.update(made)
             effects = replace(effects, uncapturable="")
         elif not effects.uncapturable and not self._literals.issuperset(self.memory.occupied(_on_cpu(effects.reads))):
             effects = replace(effects, uncapturable=NUMBER)
-        self.groups[node.name] = _Group(node, effects, reads, writes + made, made, [*members, node.name])
-        self.dependencies += self._history.record(node.name, reads, writes + made, sorted(effects.orders))
+        writes += made
+        self.groups[node.name] = _Group(node, effects, reads, writes, made, [*members, node.name])
+        self.dependencies += self._history.record(
+            node.name, self.memory.resources(reads), self.memory.resources(writes), sorted(effects.orders)
+        )
 
     def _computes_from_literals(self, effects: Effects, accessed: Names) -> bool:
         """Whether a call yields the same in every run: a CUDA graph may keep what it yielded while it was captured."""

@@ -1,4 +1,4 @@
-"""Which storages the values of a program occupy."""
+"""Which storages, and which parts of them, the values of a program occupy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from autostream.analysis.effects import Effects
+from autostream.analysis.parts import Division
 from autostream.analysis.values import concrete, storages_in, tensors_in, value_of
 from autostream.ir import Placeholder, Role, Storage
 
 Names = tuple[str, ...]
-"""Names of storages without repetition, in an order that depends on the program alone."""
+"""Names of storages, or of parts of them, without repetition, in an order that depends on the program alone."""
 
 
 class Memory:
@@ -24,16 +25,33 @@ class Memory:
     A tuple occupies storages element by element, so that ``getitem`` can pick. Every value that an op yields occupies
     a storage which that op writes, so that whoever uses the value depends on the op: where the value is a number, or
     a look at memory that the op leaves as it is, that is a storage of 0 bytes.
+
+    Args:
+        divisions: the storages that ops use in parts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, divisions: Iterable[Division] = ()) -> None:
         self._elements: dict[fx.Node, tuple[Names, ...]] = {}
         self._made: dict[str, tuple[Role, int]] = {}
         self._holders: dict[str, list[str]] = {}
+        self._divisions = {division.maker.name: division for division in divisions}
 
     def occupied(self, nodes: Iterable[fx.Node]) -> Names:
         """The storages that these nodes' values occupy."""
         return _union(element for node in nodes for element in self._elements[node])
+
+    def touched(self, nodes: Iterable[fx.Node]) -> Names:
+        """What an access to these nodes' values touches: storages, or parts of those that are divided."""
+        if not self._divisions:
+            return self.occupied(nodes)
+        return _union(self._touched(node, storage) for node in nodes for storage in self.occupied([node]))
+
+    def resources(self, touched: Names) -> Names:
+        """The same with the names of all parts in the place of a divided storage's."""
+        if not self._divisions:
+            return touched
+        divisions = self._divisions
+        return _union(divisions[name].parts if name in divisions else (name,) for name in touched)
 
     def add_placeholder(self, node: fx.Node, placeholder: Placeholder) -> None:
         """Take in an argument of the program."""
@@ -65,9 +83,20 @@ class Memory:
         """All storages by name, given the names of the nodes that a program returns."""
         returned = set(outputs)
         return {
-            name: Storage(name, role, size, tuple(self._holders[name]), not returned.isdisjoint(self._holders[name]))
+            name: Storage(
+                name,
+                role,
+                size,
+                tuple(self._holders[name]),
+                escapes=not returned.isdisjoint(self._holders[name]),
+                parts=self._divisions[name].parts if name in self._divisions else (),
+            )
             for name, (role, size) in self._made.items()
         }
+
+    def _touched(self, node: fx.Node, storage: str) -> Names:
+        division = self._divisions.get(storage)
+        return (storage,) if division is None else division.touched.get(node, (storage,))
 
     def _viewed(self, node: fx.Node) -> tuple[Names, ...]:
         if node.target is operator.getitem:

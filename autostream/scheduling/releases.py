@@ -78,10 +78,11 @@ def _homes(graph: OpGraph, schedule: Schedule) -> Mapping[str, int]:
 
 
 def _accesses(graph: OpGraph) -> Mapping[str, Sequence[str]]:
-    """The ops that read, write or allocate each storage."""
+    """The ops that read, write or allocate each storage, or a part of it."""
+    whole = {part: storage.name for storage in graph.storages.values() for part in storage.parts}
     accesses: dict[str, list[str]] = defaultdict(list)
     for op in graph.ops.values():
-        for storage in op.reads | op.writes | op.allocates:
+        for storage in {whole.get(name, name) for name in op.reads | op.writes | op.allocates}:
             accesses[storage].append(op.name)
     return accesses
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autostream.errors import ScheduleError
-from autostream.ir import FORK, JOIN, Dependency, Hazard, Launch, Op, OpGraph, Role, Schedule
+from autostream.ir import FORK, JOIN, Dependency, Hazard, Launch, OpGraph, Role, Schedule
 
 
 def verify(graph: OpGraph, schedule: Schedule, *, pinned: frozenset[str] = frozenset()) -> None:
@@ -23,8 +23,8 @@ def verify(graph: OpGraph, schedule: Schedule, *, pinned: frozenset[str] = froze
     1. every op of the graph is launched once, nothing else is, streams exist, and pinned ops are on stream 0;
     2. every wait names ``FORK`` or an op launched earlier, on another stream;
     3. every launch happens-after ``FORK`` and happens-before ``JOIN``;
-    4. any two accesses of a storage of which one writes, and any two uses of an ordered resource, happen in program
-       order;
+    4. any two accesses of a storage, or of one part of it, of which one writes, and any two uses of an ordered
+       resource, happen in program order;
     5. every release is of an intermediate storage that does not escape, once, and at a moment when the end of the
        stream that allocated it comes after all of its accesses.
 
@@ -39,6 +39,7 @@ def verify(graph: OpGraph, schedule: Schedule, *, pinned: frozenset[str] = froze
         ScheduleError: one of these does not hold; the message names the ops, their lines, and what is missing.
 
     Example:
+        >>> from autostream.ir import Op
         >>> none = frozenset()
         >>> a = Op("a", "aten.relu.default", ("a",), reads=none, writes=frozenset({"a"}))
         >>> b = Op("b", "aten.relu.default", ("b",), reads=frozenset({"a"}), writes=none)
@@ -142,7 +143,7 @@ def _check_fork_and_join(graph: OpGraph, schedule: Schedule, order: _Order) -> N
 
 def _check_hazards(graph: OpGraph, schedule: Schedule, order: _Order) -> None:
     """Conflicting accesses happen in program order."""
-    for hazard in _hazards(graph.ops.values()):
+    for hazard in _hazards(graph):
         before, after = hazard.before, hazard.after
         if order.holds(before, after):
             continue
@@ -161,8 +162,8 @@ def _missing(schedule: Schedule, order: _Order, before: str, after: str) -> str:
     return f"no wait orders {before!r} on stream {stream[before]} before {after!r} on stream {stream[after]}"
 
 
-def _hazards(ops: Iterable[Op]) -> Iterator[Dependency]:
-    """Conflicts between neighbouring accesses of each storage and resource, from the accesses in program order.
+def _hazards(graph: OpGraph) -> Iterator[Dependency]:
+    """Conflicts between neighbouring accesses of each storage, part and resource, from the accesses in program order.
 
     Each read is paired with the write before it, each write with the write before it and the reads in between: as many
     pairs as accesses, at most twice.
@@ -173,9 +174,10 @@ def _hazards(ops: Iterable[Op]) -> Iterator[Dependency]:
     writer: dict[str, str] = {}
     readers: dict[str, list[str]] = defaultdict(list)
     user: dict[str, str] = {}
-    for op in ops:
-        written = op.writes | op.allocates
-        for storage in sorted(op.reads):
+    parts = {storage.name: storage.parts for storage in graph.storages.values() if storage.parts}
+    for op in graph.ops.values():
+        read, written = _in_parts(op.reads, parts), _in_parts(op.writes | op.allocates, parts)
+        for storage in sorted(read):
             if storage in writer:
                 yield Dependency(writer[storage], op.name, Hazard.RAW, storage)
         for storage in sorted(written):
@@ -184,12 +186,18 @@ def _hazards(ops: Iterable[Op]) -> Iterator[Dependency]:
             if storage in writer:
                 yield Dependency(writer[storage], op.name, Hazard.WAW, storage)
             writer[storage] = op.name
-        for storage in op.reads - written:
+        for storage in read - written:
             readers[storage].append(op.name)
         for resource in sorted(op.orders):
             if resource in user:
                 yield Dependency(user[resource], op.name, Hazard.ORDER, resource)
             user[resource] = op.name
+
+
+def _in_parts(names: frozenset[str], parts: Mapping[str, Iterable[str]]) -> frozenset[str]:
+    """What an op names, with all parts in the place of a storage that has some."""
+    divided = names & parts.keys()
+    return (names - divided).union(*(parts[storage] for storage in divided)) if divided else names
 
 
 def _check_releases(graph: OpGraph, schedule: Schedule, order: _Order) -> None:
@@ -231,11 +239,14 @@ def _unreleasable(graph: OpGraph, storage: str, allocators: Collection[str], rel
 
 
 def _accesses(graph: OpGraph) -> Mapping[str, list[str]]:
-    """The ops that touch each storage."""
+    """The ops that touch each storage, or a part of it."""
     accesses: dict[str, list[str]] = defaultdict(list)
     for op in graph.ops.values():
-        for storage in op.reads | op.writes | op.allocates:
-            accesses[storage].append(op.name)
+        for name in op.reads | op.writes | op.allocates:
+            accesses[name].append(op.name)
+    for storage in graph.storages.values():
+        for part in storage.parts:
+            accesses[storage.name] += accesses.pop(part, [])
     return accesses
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import pairwise
 
 from hypothesis import strategies as st
 from torch import fx
@@ -147,6 +148,21 @@ def _through_a_size(play: Player, x: fx.Node) -> None:
         play.keep(aten.mul.Tensor, play.draw(st.sampled_from(play.pool)), size)
 
 
+def _fill_parts(play: Player, x: fx.Node) -> None:
+    """Memory that is filled part by part: by rows or columns, with what may depend on other parts."""
+    dim = play.draw(st.integers(0, 1))
+    maker = play.draw(st.sampled_from([aten.zeros.default, aten.empty.memory_format]))
+    whole = play.tape.call(maker, [4, 4])
+    cuts = [0, *sorted(play.draw(st.sets(st.integers(1, 3), max_size=2))), 4]
+    parts = [play.tape.call(aten.slice.Tensor, whole, dim, start, end) for start, end in pairwise(cuts)]
+    for part in play.draw(st.permutations(parts)):
+        source = play.draw(st.sampled_from([node for node in play.pool if node.meta["val"].dim() == 2] or play.pool))
+        scale = play.tape.call(aten.sum.default, source)
+        play.tape.call(aten.copy_.default, part, scale)
+        play.pool.append(part)
+    play.pool.append(whole)
+
+
 MOVES: list[Move] = [
     _view,
     _view,
@@ -159,6 +175,8 @@ MOVES: list[Move] = [
     _write,
     _write,
     _write,
+    _fill_parts,
+    _fill_parts,
     _turn,
     _normalize,
     _randomize,

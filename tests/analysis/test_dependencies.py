@@ -75,16 +75,18 @@ def assert_consistent(graph: OpGraph, case: Case) -> None:
     assert sorted(issued) == sorted(n for n, node in case.nodes.items() if node.op in ("call_function", "get_attr"))
     allocated = Counter(name for op in graph.ops.values() for name in op.allocates)
     intermediates = {name for name, storage in graph.storages.items() if storage.role is Role.INTERMEDIATE}
-    assert allocated == dict.fromkeys(intermediates, 1)
+    assert allocated == dict.fromkeys(intermediates - set(graph.prelude), 1)
     position = {op: index for index, op in enumerate(graph.ops)}
     assert len(edges(graph)) == len(graph.dependencies)
+    whole = {part: storage.name for storage in graph.storages.values() for part in storage.parts}
     for dependency in graph.dependencies:
         before, after, resource = graph.ops[dependency.before], graph.ops[dependency.after], dependency.resource
         assert position[before.name] < position[after.name]
+        names = {resource, whole.get(resource, resource)}
         reason = {
-            Hazard.RAW: resource in before.writes and resource in after.reads,
-            Hazard.WAR: resource in before.reads and resource in after.writes,
-            Hazard.WAW: resource in before.writes and resource in after.writes,
+            Hazard.RAW: names & before.writes and names & after.reads,
+            Hazard.WAR: names & before.reads and names & after.writes,
+            Hazard.WAW: names & before.writes and names & after.writes,
             Hazard.ORDER: resource in before.orders and resource in after.orders,
         }
         assert reason[dependency.hazard]
@@ -92,7 +94,7 @@ def assert_consistent(graph: OpGraph, case: Case) -> None:
     for storage in graph.storages.values():
         assert storage.escapes == bool(returned.intersection(storage.holders))
     assert all(op.allocates <= op.writes and not op.allocates & op.reads for op in graph.ops.values())
-    assert set().union(*(op.reads | op.writes for op in graph.ops.values())) <= graph.storages.keys()
+    assert set().union(*(op.reads | op.writes for op in graph.ops.values())) <= graph.storages.keys() | whole.keys()
 
 
 class TestFolding:
@@ -205,10 +207,10 @@ class TestMemoryThatIsTaken:
 
     def test_later_users_come_after_the_first(self, tape: Tape) -> None:
         empty = self.taken(tape)
-        halves = [tape.call(aten.select.int, empty, 0, row) for row in (0, 1)]
-        first, second = (tape.call(aten.fill_.Scalar, row, 1.0) for row in halves)
+        overlapping = [tape.call(aten.slice.Tensor, empty, 0, row, row + 2) for row in (0, 1)]
+        first, second = (tape.call(aten.fill_.Scalar, rows, 1.0) for rows in overlapping)
         graph = analyze(tape.case([empty]).program)
-        assert graph.ops[first.name].nodes == (empty.name, *(half.name for half in halves), first.name)
+        assert graph.ops[first.name].nodes == (empty.name, *(rows.name for rows in overlapping), first.name)
         assert edges(graph) == {(first.name, second.name, "WAW")}
 
     def test_what_nobody_uses_is_an_op_of_its_own(self, tape: Tape) -> None:
@@ -252,6 +254,96 @@ class TestMemoryThatIsTaken:
         fill = tape.call(aten.fill_.Scalar, empty, 1.0)
         graph = analyze(tape.case([fill]).program)
         assert [op.nodes for op in graph.ops.values()] == [(empty.name,), (fill.name,)]
+
+
+class TestMemoryInParts:
+    """Ops that write different parts of one storage are ordered by it only against those that use the same parts."""
+
+    @staticmethod
+    def columns(tape: Tape, whole: fx.Node, count: int = 2) -> list[fx.Node]:
+        width = 4 // count
+        return [tape.call(aten.slice.Tensor, whole, 1, at, at + width) for at in range(0, 4, width)]
+
+    @pytest.fixture
+    def empty(self, tape: Tape) -> fx.Node:
+        return tape.call(aten.empty.memory_format, [4, 4])
+
+    def test_it_is_taken_with_the_latest_op_that_all_users_come_after(self, tape: Tape, empty: fx.Node) -> None:
+        r"""After ``mul`` nothing is before both writers::
+
+                    ╭▶ sin ─▶ copy_ ─╮
+        exp ─▶ mul ─┤                ├▶ neg
+                    ╰▶ cos ─▶ copy_ ─╯
+        """
+        left, right = self.columns(tape, empty)
+        mul = tape.call(aten.mul.Tensor, tape.call(aten.exp.default, tape.input(4, 2)), 2.0)
+        sin, cos = tape.call(aten.sin.default, mul), tape.call(aten.cos.default, mul)
+        first, second = tape.call(aten.copy_.default, left, sin), tape.call(aten.copy_.default, right, cos)
+        neg = tape.call(aten.neg.default, empty)
+        graph = analyze(tape.case([neg]).program)
+        assert graph.ops[mul.name].nodes == (empty.name, left.name, right.name, mul.name)
+        assert graph.ops[mul.name].allocates == graph.ops[mul.name].writes == {mul.name, empty.name}
+        one, other = graph.storages[empty.name].parts
+        assert (graph.ops[first.name].writes, graph.ops[second.name].writes) == ({one}, {other})
+        assert graph.ops[neg.name].reads == {empty.name}
+        assert {
+            (before, after) for before, after, _ in edges(graph) if after in (first.name, second.name, neg.name)
+        } == {
+            (sin.name, first.name),
+            (cos.name, second.name),
+            (first.name, neg.name),
+            (second.name, neg.name),
+        }
+
+    def test_it_is_taken_before_the_fork_where_no_op_comes_before_all_users(self, tape: Tape, empty: fx.Node) -> None:
+        left, right = self.columns(tape, empty)
+        fills = [tape.call(aten.fill_.Scalar, half, 1.0) for half in (left, right)]
+        graph = analyze(tape.case([empty]).program)
+        assert graph.prelude == (empty.name, left.name, right.name)
+        assert graph.dependencies == ()
+        assert [op.allocates for op in graph.ops.values()] == [frozenset()] * 2
+        assert graph.pinned == frozenset()
+        assert list(graph.ops) == [fill.name for fill in fills]
+
+    def test_it_is_taken_by_the_first_user_where_all_others_come_after_that(self, tape: Tape, empty: fx.Node) -> None:
+        left, right = self.columns(tape, empty)
+        zero_ = tape.call(aten.zero_.default, empty)
+        adds = [tape.call(aten.add_.Tensor, half, 1.0) for half in (left, right)]
+        graph = analyze(tape.case([empty]).program)
+        assert graph.ops[zero_.name].nodes == (empty.name, left.name, right.name, zero_.name)
+        assert graph.ops[zero_.name].allocates == {empty.name}
+        assert edges(graph) == {(zero_.name, add.name, "RAW") for add in adds}
+
+    def test_looks_that_come_late_are_issued_with_it(self, tape: Tape) -> None:
+        """Each slice is looked at right before it is written, as Inductor does; and one is read alone."""
+        zeros = tape.call(aten.zeros.default, [4, 4])
+        looks = []
+        for at in (0, 2):
+            looks.append(tape.call(aten.slice.Tensor, zeros, 1, at, at + 2))
+            tape.call(aten.add_.Tensor, looks[-1], 1.0)
+        parts = tape.call(aten.split.Tensor, zeros, 2, 1)
+        looks += [parts, tape.call(operator.getitem, parts, 1)]
+        neg = tape.call(aten.neg.default, looks[-1])
+        graph = analyze(tape.case([neg]).program)
+        assert graph.ops[zeros.name].nodes == (zeros.name, *(look.name for look in looks))
+        assert graph.ops[zeros.name].writes == graph.ops[zeros.name].allocates == {zeros.name}
+        assert list(graph.digraph.predecessors(neg.name)) == ["add__tensor_1"]
+
+    def test_a_reader_of_a_part_is_in_the_way_of_those_who_write_it(self, tape: Tape) -> None:
+        zeros = tape.call(aten.zeros.default, [4, 4])
+        left, right = self.columns(tape, zeros)
+        exp = tape.call(aten.exp.default, left)
+        adds = [tape.call(aten.add_.Tensor, half, 1.0) for half in (left, right)]
+        graph = analyze(tape.case([exp, zeros]).program)
+        assert (exp.name, adds[0].name, "WAR") in edges(graph)
+        assert list(graph.digraph.predecessors(adds[1].name)) == [zeros.name]
+
+    def test_memory_of_another_device_is_divided_where_it_is_taken(self) -> None:
+        tape = Tape("cuda:0")
+        empty = tape.call(aten.empty.memory_format, [4, 4])
+        fills = [tape.call(aten.fill_.Scalar, half, 1.0) for half in self.columns(tape, empty)]
+        graph = analyze(tape.case(fills).program)
+        assert edges(graph) == {(empty.name, fill.name, "WAW") for fill in fills}
 
 
 class TestHazards:

@@ -15,7 +15,7 @@ Pair = tuple[str, str]
 
 def conflicts(graph: OpGraph) -> list[Dependency]:
     """Every pair of ops, neighbours or not, that must keep its program order."""
-    ops = list(graph.ops.values())
+    ops = [replace(op, reads=in_parts(graph, op.reads), writes=in_parts(graph, op.writes)) for op in graph.ops.values()]
     return [
         Dependency(before.name, after.name, hazard, resource)
         for at, after in enumerate(ops)
@@ -28,6 +28,12 @@ def conflicts(graph: OpGraph) -> list[Dependency]:
         )
         for resource in sorted(resources)
     ]
+
+
+def in_parts(graph: OpGraph, names: Iterable[str]) -> frozenset[str]:
+    """What an op names, with all parts in the place of a storage that has some."""
+    storages = graph.storages
+    return frozenset(part for name in names for part in (name in storages and storages[name].parts) or (name,))
 
 
 def stream_edges(launches: Sequence[Launch]) -> set[Pair]:
@@ -85,7 +91,7 @@ def is_safe_release(graph: OpGraph, schedule: Schedule, storage: str, position: 
         op.name in {launch.op for launch in launched}
         and any(op.name == end or (op.name, end) in before for end in behind)
         for op in graph.ops.values()
-        if storage in op.reads | op.writes
+        if not in_parts(graph, [storage]).isdisjoint(in_parts(graph, op.reads | op.writes))
     )
 
 
@@ -97,18 +103,20 @@ def is_releasable(storage: Storage) -> bool:
 def conflict_graphs(draw: st.DrawFn, max_ops: int = 7) -> OpGraph:
     """Ops ``n0``, ``n1``, … with every kind of hazard, and the conflicting pairs as dependencies, redundant ones too.
 
-    Each may allocate a storage of its own name, read, write or read and write what is there already, two inputs
-    included, and use ``rng``; any storage may escape.
+    Each may allocate a storage of its own name, read, write or read and write what is there already, or parts of it,
+    two inputs included, and use ``rng``; any storage may escape, or have parts.
     """
     storages = {name: Storage(name, Role.INPUT, 8, (name,)) for name in ("x", "y")}
     ops: dict[str, Op] = {}
     for at in range(draw(st.integers(0, max_ops))):
         name = f"n{at}"
-        known = st.sets(st.sampled_from(sorted(storages)), max_size=2)
+        names = [name for storage in storages.values() for name in (storage.name, *storage.parts)]
+        known = st.sets(st.sampled_from(sorted(names)), max_size=2)
         reads, writes, orders = draw(known), draw(known) if draw(st.booleans()) else set(), draw(st.integers(0, 5)) == 0
         allocates = {name} if draw(st.integers(0, 3)) else set()
         if allocates:
-            storages[name] = Storage(name, Role.INTERMEDIATE, 8, (name,), escapes=draw(st.integers(0, 4)) == 0)
+            parts = (f"{name}[0]", f"{name}[1]") if draw(st.booleans()) else ()
+            storages[name] = Storage(name, Role.INTERMEDIATE, 8, (name,), draw(st.integers(0, 4)) == 0, parts)
         ops[name] = Op(
             name,
             "aten.relu.default",

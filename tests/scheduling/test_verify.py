@@ -169,6 +169,53 @@ class TestMessages:
         verify(OpGraph(ops, (), {}, (), "cuda:0"), Schedule("drawn", 2, launches, ("second",)))
 
 
+BOTH = Storage("both", Role.INTERMEDIATE, 8, ("both",), parts=("both[0]", "both[1]"))
+
+
+class TestParts:
+    """
+    0:  stem ──▶ left ───▶ sum      stem allocates "both"; left and right write a part of it, sum reads all
+            ╲             ╱
+    1:       ╰─▶ right ──╯
+    """
+
+    @staticmethod
+    def verify(right: tuple[str, ...], total: tuple[str, ...], released: str = "", written: str = "both[1]") -> None:
+        ops = [
+            sourced("stem", "", writes=frozenset({"both"}), allocates=frozenset({"both"})),
+            sourced("left", "", writes=frozenset({"both[0]"})),
+            sourced("right", "", writes=frozenset({written})),
+            sourced("sum", "", reads=frozenset({"both"})),
+        ]
+        graph = OpGraph({op.name: op for op in ops}, (), {"both": BOTH}, (), "cuda:0")
+        waits = {"right": right, "sum": total}
+        launches = tuple(
+            Launch(op.name, int(op.name == "right"), waits.get(op.name, ()), ("both",) if op.name == released else ())
+            for op in ops
+        )
+        verify(graph, Schedule("drawn", 2, launches, () if total else ("right",)))
+
+    def test_writers_of_different_parts_need_no_order(self) -> None:
+        self.verify(("stem",), ("right",), released="sum")
+
+    def test_writers_of_one_part_do(self) -> None:
+        with pytest.raises(ScheduleError, match=r"'right' must come after 'left' \(write after write.*'both\[0\]'"):
+            self.verify(("stem",), ("right",), written="both[0]")
+
+    def test_a_reader_of_the_whole_comes_after_the_writers_of_all_parts(self) -> None:
+        with pytest.raises(ScheduleError, match=r"'sum' must come after 'right' \(read after write.*'both\[1\]'"):
+            self.verify(("stem",), ())
+
+    def test_a_part_is_not_written_before_its_storage_is_allocated(self) -> None:
+        with pytest.raises(ScheduleError, match=r"'right' must come after 'stem' \(write after write"):
+            self.verify((FORK,), ("right",))
+
+    @pytest.mark.parametrize("released", ["left", "right"])
+    def test_a_storage_is_released_behind_the_users_of_all_parts(self, released: str) -> None:
+        with pytest.raises(ScheduleError, match="'both' is released behind"):
+            self.verify(("stem",), ("right",), released)
+
+
 A, B, C = Launch("a", 0), Launch("b", 1, ("a",)), Launch("c", 0, ("b",))
 
 
