@@ -131,7 +131,7 @@ class OptimizedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        if torch.compiler.is_dynamo_compiling() or disabled() or exporting():
+        if torch.compiler.is_dynamo_compiling() or disabled():
             return self._model(*args, **kwargs)
         shortcut = self._shortcut
         if shortcut is not None and not kwargs and shortcut.fits(args):
@@ -139,6 +139,8 @@ class OptimizedModule(nn.Module):
                 return shortcut(args)
             except Changed:  # not contextlib.suppress, which takes time where nothing is raised
                 pass
+        if exporting():
+            return self._model(*args, **kwargs)
         try:
             return self._scheduled(args, kwargs)
         except _Plain as bypass:

@@ -19,7 +19,7 @@ from autostream.storages import storage_of
 from autostream.tracing.guards import unusual_call
 from autostream.tracing.numerics import watch_numerics
 from autostream.tracing.state import LiveState, ModelWatch
-from autostream.tracing.tree import Structure, unflatten
+from autostream.tracing.tree import TENSOR, Structure, unflatten
 
 Launch = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """Runs with the model's tensors and the inputs, in the order of a program's placeholders."""
@@ -98,7 +98,7 @@ class Shortcut:
         if not (self._intact() and self._unmoved(self._used(args))):
             self.outdated = True
             raise Changed
-        return unflatten(self._structure, outputs)
+        return outputs[0] if self._structure is TENSOR else unflatten(self._structure, outputs)
 
     def _used(self, args: Sequence[Tensor]) -> list[Tensor]:
         """What a run uses where it is."""

@@ -70,6 +70,7 @@ class CapturedGraph:
     ) -> None:
         self.device = device
         self._home = self._last_stream = torch.cuda.current_stream(device)
+        self._last_handle = self._home.cuda_stream
         self._draws = draws
         self._repeatable = not draws and not any(written)
         self._bound = [index for index, is_bound in enumerate(bound) if is_bound]
@@ -118,7 +119,8 @@ class CapturedGraph:
             with torch.cuda.device(self.device):
                 return self.launch(tensors)
         with self._lock:
-            self._come_after_the_last()
+            if raw_stream(self.device.index) != self._last_handle:
+                self._come_after_the_last()
             self._copy_in([tensors[index] for index in self._copied])
             self.replay()
             if self._returned:
@@ -127,10 +129,9 @@ class CapturedGraph:
 
     def _come_after_the_last(self) -> None:
         """All replays share the graph's memory."""
-        if raw_stream(self.device.index) != self._last_stream.cuda_stream:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_stream(self._last_stream)
-            self._last_stream = stream
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_stream(self._last_stream)
+        self._last_stream, self._last_handle = stream, stream.cuda_stream
 
     def _compare(self, tensors: Sequence[Tensor]) -> None:
         if not self._unmoved([tensors[index] for index in self._bound]):
