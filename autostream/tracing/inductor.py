@@ -100,6 +100,11 @@ def check_settings(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in SETTINGS:
             raise OptionError(f"inductor_options: {name!r} is autostream's to choose: leave it out")
+        if name == "freezing":
+            raise OptionError(
+                "inductor_options: 'freezing' would make constants of weights, and changes of them would not be seen: "
+                "leave it out"
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""

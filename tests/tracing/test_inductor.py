@@ -293,6 +293,7 @@ def renamed(module: fx.GraphModule) -> fx.GraphModule:
     [
         ({"max_autotun": True}, r"has no setting 'max_autotun' \(did you mean 'max_autotune'\?\)"),
         ({"inplace_buffers": True}, "'inplace_buffers' is autostream's to choose: leave it out"),
+        ({"freezing": True}, "'freezing' would make constants of weights, .*: leave it out"),
     ],
 )
 def test_settings_that_inductor_does_not_have_are_refused(settings: dict[str, Any], message: str) -> None:
