@@ -137,8 +137,8 @@ class OptimizedModule(nn.Module):
         if shortcut is not None and not kwargs and shortcut.fits(args):
             try:
                 return shortcut(args)
-            except Changed:  # not contextlib.suppress, which takes time where nothing is raised
-                pass
+            except Changed:
+                self.__dict__["_shortcut"] = None
         if exporting():
             return self._model(*args, **kwargs)
         try:
@@ -156,7 +156,7 @@ class OptimizedModule(nn.Module):
         """
         with torch.no_grad():
             try:
-                tensors, structure, signature = self._signature(args, kwargs)
+                tensors, structure, signature, _ = self._signature(args, kwargs)
                 prepared = isinstance(self._entry(tensors, structure, signature), Scheduled)
             except _Plain as bypass:
                 self._note(str(bypass))
@@ -173,7 +173,7 @@ class OptimizedModule(nn.Module):
             ``(args, kwargs)``; the given tensors themselves where nothing is captured.
         """
         with torch.no_grad():
-            tensors, structure, signature = self._signature(args, kwargs)
+            tensors, structure, signature, _ = self._signature(args, kwargs)
             entry = self._entry(tensors, structure, signature)
         static = entry.static_inputs() if isinstance(entry, Scheduled) else None
         return unflatten(structure, static or tensors)
@@ -185,7 +185,8 @@ class OptimizedModule(nn.Module):
             return (*(entry.report for entry in reversed(self._entries.values())), *self._bypasses.values())
 
     def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, structure, signature = self._signature(args, kwargs)
+        self.__dict__["_shortcut"] = None
+        tensors, structure, signature, watch = self._signature(args, kwargs)
         if signature.records_gradients:
             raise self._refused(RECORDS_GRADIENTS)
         for _ in range(2):
@@ -194,7 +195,8 @@ class OptimizedModule(nn.Module):
                 if not isinstance(entry, Scheduled):
                     return entry(*args, **kwargs)
                 outputs = entry(tensors)
-                self.__dict__["_shortcut"] = None if kwargs else entry.shortcut(args, self._watch)
+                if not kwargs and watch is self._watch:
+                    self.__dict__["_shortcut"] = entry.shortcut(args, watch)
                 return outputs
             except Stale:
                 self._drop(entry)
@@ -206,7 +208,8 @@ class OptimizedModule(nn.Module):
                 raise
         raise self._refused("the model's state changes while it is called")
 
-    def _signature(self, args: Any, kwargs: Any) -> tuple[list[Tensor], Structure, Signature]:
+    def _signature(self, args: Any, kwargs: Any) -> tuple[list[Tensor], Structure, Signature, ModelWatch]:
+        """The flat inputs of a call, its signature, and the watch on the modules that it was made for."""
         try:
             tensors, structure = flatten((args, kwargs))
         except TraceError as error:
@@ -217,7 +220,7 @@ class OptimizedModule(nn.Module):
         if reason := unusual_tensor(tensors) or unusual_call() or hooked:
             raise self._refused(reason)
         gradients = torch.is_grad_enabled() and any(t.requires_grad for t in chain(tensors, self._model.parameters()))
-        return tensors, structure, signature_of(structure, tensors, watch.training(), gradients)
+        return tensors, structure, signature_of(structure, tensors, watch.training(), gradients), watch
 
     def _renew_watch(self) -> None:
         if not self._watch.intact():
@@ -252,6 +255,7 @@ class OptimizedModule(nn.Module):
     def _evict(self, entries: OrderedDict[Signature, Entry]) -> None:
         while len(entries) > self._options.max_signatures:
             dropped, _ = entries.popitem(last=False)
+            self.__dict__["_shortcut"] = None
             log.warning("%s: dropped the schedule for %s; see max_signatures", self._name, dropped)
 
     def _made(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
@@ -263,10 +267,11 @@ class OptimizedModule(nn.Module):
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:
-            if self._options.strict or isinstance(error, OptionError):
+            of_a_piece = self._bound_inputs is not None
+            if self._options.strict or (isinstance(error, OptionError) and not of_a_piece):
                 raise
             splittable = isinstance(error, TraceError) and not isinstance(error, FastPathError)
-            if splittable and self._bound_inputs is None:
+            if splittable and not of_a_piece:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, error)
                 return Pieces(self._model, signature, str(error), self._piece)
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"

@@ -16,18 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.errors import first_line
+from autostream.errors import CaptureError, first_line
+from autostream.execution.bound import Bound
 from autostream.execution.cuda_graph import CapturedGraph, Moved
 from autostream.execution.static import Output
 from autostream.ir import Candidate, Decision, Report, Role
 from autostream.options import Options
 from autostream.pipeline import Stopwatch, versions
 from autostream.scheduling.simulate import simulate
-from autostream.select import build, repeatable, written
-from autostream.shortcut import Launch, Shortcut
+from autostream.select import build, has_integers, repeatable, written
+from autostream.shortcut import Run, Shortcut
 from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
 from autostream.tracing.export import trace
+from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import Structure, unflatten
@@ -83,7 +85,7 @@ class Scheduled:
             placeholders = traced.program.placeholders
             self._state = LiveState(model, placeholders, traced.constants)
             self._bound = tuple(p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders)
-            self._bound_inputs = sorted(bound_inputs)
+            self._signature = signature
             self._shortcut: Shortcut | None = None
             arguments = self._arguments(tensors)
             tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
@@ -93,6 +95,9 @@ class Scheduled:
             self._expected = self._metadata(arguments)
             self._writes = any(written(self._program, self._graph))
             self._repeatable = repeatable(self._program, self._graph)
+            # Running with weights that are no longer the model's does no harm then. Where integers are computed with it
+            # might: an index that is new may be beyond the end of what is old.
+            self._harmless = self._repeatable and not has_integers(traced.program)
             self.report = _report(name_of(model), signature, tuned, stopwatch)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -107,11 +112,11 @@ class Scheduled:
             raise Unsuitable(RECORDS_GRADIENTS)
         if self._writes and not _storages(tensors).isdisjoint(_storages(arguments[: len(arguments) - len(tensors)])):
             raise Unsuitable("an input shares memory with the model's own state, and the model writes")
-        if not self._repeatable and not self._state.configured():
+        if not self._harmless and not self._state.configured():
             raise Stale
         outputs = self._run(arguments)
         # Where running once too often does no harm, the host looks while the device computes.
-        if self._repeatable and not self._state.configured():
+        if self._harmless and not self._state.configured():
             raise Stale
         return unflatten(self._structure, outputs)
 
@@ -120,22 +125,31 @@ class Scheduled:
 
         Args:
             args: the positional arguments of that call, which had no others.
-            watch: on the model's modules.
+            watch: on the model's modules, as they were before that call.
         """
         if torch.is_grad_enabled() or not self._repeatable or not all(isinstance(arg, Tensor) for arg in args):
             return None
-        if self._shortcut is None or self._shortcut.outdated:
-            launch = self._launch()
-            made = launch and Shortcut(launch, self._structure, args, self._bound_inputs, self._state, watch)
-            self._shortcut = made or None
+        known = self._shortcut
+        if known is None or known.outdated or not known.fits(args):
+            self._shortcut = self._new_shortcut(args, watch)
         return self._shortcut
 
-    def _launch(self) -> Launch | None:
-        """What a short way runs, where nothing but the signature and the model's state decides whether it may."""
-        execution = self._selection.execution
+    def _new_shortcut(self, args: Sequence[Tensor], watch: ModelWatch) -> Shortcut | None:
+        try:
+            arguments = self._arguments(args)
+        except Stale:
+            return None
+        execution, held = self._selection.execution, arguments[: len(arguments) - len(args)]
         if isinstance(execution, CapturedGraph):
-            return execution.launch
-        return None if _alignment in self._columns else lambda tensors: execution(*tensors)
+            run: Run = _Captured(execution, looks_first=not self._harmless)
+        elif _alignment in self._columns or self._metadata(arguments) != self._expected:
+            return None
+        else:
+            run = _Uncaptured(execution, held)
+        signature = self._signature
+        shortcut = Shortcut(run, self._structure, args, held, self._state, watch, signature.training)
+        # Asked afterwards: whatever the settings were when the shortcut looked, it serves no others than these.
+        return shortcut if numerics() == signature.numerics else None
 
     def static_inputs(self) -> list[Tensor] | None:
         """The tensors that a captured graph reads its inputs from, or ``None`` where nothing is captured."""
@@ -149,10 +163,12 @@ class Scheduled:
         execution = self._selection.execution
         if isinstance(execution, CapturedGraph):
             try:
-                return execution(*arguments)
+                if self._harmless or execution.unmoved(arguments):
+                    return execution(*arguments)
             except Moved:
-                self._expect(arguments)
-                return self._recaptured(arguments)(*arguments)
+                pass
+            self._expect(arguments)
+            return self._recaptured(arguments)(*arguments)
         self._expect(arguments)
         return execution(*arguments)
 
@@ -166,7 +182,11 @@ class Scheduled:
         return [*present, *tensors]
 
     def _expect(self, arguments: Sequence[Tensor]) -> None:
-        if self._metadata(arguments) != self._expected:
+        try:
+            expected = self._metadata(arguments) == self._expected
+        except RuntimeError:  # sparse tensors have no strides
+            expected = False
+        if not expected:
             raise Stale
 
     def _metadata(self, tensors: Sequence[Tensor]) -> list[list[object]]:
@@ -177,11 +197,41 @@ class Scheduled:
         program, chosen = self._program, self._selection.chosen
         unseen = undone(arguments, written(program, self._graph), program.device)
         with preparing, torch.inference_mode(False), torch.no_grad(), unseen:
-            execution = build(program, self._graph, chosen, arguments, self._bound)
+            try:
+                execution = build(program, self._graph, chosen, arguments, self._bound)
+            except CaptureError:
+                raise Stale from None
         assert isinstance(execution, CapturedGraph), "a captured candidate is captured again"
         self._selection = replace(self._selection, execution=execution)
         self._shortcut = None
         return execution
+
+
+class _Captured:
+    """A captured graph: it reads its own memory, so that looking at the model's may wait until it is launched."""
+
+    def __init__(self, graph: CapturedGraph, looks_first: bool) -> None:
+        self.looks_first = looks_first
+        self.launch = graph.launch
+        self.unmoved = graph.unmoved
+
+
+class _Uncaptured:
+    """Ops that are launched one by one, with tensors that lie as they did."""
+
+    looks_first = True
+
+    def __init__(self, execution: Callable[..., Sequence[Output]], held: Sequence[Tensor]) -> None:
+        self._execution = execution
+        self._count, self._unmoved = len(held), Bound(held).unmoved
+
+    def unmoved(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the model's own tensors lie as they did; the inputs have been looked at."""
+        return self._unmoved(tensors[: self._count])
+
+    def launch(self, tensors: Sequence[Tensor]) -> Sequence[Output]:
+        """Launch them all."""
+        return self._execution(*tensors)
 
 
 class Pieces:

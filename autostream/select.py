@@ -15,12 +15,13 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from autostream.errors import CaptureError, first_line
 from autostream.execution.cuda_graph import CapturedGraph, Run
 from autostream.execution.lower import lower
-from autostream.execution.runs import uncaptured
-from autostream.ir import Candidate, OpGraph, Program
+from autostream.execution.runs import UncastRun, uncaptured
+from autostream.ir import Candidate, OpGraph, Program, Role
 
 MARGIN = 0.01
 """A schedule over more streams must be faster by this share: more streams cost memory, and clocks are not exact."""
@@ -123,6 +124,8 @@ def build(
         CaptureError: the capture failed.
     """
     run = uncaptured(lower(program, graph, candidate.schedule), program.device, candidate.schedule.streams)
+    if program.level == "inductor":
+        run = UncastRun(run)
     if not candidate.captured:
         return run
     draws = any(op.orders for op in graph.ops.values())  # what has unknown effects may draw as well
@@ -138,6 +141,14 @@ def written(program: Program, graph: OpGraph) -> tuple[bool, ...]:
 def repeatable(program: Program, graph: OpGraph) -> bool:
     """Whether running a program once more than asked changes nothing that anybody can see."""
     return not any(written(program, graph)) and not any(op.orders for op in graph.ops.values())
+
+
+def has_integers(program: Program) -> bool:
+    """Whether a program is given integers, or makes some: they may be indices. Its own state does not count."""
+    state = {p.name for p in program.placeholders if p.role is not Role.INPUT}
+    values = (node.meta.get("val") for node in program.module.graph.nodes if node.name not in state)
+    dtypes = {value.dtype for each in values for value in tree_leaves(each) if isinstance(value, Tensor)}
+    return any(not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool for dtype in dtypes)
 
 
 def interleaved(timers: Sequence[Callable[[], float]]) -> list[float]:

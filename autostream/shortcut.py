@@ -2,27 +2,37 @@
 
 Most calls differ from the last in the values of their tensors alone. Finding that out the long way (a nested value
 flattened, a signature made and looked up, each weight fetched) takes longer on the host than a small model takes on the
-device. Here it takes one look at the arguments and the settings before the run, and one at the model during it, for
-which the device does not wait.
+device. Here it takes one look at the arguments and the settings before the run, and one at the model: during the replay
+of a captured graph, for which the device does not wait, and otherwise before the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from autostream.execution.bound import Bound, looks_alike
+from autostream.execution.bound import looks_alike
 from autostream.storages import storage_of
 from autostream.tracing.guards import unusual_call
 from autostream.tracing.numerics import watch_numerics
 from autostream.tracing.state import LiveState, ModelWatch
 from autostream.tracing.tree import TENSOR, Structure, unflatten
 
-Launch = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
-"""Runs with the model's tensors and the inputs, in the order of a program's placeholders."""
+
+class Run(Protocol):
+    """Runs with the model's tensors and the inputs, in the order of a program's placeholders."""
+
+    looks_first: bool
+    """Whether tensors that are not what they were would make it fail: it is then asked before it is launched."""
+
+    def launch(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Compute the outputs."""
+
+    def unmoved(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it can use these tensors where they are."""
 
 
 class Changed(Exception):  # noqa: N818 - a notice between modules, not an error
@@ -32,50 +42,41 @@ class Changed(Exception):  # noqa: N818 - a notice between modules, not an error
 class Shortcut:
     """What calls like one that has just been made can run, without finding out again what they are.
 
-    Only for runs that nobody can see: that write to nothing which lives on, and draw no random numbers.
+    Only for runs that nobody can see: that write to nothing which lives on, and draw no random numbers. What the model
+    was like is told by the caller as of *before* that call: another thread may have changed it since.
 
     Args:
-        launch: computes the outputs.
+        run: computes the outputs.
         structure: of the outputs.
         args: the tensors of that call, all of its arguments.
-        bound: positions of arguments that are used where they are.
-        state: the model's tensors, of which none was missing.
+        held: the model's tensors that it ran with.
+        state: where to look for them.
         watch: on the model's modules.
+        training: their modes.
 
     Attributes:
         outdated: whether the model was found changed; no later call gets anything from it.
-
-    Example:
-        >>> from torch import nn
-        >>> model = nn.Linear(2, 2)
-        >>> args = (torch.ones(1, 2),)
-        >>> with torch.no_grad():
-        ...     state = LiveState(model, (), {})
-        ...     shortcut = Shortcut(lambda tensors: [model(*tensors)], TENSOR, args, (), state, ModelWatch(model))
-        ...     shortcut.fits(args), shortcut.fits((torch.ones(3, 2),))
-        (True, False)
     """
 
     def __init__(
         self,
-        launch: Launch,
+        run: Run,
         structure: Structure,
         args: Sequence[Tensor],
-        bound: Sequence[int],
+        held: Sequence[Tensor],
         state: LiveState,
         watch: ModelWatch,
+        training: bytes,
     ) -> None:
-        self._launch = launch
+        self._run = run
         self._structure = structure
         self._several = len(args) > 1
         self._alike = looks_alike(args)
         self._same_numerics = watch_numerics()
+        self._held = list(held)
         self._state = state
         self._watch = watch
-        self._training = watch.training()
-        self._held = [tensor for tensor in state.tensors() if tensor is not None]
-        self._bound = bound
-        self._unmoved = Bound(self._used(args)).unmoved
+        self._training = training
         self.outdated = False
 
     def fits(self, args: tuple[Any, ...]) -> bool:
@@ -94,25 +95,25 @@ class Shortcut:
         Raises:
             Changed: the model is another than it was.
         """
-        outputs = self._launch([*self._held, *args])
-        if not (self._intact() and self._unmoved(self._used(args))):
-            self.outdated = True
+        run, tensors = self._run, [*self._held, *args]
+        if run.looks_first and not self._intact(tensors):
+            raise Changed
+        outputs = run.launch(tensors)
+        if not run.looks_first and not self._intact(tensors):
             raise Changed
         return outputs[0] if self._structure is TENSOR else unflatten(self._structure, outputs)
 
-    def _used(self, args: Sequence[Tensor]) -> list[Tensor]:
-        """What a run uses where it is."""
-        return [*self._held, *[args[index] for index in self._bound]] if self._bound else self._held
-
-    def _intact(self) -> bool:
+    def _intact(self, tensors: Sequence[Tensor]) -> bool:
         watch, state = self._watch, self._state
-        return (
+        self.outdated = self.outdated or not (
             watch.intact()
             and not watch.hooked()
             and watch.training() == self._training
             and state.holds(self._held)
+            and self._run.unmoved(tensors)
             and state.configured()
         )
+        return not self.outdated
 
 
 def _share(tensors: Sequence[Tensor]) -> bool:

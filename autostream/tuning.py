@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autostream.errors import CaptureError, FusionError, OptionError, first_line
+from autostream.execution.runs import without_autocast
 from autostream.execution.static import copyable, static_copies
 from autostream.ir import Decision, Program
 from autostream.options import Options
@@ -70,28 +71,48 @@ def tune(
     if options.kernels == "inductor" and (reason := obstacle(program.device)):
         raise OptionError(f'kernels="inductor" is not to be had: {reason}')
     check_settings(options.inductor_options)
+    fused, reason = _fused(planned, program, options, stopwatch)
+    if fused is None:
+        return _because(planned(program, options), reason)
+    if options.kernels == "inductor":
+        return fused
+    try:
+        return _better(planned, program, fused, options)
+    except Exception as error:  # out of memory, above all: there are up to three graphs
+        alone = Decision("", "fused", f"ops as they are could not be measured beside it: {first_line(error)}")
+        return replace(fused, refusals=(*fused.refusals, alone))
+
+
+Planned = Callable[[Program, Options], Tuned]
+
+
+def _fused(planned: Planned, program: Program, options: Options, stopwatch: Stopwatch) -> tuple[Tuned | None, str]:
+    """The program in fused kernels, or why not. Whatever failed is forgotten: what comes next may need its memory."""
     try:
         with stopwatch("fuse"):
             kernels = fuse(program, options.inductor_options)
-        fused = _running(planned, kernels, options)
     except FusionError as error:
-        return _because(planned(program, options), str(error))
-    if options.kernels == "inductor":
-        return fused
-    plain = planned(program, replace(options, policy="sequential", costs="roofline"))
-    if fused.measured_us < plain.measured_us * (1 - MARGIN):
+        return None, str(error)
+    try:
+        return planned(kernels, options), ""
+    except Exception as error:
+        return None, f"TorchInductor's kernels do not run: {first_line(error)}"
+
+
+def _better(planned: Planned, program: Program, fused: Tuned, options: Options) -> Tuned:
+    """Fused kernels or ops as they are. All schedules of the latter are tried only if one of their own comes close."""
+    plain_us = planned(program, replace(options, policy="sequential", costs="roofline")).measured_us
+    if _beats(fused, plain_us):
         return fused
     unfused = planned(program, options)
-    if fused.measured_us < unfused.measured_us * (1 - MARGIN):
+    if _beats(fused, unfused.measured_us):
         return fused
-    return _because(unfused, f"fused, it takes {fused.measured_us:.1f} µs, as it is {unfused.measured_us:.1f} µs")
+    times = f"{fused.measured_us:.1f} µs, which is not {MARGIN:.0%} less than {unfused.measured_us:.1f} µs"
+    return _because(unfused, f"fused, it takes {times} as it is")
 
 
-def _running(planned: Callable[[Program, Options], Tuned], kernels: Program, options: Options) -> Tuned:
-    try:
-        return planned(kernels, options)
-    except Exception as error:
-        raise FusionError(f"TorchInductor's kernels do not run: {first_line(error)}") from error
+def _beats(fused: Tuned, other_us: float) -> bool:
+    return fused.measured_us < other_us * (1 - MARGIN)
 
 
 def _because(tuned: Tuned, reason: str) -> Tuned:
@@ -103,7 +124,7 @@ def _planned(
 ) -> Tuned:
     """Plan, build and measure, on copies of the inputs; the model's state and the generators are put back."""
     copied = [index for index, is_bound in enumerate(bound) if not is_bound]
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), without_autocast(program.level):
         arguments = static_copies(arguments, copied)
         priced = price_program(program, options, stopwatch, tensors=arguments)
         graph = priced.graph
@@ -115,13 +136,13 @@ def _planned(
 
         if options.cuda_graph is False or graph.device == "cpu":
             return Tuned(program, priced, selected(capture=False), ())
-        if priced.refusals:
-            return Tuned(program, priced, selected(capture=False), priced.refusals)
-        try:
-            return Tuned(program, priced, selected(capture=True), ())
-        except CaptureError as error:
-            refusal = Decision("", "not captured", str(error))
-            return Tuned(program, priced, selected(capture=False), (refusal,))
+        refusals = priced.refusals
+        if not refusals:
+            try:
+                return Tuned(program, priced, selected(capture=True), ())
+            except CaptureError as error:
+                refusals = (Decision("", "not captured", str(error)),)
+        return Tuned(program, priced, selected(capture=False), refusals)
 
 
 @contextmanager

@@ -15,8 +15,11 @@ from autostream import select as selection
 from autostream.errors import CaptureError
 from autostream.execution.cpu_streams import ThreadedProgram
 from autostream.ir import Candidate, Op, OpGraph, Placeholder, Program, Role, Schedule
-from autostream.select import MARGIN, Selection, build, interleaved, select, written
+from autostream.select import MARGIN, Selection, build, has_integers, interleaved, select, written
+from autostream.tracing.export import trace
+from autostream.tracing.tree import flatten
 from tests.execution.programs import Case, random_schedule, same, sample
+from tests.semantics import Model
 
 
 class Execution:
@@ -273,3 +276,20 @@ def test_times_are_those_of_the_device_that_runs_it() -> None:
         time_us = selection._timer(run, [torch.ones(1, device="cuda:0")], "cuda:0")()
     assert time_us > 1000
     assert len(sleeps) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "expected"),
+    [
+        (lambda x: x.relu() > 0, (torch.ones(3),), False),
+        (lambda x, i: x[i], (torch.ones(3), torch.tensor([1])), True),
+        (lambda x: x.argmax().float(), (torch.ones(3),), True),
+        (lambda x: x.topk(1), (torch.ones(3),), True),
+        (lambda x: x * 1j, (torch.ones(3),), False),
+    ],
+    ids=["mask", "index", "made", "made with others", "complex"],
+)
+def test_integers_may_be_indices(function: Any, args: tuple[Tensor, ...], expected: bool) -> None:
+    tensors, structure = flatten((args, {}))
+    model = Model(lambda module, *args: function(*args), counter=torch.tensor(3))
+    assert has_integers(trace(model, tensors, structure).program) == expected

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -244,17 +245,33 @@ def test_weights_that_move_under_a_piece_are_found_out() -> None:
         torch.testing.assert_close(fast(X), model(X))
 
 
-def test_bound_arguments_are_compared() -> None:
+@pytest.mark.parametrize("looks_first", [True, False])
+def test_a_run_says_whether_its_tensors_moved(looks_first: bool) -> None:
+    """Arguments that stay where they are among them, as those of a piece do."""
     model = nn.Linear(1, 1)
-    state, watch = LiveState(model, (), {}), ModelWatch(model)
-    weight, x = torch.randn(2, 2), torch.randn(2)
+    weight, x, launched = torch.randn(2, 2), torch.randn(2), []
+
+    class Product:
+        def __init__(self) -> None:
+            self.looks_first = looks_first
+
+        def launch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+            launched.append(tensors)
+            return [weight @ tensors[1]]
+
+        def unmoved(self, tensors: Sequence[Tensor]) -> bool:
+            return tensors[0] is weight
+
     with torch.no_grad():
-        shortcut = Shortcut(lambda tensors: [tensors[0] @ tensors[1]], TENSOR, (weight, x), [0], state, watch)
-        torch.testing.assert_close(shortcut((weight, x)), weight @ x)
+        state, watch = LiveState(model, (), {}), ModelWatch(model)
+        shortcut = Shortcut(Product(), TENSOR, (weight, x), (), state, watch, watch.training())
         torch.testing.assert_close(shortcut((weight, x.clone())), weight @ x)
         assert shortcut.fits((weight.clone(), x))
         with pytest.raises(Changed):
             shortcut((weight.clone(), x))
+        assert len(launched) == (1 if looks_first else 2)
+        with pytest.raises(Changed):
+            shortcut((weight, x))
     assert shortcut.outdated
 
 
@@ -284,7 +301,7 @@ def test_switching_everything_off_reaches_it(monkeypatch: pytest.MonkeyPatch, wa
     fast(X)
     before = fast._shortcut
     assert before is not None
-    monkeypatch.setattr(before, "_launch", None)  # whoever runs it fails
+    monkeypatch.setattr(before, "_run", None)  # whoever runs it fails
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
     fast(X)
 
@@ -301,3 +318,147 @@ def test_signatures_keep_theirs(ways: Ways) -> None:
         made.append(fast._shortcut)
     assert made[0] is made[2]
     assert made[1] is made[3]
+
+
+# Found by reviews
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@torch.no_grad()
+def test_a_nested_tensor_goes_the_long_way(ways: Ways) -> None:
+    """Asked for its strides, it would end the process."""
+    model = nn.Linear(4, 4)
+    fast = autostream.optimize(model)
+    fast(X), fast(X)
+    ours: list[Any] = []
+    nested = torch.nested.nested_tensor([X, X])
+    assert ways.took(lambda: ours.append(fast(nested))) == "long"
+    torch.testing.assert_close(ours[0].unbind(), model(nested).unbind())
+
+
+@pytest.mark.parametrize("change", ["table", "weight", "data", "hook"])
+@torch.no_grad()
+def test_an_index_that_only_the_new_model_has_is_no_error(change: str) -> None:
+    model = nn.Sequential(nn.Embedding(10, 4))
+    fast = autostream.optimize(model)
+    small, large = torch.tensor([1]), torch.tensor([15])
+    fast(small), fast(small)
+    if change == "table":
+        model[0] = nn.Embedding(20, 4)
+    elif change == "weight":
+        model[0].weight = nn.Parameter(torch.randn(20, 4))
+    elif change == "data":
+        model[0].weight.data = torch.randn(20, 4)
+    else:
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] % 10,))
+    for _ in range(2):
+        torch.testing.assert_close(fast(large), model(large))
+
+
+@torch.no_grad()
+def test_another_thread_that_changes_the_model_meanwhile_is_found_out() -> None:
+    """What a shortcut holds the model against is as of before the call, not after it."""
+    model = Net().eval()
+    fast = autostream.optimize(model, X)
+    entry = next(iter(fast._entries.values()))
+    run = type(entry).__call__
+
+    def changed_meanwhile(entry: Any, tensors: Any) -> Any:
+        outputs = run(entry, tensors)
+        model.train()
+        model.right.weight.data = torch.zeros(4, 4)
+        return outputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(entry), "__call__", changed_meanwhile)
+        fast(X)
+    twin = Net()
+    twin.load_state_dict(model.state_dict())
+    twin.train()
+    torch.testing.assert_close(fast(X), twin(X))
+    model.eval()
+    torch.testing.assert_close(fast(X), model(X))
+
+
+@torch.no_grad()
+def test_a_shortcut_that_was_left_is_left(ways: Ways) -> None:
+    """Else it would run the whole model for nothing at every call."""
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    fast(X)
+    hooked(model)
+    fast(X)
+    assert fast._shortcut is None
+
+
+@torch.no_grad()
+def test_one_made_in_another_mode_is_made_again(ways: Ways) -> None:
+    fast = autostream.optimize(Net().eval())
+    fast(X)
+    with torch.inference_mode():
+        fast(X)
+        assert ways.took(lambda: fast(X)) == "short"
+    fast(X)
+    assert ways.took(lambda: fast(X)) == "short"
+
+
+@torch.no_grad()
+def test_a_signature_that_is_dropped_has_none() -> None:
+    fast = autostream.optimize(Net().eval(), max_signatures=1)
+    fast(X)
+    fast.prepare(torch.randn(5, 4))
+    assert fast._shortcut is None
+
+
+class Mode(Enum):
+    ADD, SUBTRACT = 1, -1
+
+
+class Settings:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class Configured(nn.Module):
+    """Everything that may decide what a module computes."""
+
+    sign = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.register_buffer("mask", None)
+        self.mode, self.settings, self.nested = Mode.ADD, Settings(1.0), {"a": {"b": 1.0}}
+        self.extras = nn.ParameterList([nn.Parameter(torch.ones(4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.sign * self.settings.factor * self.nested["a"]["b"]
+        y = y if self.mask is None else y * self.mask
+        for extra in self.extras:
+            y = y + self.mode.value * extra
+        return y
+
+
+CONFIGURATIONS: dict[str, Callable[[Configured], object]] = {
+    "a bias": lambda m: setattr(m.linear, "bias", nn.Parameter(torch.ones(4))),
+    "a buffer that was None": lambda m: setattr(m, "mask", torch.zeros(4)),
+    "one more parameter": lambda m: m.extras.append(nn.Parameter(torch.ones(4))),
+    "an enum": lambda m: setattr(m, "mode", Mode.SUBTRACT),
+    "an object": lambda m: setattr(m, "settings", Settings(2.0)),
+    "a default of the class": lambda m: setattr(m, "sign", -1.0),
+    "a nested container": lambda m: m.nested["a"].update(b=3.0),
+}
+
+
+@pytest.mark.parametrize("change", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize("calls", [0, 2])
+@torch.no_grad()
+def test_whatever_a_module_is_given_is_seen(change: Callable[[Configured], object], calls: int) -> None:
+    torch.manual_seed(0)
+    model = Configured()
+    fast = autostream.optimize(model, X)
+    for _ in range(calls):
+        fast(X)
+    change(model)
+    for _ in range(2):
+        torch.testing.assert_close(fast(X), model(X))

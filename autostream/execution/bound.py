@@ -40,7 +40,10 @@ class Bound:
 
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether as many tensors are at the same addresses, with the same dtypes, sizes and strides."""
-        if _addresses(tensors) != self._addresses:
+        try:
+            if _addresses(tensors) != self._addresses:
+                return False
+        except RuntimeError:  # sparse ones have no address
             return False
         if self._guarded(*tensors):
             return True
@@ -60,8 +63,12 @@ def looks_alike(tensors: Sequence[Tensor]) -> Callable[[tuple[Any, ...]], bool]:
         >>> alike((torch.zeros(2, 3),)), alike((torch.zeros(3, 2),)), alike((3,)), alike(())
         (True, False, False, False)
     """
-    check, count = _guard(tensors), len(tensors)
-    return lambda values: len(values) == count and check(*values)
+    check, types = _guard(tensors), list(map(type, tensors))
+    # Asked for strides, a nested tensor ends the process.
+    return lambda values: list(map(type, values)) == types and not any(map(_IS_NESTED, values)) and check(*values)
+
+
+_IS_NESTED = attrgetter("is_nested")
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:

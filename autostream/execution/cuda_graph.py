@@ -133,8 +133,12 @@ class CapturedGraph:
         stream.wait_stream(self._last_stream)
         self._last_stream, self._last_handle = stream, stream.cuda_stream
 
+    def unmoved(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether bound tensors lie where the graph reads them, in the way that they did."""
+        return self._unmoved([tensors[index] for index in self._bound])
+
     def _compare(self, tensors: Sequence[Tensor]) -> None:
-        if not self._unmoved([tensors[index] for index in self._bound]):
+        if not self.unmoved(tensors):
             raise Moved
 
 

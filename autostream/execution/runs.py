@@ -9,8 +9,10 @@ one stream          LoweredRun      plain code
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autostream.execution.cpu_streams import ThreadedProgram
@@ -38,6 +40,30 @@ class StreamRun:
         with restored(self._device):
             outputs: Sequence[Output] = self._forward(*tensors)
             return outputs
+
+
+class UncastRun:
+    """A run whose ops take their arguments as they are, whatever the caller's autocast.
+
+    A compiler has put in the casts that autocast asked for when it was traced, and its kernels count on them.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Output]:
+        """Run it without autocast."""
+        with without_autocast("inductor"):
+            return self._run(*tensors)
+
+
+def without_autocast(level: str) -> AbstractContextManager[None]:
+    """No autocast inside, for fused kernels; for ops of ATen, which cast as the model does, as it is.
+
+    Private to PyTorch (seen in 2.11 and 2.13): what AOTAutograd runs its graphs under; without it nothing is fused.
+    """
+    off: AbstractContextManager[None] = torch._C._DisableAutocast() if level == "inductor" else nullcontext()
+    return off
 
 
 def uncaptured(lowered: fx.GraphModule, device: str, streams: int) -> Run:

@@ -155,10 +155,13 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
     try:
         AsyncCompile.wakeup()  # until its processes are there, which takes seconds, this one compiles, one by one
         with config.patch({**(options or {}), **SETTINGS}):
-            fused = _named(_compiled(_functional(program), torch.device(program.device)), program)
+            functional = _functional(program)  # under the user's autocast; what comes out has casts of its own
+            with torch._C._DisableAutocast():
+                fused = _named(_compiled(functional, torch.device(program.device)), program)
+        elsewhere = _shared(fused) != _shared(program.module)
     except Exception as error:
         raise FusionError(f"TorchInductor cannot fuse it: {first_line(error)}") from error
-    if _shared(fused) != _shared(program.module):
+    if elsewhere:
         raise FusionError("fused, outputs would share other memory with arguments or each other than the model's do")
     outputs = tuple(node.name for node in _outputs(fused))
     return replace(program, module=fused, outputs=outputs, level="inductor")

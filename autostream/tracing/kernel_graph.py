@@ -114,6 +114,8 @@ class Converter(FxConverter):
         return self.gm.graph.call_function(torch.ops.inductor._reinterpret_tensor.default, args)
 
     def _generate_kernel_definition(self, line: Any) -> None:
+        if "user_autotune" in line.kernel_body:
+            raise NotImplementedError(f"{line.kernel_name}, which the user wrote: what it writes is not known")
         code = PythonWrapperCodegen._format_kernel_definition(
             line.kernel_name, line.kernel_body, metadata=line.metadata
         )
@@ -129,6 +131,10 @@ class Converter(FxConverter):
         self.gm.graph.call_function(kernels[name], tuple(map(_number, arguments)))
 
 
+_POINTERS = ("in_ptr", "out_ptr", "in_out_ptr", "ws_ptr", "arg_")
+"""How Inductor's own kernels call what they are given; ``arg_`` in those that it makes of templates."""
+
+
 def triton_kernel(name: str, compiled: Any, signature: Mapping[str, str], device: torch.device) -> Kernel:
     """A Triton kernel, which may still be compiling, as one that says what it writes.
 
@@ -139,6 +145,9 @@ def triton_kernel(name: str, compiled: Any, signature: Mapping[str, str], device
         device: where to launch it.
     """
     names = list(signature)
+    foreign = [name for name in names if signature[name].startswith("*") and not name.startswith(_POINTERS)]
+    if foreign:
+        raise NotImplementedError(f"{name}, which is not Inductor's: nobody knows whether it writes {foreign[0]}")
     written = [at for at, argument in enumerate(names) if argument.startswith(("out_ptr", "in_out_ptr", "ws_ptr"))]
     overwritten = [at for at in written if not names[at].startswith("in_out_ptr")]
     triton = _Triton(compiled, device)

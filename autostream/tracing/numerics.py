@@ -27,6 +27,8 @@ def _precision(operation: str) -> Callable[[], Any]:
     return partial(precision, "cuda", operation)
 
 
+_priorities = _c("_get_sdp_priority_order", lambda: ())
+
 _GUARDED = (
     torch.get_default_dtype,
     _precision("matmul"),
@@ -54,6 +56,11 @@ _UNGUARDED = (
     _c("_get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled),
     _c("_get_cudnn_sdp_enabled", torch.backends.cuda.cudnn_sdp_enabled),
     _c("_get_math_sdp_enabled", torch.backends.cuda.math_sdp_enabled),
+    lambda: tuple(_priorities()),
+    _c("_get_math_sdp_allow_fp16_bf16_reduction", torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed),
+    _c("_get_cublas_allow_fp16_accumulation", lambda: torch.backends.cuda.matmul.allow_fp16_accumulation),
+    _c("_get_blas_preferred_backend", lambda: None),
+    torch.is_deterministic_algorithms_warn_only_enabled,
 )
 
 

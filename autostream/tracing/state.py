@@ -56,13 +56,17 @@ class ModelWatch:
         # TorchScript modules have something else there, which never changes.
         self._children = [module._modules for module in self.modules if isinstance(module._modules, dict)]
         self._children_then = list(map(dict, self._children))
+        self._slots = [slots for module in self.modules if _may_grow(module) for slots in _slots_of(module)]
+        self._slots_then = list(map(list, self._slots))
         self._hooks: list[Mapping[int, Any]] = [
             hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
 
     def intact(self) -> bool:
-        """Whether no submodule was added, removed or replaced since this object was made."""
-        return self._children == self._children_then
+        """Whether no submodule was added, removed or replaced since this object was made, and no name of a tensor
+        was added or removed.
+        """
+        return self._children == self._children_then and list(map(list, self._slots)) == self._slots_then
 
     def training(self) -> bytes:
         """The training flags of all modules, one byte each."""
@@ -109,7 +113,9 @@ class LiveState:
         self._setting_names = [name for _, name in settings]
         self._settings_then = self._settings()
         self._containers = [
-            (value, copy.copy(value)) for value in self._settings_then if isinstance(value, _CONTAINERS)
+            (value, copy.deepcopy(value))
+            for value in self._settings_then
+            if isinstance(value, _CONTAINERS) and _is_plain(value)
         ]
 
     def tensors(self) -> list[Tensor | None]:
@@ -148,6 +154,17 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+def _may_grow(module: nn.Module) -> bool:
+    """Whether a tensor under a new name may matter to a module: PyTorch's layers know the names of theirs."""
+    owner = type(module).__module__
+    return not owner.startswith("torch.nn.modules.") or owner == "torch.nn.modules.container"
+
+
+def _slots_of(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The dictionaries of a module's tensors; TorchScript modules have something else there, which never grows."""
+    yield from (slots for slots in (module._parameters, module._buffers) if isinstance(slots, dict))
+
+
 _TORCHS_OWN = ("p", "eps", "momentum", "track_running_stats", "negative_slope", "mode")
 """What is watched of PyTorch's own layers, of which a model has thousands: looking at everything would take longer than
 the model does."""
@@ -158,13 +175,26 @@ def _settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     common = vars(nn.Module())
     for module in model.modules():
         attributes = vars(module)
+        for slots in _slots_of(module):
+            yield from ((slots, name) for name, tensor in slots.items() if tensor is None)
         if type(module).__module__.startswith("torch."):
             yield from ((attributes, name) for name in _TORCHS_OWN if name in attributes)
             continue
         yield attributes, "forward"  # of the class, unless somebody sets another one on the module
-        for name, value in attributes.items():
-            if name not in common and name != "forward" and isinstance(value, _SETTINGS) and _is_plain(value):
-                yield attributes, name
+        own = (name for name, value in attributes.items() if name not in common and not isinstance(value, Tensor))
+        yield from ((attributes, name) for name in own if name != "forward")
+        yield from ((attributes, name) for name in _defaults(type(module)) if name not in attributes)
+
+
+def _defaults(kind: type) -> set[str]:
+    """Attributes of a class of modules that one of a module may take the place of; not methods, which are many."""
+    classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    return {
+        name
+        for each in classes
+        for name, value in vars(each).items()
+        if not name.startswith("__") and not isinstance(value, FunctionType) and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -177,7 +207,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _equal(now: Any, then: Any) -> bool:
-    return now is then or (type(now) is type(then) and bool(now == then))
+    return now is then or (type(now) is type(then) and _is_plain(then) and bool(now == then))
 
 
 def _slot(model: nn.Module, placeholder: Placeholder, constants: dict[str, Tensor]) -> tuple[dict[str, Any], str]:

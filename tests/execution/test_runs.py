@@ -12,7 +12,7 @@ from torch import fx
 from autostream.execution import runs
 from autostream.execution.cpu_streams import ThreadedProgram
 from autostream.execution.lower import lower
-from autostream.execution.runs import StreamRun, uncaptured
+from autostream.execution.runs import StreamRun, UncastRun, uncaptured, without_autocast
 from tests.execution.programs import random_schedule, same, sample
 
 
@@ -34,6 +34,17 @@ def test_the_cpu_computes_the_same_whatever_the_number_of_streams(streams: int) 
 def test_a_gpu_gets_streams_even_if_it_is_one(streams: int) -> None:
     """A run over one stream also puts back the device and the stream, and needs autocast's cache off no less."""
     assert isinstance(uncaptured(lowered(streams), "cuda:0", streams), StreamRun)
+
+
+def test_fused_kernels_take_their_arguments_as_they_are() -> None:
+    a, b = torch.randn(2, 2), torch.randn(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        (product,) = UncastRun(lambda a, b: [a @ b])(a, b)
+        assert product is not None
+        assert product.dtype == torch.float32
+        assert (a @ b).dtype == torch.bfloat16, "afterwards all is as before"
+        with without_autocast("aten"):
+            assert (a @ b).dtype == torch.bfloat16
 
 
 def test_a_run_happens_inside_of_restored_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

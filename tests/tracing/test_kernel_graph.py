@@ -126,7 +126,7 @@ def test_inductor_writes_our_graphs_only_meanwhile() -> None:
 
 
 def signature(*names: str) -> dict[str, str]:
-    return dict.fromkeys(names, "*fp32")
+    return {name: "*fp32" if "ptr" in name else "i32" for name in names}
 
 
 def test_argument_names_say_what_a_kernel_reads_and_writes() -> None:
@@ -134,6 +134,12 @@ def test_argument_names_say_what_a_kernel_reads_and_writes() -> None:
     kernel = triton_kernel("triton_0", object(), signature(*names), GPU)
     assert kernel.written == {1, 2, 3, 4}
     assert kernel.overwritten == {1, 3, 4}
+
+
+def test_a_kernel_that_is_not_inductors_is_refused() -> None:
+    """A user's own names do not say what it writes."""
+    with pytest.raises(NotImplementedError, match="nobody knows whether it writes x_ptr"):
+        triton_kernel("theirs", object(), signature("in_ptr0", "x_ptr"), GPU)
 
 
 class Compiling:
