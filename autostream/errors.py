@@ -54,5 +54,7 @@ def first_line(error: BaseException) -> str:
         >>> first_line(RuntimeError("\nno kernel\nlong story"))
         'RuntimeError: no kernel'
     """
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # What ends with a colon is what comes next: "LoweringException: UserWarning:" says nothing.
+    said = next((count for count, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    return " ".join([f"{type(error).__name__}:", *lines[:said]]) if lines else type(error).__name__

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import autostream
 from autostream.execution.capture import capture
 from autostream.execution.streams import capture_stream
-from autostream.options import PolicyName
+from autostream.options import KernelLevel, PolicyName
 
 Call = Callable[..., Any]
 Mode = Callable[[nn.Module, Sequence[Any]], Call]
@@ -86,9 +86,9 @@ AUTOSTREAM: dict[str, Mode] = {
     "autostream": optimized,
     **{
         f"autostream_{kernels}_{policy}": partial(optimized, kernels=kernels, policy=policy)
-        for kernels in ("eager", "inductor")
+        for kernels in get_args(KernelLevel)
         for policy in get_args(PolicyName)
-        if policy != "auto"
+        if "auto" not in (kernels, policy)
     },
     "autostream_inductor": partial(optimized, kernels="inductor"),
 }

@@ -42,10 +42,11 @@ def by_name(names: set[str]) -> list[str]:
 
 # Names
 
+LEVELS, POLICIES = set(get_args(KernelLevel)) - {"auto"}, set(get_args(PolicyName)) - {"auto"}
+
 
 def test_autostream_is_there_at_each_level_and_with_each_policy() -> None:
-    policies = set(get_args(PolicyName)) - {"auto"}
-    names = {f"autostream_{level}_{policy}" for level in get_args(KernelLevel) for policy in policies}
+    names = {f"autostream_{level}_{policy}" for level, policy in itertools.product(LEVELS, POLICIES)}
     assert len(names) > 4
     assert {name for name in CUDA if name.startswith("autostream")} == {"autostream", "autostream_inductor", *names}
 
@@ -56,7 +57,7 @@ def test_a_cpu_has_no_fused_kernels() -> None:
 
 
 def test_each_mode_has_the_options_of_its_name() -> None:
-    for level, policy in itertools.product(get_args(KernelLevel), set(get_args(PolicyName)) - {"auto"}):
+    for level, policy in itertools.product(LEVELS, POLICIES):
         assert CUDA[f"autostream_{level}_{policy}"].keywords == {"kernels": level, "policy": policy}  # type: ignore[attr-defined]
     assert CUDA["autostream_inductor"].keywords == {"kernels": "inductor"}  # type: ignore[attr-defined]
 
