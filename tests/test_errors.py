@@ -29,7 +29,10 @@ def test_mistakes_of_the_caller_are_value_errors_and_no_others_are() -> None:
     [
         ("no kernel", "RuntimeError: no kernel"),
         ("\n\n  no kernel  \nat line 7\n", "RuntimeError: no kernel"),
-        ("LoweringException: UserWarning:\n\nno kernel\nat line 7", "RuntimeError: LoweringException: UserWarning: no kernel"),
+        (
+            "LoweringException: UserWarning:\n\nno kernel\nat line 7",
+            "RuntimeError: LoweringException: UserWarning: no kernel",
+        ),
         ("why:\n", "RuntimeError: why:"),
         ("", "RuntimeError"),
         (" \n\t\n", "RuntimeError"),
