@@ -335,8 +335,8 @@ class OptimizedModule(nn.Module):
         self._model._load_from_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Look an attribute up in the model."""
-        if "_model" not in self.__dict__:
+        """Look an attribute up in the model, but not its special methods: a copy would be one of the model alone."""
+        if "_model" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self.__dict__["_model"], name)
 

@@ -909,3 +909,12 @@ def test_fused_kernels_of_the_cpu_are_refused_with_the_alternative() -> None:
 def test_cuda_graph_true_means_nothing_on_the_cpu() -> None:
     fast = autostream.optimize(Net(), t(3, 4), cuda_graph=True)
     assert modes(fast) == ["one stream"]
+
+
+@torch.no_grad()
+def test_a_copy_is_optimized_even_if_the_model_copies_itself() -> None:
+    """As every ``fx.GraphModule`` does."""
+    fast = autostream.optimize(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4))))
+    twin = copy.deepcopy(fast)
+    assert isinstance(twin, autostream.OptimizedModule)
+    same(twin(t(3, 4)), fast(t(3, 4)))

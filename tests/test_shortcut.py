@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -462,3 +463,14 @@ def test_whatever_a_module_is_given_is_seen(change: Callable[[Configured], objec
     change(model)
     for _ in range(2):
         torch.testing.assert_close(fast(X), model(X))
+
+
+@torch.no_grad()
+def test_modules_in_another_order_are_seen() -> None:
+    model = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.ReLU()))
+    fast = autostream.optimize(model)
+    fast(X), fast(X)
+    first = model.a
+    del model.a
+    model.add_module("a", first)
+    torch.testing.assert_close(fast(X), model(X))

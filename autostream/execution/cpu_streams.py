@@ -13,6 +13,7 @@ harm: with a wait missing, numbers come out wrong every time, where a GPU would 
 from __future__ import annotations
 
 import operator
+import os
 import random
 import threading
 from collections import defaultdict
@@ -184,9 +185,7 @@ class ThreadedProgram:
     def __init__(self, lowered: fx.GraphModule) -> None:
         self._queues = enqueue(lowered)
         self._events = [step.event for lane in self._queues.lanes for step in lane if isinstance(step, Record)]
-        # Lanes of one run wait for each other, so none may stand in line for a thread: this pool starts one whenever
-        # none is idle, and never gets near its limit.
-        self._threads = ThreadPoolExecutor(max_workers=1 << 20, thread_name_prefix="autostream-lane")
+        self._process, self._threads = os.getpid(), _pool()
 
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """Run once.
@@ -197,6 +196,8 @@ class ThreadedProgram:
         Raises:
             BaseException: what an op raised first; no lane runs any more by then.
         """
+        if os.getpid() != self._process:  # a forked process has none of the threads of the one that it comes from
+            self._process, self._threads = os.getpid(), _pool()
         queues = self._queues
         values = dict(queues.constants) | dict(zip(queues.inputs, args, strict=True))
         run = _ThreadedRun(values, {event: threading.Event() for event in self._events}, _modes())
@@ -208,6 +209,13 @@ class ThreadedProgram:
             raise run.failures.pop(0)  # the exception must not keep itself, and all values with it, alive
         results: tuple[Tensor, ...] = run.values[queues.result]
         return results
+
+
+def _pool() -> ThreadPoolExecutor:
+    """Lanes of one run wait for each other, so none may stand in line for a thread: this pool starts one whenever none
+    is idle, and never gets near its limit.
+    """
+    return ThreadPoolExecutor(max_workers=1 << 20, thread_name_prefix="autostream-lane")
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,9 @@ class ModelWatch:
         # TorchScript modules have something else there, which never changes.
         self._children = [module._modules for module in self.modules if isinstance(module._modules, dict)]
         self._children_then = list(map(dict, self._children))
+        # Dictionaries are equal in any order, which is that of the modules of an ``nn.Sequential``.
+        self._ordered = [children for children in self._children if len(children) > 1]
+        self._orders_then = list(map(list, self._ordered))
         self._slots = [slots for module in self.modules if _may_grow(module) for slots in _slots_of(module)]
         self._slots_then = list(map(list, self._slots))
         self._hooks: list[Mapping[int, Any]] = [
@@ -63,10 +66,12 @@ class ModelWatch:
         ]
 
     def intact(self) -> bool:
-        """Whether no submodule was added, removed or replaced since this object was made, and no name of a tensor
-        was added or removed.
-        """
-        return self._children == self._children_then and list(map(list, self._slots)) == self._slots_then
+        """Whether the modules, their order, and the names of their tensors are as when this object was made."""
+        return (
+            self._children == self._children_then
+            and list(map(list, self._ordered)) == self._orders_then
+            and list(map(list, self._slots)) == self._slots_then
+        )
 
     def training(self) -> bytes:
         """The training flags of all modules, one byte each."""

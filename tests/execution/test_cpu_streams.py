@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -366,3 +368,19 @@ def test_threads_end_with_the_program() -> None:
     gc.collect()
     where[0].join(timeout=30)
     assert not where[0].is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    case = sample("towers")
+    run = ThreadedProgram(lower(case.program, case.graph, random_schedule(case.graph, 3, seed=1)))
+    args = case.args()
+    with torch.no_grad():
+        run(*args)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends it if it hangs
+            run(*args)
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
