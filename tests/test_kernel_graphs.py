@@ -35,7 +35,7 @@ from tests.kernel_graphs.record import MODELS
 from tests.kernel_graphs.recordings import FOLDER, NAMES, Recording, program_of, read, recorded, text_of
 from tests.scheduling.brute_force import closure, happens_before
 from tests.scheduling.graphs import costs_of, profile_with
-from tests.test_races import with_a_release_too_early, without_a_wait
+from tests.scheduling.mistakes import with_a_release_too_early, without_a_wait
 
 each = pytest.mark.parametrize("name", NAMES)
 

@@ -66,20 +66,21 @@ def copyable(tensor: Tensor) -> Tensor:
 
 
 def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
-    """A function that copies tensors of the same sizes and strides to ``targets``, in as few launches as possible.
+    """A function that copies tensors of the same dtypes, sizes and strides to ``targets``, in few launches.
 
     What is in place already stays. What lies in the targets' own memory, but elsewhere, is read before it is written.
 
     Example:
-        >>> static = torch.zeros(2)
-        >>> copier([static])([torch.ones(2)])
-        >>> static
-        tensor([1., 1.])
+        >>> values, indices = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+        >>> copier([values, indices])([torch.ones(2), torch.tensor([3, 4])])
+        >>> values, indices
+        (tensor([1., 1.]), tensor([3, 4]))
     """
     addresses = [target.data_ptr() for target in targets]
     storages = {storage_of(target) for target in targets}
     spans = list(map(copyable, targets))
     plain = all(span is target for span, target in zip(spans, targets, strict=True))
+    words = _words(spans)
 
     def copy(sources: Sequence[Tensor]) -> None:
         moving = [index for index, address in enumerate(addresses) if sources[index].data_ptr() != address]
@@ -87,12 +88,43 @@ def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
         if clashing:
             sources = static_copies(sources, clashing)
         ready = sources if plain else list(map(copyable, sources))
+        together = [index for index in moving if index in words] if words else ()
+        if len(together) > 1:
+            targets = [words[index] for index in together]
+            torch._foreach_copy_(targets, [ready[i].view(words[i].dtype) for i in together], non_blocking=True)
+            moving = [index for index in moving if index not in words]
         if len(moving) == 1:  # a plain copy is faster than a list of one
             spans[moving[0]].copy_(ready[moving[0]], non_blocking=True)
         elif moving:
             torch._foreach_copy_([spans[i] for i in moving], [ready[i] for i in moving], non_blocking=True)
 
     return copy
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes."""
+
+_LARGE = 2**15
+"""Bytes from which a launch of its own is worth it: the one for many tensors leaves 65536 elements to each block."""
+
+
+def _words(targets: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Targets of several dtypes as integers of one, by position, because one launch copies one dtype only.
+
+    They are as wide as the smallest element, so that each of the others is a whole number of them and, wherever in
+    memory it lies, as aligned as they need to be. Large targets, and those with gaps, are left out.
+    """
+    if len({target.dtype for target in targets}) < 2:
+        return {}
+    small = {index: target for index, target in enumerate(targets) if target.nbytes < _LARGE and _in_rows(target)}
+    word = _INTEGERS[min([8, *(target.element_size() for target in small.values())])]
+    with torch.inference_mode(False):  # what is made in inference mode is read-only outside
+        return {index: target.view(word) for index, target in small.items()}
+
+
+def _in_rows(tensor: Tensor) -> bool:
+    """Whether a tensor's bytes can be seen as elements of another size, and lie side by side."""
+    return tensor.dim() > 0 and tensor.stride(-1) == 1 and _dense(tensor)
 
 
 def handouts(outputs: Sequence[Output], static: Sequence[Tensor], copied: Sequence[int]) -> tuple[Handout, ...]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.modules import activation, transformer
@@ -41,20 +42,10 @@ def fused_attention() -> Iterator[None]:
         return threading.get_ident() != tracing and bool(traced())  # type: ignore[no-untyped-call]
 
     with (
-        _replaced(torch.overrides, "has_torch_function", has_torch_function),
-        _replaced(activation, "_is_make_fx_tracing", is_make_fx_tracing),
+        mock.patch.object(torch.overrides, "has_torch_function", has_torch_function),
+        mock.patch.object(activation, "_is_make_fx_tracing", is_make_fx_tracing),
     ):
         yield
-
-
-@contextmanager
-def _replaced(owner: object, name: str, function: Callable[..., bool]) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _supported() -> bool:

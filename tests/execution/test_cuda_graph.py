@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autostream.errors import CaptureError
 from autostream.execution import cuda_graph
 from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, Moved
+from tests.threads import in_threads
 
 CPU = torch.device("cpu")
 
@@ -332,20 +332,13 @@ def test_graphs_that_draw_come_after_each_other_and_others_do_not(cuda: Cuda) ->
 
 def test_calls_of_several_threads_take_turns(cuda: Cuda) -> None:
     graph = captured(twice, torch.zeros(64))
-    wrong: list[float] = []
 
-    def work(value: float) -> None:
+    def work(value: int) -> None:
         for _ in range(50):
-            (output,) = graph(torch.full((64,), value))
-            if not torch.equal(output, torch.full((64,), 2 * value)):
-                wrong.append(value)
+            (output,) = graph(torch.full((64,), float(value)))
+            assert torch.equal(output, torch.full((64,), 2.0 * value))
 
-    threads = [threading.Thread(target=work, args=(float(value),)) for value in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    in_threads(8, work)
 
 
 # Capturing

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autostream.execution.static import copier, copyable, handouts, static_copies
 
@@ -250,6 +252,121 @@ def test_a_copier_copies_overlapping_tensors_as_the_memory_that_they_cover() -> 
     static = torch.zeros(1).expand(3)
     copier([static, torch.zeros(2)])([torch.ones(1).expand(3), torch.ones(2)])
     assert static.tolist() == [1, 1, 1]
+
+
+class Launches(TorchDispatchMode):
+    """Notes the dtypes of what each op copies at once; of one dtype, without gaps, it is one launch on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[list[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "copy" in func._schema.name:
+            targets, sources = (given if isinstance(given, list) else [given] for given in args[:2])
+            dtypes = [tensor.dtype for tensor in targets]
+            assert dtypes == [tensor.dtype for tensor in sources]
+            self.log.append(dtypes)
+        return func(*args, **(kwargs or {}))
+
+
+def launches(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[list[torch.dtype]]:
+    """Copy, and say how."""
+    copy = copier(targets)
+    with Launches() as mode:
+        copy(sources)
+    assert all(map(torch.equal, targets, sources))
+    return mode.log
+
+
+HALVES, INDICES, MASK = torch.arange(3.0).half(), torch.tensor([[1, -2], [3, 4]]), torch.tensor([True, False])
+BIG, GAPS = torch.arange(2.0**13), torch.arange(8.0).view(2, 4)[:, :2]
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ([HALVES, HALVES + 1], [[torch.float16] * 2]),
+        ([HALVES, INDICES], [[torch.int16] * 2]),
+        ([INDICES, BIG[:9], INDICES], [[torch.int32] * 3]),
+        ([INDICES, MASK, HALVES], [[torch.uint8] * 3]),
+        ([torch.ones(2, dtype=torch.complex128), INDICES], [[torch.int64] * 2]),
+        ([HALVES, BIG, INDICES], [[torch.int16] * 2, [torch.float32]]),
+        ([HALVES, BIG, HALVES], [[torch.int16] * 2, [torch.float32]]),
+        ([HALVES, GAPS, INDICES], [[torch.int16] * 2, [torch.float32]]),
+        ([HALVES, torch.tensor(1.0), INDICES], [[torch.int16] * 2, [torch.float32]]),
+        ([HALVES, INDICES.t(), INDICES], [[torch.int16] * 2, [torch.int64]]),
+        ([HALVES, BIG], [[torch.float16, torch.float32]]),
+    ],
+    ids=[
+        "one dtype", "two", "wide ones", "three", "wider than integers", "a large one", "two of one", "gaps",
+        "a scalar", "transposed", "only one is small",
+    ],
+)  # fmt: skip
+def test_small_tensors_of_several_dtypes_are_copied_in_one_launch(
+    sources: Sequence[Tensor], expected: Sequence[Sequence[torch.dtype]]
+) -> None:
+    targets = [source.clone() if source is not GAPS else torch.zeros(2, 4)[:, :2] for source in sources]
+    for target in targets:
+        target.zero_()
+    assert launches(targets, sources) == expected
+
+
+def test_of_several_dtypes_too_what_is_in_place_stays() -> None:
+    targets = [torch.zeros_like(HALVES), INDICES, torch.zeros_like(MASK)]
+    assert launches(targets, [HALVES, INDICES, MASK]) == [[torch.uint8] * 2]
+    assert launches(targets, [HALVES + 1, *targets[1:]]) == [[torch.float16]]
+    assert launches(targets, targets) == []
+
+
+def test_tensors_of_several_dtypes_may_lie_anywhere_and_be_made_in_inference_mode() -> None:
+    """At odd places too: integers as wide as the widest element could not be read from there."""
+    with torch.inference_mode():
+        sources = [torch.arange(9.0).half()[1:4], torch.arange(9)[3:7].view(2, 2)]
+    targets = [torch.zeros_like(HALVES), torch.zeros_like(INDICES)]
+    assert launches(targets, sources) == [[torch.int16] * 2]
+
+
+@pytest.mark.parametrize("called", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_copier_made_in_inference_mode_copies_outside(called: Callable[[], Any]) -> None:
+    targets = [torch.zeros_like(HALVES), torch.zeros_like(INDICES)]
+    with torch.inference_mode():
+        copy = copier(targets)
+    with called():
+        copy([HALVES, INDICES])
+    assert all(map(torch.equal, targets, [HALVES, INDICES]))
+
+
+DTYPES = [torch.bool, torch.uint8, torch.float16, torch.int32, torch.int64, torch.complex64, torch.complex128]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Callable[[int], list[Tensor]]:
+    """Makes tensors of drawn dtypes and layouts, whose values depend on a number."""
+    drawn = []
+    for _ in range(draw(st.integers(1, 4))):
+        shape = draw(st.lists(st.integers(0, 3), max_size=2))
+        drawn.append((draw(st.sampled_from(DTYPES)), shape, [draw(st.integers(0, 4)) for _ in shape]))
+
+    def make(seed: int) -> list[Tensor]:
+        numbers = (torch.arange(seed, seed + 20) * 7 % 5 for _ in drawn)
+        return [
+            whole.to(dtype).as_strided(shape, stride)
+            for whole, (dtype, shape, stride) in zip(numbers, drawn, strict=True)
+        ]
+
+    return make
+
+
+@settings(max_examples=200)
+@given(layouts())
+def test_a_copier_copies_whatever_there_is(make: Callable[[int], list[Tensor]]) -> None:
+    targets, sources = make(0), make(3)
+    copier(targets)(sources)
+    assert all(map(torch.equal, targets, sources))
+    copier(targets)(make(1))
+    assert all(map(torch.equal, targets, make(1)))
+    assert all(map(torch.equal, sources, make(3)))
 
 
 def test_bound_tensors_are_handed_out_themselves_and_their_views_look_at_them() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream import zoo
-from autostream.ir import Report
+from autostream import tuning, zoo
+from autostream.ir import Program, Report
 from autostream.kernels import Kernel
+from autostream.tuning import Tuned
+from tests.threads import in_threads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -221,23 +223,14 @@ def test_many_threads(towers: Towers) -> None:
     with torch.no_grad():
         expected = [towers(x) for x in xs]
     torch.cuda.synchronize()
-    failures: list[BaseException] = []
 
     def work(seed: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
-                for turn in range(40):
-                    at = (seed * 7 + turn) % len(xs)
-                    torch.testing.assert_close(fast(xs[at]), expected[at], rtol=1e-4, atol=1e-5)
-        except BaseException as error:
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            for turn in range(40):
+                at = (seed * 7 + turn) % len(xs)
+                torch.testing.assert_close(fast(xs[at]), expected[at], rtol=1e-4, atol=1e-5)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    in_threads(12, work)
 
 
 def test_settings_of_inductor_pass_through(towers: Towers) -> None:
@@ -246,6 +239,83 @@ def test_settings_of_inductor_pass_through(towers: Towers) -> None:
     with torch.no_grad():
         torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
     assert_fused(fast)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_around_a_call(towers: Towers, dtype: torch.dtype) -> None:
+    """What is fused under autocast has its casts inside, and serves no call without it."""
+    fast, x = autostream.optimize(towers, kernels="inductor"), torch.randn(64, 256, device="cuda")
+    rounded = 8 * torch.finfo(dtype).eps
+    for _ in range(2):
+        with torch.autocast("cuda", dtype=dtype):
+            ours, theirs = fast(x), towers(x)
+        torch.testing.assert_close(ours, theirs, rtol=rounded, atol=0)
+        plain = fast(x)
+        torch.testing.assert_close(plain, towers(x), rtol=1e-4, atol=1e-5)
+        assert not torch.equal(ours.float(), plain)
+        x = torch.randn(64, 256, device="cuda")
+    assert [(report.mode, report.refusals) for report in fast.reports] == [("cuda graph", ())] * 2
+    assert all(kernels_of(report) for report in fast.reports)
+
+
+@torch.no_grad()
+def test_a_users_own_triton_kernel_runs_as_it_is_for_a_reason() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def triple(source, target, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        places = tl.program_id(0) * block + tl.arange(0, block)
+        inside = places < count
+        tl.store(target + places, 3 * tl.load(source + places, mask=inside), mask=inside)
+
+    class Tripled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x).relu()
+            y = torch.empty_like(x)
+            triple[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), 256)
+            return self.after(y).relu()
+
+    torch.manual_seed(0)
+    model = Tripled().cuda()
+    fast = autostream.optimize(model, kernels="inductor")
+    for _ in range(3):
+        x = torch.randn(33, 64, device="cuda")
+        expected = model.after(3 * model.before(x).relu()).relu()
+        torch.testing.assert_close(fast(x), expected, rtol=1e-4, atol=1e-5)
+    (report,) = fast.reports
+    reasons = [refusal.reason for part in (report, *report.parts) for refusal in part.refusals]
+    assert any("data pointer" in reason for reason in reasons), reasons  # which Triton asks an export's tensors for
+    assert any("which the user wrote" in reason for reason in reasons), reasons  # in the piece that Dynamo traces
+
+
+@torch.no_grad()
+def test_what_is_fused_stays_where_there_is_no_memory_to_compare_it(
+    towers: Towers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = tuning._planned
+
+    def scarce(program: Program, *args: Any) -> Tuned:
+        if program.level == "aten":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return planned(program, *args)
+
+    monkeypatch.setattr(tuning, "_planned", scarce)
+    fast = autostream.optimize(towers)
+    for _ in range(3):
+        x = torch.randn(64, 256, device="cuda")
+        torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+    (report,) = fast.reports
+    assert report.mode == "cuda graph"
+    assert kernels_of(report)
+    (decision,) = report.refusals
+    assert decision.choice == "fused"
+    assert "could not be measured beside it: OutOfMemoryError: CUDA out of memory" in decision.reason
 
 
 def test_a_kernel_says_what_it_writes(towers: Towers) -> None:

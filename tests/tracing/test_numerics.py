@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,22 +15,17 @@ from autostream.tracing.numerics import numerics, watch_numerics
 
 
 @contextmanager
-def setting(owner: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def calling(function: Callable[[Any], None], value: object, back: object) -> Iterator[None]:
     function(value)
     try:
         yield
     finally:
         function(back)
+
+
+def setting(owner: object, name: str, value: object) -> AbstractContextManager[None]:
+    """As ``monkeypatch`` does, which deletes what is in no dictionary; of some owners, C++ keeps the settings."""
+    return calling(partial(setattr, owner, name), value, getattr(owner, name))
 
 
 CHANGES: dict[str, Callable[[], Any]] = {

@@ -1,0 +1,77 @@
+"""All inference workloads in fused kernels: what the model computes, for changing inputs, from streams and threads.
+
+In half precision, as they are measured. A workload that is not fused, or not captured, is in a list here, with why.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+import autostream
+from autostream.bench.inference import Subject
+from autostream.errors import TargetError
+from benchmarks.zoo import INFERENCE, SEED, prepare
+from tests.agreement import check_calls, check_streams, check_threads, examples_of, lanes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # as errors, Inductor's own would make it fall back
+]
+
+EXCEPTIONS: Mapping[str, Mapping[str, str]] = {}
+"""Workloads that are ``"not fused"`` or ``"not captured"``, and what their reasons say."""
+
+NO_TRITON = {"bilstm"}
+"""Workloads of which nothing is left to Triton: what cuDNN computes stays a call of cuDNN's."""
+
+
+@pytest.fixture(autouse=True)
+def _memory_goes_back() -> Iterator[None]:
+    """The next workload has the GPU for itself."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def prepared(name: str) -> Subject:
+    """A workload in half precision; skips the test where a package that it comes from is not installed."""
+    try:
+        return prepare(INFERENCE[name], 1, torch.device("cuda"), torch.float16)
+    except (ModuleNotFoundError, TargetError) as error:
+        missing = error.__cause__ if isinstance(error, TargetError) else error
+        if not isinstance(missing, ModuleNotFoundError):
+            raise
+        pytest.skip(f"{name} needs {missing.name}, which is not installed")
+
+
+def other_inputs(name: str, subject: Subject) -> tuple[Tensor, ...]:
+    """Inputs that differ from both that the workload is prepared with."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED + 1)
+        drawn = INFERENCE[name].inputs(1)
+    return tuple(new.to(old.device, old.dtype) for new, old in zip(drawn, subject.args, strict=True))
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_fused_kernels_compute_what_the_model_does(name: str) -> None:
+    subject = prepared(name)
+    examples = examples_of(subject.model, [subject.args, subject.others, other_inputs(name, subject)])
+    fast = autostream.optimize(subject.model, kernels="inductor", policy="critical_path", streams=4, costs="roofline")
+    check_calls(fast, examples)
+    check_streams(fast, examples, lanes(subject.args[0].device, 2))
+    check_threads(fast, examples, lanes(subject.args[0].device, 3))
+
+    (report,) = fast.reports
+    refusals, expected = [(refusal.choice, refusal.reason) for refusal in report.refusals], EXCEPTIONS.get(name, {})
+    assert {choice for choice, _ in refusals} == expected.keys(), refusals
+    assert all(re.search(expected[choice], reason) for choice, reason in refusals), refusals
+    assert (report.mode == "cuda graph") == ("not captured" not in expected)
+    assert report.graph
+    written_by_inductor = any(op.target.startswith("triton_") for op in report.graph.ops.values())
+    assert written_by_inductor == ("not fused" not in expected and name not in NO_TRITON)

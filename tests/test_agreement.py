@@ -1,0 +1,167 @@
+"""The comparison with the plain model, on the CPU: what is right passes, and each kind of mistake shows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from benchmarks.zoo import INFERENCE, prepare
+from tests.agreement import Call, Example, check_calls, check_streams, check_threads, examples_of, lanes
+
+CPU = torch.device("cpu")
+CHECKS = {
+    "calls": check_calls,
+    "streams": lambda call, examples: check_streams(call, examples, lanes(CPU, 2)),
+    "threads": lambda call, examples: check_threads(call, examples, lanes(CPU, 3)),
+}
+
+
+class Scaled(nn.Module):
+    """A model that depends on all of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).exp()
+
+
+@pytest.fixture
+def examples() -> list[Example]:
+    return examples_of(Scaled(), [(torch.linspace(0, 1, 1000) + shift,) for shift in range(3)])
+
+
+def static_output() -> Call:
+    """Returns the same memory each time."""
+    output = torch.empty(1000)
+    return lambda x: output.copy_(Scaled()(x))
+
+
+def first_inputs() -> Call:
+    """Computes with what it was first called with."""
+    first: list[Tensor] = []
+
+    def call(x: Tensor) -> Tensor:
+        first.append(x)
+        return Scaled()(first[0])
+
+    return call
+
+
+def shared_input() -> Call:
+    """Computes with what lies in its one place for inputs: here, what the thread that is there last has put in."""
+    static, all_in = torch.empty(1000), threading.Barrier(3, timeout=30)
+
+    def call(x: Tensor) -> Tensor:
+        static.copy_(x)
+        all_in.wait()
+        output = Scaled()(static)
+        all_in.wait()
+        return output
+
+    return call
+
+
+def a_little_off() -> Call:
+    return lambda x: Scaled()(x) * 1.0001
+
+
+def nothing() -> Call:
+    return lambda x: ()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_model_itself_passes(name: str, examples: Sequence[Example]) -> None:
+    CHECKS[name](Scaled(), examples)
+
+
+@pytest.mark.parametrize("mistaken", [static_output, first_inputs, a_little_off, nothing])
+@pytest.mark.parametrize("name", CHECKS)
+def test_mistakes_show(name: str, mistaken: Callable[[], Call], examples: Sequence[Example]) -> None:
+    with pytest.raises(AssertionError, match=r"the error is .*, and .* is allowed"):
+        CHECKS[name](mistaken(), examples)
+
+
+def test_threads_that_share_memory_show(examples: Sequence[Example]) -> None:
+    with pytest.raises(AssertionError, match="the error is"):
+        check_threads(shared_input(), examples, lanes(CPU, 3))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_calls_go_to_all_streams_with_all_inputs(count: int, examples: Sequence[Example]) -> None:
+    current, seen = ["default"], list[tuple[str, Tensor]]()
+
+    def lane(name: str) -> Callable[[], object]:
+        @contextmanager
+        def use() -> Iterator[None]:
+            current.append(name)
+            yield
+            current.pop()
+
+        return use
+
+    def call(x: Tensor) -> Tensor:
+        seen.append((current[-1], x))
+        return Scaled()(x)
+
+    check_streams(call, examples[:count], [lane("one"), lane("two")])  # type: ignore[list-item]
+    assert [stream for stream, _ in seen[:2]] == ["one", "two"]
+    assert all(here is not there for (_, here), (_, there) in pairwise(seen))
+    assert {(stream, id(x)) for stream, x in seen} == {
+        (stream, id(example.args[0])) for stream in ("one", "two") for example in examples[:count]
+    }
+
+
+def test_what_is_allowed_ends_half_of_the_way_to_other_outputs() -> None:
+    """Eight roundings of half precision would be 0.008."""
+    ones = torch.ones(1000, dtype=torch.float16)
+    near, far = (
+        [example.allowed for example in examples_of(nn.Identity(), [(ones,), (other,)])]
+        for other in (ones * 1.01, ones * 2)
+    )
+    assert near == pytest.approx([0.005, 0.005], rel=0.1)
+    assert far == [0.0078125] * 2
+
+
+def test_examples_that_look_alike_are_refused() -> None:
+    x = torch.ones(3)
+    with pytest.raises(AssertionError, match="would pass for another's"):
+        examples_of(Scaled(), [(x,), (x.clone(),)])
+
+
+def test_a_model_that_gets_itself_wrong_is_refused() -> None:
+    class Random(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.rand_like(super().forward(x))
+
+    with pytest.raises(AssertionError, match="the error is"):
+        examples_of(Random(), [(torch.ones(1000),), (torch.zeros(1000),)])
+
+
+@pytest.fixture
+def one_thread_for_each_op() -> Iterator[None]:
+    """Lanes are threads already; where there are more threads than cores, those of OpenMP spin."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread_for_each_op")
+@pytest.mark.parametrize("name", ["towers8", "dlrm"])
+def test_optimized_workloads_agree(name: str) -> None:
+    subject = prepare(INFERENCE[name], 1, CPU, torch.float32)
+    examples = examples_of(subject.model, [subject.args, subject.others])
+    fast = autostream.optimize(subject.model, kernels="eager", policy="critical_path", streams=2)
+    for check in CHECKS.values():
+        check(fast, examples)
+    (report,) = fast.reports
+    assert not report.refusals
