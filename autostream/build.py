@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autostream.errors import CaptureError, first_line
-from autostream.execution.bound import Bound
+from autostream.execution.bound import Bound, Frozen, versions_of
 from autostream.execution.cuda_graph import CapturedGraph, Moved
 from autostream.execution.static import Output
 from autostream.ir import Candidate, Decision, Report, Role
@@ -69,6 +69,9 @@ class Scheduled:
         TraceError: the model cannot be traced.
     """
 
+    works = True
+    """It was measured when it was made."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -88,7 +91,9 @@ class Scheduled:
             self._signature = signature
             self._shortcut: Shortcut | None = None
             arguments = self._arguments(tensors)
+            before = versions_of(arguments)
             tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
+            self._frozen = Frozen(tuned.program.frozen, arguments, before)
             self._program, self._graph, self._selection = tuned.program, tuned.priced.graph, tuned.selection
             self._structure = traced.structure
             self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
@@ -112,11 +117,11 @@ class Scheduled:
             raise Unsuitable(RECORDS_GRADIENTS)
         if self._writes and not _storages(tensors).isdisjoint(_storages(arguments[: len(arguments) - len(tensors)])):
             raise Unsuitable("an input shares memory with the model's own state, and the model writes")
-        if not self._harmless and not self._state.configured():
+        if not self._harmless and not self._as_traced(arguments):
             raise Stale
         outputs = self._run(arguments)
         # Where running once too often does no harm, the host looks while the device computes.
-        if self._harmless and not self._state.configured():
+        if self._harmless and not self._as_traced(arguments):
             raise Stale
         return unflatten(self._structure, outputs)
 
@@ -141,7 +146,7 @@ class Scheduled:
             return None
         execution, held = self._selection.execution, arguments[: len(arguments) - len(args)]
         if isinstance(execution, CapturedGraph):
-            run: Run = _Captured(execution, looks_first=not self._harmless)
+            run: Run = _Captured(execution, self._frozen, looks_first=not self._harmless)
         elif _alignment in self._columns or self._metadata(arguments) != self._expected:
             return None
         else:
@@ -167,10 +172,16 @@ class Scheduled:
                     return execution(*arguments)
             except Moved:
                 pass
+            if not self._frozen(arguments):
+                raise Stale
             self._expect(arguments)
             return self._recaptured(arguments)(*arguments)
         self._expect(arguments)
         return execution(*arguments)
+
+    def _as_traced(self, arguments: Sequence[Tensor]) -> bool:
+        """Whether what the program takes for granted is so: settings of modules, and weights that it holds on to."""
+        return self._state.configured() and self._frozen(arguments)
 
     def _arguments(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         state = self._state.tensors()
@@ -210,10 +221,14 @@ class Scheduled:
 class _Captured:
     """A captured graph: it reads its own memory, so that looking at the model's may wait until it is launched."""
 
-    def __init__(self, graph: CapturedGraph, looks_first: bool) -> None:
+    def __init__(self, graph: CapturedGraph, frozen: Frozen, looks_first: bool) -> None:
         self.looks_first = looks_first
         self.launch = graph.launch
-        self.unmoved = graph.unmoved
+        self._unmoved, self._frozen = graph.unmoved, frozen
+
+    def unmoved(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the graph still reads the model's tensors, and holds what those that it does not read hold."""
+        return self._unmoved(tensors) and self._frozen(tensors)
 
 
 class _Uncaptured:
@@ -241,7 +256,10 @@ class Pieces:
         model: the live model.
         signature: what this is made for.
         reason: why the whole model could not be traced.
-        make_piece: makes the module that runs in the place of a piece; it has ``reports``.
+        make_piece: makes what runs in the place of a piece; it has ``reports``.
+
+    Attributes:
+        works: whether a call has returned something.
     """
 
     def __init__(
@@ -251,7 +269,7 @@ class Pieces:
         self._signature = signature
         self._refusals = {reason: Decision("", "split at graph breaks", reason)}
         self._pieces: list[OptimizedPiece] = []
-        self._called = False
+        self._called = self.works = False
 
         def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
             self._pieces.append(make_piece(module, bound_inputs))
@@ -263,13 +281,15 @@ class Pieces:
         """What the model returns for these arguments."""
         self._called = True
         try:
-            return self._run(*args, **kwargs)
+            outputs = self._run(*args, **kwargs)
         except Exception as error:
             if self._run is self._model or not is_refusal(error):
                 raise
             self._refuse(first_line(error))
             self._run, self._pieces = self._model, []
-        return self._model(*args, **kwargs)
+            outputs = self._model(*args, **kwargs)
+        self.works = True
+        return outputs
 
     def _refuse(self, reason: str) -> None:
         reason = f"Dynamo cannot trace it either: {reason}"
@@ -305,16 +325,23 @@ class Plain:
         model: the live model.
         signature: what this is made for.
         reason: why it could not be scheduled.
+
+    Attributes:
+        report: says so.
+        works: whether a call has returned something.
     """
 
     def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
         self._model = model
+        self.works = False
         refusal = Decision("", "plain", reason)
         self.report = Report(name_of(model), str(signature), "plain", refusals=(refusal,), versions=versions())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        return self._model(*args, **kwargs)
+        outputs = self._model(*args, **kwargs)
+        self.works = True
+        return outputs
 
 
 class OptimizedPiece(Protocol):

@@ -67,6 +67,8 @@ class Program:
         outputs: fx names of the tensors returned, in order; names may repeat and may be placeholders.
         level: what one op is: ``"aten"`` (an ATen call) or ``"inductor"`` (a kernel of TorchInductor's).
         device: where the ops run, ``"cuda:0"`` or ``"cpu"``.
+        frozen: positions of placeholders that are not read: the module computes with their values as of its making, and
+            is wrong as soon as one of them has another.
     """
 
     module: GraphModule
@@ -74,6 +76,7 @@ class Program:
     outputs: tuple[str, ...]
     level: str
     device: str
+    frozen: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autostream.errors import CaptureError, first_line
-from autostream.execution.cuda_graph import CapturedGraph, Run
+from autostream.execution.cuda_graph import CapturedGraph, FlatFunction
 from autostream.execution.lower import lower
 from autostream.execution.runs import UncastRun, uncaptured
 from autostream.ir import Candidate, OpGraph, Program, Role
@@ -33,7 +33,7 @@ _MAX_RUNS = 50
 _DUEL_S = 1.0
 _HOPELESS = 1.15
 
-Execution = Run | CapturedGraph
+Execution = FlatFunction | CapturedGraph
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from autostream.ir import Decision, Program
 from autostream.options import Options
 from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program
 from autostream.select import MARGIN, Selection, select, written
-from autostream.tracing.inductor import check_settings, fuse, obstacle
+from autostream.tracing.inductor import fuse, obstacle
 from autostream.tracing.state import versions_kept
 
 
@@ -60,7 +60,7 @@ def tune(
         stopwatch: is told what took how long.
 
     Raises:
-        OptionError: fused kernels are asked for where they cannot be had, or with a setting that there is not.
+        OptionError: fused kernels are asked for where they cannot be had.
     """
 
     def planned(program: Program, options: Options) -> Tuned:
@@ -70,8 +70,7 @@ def tune(
         return planned(program, options)
     if options.kernels == "inductor" and (reason := obstacle(program.device)):
         raise OptionError(f'kernels="inductor" is not to be had: {reason}')
-    check_settings(options.inductor_options)
-    fused, reason = _fused(planned, program, options, stopwatch)
+    fused, reason = _fused(planned, program, arguments, options, stopwatch)
     if fused is None:
         return _because(planned(program, options), reason)
     if options.kernels == "inductor":
@@ -86,11 +85,13 @@ def tune(
 Planned = Callable[[Program, Options], Tuned]
 
 
-def _fused(planned: Planned, program: Program, options: Options, stopwatch: Stopwatch) -> tuple[Tuned | None, str]:
+def _fused(
+    planned: Planned, program: Program, arguments: Sequence[Tensor], options: Options, stopwatch: Stopwatch
+) -> tuple[Tuned | None, str]:
     """The program in fused kernels, or why not. Whatever failed is forgotten: what comes next may need its memory."""
     try:
         with stopwatch("fuse"):
-            kernels = fuse(program, options.inductor_options)
+            kernels = fuse(program, options.inductor_options, arguments)
     except FusionError as error:
         return None, str(error)
     try:
@@ -135,7 +136,8 @@ def _planned(
                 return select(program, graph, candidates, arguments, bound)
 
         if options.cuda_graph is False or graph.device == "cpu":
-            return Tuned(program, priced, selected(capture=False), ())
+            asked = options.cuda_graph is True
+            return Tuned(program, priced, selected(capture=False), (_NOTHING_TO_CAPTURE,) if asked else ())
         refusals = priced.refusals
         if not refusals:
             try:
@@ -143,6 +145,9 @@ def _planned(
             except CaptureError as error:
                 refusals = (Decision("", "not captured", str(error)),)
         return Tuned(program, priced, selected(capture=False), refusals)
+
+
+_NOTHING_TO_CAPTURE = Decision("", "not captured", "there is no CUDA graph on the CPU")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import random
+import re
 import threading
 import warnings
 import weakref
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import autostream
-from autostream.build import preparing
+from autostream.api import reports_of
+from autostream.backend import autostream as backend
 from autostream.errors import OptionError, TargetError, TraceError
 from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same
+from tests.threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -58,8 +61,8 @@ def modes(fast: autostream.OptimizedModule) -> list[str]:
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What autostream logged."""
-    assert all(record.levelno == logging.WARNING for record in caplog.records if record.name == "autostream.api")
-    return [record.getMessage() for record in caplog.records if record.name == "autostream.api"]
+    assert all(record.levelno == logging.WARNING for record in caplog.records if record.name == "autostream.dispatch")
+    return [record.getMessage() for record in caplog.records if record.name == "autostream.dispatch"]
 
 
 def reasons(fast: autostream.OptimizedModule) -> str:
@@ -189,7 +192,7 @@ def test_a_copy_is_independent() -> None:
     same(fast(x), model(x))
     assert not torch.equal(twin(x), fast(x))
     assert twin.tied.weight is twin.left.weight
-    assert twin._options == fast._options
+    assert twin._autostream.options == fast._autostream.options
     shallow = copy.copy(fast)
     assert shallow.left is model.left
     same(shallow(x), model(x))
@@ -203,7 +206,7 @@ def test_it_can_be_saved_and_loaded() -> None:
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     assert isinstance(loaded, autostream.OptimizedModule)
-    assert loaded._options == fast._options
+    assert loaded._autostream.options == fast._autostream.options
     same(loaded(t(3, 4)), fast(t(3, 4)))
 
 
@@ -228,6 +231,57 @@ def test_attributes_and_methods_are_the_models() -> None:
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
         _ = fast.nothing
     assert repr(fast) == f"OptimizedModule({model!r})"
+
+
+class Namesake(nn.Module):
+    """Uses for itself what a wrapper might call something of its own."""
+
+    model = _model = _options = _entries = _shortcut = _watch = _autostream_function = "the class's"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock, self.reports = nn.Linear(4, 4), nn.ReLU()
+        self.static_inputs = nn.Parameter(t(4))
+        self.options = "the model's"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.prepare(self.reports(self._lock(x)))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x + self.static_inputs
+
+
+@torch.no_grad()
+def test_names_that_the_model_uses_are_the_models() -> None:
+    model = Namesake()
+    fast = autostream.optimize(model, t(3, 4))
+    x = t(3, 4)
+    same(fast(x), model(x))
+    same(fast.prepare(x), model.prepare(x))
+    of_the_class = vars(Namesake).keys() - {"forward"}
+    for name in ("_lock", "reports", "static_inputs", "options", *(n for n in of_the_class if "__" not in n)):
+        ours, theirs = getattr(fast, name), getattr(model, name)
+        assert ours is theirs or ours == theirs, name
+    fast.reports, fast._lock = nn.Tanh(), nn.Linear(4, 4)
+    assert isinstance(model.reports, nn.Tanh)
+    assert fast._lock is model._lock
+    same(fast(x), model(x))
+    copied = copy.deepcopy(fast)
+    same(copied(x), model(x))
+    assert [report.mode for report in reports_of(fast)] == ["one stream"]
+    assert "runs as    " in autostream.explain(fast)
+
+
+@torch.no_grad()
+def test_names_of_ours_that_the_model_does_not_use_are_there() -> None:
+    fast = autostream.optimize(Net())
+    fast.prepare(t(3, 4))
+    assert fast.reports == reports_of(fast)
+    assert fast.static_inputs(t(3, 4))[1] == {}
+    assert {"prepare", "reports", "static_inputs", "describe", "left", "forward"} <= set(dir(fast))
+    twice = autostream.optimize(fast)
+    assert twice.reports == ()
+    assert reports_of(Net()) == reports_of(len) == ()
 
 
 @torch.no_grad()
@@ -518,6 +572,18 @@ def test_transforms_and_tracers_see_the_plain_model() -> None:
 
 
 @torch.no_grad()
+def test_torch_fx_traces_a_part_as_the_plain_model() -> None:
+    model = Net()
+    fast = autostream.optimize(model)
+    x = t(3, 4)
+    for _ in range(3):
+        traced = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU(), fast))
+        same(traced(x), model(x.relu()))
+        fast(x)
+    assert [node.target for node in traced.graph.find_nodes(op="call_module")] == ["0", "1.left", "1.right", "1.tied"]
+
+
+@torch.no_grad()
 def test_torch_jit_traces_the_plain_model() -> None:
     model = Net()
     fast = autostream.optimize(model)
@@ -570,19 +636,6 @@ def test_an_entry_for_each_signature() -> None:
         assert entries(t(3, 4)) == 7
     same(fast.train()(t(3, 4)), model(t(3, 4)))
     assert len(fast.reports) == 7
-
-
-@torch.no_grad()
-def test_the_least_recently_used_goes_first(caplog: pytest.LogCaptureFixture) -> None:
-    fast = autostream.optimize(nn.Linear(4, 4), max_signatures=2)
-    for rows in (1, 2, 1):
-        fast(t(rows, 4))
-    assert not messages(caplog)
-    fast(t(3, 4))
-    assert [report.signature.partition(":")[0] for report in fast.reports] == ["3x4", "1x4"]
-    (message,) = messages(caplog)
-    assert "dropped the schedule for 2x4:float32 on cpu" in message
-    assert "max_signatures" in message
 
 
 @torch.no_grad()
@@ -672,15 +725,6 @@ def test_several_example_inputs() -> None:
     assert fast.reports[0].signature == "3:float32 on cpu, 3:float32 on cpu, train, no gradients"
 
 
-@torch.no_grad()
-def test_static_inputs_without_a_captured_graph_are_the_given_ones() -> None:
-    fast = autostream.optimize(Net())
-    x = t(3, 4)
-    (args, kwargs) = fast.static_inputs(x=x)
-    assert args == ()
-    assert kwargs["x"] is x
-
-
 # Threads.
 
 
@@ -691,45 +735,16 @@ def test_threads_may_call_it_at_once(prepared: bool, configuration: str, monkeyp
     """Eight threads, twenty calls each; unless it is prepared, their first calls race."""
     model = Beside(Net())
     fast = autostream.optimize(model, t(3, 4) if prepared else None, **CONFIGURATIONS[configuration](monkeypatch))
-    start = threading.Barrier(8)
-    failures: list[BaseException] = []
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        try:
-            start.wait()
-            with torch.inference_mode():
-                for _ in range(20):
-                    x = torch.randn(3, 4, generator=generator)
-                    same(fast(x), model(x))
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
-    assert modes(fast) == ["threads" if configuration == "scattered" else "one stream"]
-
-
-@torch.inference_mode()
-def test_flags_that_a_trace_in_another_thread_sets_make_no_entry() -> None:
-    """``torch.export`` turns cuDNN off while it traces; who calls meanwhile waits, and looks again."""
-    fast = autostream.optimize(Net(), t(3, 4))
-
-    def call() -> None:
         with torch.inference_mode():
-            fast(t(3, 4))
+            for _ in range(20):
+                x = torch.randn(3, 4, generator=generator)
+                same(fast(x), model(x))
 
-    thread = threading.Thread(target=call)
-    with preparing, torch.backends.cudnn.flags(enabled=False):
-        thread.start()
-        thread.join(0.2)
-        assert thread.is_alive()
-    thread.join()
-    assert len(fast.reports) == 1
+    in_threads(8, work)
+    assert modes(fast) == ["threads" if configuration == "scattered" else "one stream"]
 
 
 @torch.no_grad()
@@ -738,14 +753,20 @@ def test_threads_may_prepare_different_models_that_share_a_part() -> None:
     fasts = [autostream.optimize(nn.Sequential(autostream.optimize(shared), nn.ReLU())) for _ in range(4)]
     expected = shared(t(3, 4)).relu()
     results: list[Tensor] = []
-    threads = [threading.Thread(target=lambda f=f: results.append(f.forward(t(3, 4)))) for f in fasts]
+
+    def call(fast: nn.Module) -> None:
+        with torch.no_grad():
+            results.append(fast(t(3, 4)))
+
+    threads = [threading.Thread(target=call, args=(fast,)) for fast in fasts]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert len(results) == 4
     for result in results:
-        same(result.detach(), expected)
+        same(result, expected)
+    assert [modes(fast) for fast in fasts] == [["graph breaks"]] * 4
 
 
 # Fallbacks and refusals.
@@ -753,11 +774,12 @@ def test_threads_may_prepare_different_models_that_share_a_part() -> None:
 
 @torch.no_grad()
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = autostream.optimize(Net())
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    fast = autostream.optimize(Net())
     fast(t(3, 4))
     assert fast.reports == ()
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "0")
+    fast = autostream.optimize(Net())
     fast(t(3, 4))
     assert modes(fast) == ["one stream"]
 
@@ -775,24 +797,6 @@ def test_what_the_model_raises_reaches_the_caller() -> None:
     with pytest.raises(TypeError, match=r"forward\(\) missing 1 required positional argument: 'input'"):
         fast()
     assert fast(t(3, 4)).shape == (3, 4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("configuration", ["default", "scattered"])
-@pytest.mark.parametrize("first", ["good", "bad"])
-def test_an_input_that_fails_is_no_reason_to_run_others_plainly(
-    first: str, configuration: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Model(lambda s, x: s.layer(s.table(x).sin()).cos(), table=nn.Embedding(4, 3), layer=nn.Linear(3, 3))
-    fast = autostream.optimize(model, **CONFIGURATIONS[configuration](monkeypatch))
-    good, bad = torch.tensor([1, 2]), torch.tensor([1, 7])
-    for index in (good, bad, good) if first == "good" else (bad, good, bad):
-        if index is bad:
-            with pytest.raises(IndexError, match="index out of range in self"):
-                fast(index)
-        else:
-            same(fast(index), model(index))
-    assert modes(fast) == ["one stream" if configuration == "default" else "threads"]
 
 
 @torch.no_grad()
@@ -838,14 +842,6 @@ def test_strict_refuses_to_record_gradients_and_to_be_traced() -> None:
         fast(t(3, 4))
     with torch.no_grad(), pytest.raises(TraceError, match="function transform"):
         torch.vmap(fast)(t(3, 4))
-
-
-@torch.no_grad()
-def test_why_it_runs_plainly_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    fast = autostream.optimize(Model(lambda s, x: x + 1))
-    for _ in range(3):
-        fast(t(3).as_subclass(Jagged))
-    assert messages(caplog) == ["Model runs plainly: input 0 is a Jagged"]
 
 
 @pytest.mark.parametrize(
@@ -906,9 +902,21 @@ def test_fused_kernels_of_the_cpu_are_refused_with_the_alternative() -> None:
         autostream.optimize(Net(), t(3, 4), kernels="inductor")
 
 
-def test_cuda_graph_true_means_nothing_on_the_cpu() -> None:
+def test_on_the_cpu_it_says_that_nothing_was_captured_if_that_was_asked_for() -> None:
     fast = autostream.optimize(Net(), t(3, 4), cuda_graph=True)
     assert modes(fast) == ["one stream"]
+    assert re.search(r"^refused +not captured: there is no CUDA graph on the CPU$", autostream.explain(fast), re.M)
+    assert reasons(autostream.optimize(Net(), t(3, 4))) == ""
+
+
+@pytest.mark.parametrize("kernels", ["auto", "inductor"])
+def test_a_setting_that_inductor_does_not_have_is_refused_before_anything_happens(kernels: str) -> None:
+    settings = {"max_autotun": True}
+    with pytest.raises(OptionError, match=r"has no setting 'max_autotun' \(did you mean 'max_autotune'"):
+        autostream.optimize(Net(), kernels=kernels, inductor_options=settings)
+    with pytest.raises(OptionError, match="has no setting 'max_autotun'"):
+        backend(torch.fx.symbolic_trace(nn.ReLU()), [], options={"inductor_options": settings})
+    assert modes(autostream.optimize(Net(), t(3, 4), inductor_options={"max_autotune": True})) == ["one stream"]
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
-from autostream.ir import Decision, Report
+from autostream import optimize, tuning
+from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, _Captured, preparing
+from autostream.execution.bound import Frozen, versions_of
+from autostream.ir import Decision, Program, Report
 from autostream.options import Options
 from autostream.select import Selection
+from autostream.tracing import inductor
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import flatten
@@ -32,6 +36,22 @@ def scheduled(model: nn.Module, *args: Any, bound: frozenset[int] = frozenset(),
     tensors, structure = flatten((args, {}))
     signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
     return Scheduled(model, structure, tensors, signature, bound, Options(**options))
+
+
+@pytest.fixture
+def freezes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options with which weights become constants, as if there were fused kernels on the CPU."""
+
+    def fuse(program: Program, settings: object, tensors: Sequence[Tensor]) -> Program:
+        functional = inductor._functional(program)
+        constants = inductor._freezable(program, functional, tensors)
+        module = inductor._named(inductor._frozen(functional, constants), program)
+        outputs = tuple(node.name for node in module.graph.output_node().args[0])
+        return replace(program, module=module, outputs=outputs, frozen=frozenset(constants))
+
+    monkeypatch.setattr(tuning, "obstacle", lambda device: "")
+    monkeypatch.setattr(tuning, "fuse", fuse)
+    return {"kernels": "inductor", "inductor_options": {"freezing": True}}
 
 
 def noisy() -> nn.Module:
@@ -256,3 +276,47 @@ def test_one_model_is_prepared_at_a_time() -> None:
         assert not done.wait(0.2)
     thread.join()
     assert done.is_set()
+
+
+# Frozen weights
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.mul_(2),
+        lambda layer: layer.load_state_dict({"weight": t(4, 4) + 1, "bias": t(4)}),
+        lambda layer: setattr(layer.weight, "data", t(4, 4) + 1),
+        lambda layer: setattr(layer, "weight", nn.Parameter(t(4, 4) + 1)),
+    ],
+)
+def test_a_program_that_holds_weights_is_stale_once_they_are_changed(change: Any, freezes: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    entry = scheduled(model, t(3, 4), **freezes)
+    torch.testing.assert_close(entry([t(3, 4)]), model(t(3, 4)))
+    change(model[0])
+    with pytest.raises(Stale):
+        entry([t(3, 4)])
+
+
+@torch.no_grad()
+def test_changed_weights_are_seen_though_they_are_frozen(freezes: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    fast = optimize(model, **freezes)
+    for _ in range(3):
+        torch.testing.assert_close(fast(t(3, 4)), model(t(3, 4)))
+        model[0].weight.add_(1)
+        torch.testing.assert_close(fast(t(3, 4)), model(t(3, 4)))
+        model[1].running_mean.add_(1)
+    assert len(fast.reports) == 1
+
+
+@torch.no_grad()
+def test_a_short_way_sees_that_frozen_weights_have_changed() -> None:
+    weight = torch.ones(2)
+    captured = type("Graph", (), {"launch": None, "unmoved": lambda self, tensors: True})()
+    run = _Captured(captured, Frozen([0], [weight], versions_of([weight])), looks_first=False)
+    assert run.unmoved([weight])
+    weight.mul_(2)
+    assert not run.unmoved([weight])

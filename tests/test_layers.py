@@ -19,7 +19,7 @@ FLOORS = {
     0: {"errors", "options", "ir", "version", "collector", "storages", "kernels"},
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution"},
-    3: {"pipeline", "select", "shortcut", "tuning", "build"},
+    3: {"pipeline", "select", "shortcut", "tuning", "build", "dispatch"},
     4: {"api", "backend"},
     5: {"arguments", "bench", "reporting", "zoo", "targets", "cli", "__main__", "__init__"},
 }

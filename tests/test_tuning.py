@@ -94,6 +94,14 @@ def test_nothing_is_captured_that_is_not_asked_for(monkeypatch: pytest.MonkeyPat
     assert result.refusals == ()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("asked", "said"), [("auto", []), (False, []), (True, ["not captured"])])
+def test_that_the_cpu_has_no_graphs_is_said_where_one_was_asked_for(asked: Any, said: list[str]) -> None:
+    result = tuned(cuda_graph=asked)
+    assert [refusal.choice for refusal in result.refusals] == said
+    assert not result.selection.chosen.captured
+
+
 # In which kernels
 
 
@@ -104,7 +112,7 @@ class Levels:
         self.settings: list[object] = []
         self.planned: list[tuple[str, str]] = []
 
-        def fuse(program: Program, settings: object) -> Program:
+        def fuse(program: Program, settings: object, tensors: object) -> Program:
             self.settings.append(settings)
             return replace(program, level="inductor")
 
@@ -169,7 +177,7 @@ def test_atens_ops_that_are_asked_for_are_not_fused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kernels", ["auto", "inductor"])
 def test_what_cannot_be_fused_stays_as_it_is_for_a_reason(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(program: Program, settings: object) -> Program:
+    def refuse(program: Program, settings: object, tensors: object) -> Program:
         raise FusionError("TorchInductor cannot fuse it: too odd")
 
     Levels(monkeypatch, aten=1.0)
@@ -224,12 +232,6 @@ def test_on_the_cpu_nothing_is_fused_unless_asked_for() -> None:
     assert (result.program.level, result.refusals) == ("aten", ())
     with pytest.raises(OptionError, match=r'kernels="inductor" is not to be had: .* CPU.* use kernels="eager"'):
         tuned(kernels="inductor")
-
-
-def test_a_setting_that_is_not_inductors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    Levels(monkeypatch, inductor=1.0, sequential=2.0)
-    with pytest.raises(OptionError, match="has no setting 'max_autotun' \\(did you mean 'max_autotune'"):
-        of_a_gpu(inductor_options={"max_autotun": True})
 
 
 # Afterwards

@@ -28,13 +28,13 @@ class Contender:
     Attributes:
         call: one run.
         error: runs it a few times on inputs old and new, and returns its error.
-        reports: what autostream did, where the mode is autostream.
+        reports: looks up what autostream has done, where the mode is autostream.
         late_error: as ``error``, which it is by default, but of the very call that is timed, without compiling anew.
     """
 
     call: Callable[[], object]
     error: Callable[[], float]
-    reports: tuple[Report, ...] = ()
+    reports: Callable[[], tuple[Report, ...]] = tuple
     late_error: Callable[[], float] | None = None
 
 
@@ -162,7 +162,7 @@ def _prepared(contest: Contest, mode: str, ready: dict[str, Contender]) -> Cell:
         memory.synchronize()  # raises where the device is lost, and nothing more can be done in this process
         return Cell("failed", first_line(failure))
     finite = error if math.isfinite(error) else None  # JSON has no infinity
-    cell = Cell("ok", "", finite, first_s, allocated, reserved, schedule=_schedule(contender.reports))
+    cell = Cell("ok", "", finite, first_s, allocated, reserved, schedule=_schedule(contender.reports()))
     if error > contest.allowed_error:
         cell.status, cell.reason = "wrong", _excess(error, contest)
     else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autostream.api import reports_of
 from autostream.bench.accuracy import allowed_error, dtype_of, reference, relative_error
 from autostream.bench.contest import Contender
 from autostream.bench.modes import modes_of, tensors_in
@@ -80,7 +81,7 @@ class Inference:
         def run() -> object:
             return call(*subject.args)
 
-        return Contender(run, lambda: self._error(call), getattr(call, "reports", ()))
+        return Contender(run, lambda: self._error(call), lambda: reports_of(call))
 
     @torch.no_grad()
     def _error(self, call: Any) -> float:

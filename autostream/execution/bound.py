@@ -9,7 +9,7 @@ Private to PyTorch (seen on 2.11 and 2.13): ``TensorGuards``. Where a version la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -51,6 +51,57 @@ class Bound:
             return False
         self._guarded = _guard(tensors)
         return True
+
+
+class Frozen:
+    """Whether what a program holds on to is still what some of its arguments hold, as far as their versions tell.
+
+    PyTorch counts what is written to a tensor, but for what is written through ``tensor.data``, and it counts nothing
+    for tensors that were made in inference mode. Keeps the tensors' memory, so that nothing else can come to lie there.
+
+    Args:
+        positions: of those arguments.
+        tensors: all arguments.
+        versions: of all arguments, from before the program was made.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> frozen = Frozen({0}, [weight], versions_of([weight]))
+        >>> frozen([weight])
+        True
+        >>> _ = weight.mul_(2)
+        >>> frozen([weight])
+        False
+    """
+
+    def __init__(self, positions: Collection[int], tensors: Sequence[Tensor], versions: Sequence[int | None]) -> None:
+        self._positions = sorted(positions)
+        self._versions = [versions[at] for at in self._positions]
+        self._held = [tensors[at].detach() for at in self._positions]
+        self._unmoved = Bound(self._held).unmoved
+
+    def __call__(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it holds of these arguments."""
+        if not self._positions:
+            return True
+        now = [tensors[at] for at in self._positions]
+        return versions_of(now) == self._versions and self._unmoved(now)
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
+    """How often each tensor has been written to; ``None`` where PyTorch does not count.
+
+    Example:
+        >>> versions_of([torch.ones(2).add_(1)])
+        [1]
+    """
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+_VERSION = attrgetter("_version")
 
 
 def looks_alike(tensors: Sequence[Tensor]) -> Callable[[tuple[Any, ...]], bool]:

@@ -21,7 +21,7 @@ from autostream.execution.capture import capture
 from autostream.execution.static import Handout, Output, copier, handouts, static_copies
 from autostream.execution.streams import capture_stream, raw_stream
 
-Run = Callable[..., Sequence[Output]]
+FlatFunction = Callable[..., Sequence[Output]]
 """Takes flat tensors, returns flat tensors."""
 
 WARMUP_RUNS = 2
@@ -60,7 +60,7 @@ class CapturedGraph:
 
     def __init__(
         self,
-        run: Run,
+        run: FlatFunction,
         tensors: Sequence[Tensor],
         bound: Sequence[bool],
         written: Sequence[bool],
@@ -162,7 +162,7 @@ def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Output
 
 
 def _captured(
-    run: Run, tensors: Sequence[Tensor], device: torch.device
+    run: FlatFunction, tensors: Sequence[Tensor], device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, Sequence[Output]]:
     """Warm up, then capture."""
     stream = capture_stream(device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from autostream.execution.cpu_streams import ThreadedProgram
-from autostream.execution.cuda_graph import Run
+from autostream.execution.cuda_graph import FlatFunction
 from autostream.execution.static import Output
 from autostream.execution.streams import restored
 
@@ -48,7 +48,7 @@ class UncastRun:
     A compiler has put in the casts that autocast asked for when it was traced, and its kernels count on them.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: FlatFunction) -> None:
         self._run = run
 
     def __call__(self, *tensors: Tensor) -> Sequence[Output]:
@@ -66,7 +66,7 @@ def without_autocast(level: str) -> AbstractContextManager[None]:
     return off
 
 
-def uncaptured(lowered: fx.GraphModule, device: str, streams: int) -> Run:
+def uncaptured(lowered: fx.GraphModule, device: str, streams: int) -> FlatFunction:
     """The way to run a lowered graph of so many streams without a CUDA graph."""
     if device != "cpu":
         return StreamRun(lowered, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autostream.api import OptimizedModule
+from autostream.api import OptimizedModule, reports_of
 from autostream.errors import TargetError
 from autostream.reporting.text import render
 
@@ -22,7 +22,7 @@ def explain(optimized: OptimizedModule, *, ops: int | None = None) -> str:
     """
     if not isinstance(optimized, OptimizedModule):
         raise TargetError(f"explain takes what optimize returned, not a {type(optimized).__name__}")
-    reports = optimized.reports
+    reports = reports_of(optimized)
     if not reports:
         return "nothing is known yet: call it once, or give optimize() example inputs"
     return "\n\n\n".join(render(report, ops=ops) for report in reports)

@@ -1,13 +1,17 @@
-"""Tensors that a model uses without holding them: what a graph of it could not follow."""
+"""What a model uses and a graph of it could not follow: tensors that it does not hold, and how autograd is set."""
 
 from __future__ import annotations
 
 import re
 import sys
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +19,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from autostream.errors import TraceError
+from autostream.errors import FastPathError, TraceError
 from autostream.tracing.guards import transformed
 from autostream.tracing.leaks import Watched
 from autostream.tracing.lines import note_line
@@ -35,11 +39,13 @@ def tensors_held(model: nn.Module) -> frozenset[int]:
 
 
 class Constants(TorchFunctionMode):
-    """Refuses tensors that a graph could not follow.
+    """Refuses tensors that a graph could not follow, and questions whose answer it would keep.
 
     For export, a tensor that is neither an argument nor registered as a parameter or buffer is a constant. It executes
     ops that write one while it traces. And whoever calls the graph later knows where to look for another tensor in its
     place if it is an attribute of a module, but not if it is in a container or in a module that is in one.
+
+    What a tensor is to autograd may be another thing in the next call. No signature says it, for hardly a model asks.
 
     Args:
         held: what :func:`tensors_held` says of the model.
@@ -61,11 +67,14 @@ class Constants(TorchFunctionMode):
 
         Raises:
             TraceError: it uses or writes such a tensor.
+            FastPathError: it asks what a tensor is to autograd.
         """
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond
             return func(*args, **kwargs)
         note_line(sys._getframe(1), self._outermost)
+        if func in _QUESTIONS:
+            _refuse_question(_QUESTIONS[func], sys._getframe(1))
         writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
         written = [*tree_leaves(kwargs.get("out")), *tree_leaves(args[0] if writes and args else None)]
         if any(map(_is_real, written)):
@@ -76,6 +85,43 @@ class Constants(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.watch(result)
         return result
+
+
+@contextmanager
+def inference_mode_unasked() -> Iterator[None]:
+    """Refuse, in this thread, a model that asks whether inference mode is on: tracing turns it off.
+
+    Whoever has imported the function by its name is not noticed.
+
+    Example:
+        >>> with inference_mode_unasked():
+        ...     torch.is_inference_mode_enabled()
+        Traceback (most recent call last):
+        autostream.errors.FastPathError: the model asks (is_inference_mode_enabled) what may change from call to call
+    """
+    tracing, enabled = threading.get_ident(), torch.is_inference_mode_enabled
+
+    def is_inference_mode_enabled() -> bool:
+        if threading.get_ident() == tracing:
+            _refuse_question("is_inference_mode_enabled", sys._getframe(1))
+        return enabled()
+
+    with mock.patch.object(torch, "is_inference_mode_enabled", is_inference_mode_enabled):
+        yield
+
+
+def _refuse_question(name: str, asking: FrameType) -> None:
+    """Raise an error unless it is PyTorch that asks, for whose ops it makes no difference where nothing is recorded."""
+    if str(asking.f_globals.get("__name__")).partition(".")[0] != "torch":
+        raise FastPathError(f"the model asks ({name}) what may change from call to call")
+
+
+_requires_grad: Any = Tensor.requires_grad
+_QUESTIONS = {
+    _requires_grad.__get__: "requires_grad",
+    Tensor.is_inference: "is_inference",
+    torch.is_inference: "is_inference",
+}
 
 
 def _is_real(tensor: object) -> bool:

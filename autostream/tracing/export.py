@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
@@ -26,11 +26,11 @@ from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
-from autostream.tracing.constants import Constants, tensors_held
+from autostream.tracing.constants import Constants, inference_mode_unasked, tensors_held
 from autostream.tracing.guards import unusual
 from autostream.tracing.leaks import recalled
 from autostream.tracing.replica import replica, with_ordinary_parameters
-from autostream.tracing.tamed import patched_for_this_thread, tamed
+from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
 from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -127,9 +127,13 @@ def _reached_originals(exported: ExportedProgram, model: nn.Module) -> bool:
 
 
 class _Result:
-    """Carries the outputs' structure out of a trace. Export restores attributes that are containers, but no others."""
+    """Carries what is learnt out of a trace. Export restores attributes that are containers, but no others."""
 
     structure = TENSOR
+    """Of the outputs."""
+
+    modes: frozenset[FakeTensorMode] = frozenset()
+    """Of the fake tensors that the model ran on."""
 
 
 class _FlatModel(nn.Module):
@@ -147,11 +151,12 @@ class _FlatModel(nn.Module):
         before = holders(self.model)
         self.constants.watch(tensors)
         given = [*tensors, *self.model.parameters(), *self.model.buffers()]
+        self.result.modes = frozenset(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
         layouts = list(map(_layout, given))
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
-            with patched_for_this_thread(), preserve_node_meta(), self.constants:
+            with patched_for_this_thread(), preserve_node_meta(), self.constants, inference_mode_unasked():
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
@@ -191,6 +196,7 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
     from torch.export import export
 
     with ExitStack() as stack:
+        stack.callback(lambda: unreferenced(flat.result.modes | _modes_of(flat.model)))
         stack.enter_context(untouched(flat.model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -205,6 +211,13 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
     if recalled(flat.constants.seen):
         raise TraceError("the model keeps a tensor in a cache, list or dict: a graph would not put it there again")
     return exported
+
+
+def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:
+    """The modes of fake tensors in the notes of a graph, which is what a piece that Dynamo made is."""
+    nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
+    values = (value for node in nodes for value in _tensors(node.meta.get("example_value")))
+    return frozenset(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 def _refusal(model: nn.Module, error: Exception) -> TraceError:

@@ -8,15 +8,29 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_leaves
 
 _ORDINARY = {Tensor, nn.Parameter, nn.Buffer}
 _DEVICES = {"cpu", "cuda"}
+
+_is_fx_tracing = getattr(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: True)
+"""Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, each call is looked at."""
 
 
 def exporting() -> bool:
     """Whether ``torch.export`` is tracing this call, as part of another model."""
     # The flag is set for all threads, dispatch modes are one thread's own.
     return torch.compiler.is_exporting() and torch._C._len_torch_dispatch_stack() > 0
+
+
+def symbolic(value: object) -> bool:
+    """Whether ``torch.fx`` is tracing this call, as part of another model, for these are no tensors but their symbols.
+
+    Example:
+        >>> symbolic(([torch.ones(2)], {}))
+        False
+    """
+    return _is_fx_tracing() and any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves(value))
 
 
 def unusual_call() -> str:

@@ -6,6 +6,9 @@ Inductor can emit its fused program as an fx graph (``config.fx_wrapper``), here
 (``kernel_graph.py``). Its reuse of memory is off, for it chains branches that are independent otherwise: what is
 reused is for the schedule to say.
 
+Where freezing is asked for, weights become constants, and what depends on constants alone is computed now. Whoever
+runs the program has to look whether these weights are still what they were (:attr:`autostream.ir.Program.frozen`).
+
 All that is private to PyTorch is listed in :data:`NEEDED`, and looked for before anything is done. Where a version
 lacks some of it, a :class:`~autostream.errors.FusionError` names it, and ops stay those of ATen.
 """
@@ -15,11 +18,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,9 +33,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import FusionError, OptionError, first_line
-from autostream.ir import Program
+from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.storages import storage_of
+from autostream.tracing.matvec import with_rows
+
+aten = torch.ops.aten
 
 SETTINGS: Mapping[str, Any] = {
     "fx_wrapper": True,
@@ -38,10 +46,14 @@ SETTINGS: Mapping[str, Any] = {
     # Each would make one chain of independent branches.
     "allow_buffer_reuse": False,
     "inplace_buffers": False,
-    # Lines of Python, which no fx graph can hold; the checks are made once, when the model is traced.
+    "memory_planning": False,
+    # Lines of Python, which no fx graph can hold; what asserts check is checked once, when the model is traced.
     "size_asserts": False,
     "nan_asserts": False,
     "alignment_asserts": False,
+    "triton.num_decompose_k_splits": 0,
+    "triton.multi_kernel": 0,
+    "freezing_discard_parameters": False,  # the weights are the user's
     "fx_graph_cache": False,  # keeps Python code; kernels are cached on disk all the same
     "fallback_random": True,  # the numbers that the model draws when it runs plainly
 }
@@ -53,9 +65,14 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "torch._inductor.config": [*SETTINGS, "patch", "get_config_copy"],
     "torch._inductor.decomposition": ["select_decomp_table"],
     "torch._inductor.fx_passes.joint_graph": ["joint_graph_passes"],
-    "torch._inductor.compile_fx": ["compile_fx_inner", "record_original_output_strides"],
+    "torch._inductor.compile_fx": ["compile_fx_inner", "fake_tensor_prop", "record_original_output_strides"],
+    "torch._inductor.freezing": ["convert_conv_weights_to_channels_last", "freeze"],
+    "torch._inductor.graph": ["GraphLowering.decide_layout_opt"],
     "torch._inductor.codecache": ["PyCodeCache.load"],
+    "torch._inductor.ir": ["ExternKernelOut"],
+    "torch._inductor.select_algorithm": ["extern_kernels"],
     "torch._inductor.utils": ["LineContext"],
+    "torch._inductor.virtualized": ["V"],
     "torch._inductor.codegen.common": [
         "init_backend_registration",
         "device_codegens",
@@ -69,9 +86,12 @@ NEEDED: Mapping[str, Sequence[str]] = {
         "WrapperFxCodegen.get_fx_graph_inputs",
         "WrapperFxCodegen.get_graph_outputs",
         "WrapperFxCodegen.is_subgraph",
+        "WrapperFxCodegen.make_zero_buffer",
         "WrapperFxCodegen.run_wrapper_ir_passes",
         "FxConverter.generate",
         "FxConverter._create_as_strided",
+        "FxConverter._generate_buffer",
+        "FxConverter._generate_extern_kernel_common",
         "FxConverter._generate_allocate",
         "FxConverter._generate_graph_constants",
         "FxConverter._generate_graph_inputs",
@@ -100,11 +120,6 @@ def check_settings(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in SETTINGS:
             raise OptionError(f"inductor_options: {name!r} is autostream's to choose: leave it out")
-        if name == "freezing":
-            raise OptionError(
-                "inductor_options: 'freezing' would make constants of weights, and changes of them would not be seen: "
-                "leave it out"
-            )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -131,16 +146,18 @@ def obstacle(device: str) -> str:
     return ""
 
 
-def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
+def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> Program:
     """Let Inductor fuse a program's ops into kernels.
 
     Args:
         program: of ATen ops, on a CUDA device. It stays as it is.
         options: of ``torch._inductor.config``, e.g. ``{"max_autotune": True}``.
+        tensors: its arguments, which are looked at only where the options ask for freezing.
 
     Returns:
         The same function of the same placeholders, at level ``"inductor"``. Its kernels may still be compiling in
-        other processes: the first launch of each waits for it.
+        other processes: the first launch of each waits for it. With ``{"freezing": True}`` it holds on to weights as
+        they are now; ``frozen`` says which.
 
     Raises:
         FusionError: the program is one of the CPU, Triton is not installed, this version of PyTorch lacks what fusing
@@ -152,19 +169,26 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None) -> Program:
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
+    options = options or {}
     try:
         AsyncCompile.wakeup()  # until its processes are there, which takes seconds, this one compiles, one by one
-        with config.patch({**(options or {}), **SETTINGS}):
+        with config.patch({**options, **SETTINGS}):
             functional = _functional(program)  # under the user's autocast; what comes out has casts of its own
+            constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
             with torch._C._DisableAutocast():
-                fused = _named(_compiled(functional, torch.device(program.device)), program)
+                fused = _named(_compiled(functional, torch.device(program.device), constants), program)
         elsewhere = _shared(fused) != _shared(program.module)
     except Exception as error:
         raise FusionError(f"TorchInductor cannot fuse it: {first_line(error)}") from error
     if elsewhere:
         raise FusionError("fused, outputs would share other memory with arguments or each other than the model's do")
+    if _hands_out_constants(fused):
+        raise FusionError(
+            "frozen, an output would be a constant, and whoever writes to it would change it for the next call: "
+            "leave 'freezing' out of inductor_options"
+        )
     outputs = tuple(node.name for node in _outputs(fused))
-    return replace(program, module=fused, outputs=outputs, level="inductor")
+    return replace(program, module=fused, outputs=outputs, level="inductor", frozen=frozenset(constants))
 
 
 def _missing() -> Iterator[str]:
@@ -191,7 +215,7 @@ def _functional(program: Program) -> fx.GraphModule:
     module: Any
     with _fake_mode(values), torch.no_grad():
         module, signature = aot_export_module(
-            _Interpreted(program.module), values, trace_joint=False, decompositions=select_decomp_table()
+            _Interpreted(program.module), values, trace_joint=False, decompositions=with_rows(select_decomp_table())
         )
     written = signature.user_inputs_to_mutate
     arguments = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
@@ -199,7 +223,7 @@ def _functional(program: Program) -> fx.GraphModule:
     output = module.graph.output_node()
     with module.graph.inserting_before(output):
         for result, argument in written.items():
-            copy = module.graph.call_function(torch.ops.aten.copy_.default, (arguments[argument], results[result]))
+            copy = module.graph.call_function(aten.copy_.default, (arguments[argument], results[result]))
             copy.meta["val"] = arguments[argument].meta["val"]
     output.args = (_outputs(module)[len(written) :],)
     module.recompile()
@@ -218,7 +242,7 @@ class _Interpreted(nn.Module):
             return tuple(self._interpreter.run(*args))
 
 
-def _compiled(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[int, Tensor]) -> fx.GraphModule:
     """Inductor's kernels as a graph. Takes Inductor's own steps for inference, but for those of autograd."""
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -229,14 +253,69 @@ def _compiled(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     mode = _fake_mode(values)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # Inductor's own, of every autotuning
+        with tracing(TracingContext(mode)):
+            record_original_output_strides(module)
+            joint_graph_passes(module, device)
+        if constants:
+            module = _frozen(module, constants)
         stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # constants, as Inductor does
         graphs = stack.enter_context(graphs_of_kernels(device))
-        record_original_output_strides(module)
-        joint_graph_passes(module, device)
         module.graph.output_node().meta["user_visible_output_idxs"] = range(len(_outputs(module)))
         compile_fx_inner(module, values, fx_wrapper=True, is_inference=True)
     (compiled,) = graphs
     return compiled
+
+
+def _freezable(program: Program, functional: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """What a program may hold on to, by position: the model's tensors that it neither writes nor returns.
+
+    Of tensors that were made in inference mode nobody can tell whether they have been changed.
+    """
+    placeholders = functional.graph.find_nodes(op="placeholder")
+    written = {node.args[0] for node in functional.graph.find_nodes(op="call_function", target=aten.copy_.default)}
+    values = _arguments(program.module)
+    kept = {storage_of(value) for node, value in zip(placeholders, values, strict=True) if node in written}
+    kept |= {storage_of(node.meta["val"]) for node in _outputs(program.module)}
+    return {
+        at: tensor
+        for at, (item, value, tensor) in enumerate(zip(program.placeholders, values, tensors, strict=True))
+        if item.role is not Role.INPUT and storage_of(value) not in kept and not tensor.is_inference()
+    }
+
+
+def _frozen(module: fx.GraphModule, constants: Mapping[int, Tensor]) -> fx.GraphModule:
+    """A graph with constants in the place of some placeholders, which stay, and what follows from them computed.
+
+    Takes Inductor's own steps, outside of a ``TracingContext``: in one, Inductor would look there for the parameters.
+    """
+    from torch._inductor.compile_fx import fake_tensor_prop
+    from torch._inductor.freezing import convert_conv_weights_to_channels_last, freeze
+    from torch._inductor.graph import GraphLowering
+
+    values = _arguments(module)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    with module.graph.inserting_after(placeholders[-1]):
+        for at, tensor in constants.items():
+            name = f"frozen_{placeholders[at].name}"
+            module.register_buffer(name, tensor.detach())
+            constant = module.graph.get_attr(name)
+            placeholders[at].replace_all_uses_with(constant)
+            constant.meta.update(placeholders[at].meta)
+    if GraphLowering.decide_layout_opt(module, is_inference=True):
+        fake_tensor_prop(module, values, force_allow_non_fake_inputs=True)
+        convert_conv_weights_to_channels_last(module)
+    # What is computed now is an ordinary tensor, whatever the mode of the call that comes first.
+    with torch.inference_mode(False), torch.no_grad():
+        frozen, _ = freeze(module, module, values)
+    return frozen
+
+
+def _hands_out_constants(module: fx.GraphModule) -> bool:
+    constants = {storage_of(node.meta["val"]) for node in module.graph.find_nodes(op="get_attr")}
+    return any(storage_of(node.meta["val"]) in constants for node in _outputs(module))
 
 
 def _named(module: fx.GraphModule, program: Program) -> fx.GraphModule:

@@ -2,8 +2,10 @@
 
     a buffer is allocated       aten.empty_strided              takes memory
     it is looked at             inductor._reinterpret_tensor    launches nothing
+    scratch memory is cleared   aten.zero_
     a Triton kernel is called   Kernel                          Inductor's own launcher launches it
-    any other kernel is called  the ATen operator, as Inductor writes it
+    an operator is called       the operator                    as Inductor writes it
+    a function is called        Kernel                          one of Inductor's own, where there is no operator
 
 Builds on what is private to PyTorch and imports it at once, which takes seconds: ``inductor.py`` imports this file when
 there is something to fuse, having seen that this PyTorch has all that is used here (``inductor.NEEDED``).
@@ -11,7 +13,7 @@ there is something to fuse, having seen that this PyTorch has all that is used h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -24,7 +26,10 @@ from torch._inductor.codegen import common
 from torch._inductor.codegen.common import FileBackedGraphModule
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, WrapperLine
 from torch._inductor.codegen.wrapper_fxir import FxConverter, WrapperFxCodegen
+from torch._inductor.ir import ExternKernelOut
+from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.utils import LineContext
+from torch._inductor.virtualized import V
 
 from autostream.kernels import Footprint, Kernel
 
@@ -69,6 +74,20 @@ class Wrapper(WrapperFxCodegen):
         module = converter.generate()
         return FileBackedGraphModule(module, self.compile_graph(module)), None
 
+    def make_zero_buffer(self, name: str) -> WrapperLine:
+        """A line of ours in the place of one of Python."""
+        return _Cleared(name)
+
+
+class _Cleared(WrapperLine):
+    """Scratch memory is set to zero."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def codegen_fx(self, converter: Any) -> Callable[[WrapperLine], None]:
+        return converter.clear  # type: ignore[no-any-return]
+
 
 class Converter(FxConverter):
     """Inductor's converter with our calls in the place of its own."""
@@ -108,6 +127,10 @@ class Converter(FxConverter):
         node.name = buffer.get_name()
         self._record_allocation(buffer, node)
 
+    def clear(self, line: Any) -> None:
+        """Set a buffer to zero."""
+        self.gm.graph.call_function(torch.ops.aten.zero_.default, (self.buffer_to_node[line.name],))
+
     def _create_as_strided(self, input_node: fx.Node, size: Any, stride: Any, offset: Any) -> fx.Node:
         # Relative to where the tensor begins, wherever that is in its storage: arguments may begin anywhere.
         args = (input_node, _numbers(size), _numbers(stride), int(offset))
@@ -126,16 +149,52 @@ class Converter(FxConverter):
         kernels: dict[str, Any] = self.kernels
         name = line.kernel_name
         if not isinstance(kernels[name], Kernel):
-            kernels[name] = triton_kernel(name, kernels[name], line.triton_meta["signature"], line.device)
+            mutated = [at for at, argument in enumerate(line.call_args) if argument in V.graph.mutated_buffers]
+            kernels[name] = triton_kernel(name, kernels[name], line.triton_meta["signature"], line.device, mutated)
         arguments = self._lookup_args(line.call_args)
         self.gm.graph.call_function(kernels[name], tuple(map(_number, arguments)))
 
+    def _generate_extern_kernel_common(self, kernel: Any, out_ir_node: Any) -> None:
+        """Where Inductor says no operator, it calls a function by name, e.g. ``extern_kernels.bias_addmm``."""
+        if kernel.op_overload is not None:
+            super()._generate_extern_kernel_common(kernel, out_ir_node)
+            return
+        name = kernel.python_kernel_name
+        if not isinstance(kernel, ExternKernelOut):
+            raise NotImplementedError(f"{name}, which is no operator: what it writes is not known")
+        inputs: Any = kernel.inputs
+        arguments = (*map(self._generate_buffer, inputs), *kernel.constant_args)
+        kernels: dict[str, Any] = self.kernels
+        called = extern_kernel(name.removeprefix("extern_kernels."), len(arguments), kernel.kwargs)
+        called = kernels.setdefault(repr((name, kernel.kwargs)), called)
+        self.gm.graph.call_function(called, (*arguments, self.buffer_to_node[out_ir_node.codegen_reference()]))
 
-_POINTERS = ("in_ptr", "out_ptr", "in_out_ptr", "ws_ptr", "arg_")
-"""How Inductor's own kernels call what they are given; ``arg_`` in those that it makes of templates."""
+
+def extern_kernel(name: str, inputs: int, kwargs: Mapping[str, Any]) -> Kernel:
+    """A function that Inductor calls where there is no operator, as a kernel that writes its last argument.
+
+    Args:
+        name: what Inductor calls it, e.g. ``"bias_addmm"``.
+        inputs: how many arguments come before ``out=``.
+        kwargs: what else it is called with.
+    """
+    function = getattr(extern_kernels, name)
+
+    def launch(*args: Any) -> None:
+        function(*args[:inputs], **kwargs, out=args[inputs])
+
+    return Kernel(name, launch, frozenset({inputs}), frozenset({inputs}))
 
 
-def triton_kernel(name: str, compiled: Any, signature: Mapping[str, str], device: torch.device) -> Kernel:
+_OUTPUTS, _SCRATCH, _UPDATED = "out_ptr", ("ws_ptr", "sem_ptr"), "in_out_ptr"
+_TEMPLATE = "arg_"
+_POINTERS = ("in_ptr", _OUTPUTS, _UPDATED, *_SCRATCH, _TEMPLATE)
+"""How Inductor's own kernels call what they are given."""
+
+
+def triton_kernel(
+    name: str, compiled: Any, signature: Mapping[str, str], device: torch.device, mutated: Collection[int] = ()
+) -> Kernel:
     """A Triton kernel, which may still be compiling, as one that says what it writes.
 
     Args:
@@ -143,15 +202,18 @@ def triton_kernel(name: str, compiled: Any, signature: Mapping[str, str], device
         compiled: Inductor's launcher of it (a ``CachingAutotuner``), or a future of that.
         signature: the type of each argument by name; Inductor's names say which are written.
         device: where to launch it.
+        mutated: positions of buffers that are written somewhere after they have been made. The names of a template's
+            arguments do not say whether it is there.
     """
     names = list(signature)
     foreign = [name for name in names if signature[name].startswith("*") and not name.startswith(_POINTERS)]
     if foreign:
         raise NotImplementedError(f"{name}, which is not Inductor's: nobody knows whether it writes {foreign[0]}")
-    written = [at for at, argument in enumerate(names) if argument.startswith(("out_ptr", "in_out_ptr", "ws_ptr"))]
-    overwritten = [at for at in written if not names[at].startswith("in_out_ptr")]
+    overwritten = [at for at, argument in enumerate(names) if argument.startswith(_OUTPUTS)]
+    updated = [at for at, argument in enumerate(names) if argument.startswith((_UPDATED, *_SCRATCH))]
+    updated += [at for at in mutated if names[at].startswith(_TEMPLATE)]
     triton = _Triton(compiled, device)
-    return Kernel(name, triton.launch, frozenset(written), frozenset(overwritten), triton.footprint)
+    return Kernel(name, triton.launch, frozenset([*overwritten, *updated]), frozenset(overwritten), triton.footprint)
 
 
 class _Triton:

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
 
@@ -58,9 +59,11 @@ class ModelWatch:
         self._children_then = list(map(dict, self._children))
         # Dictionaries are equal in any order, which is that of the modules of an ``nn.Sequential``.
         self._ordered = [children for children in self._children if len(children) > 1]
-        self._orders_then = list(map(list, self._ordered))
-        self._slots = [slots for module in self.modules if _may_grow(module) for slots in _slots_of(module)]
-        self._slots_then = list(map(list, self._slots))
+        self._order_then = list(chain.from_iterable(self._ordered))
+        slots = [slots for module in self.modules if _may_grow(module) for slots in _slots_of(module)]
+        self._empty = [names for names in slots if not names]  # most of them
+        self._filled = [names for names in slots if names]
+        self._names_then = list(map(list, self._filled))
         self._hooks: list[Mapping[int, Any]] = [
             hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
@@ -69,8 +72,9 @@ class ModelWatch:
         """Whether the modules, their order, and the names of their tensors are as when this object was made."""
         return (
             self._children == self._children_then
-            and list(map(list, self._ordered)) == self._orders_then
-            and list(map(list, self._slots)) == self._slots_then
+            and list(chain.from_iterable(self._ordered)) == self._order_then
+            and not any(self._empty)
+            and list(map(list, self._filled)) == self._names_then
         )
 
     def training(self) -> bytes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 
 @contextmanager
@@ -49,6 +50,27 @@ def _uncompiled() -> AbstractContextManager[None]:
     """
     lazily = getattr(getattr(torch.fx, "_lazy_graph_module", None), "_use_lazy_graph_module", None)
     return lazily(True) if lazily else nullcontext()
+
+
+def unreferenced(modes: Iterable[FakeTensorMode]) -> None:
+    """Let modes forget which tensors their fake ones stand for.
+
+    They remember by weak references, for as long as a graph of theirs lives, and ``torch.utils.swap_tensors``, by which
+    modules can be told to convert themselves, refuses a tensor that has one.
+
+    Private to PyTorch (seen in 2.11 and 2.13); where a version remembers in another way, the references stay.
+
+    Example:
+        >>> import weakref
+        >>> mode, weight = FakeTensorMode(), torch.ones(2)
+        >>> fake = mode.from_tensor(weight)
+        >>> unreferenced([mode])
+        >>> weakref.getweakrefs(weight)
+        []
+    """
+    for mode in modes:
+        with suppress(AttributeError):
+            mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 _UNPATCHED = {name: nn.Module.__dict__[name] for name in ("__call__", "__getattr__")}

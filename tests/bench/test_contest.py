@@ -36,7 +36,7 @@ class ByHand:
         error = self.modes[mode]
         if isinstance(error, Exception):
             raise error
-        return Contender(lambda: self.log.append(mode), lambda: error, self.reports)
+        return Contender(lambda: self.log.append(mode), lambda: error, lambda: self.reports)
 
 
 @pytest.fixture(autouse=True)
@@ -249,6 +249,18 @@ def test_a_cell_has_why_autostream_did_nothing() -> None:
     report = Report("Model", "signature", "plain", refusals=tuple(decisions))
     schedule = hold(ByHand({"a": 0.0}, reports=(report,)), ["a"])["a"].schedule
     assert schedule == {"mode": "plain", "refusals": ["w", "x", "y"]}
+
+
+def test_what_autostream_did_is_read_after_the_calls() -> None:
+    """Pieces of a model are made in the calls that get to them."""
+
+    class Late(ByHand):
+        def contender(self, mode: str) -> Contender:
+            reports: list[Report] = []
+            return Contender(lambda: reports.append(Report("Model", "", "plain")), lambda: 0.0, lambda: tuple(reports))
+
+    assert hold(Late({"a": 0.0}), ["a"])["a"].schedule == {"mode": "plain"}
+    assert hold(ByHand({"a": 0.0}), ["a"])["a"].schedule == {}
 
 
 def test_of_a_cpu_no_memory_is_known() -> None:

@@ -190,8 +190,29 @@ def test_a_mode_is_prepared_for_and_timed_with_the_subjects_own_arguments(
 
 def test_autostreams_reports_are_passed_on_and_others_have_none(subject: Subject) -> None:
     contest = Inference(subject)
-    assert len(contest.contender("autostream").reports) == 1
-    assert contest.contender("eager").reports == ()
+    assert len(contest.contender("autostream").reports()) == 1
+    assert contest.contender("eager").reports() == ()
+
+
+class Reporting(nn.Module):
+    """A model with a graph break, and with something of its own that is called reports."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.reports = nn.Linear(4, 4), ["the model's"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return self.layer(x) if x.sum() < 1e9 else x
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_reports_are_those_of_after_the_calls_and_not_the_models_own() -> None:
+    contest = Inference(subject_of(Reporting().eval(), (torch.randn(2, 4),)))
+    contender = contest.contender("autostream")
+    contender.call()
+    assert [report.mode for report in contender.reports()] == ["graph breaks"]
+    assert contest.contender("eager").reports() == ()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

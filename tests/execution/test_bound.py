@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.execution import bound
-from autostream.execution.bound import Bound, looks_alike
+from autostream.execution.bound import Bound, Frozen, looks_alike, versions_of
 
 
 @pytest.fixture(params=["guards", "no guards"])
@@ -162,3 +162,64 @@ def test_transforms_and_modes_do_not_look_alike() -> None:
     torch.vmap(lambda x: (seen.append(alike((x,))), x)[1])(torch.ones(2, 3))
     torch.func.grad(lambda x: (seen.append(alike((x,))), x.sum())[1])(torch.ones(3))
     assert seen == [False, False]
+
+
+# What a program holds on to
+
+
+def frozen(tensors: list[Tensor], *positions: int) -> Frozen:
+    return Frozen(positions, tensors, versions_of(tensors))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.add_(0),
+        lambda w: w[0].zero_(),
+        lambda w: w.copy_(w.clone()),
+        lambda w: setattr(w, "data", w.data.clone()),
+        lambda w: setattr(w, "data", w.data.t()),
+        lambda w: torch._foreach_mul_([w], 2.0),
+        lambda w: torch.optim.SGD([w], lr=0.1).step(lambda: setattr(w, "grad", torch.ones_like(w))),
+    ],
+)
+def test_a_change_of_what_is_held_is_seen_and_of_nothing_else(change: Callable[[Tensor], object]) -> None:
+    tensors = weights()
+    held, others, none = frozen(tensors, 0), frozen(tensors, 1, 2), frozen(tensors)
+    assert all(each(tensors) for each in (held, others, none))
+    change(tensors[0])
+    assert (held(tensors), others(tensors), none(tensors)) == (False, True, True)
+
+
+class Memory(bytearray):
+    """Of which one can ask whether it is still there."""
+
+
+def test_what_is_held_stays_where_it_is_so_that_nothing_else_can_lie_there() -> None:
+    memory = Memory(16)
+    there = weakref.ref(memory)
+    tensors = [torch.frombuffer(memory, dtype=torch.float32)]
+    held = frozen(tensors, 0)
+    del memory
+    tensors[0] = torch.zeros(4)
+    assert not held(tensors)
+    assert there() is not None
+    del held
+    assert there() is None
+
+
+def test_what_was_written_before_is_told_by_the_versions_given() -> None:
+    tensors = [torch.ones(2)]
+    before = versions_of(tensors)
+    tensors[0].add_(1)
+    assert not Frozen([0], tensors, before)(tensors)
+
+
+def test_a_tensor_that_is_not_counted_in_the_place_of_another_is_seen() -> None:
+    tensors = weights()
+    held = frozen(tensors, 1)
+    with torch.inference_mode():
+        tensors[1] = torch.randn(4)
+    assert versions_of(tensors) == [0, None, 0]
+    assert not held(tensors)

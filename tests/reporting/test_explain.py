@@ -15,7 +15,7 @@ from tests.reporting.reports import PLAIN, REPORT
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> autostream.OptimizedModule:
     """A module of which two signatures are known."""
-    monkeypatch.setattr(autostream.OptimizedModule, "reports", (REPORT, PLAIN))
+    monkeypatch.setattr("autostream.reporting.explain.reports_of", lambda optimized: (REPORT, PLAIN))
     return autostream.optimize(nn.ReLU())
 
 

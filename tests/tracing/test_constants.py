@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from autostream.errors import TraceError
-from autostream.tracing.constants import Constants, tensors_held
+from autostream.errors import FastPathError, TraceError
+from autostream.tracing.constants import Constants, inference_mode_unasked, tensors_held
 
 HELD, OTHER = torch.ones(3), torch.ones(3)
 
@@ -59,7 +60,7 @@ def test_what_nobody_holds_may_not_be_used(
 
 def test_its_shape_and_dtype_may_be_looked_at(constants: Constants) -> None:
     with constants:
-        assert (OTHER.shape, OTHER.dtype, OTHER.requires_grad) == ((3,), torch.float32, False)
+        assert (OTHER.shape, OTHER.dtype, OTHER.ndim) == ((3,), torch.float32, 1)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,34 @@ def test_what_is_no_buffer_may_not_be_written_even_if_it_is_held(
     with constants, pytest.raises(TraceError, match="no buffer: register it as one"):
         write(HELD)
     assert HELD.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda x: x.requires_grad, lambda x: x.is_inference(), lambda x: torch.is_inference(x)]
+)
+def test_what_a_tensor_is_to_autograd_may_not_be_asked(
+    ask: Callable[[Tensor], bool], constants: Constants, argument: Tensor
+) -> None:
+    for tensor in (argument, HELD):
+        with constants, pytest.raises(FastPathError, match="may change from call to call"):
+            ask(tensor)
+
+
+def test_pytorch_itself_may_ask(constants: Constants, argument: Tensor) -> None:
+    asks = eval("lambda x: x.requires_grad", {"__name__": "torch.nn.somewhere"})
+    with constants:
+        assert asks(argument) is False
+
+
+def test_whether_inference_mode_is_on_may_not_be_asked_but_by_pytorch_and_other_threads() -> None:
+    answers: list[bool] = []
+    pytorchs = eval("lambda: torch.is_inference_mode_enabled()", {"__name__": "torch.somewhere", "torch": torch})
+    with inference_mode_unasked():
+        with pytest.raises(FastPathError, match="is_inference_mode_enabled"):
+            torch.is_inference_mode_enabled()
+        with torch.inference_mode():
+            assert pytorchs() is True
+        other = threading.Thread(target=lambda: answers.append(torch.is_inference_mode_enabled()))
+        other.start()
+        other.join()
+    assert answers == [torch.is_inference_mode_enabled()] == [False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -570,6 +571,40 @@ def test_nothing_is_left_over_after_a_refusal() -> None:
     assert not torch.compiler.is_compiling()
     assert not torch.compiler.is_exporting()
     assert_same_as_plain(one_of_many(), torch.randn(2, 3, 8, 8))
+
+
+def referenced(*tensors: Tensor) -> list[bool]:
+    """Whether each is weakly referenced, which ``torch.utils.swap_tensors`` does not allow."""
+    return [bool(weakref.getweakrefs(tensor)) for tensor in tensors]
+
+
+def test_neither_state_nor_inputs_are_referenced_by_what_was_traced() -> None:
+    model, x = Net(), X.clone()
+    result = traced(model, x)
+    assert not any(referenced(x, *model.parameters(), *model.buffers(), model.plain, *result.constants.values()))
+
+
+def test_neither_state_nor_inputs_are_referenced_after_a_refusal() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Function(branches)), X.clone()
+    with pytest.raises(TraceError) as kept:  # with all that led to it
+        traced(model, x)
+    assert kept.value.__cause__ is not None
+    assert not any(referenced(x, *model.parameters()))
+
+
+def test_pieces_of_dynamo_do_not_reference_the_model_they_are_of() -> None:
+    model, x, pieces = nn.Linear(4, 4), X.clone(), []
+
+    def backend(module: torch.fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., object]:
+        pieces.append(module)
+        return module.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=backend, dynamic=False)(x)
+    assert all(referenced(x, *model.parameters()))  # what it is about
+    placeholders = [node.target for node in pieces[0].graph.find_nodes(op="placeholder")]
+    traced(pieces[0], *(torch.zeros(4, 4), torch.zeros(4), x)[: len(placeholders)])
+    assert not any(referenced(x, *model.parameters()))
 
 
 # Real models.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autostream.tracing.guards import unusual_call, unusual_tensor
+from autostream.tracing.guards import symbolic, unusual_call, unusual_tensor
 from autostream.tracing.signature import signature_of
 from autostream.tracing.tree import flatten
 
@@ -106,3 +106,16 @@ def test_a_default_device_is_a_mode_that_signatures_know() -> None:
         assert unusual_call() == ""
         inside = signature_of(flatten(())[1], [], b"", records_gradients=False)
     assert inside != signature_of(flatten(())[1], [], b"", records_gradients=False)
+
+
+def test_symbols_of_fx_are_noticed_while_it_traces_wherever_they_are() -> None:
+    seen: list[object] = []
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.extend(map(symbolic, (x, ((x,), {}), ((), {"y": [x]}), ((torch.ones(1), 2), {}))))
+            return x
+
+    graph = torch.fx.symbolic_trace(Asking())
+    assert seen == [True, True, True, False]
+    assert not symbolic(next(iter(graph.graph.nodes)))

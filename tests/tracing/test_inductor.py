@@ -7,7 +7,9 @@ import importlib.util
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor import compile_fx, freezing
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.wrapper_fxir import FxConverter, WrapperFxCodegen
+from torch._inductor.graph import GraphLowering
 from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
@@ -25,7 +29,7 @@ from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.tracing import inductor, kernel_graph
 from autostream.tracing.inductor import NEEDED, check_settings, evaluate, fuse
-from tests.execution.programs import case_of, fused_case
+from tests.execution.programs import Case, case_of, fused_case
 
 aten = torch.ops.aten
 
@@ -149,7 +153,7 @@ def test_processes_that_compile_start_before_there_is_anything_to_compile(
         return program.module
 
     monkeypatch.setattr(inductor, "_functional", functional)
-    monkeypatch.setattr(inductor, "_compiled", lambda module, device: module)
+    monkeypatch.setattr(inductor, "_compiled", lambda module, *args: module)
     assert fuse(on_gpu).level == "inductor"
     assert triton == ["processes start", "work begins"]
 
@@ -254,7 +258,7 @@ def test_what_inductor_fails_at_is_said_in_one_line_and_the_program_stays_as_it_
 
 @pytest.mark.usefixtures("triton")
 def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copies(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    def copies(*args: object) -> fx.GraphModule:
         graph = fx.Graph()
         result = graph.call_function(aten.clone.default, (graph.placeholder("a"),))
         graph.output((result,))
@@ -293,7 +297,11 @@ def renamed(module: fx.GraphModule) -> fx.GraphModule:
     [
         ({"max_autotun": True}, r"has no setting 'max_autotun' \(did you mean 'max_autotune'\?\)"),
         ({"inplace_buffers": True}, "'inplace_buffers' is autostream's to choose: leave it out"),
-        ({"freezing": True}, "'freezing' would make constants of weights, .*: leave it out"),
+        ({"triton.multi_kernel": 1}, "'triton.multi_kernel' is autostream's to choose: leave it out"),
+        (
+            {"freezing_discard_parameters": True},
+            "'freezing_discard_parameters' is autostream's to choose: leave it out",
+        ),
     ],
 )
 def test_settings_that_inductor_does_not_have_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -303,4 +311,152 @@ def test_settings_that_inductor_does_not_have_are_refused(settings: dict[str, An
 
 def test_settings_that_inductor_has_pass() -> None:
     check_settings({})
-    check_settings({"max_autotune": True, "triton.unique_kernel_names": True})
+    check_settings({"max_autotune": True, "freezing": True, "triton.unique_kernel_names": True})
+
+
+# Freezing
+
+
+class Normed(nn.Module):
+    """Convolutions with norms, and a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.body(x)
+        return self.head(y.mean((2, 3))), y
+
+
+@pytest.fixture
+def normed() -> Case:
+    torch.manual_seed(0)
+    model = Normed().eval()
+    model.body[1].running_mean.normal_()
+    model.body[1].running_var.uniform_(0.5, 2.0)
+    return case_of(model, torch.randn(2, 3, 8, 8))
+
+
+def freezable(case: Case, *tensors: Tensor) -> list[str]:
+    """What a program may hold on to, by what the model calls it."""
+    functional = inductor._functional(case.program)
+    found = inductor._freezable(case.program, functional, tensors or case.tensors)
+    assert all(found[at] is (tensors or case.tensors)[at] for at in found)
+    return [case.program.placeholders[at].target for at in found]
+
+
+def test_weights_and_buffers_may_be_held_but_for_inputs(normed: Case) -> None:
+    held = [item.target for item in normed.program.placeholders if item.role is not Role.INPUT]
+    assert "body.1.running_var" in held
+    assert freezable(normed) == held
+
+
+class Kept(nn.Module):
+    """Tensors that are read, written, and returned as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.returned = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.register_buffer("written", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.written.add_(x)
+        return x * self.read + self.written + self.returned, self.returned[1:]
+
+
+def test_what_is_written_or_returned_is_not_held() -> None:
+    assert freezable(case_of(Kept(), torch.ones(4))) == ["read"]
+
+
+def test_what_was_made_in_inference_mode_is_not_held(normed: Case) -> None:
+    """Nobody can tell whether it has been changed."""
+    with torch.inference_mode():
+        tensors = [tensor.clone() for tensor in normed.tensors]
+    assert freezable(normed, *tensors[:2], *normed.tensors[2:]) == freezable(normed)[2:]
+
+
+def frozen(case: Case) -> fx.GraphModule:
+    functional = inductor._functional(case.program)
+    return inductor._frozen(functional, inductor._freezable(case.program, functional, case.tensors))
+
+
+@torch.no_grad()
+def test_a_frozen_graph_takes_and_returns_the_same_and_reads_inputs_alone(normed: Case) -> None:
+    module = frozen(normed)
+    *held, x = normed.tensors
+    expected = normed.program.module(*normed.tensors)
+    results = module(*map(torch.full_like, held, [torch.nan] * len(held)), x)
+    torch.testing.assert_close(results, expected)
+    assert [result.stride() for result in results] == [result.stride() for result in expected]
+
+
+def test_what_follows_from_weights_alone_is_computed_once(normed: Case) -> None:
+    names = {str(node.target) for node in frozen(normed).graph.nodes if node.op == "call_function"}
+    assert not [name for name in names if "batch_norm" in name or "sqrt" in name or "permute" in name]
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_weights_of_convolutions_lie_as_inductor_likes_them_best(
+    better: bool, normed: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted: list[fx.GraphModule] = []
+    monkeypatch.setattr(GraphLowering, "decide_layout_opt", lambda module, is_inference: better)
+    monkeypatch.setattr(freezing, "convert_conv_weights_to_channels_last", converted.append)
+    frozen(normed)
+    assert len(converted) == better
+
+
+def test_constants_are_ordinary_tensors_even_in_inference_mode(normed: Case) -> None:
+    with torch.inference_mode():
+        module = frozen(normed)
+    assert not any(tensor.is_inference() for tensor in module.buffers())
+
+
+@pytest.mark.usefixtures("triton")
+def test_a_program_says_what_it_holds(normed: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[int, Tensor]] = []
+    monkeypatch.setattr(inductor, "_compiled", lambda module, device, constants: asked.append(constants) or module)
+    program = replace(normed.program, device="cuda:0")
+    assert fuse(program, {"freezing": True}, normed.tensors).frozen == set(range(len(normed.tensors) - 1))
+    assert fuse(program, {"freezing": False}, normed.tensors).frozen == set()
+    assert fuse(program, {}, normed.tensors).frozen == set()
+    assert [len(constants) for constants in asked] == [len(normed.tensors) - 1, 0, 0]
+
+
+@pytest.mark.usefixtures("triton")
+def test_an_output_that_is_a_constant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is given it may write to it."""
+
+    def returns_a_constant(module: fx.GraphModule, *args: object) -> fx.GraphModule:
+        module.register_buffer("constant", torch.ones(3))
+        with module.graph.inserting_before(module.graph.output_node()):
+            constant = module.graph.get_attr("constant")
+            module.graph.output_node().args = ((module.graph.call_function(aten.view.default, (constant, [3])),),)
+        return module
+
+    monkeypatch.setattr(inductor, "_compiled", returns_a_constant)
+    program = replace(program_of(lambda x: x + 1, torch.ones(3)), device="cuda:0")
+    with pytest.raises(FusionError, match=r"frozen, an output would be a constant, .*: leave 'freezing' out"):
+        fuse(program)
+
+
+# Autotuning
+
+
+def test_a_slip_of_inductors_is_not_taken_for_the_users(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where warnings are errors, autotuning would fail with it."""
+
+    @contextmanager
+    def graphs(device: torch.device) -> Iterator[list[fx.GraphModule]]:
+        yield [program.module]
+
+    def compiles(*args: object, **kwargs: object) -> None:
+        warnings.warn("TypedStorage is deprecated. It will be removed in the future", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(kernel_graph, "graphs_of_kernels", graphs)
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compiles)
+    assert inductor._compiled(inductor._functional(program), torch.device("cpu"), {}) is program.module
+    with pytest.raises(UserWarning, match="TypedStorage"):
+        compiles()

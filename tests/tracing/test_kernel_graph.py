@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +14,14 @@ import torch
 from torch import fx
 from torch._inductor.codegen import common
 from torch._inductor.codegen.wrapper import WrapperLine
+from torch._inductor.codegen.wrapper_fxir import FxConverter
 from torch._inductor.runtime import triton_compat
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, FixedGrid
 from torch._inductor.utils import LineContext
 from torch._inductor.virtualized import V
 
 from autostream.kernels import Footprint, Kernel
+from autostream.tracing import kernel_graph
 from autostream.tracing.kernel_graph import Converter, Wrapper, graphs_of_kernels, triton_kernel
 
 aten = torch.ops.aten
@@ -36,6 +38,11 @@ def converter(*lines: Any) -> Converter:
 def generated(*lines: Any) -> fx.GraphModule:
     with V.set_graph_handler(SimpleNamespace(constants={})):  # type: ignore[arg-type]
         return converter(*lines).generate()
+
+
+def writing_to(*buffers: str) -> AbstractContextManager[None]:
+    """As if Inductor's graph wrote to these buffers once they have been made."""
+    return V.set_graph_handler(SimpleNamespace(mutated_buffers=buffers))  # type: ignore[arg-type,no-any-return]
 
 
 class Calls(WrapperLine):
@@ -99,13 +106,104 @@ def test_two_calls_of_one_kernel_are_of_the_same_kernel() -> None:
         triton_meta={"signature": {"in_ptr0": "*fp32", "out_ptr0": "*fp32", "xnumel": "i32"}},
         device=GPU,
     )
-    made._generate_triton_call(line)
-    made._generate_triton_call(line)
+    with writing_to():
+        made._generate_triton_call(line)
+        made._generate_triton_call(line)
     first, second = made.gm.graph.find_nodes(op="call_function", target=made.kernels["triton_0"])
     assert first.args == second.args == (x, out, 24)
     assert type(first.args[2]) is int
     assert isinstance(first.target, Kernel)
     assert first.target.written == {1}
+
+
+def test_a_template_writes_those_of_its_arguments_that_are_written_anywhere() -> None:
+    """Their names do not say it. A flexible attention writes the logarithms of its sums to one."""
+    made = converter()
+    names = ("query", "sums", "out")
+    made.buffer_to_node |= {name: made.gm.graph.placeholder(name) for name in names}
+    made.kernels["triton_tem_0"] = object()  # type: ignore[assignment]
+    types = {"arg_Q": "*fp32", "arg_LSE": "*fp32", "out_ptr0": "*fp32"}
+    line = SimpleNamespace(
+        kernel_name="triton_tem_0", call_args=(*names, 4, 1, 1), triton_meta={"signature": types}, device=GPU
+    )
+    with writing_to("sums", "another"):
+        made._generate_triton_call(line)
+    kernel: Any = made.kernels["triton_tem_0"]
+    assert (kernel.written, kernel.overwritten) == ({1, 2}, {2})
+
+
+def test_scratch_memory_is_cleared_by_an_operator() -> None:
+    made = converter()
+    scratch = made.buffer_to_node["workspace_0"] = made.gm.graph.placeholder("workspace_0")
+    line: Any = Wrapper.make_zero_buffer(None, "workspace_0")  # type: ignore[arg-type]
+    made._convert(line, "cumsum")
+    (call,) = made.gm.graph.find_nodes(op="call_function", target=aten.zero_.default)
+    assert call.args == (scratch,)
+    assert call.stack_trace == "cumsum"
+
+
+class Extern(SimpleNamespace):
+    """As much of Inductor's ``ExternKernelOut`` as is looked at."""
+
+    def __init__(self, name: str, *inputs: str, **kwargs: Any) -> None:
+        name = f"extern_kernels.{name}"
+        super().__init__(op_overload=None, python_kernel_name=name, inputs=inputs, constant_args=(), kwargs=kwargs)
+
+    def codegen_reference(self) -> str:
+        return "out"
+
+
+@pytest.fixture
+def calling(monkeypatch: pytest.MonkeyPatch) -> Converter:
+    """A converter that knows some buffers by name."""
+    made = converter()
+    made.buffer_to_node |= {name: made.gm.graph.placeholder(name) for name in ("bias", "one", "other", "out")}
+    monkeypatch.setattr(kernel_graph, "ExternKernelOut", Extern)
+    monkeypatch.setattr(made, "_generate_buffer", made.buffer_to_node.__getitem__)
+    return made
+
+
+def calls(made: Converter) -> list[fx.Node]:
+    return [node for node in made.gm.graph.nodes if node.op == "call_function"]
+
+
+def test_a_function_that_is_no_operator_becomes_a_kernel_that_writes_its_last_argument(calling: Converter) -> None:
+    line = Extern("bias_addmm", "bias", "one", "other", alpha=2, beta=1)
+    calling._generate_extern_kernel_common(line, line)
+    (call,) = calls(calling)
+    assert isinstance(call.target, Kernel)
+    assert [node.name for node in call.args] == ["bias", "one", "other", "out"]
+    assert (repr(call.target), call.target.written, call.target.overwritten) == ("bias_addmm", {3}, {3})
+    bias, one, other, out = torch.randn(1, 4).expand(3, 4), torch.randn(3, 5), torch.randn(5, 4), torch.empty(3, 4)
+    call.target(bias, one, other, out)
+    torch.testing.assert_close(out, bias + 2 * one @ other)
+
+
+def test_calls_of_one_function_are_of_one_kernel_if_they_say_the_same(calling: Converter) -> None:
+    for alpha in (1, 1, 2):
+        line = Extern("bias_addmm", "bias", "one", "other", alpha=alpha)
+        calling._generate_extern_kernel_common(line, line)
+    first, second, third = (call.target for call in calls(calling))
+    assert first is second
+    assert first is not third
+
+
+def test_a_function_of_which_nobody_knows_what_it_writes_is_refused(calling: Converter) -> None:
+    line = SimpleNamespace(**vars(Extern("theirs", "one")))
+    with pytest.raises(
+        NotImplementedError, match=r"extern_kernels\.theirs, which is no operator: what it writes is not"
+    ):
+        calling._generate_extern_kernel_common(line, line)
+
+
+def test_an_operator_is_left_to_inductor(calling: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[object] = []
+    monkeypatch.setattr(FxConverter, "_generate_extern_kernel_common", lambda self, *args: left.append(args))
+    line = Extern("mm", "one", "other")
+    line.op_overload = aten.mm.out
+    calling._generate_extern_kernel_common(line, line)
+    assert left == [(line, line)]
+    assert not calls(calling)
 
 
 def test_inductor_writes_our_graphs_only_meanwhile() -> None:
@@ -130,10 +228,10 @@ def signature(*names: str) -> dict[str, str]:
 
 
 def test_argument_names_say_what_a_kernel_reads_and_writes() -> None:
-    names = ("in_ptr0", "out_ptr0", "in_out_ptr0", "ws_ptr", "out_ptr1", "xnumel")
-    kernel = triton_kernel("triton_0", object(), signature(*names), GPU)
-    assert kernel.written == {1, 2, 3, 4}
-    assert kernel.overwritten == {1, 3, 4}
+    names = ("in_ptr0", "out_ptr0", "in_out_ptr0", "ws_ptr", "sem_ptr", "out_ptr1", "arg_A", "xnumel")
+    kernel = triton_kernel("triton_0", object(), signature(*names), GPU, mutated=[0, 7])
+    assert kernel.written == {1, 2, 3, 4, 5}
+    assert kernel.overwritten == {1, 5}
 
 
 def test_a_kernel_that_is_not_inductors_is_refused() -> None:
@@ -214,6 +312,19 @@ def test_a_grid_may_have_several_dimensions() -> None:
     footprint = kernel.footprint(None, 1000, 3)
     assert footprint is not None
     assert footprint.blocks == 8 * 2
+
+
+@pytest.mark.usefixtures("stream")
+def test_a_template_is_told_its_grid() -> None:
+    tuner = Tuner(launcher(BLOCK_M=64))
+    tuner.inductor_meta = FixedGrid.setup_grid_as_args()
+    tuner.triton_meta = {"signature": {"arg_A": "*fp32", "arg_B": "*fp32", "out_ptr0": "*fp32"}}
+    tuner.fn = SimpleNamespace(params=[])
+    kernel = triton_kernel("triton_tem_0", tuner, signature("arg_ptr"), GPU)
+    kernel(None, None, None, 49, 2, 1)
+    footprint = kernel.footprint(None, None, None, 49, 2, 1)
+    assert footprint is not None
+    assert footprint.blocks == 98
 
 
 @pytest.mark.usefixtures("stream")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
-from autostream.tracing.tamed import patched_for_this_thread, tamed
+from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
 
 TALKATIVE = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
@@ -63,3 +65,18 @@ def test_patched_methods_are_this_threads_alone(monkeypatch: pytest.MonkeyPatch)
     assert nn.Module.__dict__["__call__"] is patched
     monkeypatch.undo()
     assert nn.Module.__dict__["__call__"] is original
+
+
+def test_a_mode_forgets_tensors_and_can_be_told_of_them_again() -> None:
+    mode, weight = FakeTensorMode(), torch.ones(2)
+    fake = mode.from_tensor(weight)
+    assert weakref.getweakrefs(weight)
+    unreferenced([mode])
+    assert weakref.getweakrefs(weight) == []
+    assert (fake + mode.from_tensor(weight)).shape == (2,)
+    unreferenced([mode])
+    assert weakref.getweakrefs(weight) == []
+
+
+def test_a_mode_that_remembers_in_another_way_is_left_alone() -> None:
+    unreferenced([object()])  # type: ignore[list-item]

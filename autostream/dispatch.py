@@ -1,0 +1,280 @@
+"""What a call of a model runs: a schedule made for calls like it, or the model itself, and why.
+
+call ──▶ like the last one? ──▶ short way
+               │ no
+               └─▶ signature ──▶ entry, made in the first call that has it ──▶ Scheduled, Pieces or Plain
+                       └── no graph can do the same: the model itself
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
+from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.ir import Decision, Report
+from autostream.options import Options, disabled
+from autostream.pipeline import versions
+from autostream.shortcut import Changed, Shortcut
+from autostream.tracing.guards import exporting, symbolic, unusual_call, unusual_tensor
+from autostream.tracing.signature import Signature, signature_of
+from autostream.tracing.state import ModelWatch, name_of
+from autostream.tracing.tree import Structure, flatten, unflatten
+
+log = logging.getLogger(__name__)
+
+Entry = Scheduled | Pieces | Plain
+"""What calls of one signature run."""
+
+
+class Dispatcher:
+    """Runs calls of a model, each by what was made for its signature.
+
+    Args:
+        model: the module to run.
+        options: how to schedule it.
+        bound_inputs: of a piece that Dynamo made, the flat positions of inputs that stay where they are from call to
+            call, as weights do. A piece is not split any further.
+
+    Example:
+        >>> dispatcher = Dispatcher(nn.ReLU(), Options())
+        >>> dispatcher(torch.tensor([-1.0, 1.0]))
+        tensor([0., 1.])
+        >>> [report.signature for report in dispatcher.reports]
+        ['2:float32 on cpu, train, no gradients']
+    """
+
+    def __init__(self, model: nn.Module, options: Options, bound_inputs: frozenset[int] | None = None) -> None:
+        self.model = model
+        self.options = options
+        self.bound_inputs = bound_inputs
+        self._disabled = disabled()
+        self._lock = threading.RLock()
+        self._entries: OrderedDict[Signature, Entry] = OrderedDict()
+        self._bypasses: dict[str, Report] = {}
+        self._shortcut: Shortcut | None = None
+        self._watch = ModelWatch(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments."""
+        if self._disabled:
+            return self.model(*args, **kwargs)
+        shortcut = self._shortcut
+        if shortcut is not None and not kwargs and shortcut.fits(args):
+            try:
+                return shortcut(args)
+            except Changed:
+                self._shortcut = None
+        if exporting():
+            return self.model(*args, **kwargs)
+        if symbolic((args, kwargs)):  # fx looks for what is called among its root's submodules: the model is not there
+            return self.model.forward(*args, **kwargs)
+        try:
+            return self._scheduled(args, kwargs)
+        except _Bypass as bypass:
+            self._note(str(bypass))
+        return self.model(*args, **kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Do now, without gradients, what the first call with such arguments would do; leave everything as it is.
+
+        Raises:
+            TargetError: an input lies on another device than the model's state.
+            TraceError: with ``strict=True``, the model cannot be traced.
+        """
+        with torch.no_grad():
+            try:
+                tensors, structure, signature, _ = self._signature(args, kwargs)
+                entry = self._entry(tensors, structure, signature)
+                self._keep_to_limit(entry, entry.works)
+                prepared = isinstance(entry, Scheduled)
+            except _Bypass as bypass:
+                self._note(str(bypass))
+                prepared = False
+        if not prepared:
+            _check_devices(self.model, (args, kwargs))
+
+    def static_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments, with the tensors that a captured graph reads in place of those given.
+
+        A call that is given these very tensors copies nothing in. Fill them before each call.
+
+        Returns:
+            ``(args, kwargs)``; the given tensors themselves where nothing is captured.
+        """
+        with torch.no_grad():
+            tensors, structure, signature, _ = self._signature(args, kwargs)
+            entry = self._entry(tensors, structure, signature)
+            self._keep_to_limit(entry, entry.works)
+        static = entry.static_inputs() if isinstance(entry, Scheduled) else None
+        return unflatten(structure, static or tensors)
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of each signature, the most recently used first, then calls that went to the plain model."""
+        with self._lock:
+            return (*(entry.report for entry in reversed(self._entries.values())), *self._bypasses.values())
+
+    def forget(self) -> None:
+        """Drop all that was made: the memory that it was made for is the model's no longer."""
+        # Without the lock: it is held while another thread prepares, and that may be waiting for this thread.
+        self._entries = OrderedDict()
+        self._shortcut = None
+
+    def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._shortcut = None
+        tensors, structure, signature, watch = self._signature(args, kwargs)
+        if signature.records_gradients:
+            raise self._refused(RECORDS_GRADIENTS)
+        for _ in range(2):
+            entry = self._entry(tensors, structure, signature)
+            try:
+                outputs = entry(tensors) if isinstance(entry, Scheduled) else entry(*args, **kwargs)
+            except Stale:
+                self._drop(entry)
+                continue
+            except Unsuitable as reason:
+                self._keep_to_limit(entry, works=True)
+                raise self._refused(str(reason)) from None
+            except Exception:
+                if isinstance(entry, Plain) and not entry.works:  # the model failed, perhaps at this input only
+                    self._drop(entry)
+                self._keep_to_limit(entry, works=False)  # whatever else runs well stays
+                raise
+            self._keep_to_limit(entry, works=True)
+            if isinstance(entry, Scheduled) and not kwargs and watch is self._watch:
+                self._shortcut = entry.shortcut(args, watch)
+            return outputs
+        raise self._refused("the model's state changes while it is called")
+
+    def _signature(self, args: Any, kwargs: Any) -> tuple[list[Tensor], Structure, Signature, ModelWatch]:
+        """The flat inputs of a call, its signature, and the watch on the modules that it was made for."""
+        try:
+            tensors, structure = flatten((args, kwargs))
+        except TraceError as error:
+            raise self._refused(str(error)) from None
+        self._renew_watch()
+        watch = self._watch
+        hooked = "a submodule has forward hooks, which a graph would not call" if watch.hooked() else ""
+        if reason := unusual_tensor(tensors) or unusual_call() or hooked:
+            raise self._refused(reason)
+        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in chain(tensors, self.model.parameters()))
+        return tensors, structure, signature_of(structure, tensors, watch.training(), gradients), watch
+
+    def _renew_watch(self) -> None:
+        if not self._watch.intact():
+            self._watch = ModelWatch(self.model)
+            self.forget()
+
+    def _entry(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
+        """What runs calls of this signature. One that is new may be one too many until it has been called."""
+        with self._lock:
+            entries = self._entries
+            if signature not in entries:
+                with preparing:
+                    # Again, for a trace in another thread sets flags for all threads that are part of a signature.
+                    training, gradients = self._watch.training(), signature.records_gradients
+                    signature = signature_of(structure, tensors, training, gradients)
+                    if signature not in entries:
+                        entries[signature] = self._made(tensors, structure, signature)
+            entries.move_to_end(signature)
+            return entries[signature]
+
+    def _keep_to_limit(self, entry: Entry, works: bool) -> None:
+        """Where there is one entry too many: one that works takes the place of another, any other goes itself.
+
+        Args:
+            entry: the one that was used last.
+            works: whether that went well.
+        """
+        if len(self._entries) > self.options.max_signatures:
+            if works:
+                self._evict()
+            else:
+                self._drop(entry)
+
+    def _evict(self) -> None:
+        self._shortcut = None
+        with self._lock:
+            entries = self._entries
+            while len(entries) > self.options.max_signatures:
+                # The least recently used of what was never seen to work, or else of all.
+                signature = min(entries, key=lambda signature: entries[signature].works)
+                del entries[signature]
+                log.warning("%s: dropped the schedule for %s; see max_signatures", self._name, signature)
+
+    def _drop(self, entry: Entry) -> None:
+        self._shortcut = None
+        with self._lock:
+            for signature in [signature for signature, other in self._entries.items() if other is entry]:
+                del self._entries[signature]
+
+    def _made(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
+        try:
+            if _optimized_in_part(self.model):
+                raise TraceError("a part of it is optimized already: optimize the whole alone")
+            bound_inputs = self.bound_inputs or frozenset()
+            entry = Scheduled(self.model, structure, tensors, signature, bound_inputs, self.options)
+            log.info("%s, %s: %s", self._name, signature, entry.report.mode)
+            return entry
+        except Exception as error:
+            of_a_piece = self.bound_inputs is not None
+            if self.options.strict or (isinstance(error, OptionError) and not of_a_piece):
+                raise
+            splittable = isinstance(error, TraceError) and not isinstance(error, FastPathError)
+            if splittable and not of_a_piece:
+                log.warning("%s: %s; splitting it at graph breaks", self._name, error)
+                return Pieces(self.model, signature, str(error), self._piece)
+            reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
+            log.warning("%s runs plainly: %s", self._name, reason)
+            return Plain(self.model, signature, reason)
+
+    def _piece(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
+        return Dispatcher(module, self.options, bound_inputs)
+
+    def _refused(self, reason: str) -> Exception:
+        return TraceError(reason) if self.options.strict else _Bypass(reason)
+
+    def _note(self, reason: str) -> None:
+        """Remember, and say once, why a call went to the plain model."""
+        if reason not in self._bypasses:
+            log.warning("%s runs plainly: %s", self._name, reason)
+            refusal = Decision("", "plain", reason)
+            report = Report(self._name, "some calls", "plain", refusals=(refusal,), versions=versions())
+            self._bypasses = {**self._bypasses, reason: report}
+
+    @property
+    def _name(self) -> str:
+        return name_of(self.model)
+
+
+class _Bypass(Exception):  # noqa: N818 - a notice within this file, not an error
+    """A call must go to the plain model; the message says why."""
+
+
+def _optimized_in_part(model: nn.Module) -> bool:
+    return any(isinstance(value, Dispatcher) for module in model.modules() for value in vars(module).values())
+
+
+def _check_devices(model: nn.Module, inputs: object) -> None:
+    """Say so if a model could not be prepared and its inputs lie elsewhere than its state.
+
+    Raises:
+        TargetError: they do.
+    """
+    homes = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    try:
+        tensors, _ = flatten(inputs)
+    except TraceError:
+        return
+    for index, tensor in enumerate(tensors):
+        if homes and tensor.device not in homes:
+            home = min(map(str, homes))
+            raise TargetError(f"example input {index} is on {tensor.device}, the model on {home}: use .to({home!r})")
