@@ -81,6 +81,8 @@ def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
     spans = list(map(copyable, targets))
     plain = all(span is target for span, target in zip(spans, targets, strict=True))
     words = _words(spans)
+    if plain and len(targets) == 1:
+        return _copier_of_one(targets[0])
 
     def copy(sources: Sequence[Tensor]) -> None:
         moving = [index for index, address in enumerate(addresses) if sources[index].data_ptr() != address]
@@ -97,6 +99,19 @@ def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
             spans[moving[0]].copy_(ready[moving[0]], non_blocking=True)
         elif moving:
             torch._foreach_copy_([spans[i] for i in moving], [ready[i] for i in moving], non_blocking=True)
+
+    return copy
+
+
+def _copier_of_one(target: Tensor) -> Callable[[Sequence[Tensor]], None]:
+    """The same for the input of most models, in half the time."""
+    address, storage = target.data_ptr(), storage_of(target)
+
+    def copy(sources: Sequence[Tensor]) -> None:
+        (source,) = sources
+        if source.data_ptr() != address:
+            (source,) = static_copies(sources, [0]) if storage_of(source) == storage else (source,)
+            target.copy_(source, non_blocking=True)
 
     return copy
 
