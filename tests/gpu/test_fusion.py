@@ -85,6 +85,42 @@ def test_by_default_the_faster_level_runs(towers: Towers) -> None:
 
 
 @torch.no_grad()
+def test_templates_that_inductor_tunes_are_scheduled_too(towers: Towers) -> None:
+    settings = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
+    fast, x = autostream.optimize(towers, kernels="inductor", inductor_options=settings), torch.randn(64, 256).cuda()
+    torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+    assert_fused(fast)
+    assert any(name.startswith("triton_tem") for name in kernels_of(fast.reports[0]))
+
+
+@torch.no_grad()
+def test_a_frozen_weight_that_changes_is_seen(towers: Towers) -> None:
+    """Written in place, and then replaced."""
+    fast = autostream.optimize(towers, kernels="inductor", inductor_options={"freezing": True})
+    x = torch.randn(64, 256, device="cuda")
+    first: nn.Linear = towers.towers[0][0]  # type: ignore[index, assignment]
+    for change in (
+        lambda: None,
+        lambda: first.weight.mul_(2),
+        lambda: setattr(first, "weight", nn.Parameter(first.weight * 2)),
+    ):
+        change()
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), towers(x), rtol=1e-4, atol=1e-5)
+        assert_fused(fast)
+
+
+@torch.no_grad()
+def test_a_row_times_a_matrix_is_one_kernel_with_what_follows() -> None:
+    layer = nn.Sequential(nn.Linear(512, 256), nn.GELU()).half().cuda()
+    fast, x = autostream.optimize(layer, kernels="inductor"), torch.randn(1, 512, device="cuda", dtype=torch.float16)
+    torch.testing.assert_close(fast(x), layer(x), rtol=1e-2, atol=1e-3)
+    (report,) = fast.reports
+    assert report.graph
+    assert len(kernels_of(report)) == len(report.graph.ops) == 1
+
+
+@torch.no_grad()
 def test_the_short_way_on_a_gpu(towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
     """From any stream, with weights that change and move; and only where nothing else has changed."""
     fast, x = autostream.optimize(towers), torch.randn(64, 256, device="cuda")

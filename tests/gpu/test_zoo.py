@@ -1,13 +1,12 @@
 """All inference workloads in fused kernels: what the model computes, for changing inputs, from streams and threads.
 
-In half precision, as they are measured. A workload that is not fused, or not captured, is in a list here, with why.
+In half precision, as they are measured. Each is compiled: ``-n 6`` takes two minutes and a half on an H200.
 """
 
 from __future__ import annotations
 
 import gc
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,12 +22,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),  # as errors, Inductor's own would make it fall back
 ]
-
-EXCEPTIONS: Mapping[str, Mapping[str, str]] = {}
-"""Workloads that are ``"not fused"`` or ``"not captured"``, and what their reasons say."""
-
-NO_TRITON = {"bilstm"}
-"""Workloads of which nothing is left to Triton: what cuDNN computes stays a call of cuDNN's."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +61,7 @@ def test_fused_kernels_compute_what_the_model_does(name: str) -> None:
     check_threads(fast, examples, lanes(subject.args[0].device, 3))
 
     (report,) = fast.reports
-    refusals, expected = [(refusal.choice, refusal.reason) for refusal in report.refusals], EXCEPTIONS.get(name, {})
-    assert {choice for choice, _ in refusals} == expected.keys(), refusals
-    assert all(re.search(expected[choice], reason) for choice, reason in refusals), refusals
-    assert (report.mode == "cuda graph") == ("not captured" not in expected)
+    assert not report.refusals
+    assert report.mode == "cuda graph"
     assert report.graph
-    written_by_inductor = any(op.target.startswith("triton_") for op in report.graph.ops.values())
-    assert written_by_inductor == ("not fused" not in expected and name not in NO_TRITON)
+    assert any(op.target.startswith("triton_") for op in report.graph.ops.values())
