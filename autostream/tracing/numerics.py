@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def _precision(operation: str) -> Callable[[], Any]:
 
 
 _priorities = _c("_get_sdp_priority_order", lambda: ())
+_blas = _c("_get_blas_preferred_backend", lambda: 0)
 
 _GUARDED = (
     torch.get_default_dtype,
@@ -59,7 +61,7 @@ _UNGUARDED = (
     lambda: tuple(_priorities()),
     _c("_get_math_sdp_allow_fp16_bf16_reduction", torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed),
     _c("_get_cublas_allow_fp16_accumulation", lambda: torch.backends.cuda.matmul.allow_fp16_accumulation),
-    _c("_get_blas_preferred_backend", lambda: None),
+    lambda: int(_blas()),  # comparing these takes longer than all the rest
     torch.is_deterministic_algorithms_warn_only_enabled,
 )
 
@@ -76,8 +78,8 @@ def numerics() -> Hashable:
     return (
         *_autocast(),
         torch.get_default_device() if torch._C._len_torch_function_stack() else None,
-        *[setting() for setting in _GUARDED],
-        *[setting() for setting in _UNGUARDED],
+        *map(call, _GUARDED),
+        *map(call, _UNGUARDED),
     )
 
 
@@ -95,10 +97,8 @@ def watch_numerics() -> Callable[[], bool]:
         then = numerics()
         return lambda: numerics() == then
     unchanged: Callable[[], bool] = guard().check
-    unguarded = [setting() for setting in _UNGUARDED]
-    return lambda: (
-        unchanged() and not torch._C._len_torch_function_stack() and [setting() for setting in _UNGUARDED] == unguarded
-    )
+    unguarded = list(map(call, _UNGUARDED))
+    return lambda: unchanged() and not torch._C._len_torch_function_stack() and list(map(call, _UNGUARDED)) == unguarded
 
 
 def _autocast() -> list[Any]:
