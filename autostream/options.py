@@ -34,7 +34,8 @@ class Options:
             ``"auto"``: on a GPU whichever is faster, on the CPU ``"eager"``.
         inductor_options: for fused kernels, settings of ``torch._inductor.config`` by name, e.g.
             ``{"max_autotune": True}``. With ``{"freezing": True}`` weights are constants: a change of one costs a
-            compilation in the next call, and one made through ``tensor.data`` is not seen, as PyTorch does not count it.
+            compilation in the next call, and one made through ``tensor.data``, which PyTorch does not count, is not
+            seen.
         strict: raise where autostream would otherwise run the plain model and say why in the report.
         max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
 
