@@ -57,9 +57,12 @@ def _is_row(row: Tensor, matrix: Tensor) -> bool:
 
 
 def _product(row: Tensor, matrix: Tensor) -> Tensor:
-    """(1, K) times (K, N), added up in float32 at least, as cuBLAS does."""
+    """(1, K) times (K, N), added up in float32 at least, as cuBLAS does.
+
+    The matrix is widened by the multiplication: a cast of its own would be folded into a weight that is frozen.
+    """
     wide = torch.promote_types(row.dtype, torch.float32)
-    return (row.to(wide).unsqueeze(2) * matrix.to(wide).unsqueeze(0)).sum(1)
+    return (row.to(wide).unsqueeze(2) * matrix.unsqueeze(0)).sum(1)
 
 
 def _kept(*args: Any, **kwargs: Any) -> Any:

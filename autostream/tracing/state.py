@@ -186,10 +186,10 @@ def _settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         attributes = vars(module)
         for slots in _slots_of(module):
             yield from ((slots, name) for name, tensor in slots.items() if tensor is None)
+        yield attributes, "forward"  # of the class, unless somebody sets another one on the module
         if type(module).__module__.startswith("torch."):
             yield from ((attributes, name) for name in _TORCHS_OWN if name in attributes)
             continue
-        yield attributes, "forward"  # of the class, unless somebody sets another one on the module
         own = (name for name, value in attributes.items() if name not in common and not isinstance(value, Tensor))
         yield from ((attributes, name) for name in own if name != "forward")
         yield from ((attributes, name) for name in _defaults(type(module)) if name not in attributes)
