@@ -110,7 +110,7 @@ class OptimizedModule(nn.Module):
         check_settings(options.inductor_options)
         super().__init__()
         own = self.__dict__
-        own |= {name: getattr(model, name) for name in _SHARED}
+        own |= {name: getattr(model, name) for name in _SHARED}  # for those who look into it, as Dynamo does
         own["_compiled_call_impl"] = None
         own["_autostream"] = Dispatcher(model, options, bound_inputs)
 
@@ -139,16 +139,6 @@ class OptimizedModule(nn.Module):
 
     # What follows makes it a module like the one that it was made of.
 
-    @property
-    def training(self) -> bool:
-        """The model's own flag."""
-        return bool(self._autostream.model.training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_autostream" in self.__dict__:  # nn.Module.__init__ sets the flag before there is a model
-            self._autostream.model.training = mode
-
     def train(self, mode: bool = True) -> OptimizedModule:
         """Set the model's mode."""
         self._autostream.model.train(mode)
@@ -174,6 +164,9 @@ class OptimizedModule(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._autostream.model._load_from_state_dict(*args, **kwargs)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        return self._autostream.model._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """Look an attribute up in the model, but not its special methods: a copy would be one of the model alone."""
@@ -226,6 +219,23 @@ _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
+
+
+def _of_the_model(name: str) -> property:
+    """An attribute that is what the model has now: ``del`` of a part of an ``nn.Sequential`` gives it another."""
+
+    def get(self: OptimizedModule) -> Any:
+        return getattr(self._autostream.model, name)
+
+    def put(self: OptimizedModule, value: Any) -> None:
+        if "_autostream" in self.__dict__:  # nn.Module.__init__ sets it before there is a model
+            setattr(self._autostream.model, name, value)
+
+    return property(get, put)
+
+
+for _name in ("training", *_SHARED):
+    setattr(OptimizedModule, _name, _of_the_model(_name))
 
 
 class _FunctionModule(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autostream.errors import CaptureError, first_line
-from autostream.execution.bound import Bound, Frozen, versions_of
+from autostream.execution.bound import Bound, Frozen, Writes
 from autostream.execution.cuda_graph import CapturedGraph, Moved
 from autostream.execution.static import Output
 from autostream.ir import Candidate, Decision, Report, Role
@@ -69,9 +69,6 @@ class Scheduled:
         TraceError: the model cannot be traced.
     """
 
-    works = True
-    """It was measured when it was made."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -91,9 +88,9 @@ class Scheduled:
             self._signature = signature
             self._shortcut: Shortcut | None = None
             arguments = self._arguments(tensors)
-            before = versions_of(arguments)
+            writes = Writes(arguments if options.inductor_options.get("freezing") else ())
             tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
-            self._frozen = Frozen(tuned.program.frozen, arguments, before)
+            self._frozen = Frozen(tuned.program.frozen, arguments, writes)
             self._program, self._graph, self._selection = tuned.program, tuned.priced.graph, tuned.selection
             self._structure = traced.structure
             self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
@@ -257,9 +254,6 @@ class Pieces:
         signature: what this is made for.
         reason: why the whole model could not be traced.
         make_piece: makes what runs in the place of a piece; it has ``reports``.
-
-    Attributes:
-        works: whether a call has returned something.
     """
 
     def __init__(
@@ -269,7 +263,7 @@ class Pieces:
         self._signature = signature
         self._refusals = {reason: Decision("", "split at graph breaks", reason)}
         self._pieces: list[OptimizedPiece] = []
-        self._called = self.works = False
+        self._called = False
 
         def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
             self._pieces.append(make_piece(module, bound_inputs))
@@ -281,15 +275,13 @@ class Pieces:
         """What the model returns for these arguments."""
         self._called = True
         try:
-            outputs = self._run(*args, **kwargs)
+            return self._run(*args, **kwargs)
         except Exception as error:
             if self._run is self._model or not is_refusal(error):
                 raise
             self._refuse(first_line(error))
             self._run, self._pieces = self._model, []
-            outputs = self._model(*args, **kwargs)
-        self.works = True
-        return outputs
+        return self._model(*args, **kwargs)
 
     def _refuse(self, reason: str) -> None:
         reason = f"Dynamo cannot trace it either: {reason}"

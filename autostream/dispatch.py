@@ -11,8 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,7 @@ from autostream.ir import Decision, Report
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
 from autostream.shortcut import Changed, Shortcut
-from autostream.tracing.guards import exporting, symbolic, unusual_call, unusual_tensor
+from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
@@ -58,24 +61,23 @@ class Dispatcher:
         self._disabled = disabled()
         self._lock = threading.RLock()
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
+        self._proven: WeakSet[Entry] = WeakSet()
         self._bypasses: dict[str, Report] = {}
         self._shortcut: Shortcut | None = None
         self._watch = ModelWatch(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        if self._disabled:
-            return self.model(*args, **kwargs)
         shortcut = self._shortcut
         if shortcut is not None and not kwargs and shortcut.fits(args):
             try:
                 return shortcut(args)
             except Changed:
                 self._shortcut = None
-        if exporting():
+        if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
+            return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self._disabled or exporting():
             return self.model(*args, **kwargs)
-        if symbolic((args, kwargs)):  # fx looks for what is called among its root's submodules: the model is not there
-            return self.model.forward(*args, **kwargs)
         try:
             return self._scheduled(args, kwargs)
         except _Bypass as bypass:
@@ -89,16 +91,7 @@ class Dispatcher:
             TargetError: an input lies on another device than the model's state.
             TraceError: with ``strict=True``, the model cannot be traced.
         """
-        with torch.no_grad():
-            try:
-                tensors, structure, signature, _ = self._signature(args, kwargs)
-                entry = self._entry(tensors, structure, signature)
-                self._keep_to_limit(entry, entry.works)
-                prepared = isinstance(entry, Scheduled)
-            except _Bypass as bypass:
-                self._note(str(bypass))
-                prepared = False
-        if not prepared:
+        if not self._disabled and self._prepared(args, kwargs) is None:
             _check_devices(self.model, (args, kwargs))
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,12 +102,9 @@ class Dispatcher:
         Returns:
             ``(args, kwargs)``; the given tensors themselves where nothing is captured.
         """
-        with torch.no_grad():
-            tensors, structure, signature, _ = self._signature(args, kwargs)
-            entry = self._entry(tensors, structure, signature)
-            self._keep_to_limit(entry, entry.works)
-        static = entry.static_inputs() if isinstance(entry, Scheduled) else None
-        return unflatten(structure, static or tensors)
+        scheduled = None if self._disabled else self._prepared(args, kwargs)
+        static = scheduled and scheduled.static_inputs()
+        return unflatten(flatten((args, kwargs))[1], static) if static else (args, kwargs)
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -128,27 +118,38 @@ class Dispatcher:
         self._entries = OrderedDict()
         self._shortcut = None
 
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scheduled | None:
+        """The schedule for calls with these arguments, if there can be one. What was asked for counts as proven."""
+        with torch.no_grad():
+            try:
+                tensors, structure, signature, _ = self._signature(args, kwargs)
+            except _Bypass as bypass:
+                self._note(str(bypass))
+                return None
+            entry, proven = self._entry(tensors, structure, signature)
+        proven()
+        return entry if isinstance(entry, Scheduled) else None
+
     def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._shortcut = None
         tensors, structure, signature, watch = self._signature(args, kwargs)
         if signature.records_gradients:
             raise self._refused(RECORDS_GRADIENTS)
         for _ in range(2):
-            entry = self._entry(tensors, structure, signature)
+            entry, proven = self._entry(tensors, structure, signature)
             try:
                 outputs = entry(tensors) if isinstance(entry, Scheduled) else entry(*args, **kwargs)
             except Stale:
                 self._drop(entry)
                 continue
             except Unsuitable as reason:
-                self._keep_to_limit(entry, works=True)
+                proven()
                 raise self._refused(str(reason)) from None
             except Exception:
                 if isinstance(entry, Plain) and not entry.works:  # the model failed, perhaps at this input only
                     self._drop(entry)
-                self._keep_to_limit(entry, works=False)  # whatever else runs well stays
                 raise
-            self._keep_to_limit(entry, works=True)
+            proven()
             if isinstance(entry, Scheduled) and not kwargs and watch is self._watch:
                 self._shortcut = entry.shortcut(args, watch)
             return outputs
@@ -173,8 +174,10 @@ class Dispatcher:
             self._watch = ModelWatch(self.model)
             self.forget()
 
-    def _entry(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
-        """What runs calls of this signature. One that is new may be one too many until it has been called."""
+    def _entry(
+        self, tensors: list[Tensor], structure: Structure, signature: Signature
+    ) -> tuple[Entry, Callable[[], None]]:
+        """What runs calls of this signature, and what to call as soon as it has."""
         with self._lock:
             entries = self._entries
             if signature not in entries:
@@ -184,30 +187,33 @@ class Dispatcher:
                     signature = signature_of(structure, tensors, training, gradients)
                     if signature not in entries:
                         entries[signature] = self._made(tensors, structure, signature)
+                        self._keep_to_limit(entries)
             entries.move_to_end(signature)
-            return entries[signature]
+            entry = entries[signature]
+            return entry, partial(self._prove, entries, signature, entry)
 
-    def _keep_to_limit(self, entry: Entry, works: bool) -> None:
-        """Where there is one entry too many: one that works takes the place of another, any other goes itself.
+    def _prove(self, entries: OrderedDict[Signature, Entry], signature: Signature, entry: Entry) -> None:
+        """Count an entry among those that have worked."""
+        if entry not in self._proven:
+            with self._lock:
+                self._proven.add(entry)
+                entries.setdefault(signature, entry)  # others may have taken its place while it ran
+                entries.move_to_end(signature)
+                self._keep_to_limit(entries)
 
-        Args:
-            entry: the one that was used last.
-            works: whether that went well.
+    def _keep_to_limit(self, entries: OrderedDict[Signature, Entry]) -> None:
+        """Drop what is too much: first what has not worked yet, then the least recently used.
+
+        The last that has not worked yet is not counted. It takes the place of another when it works; and if it never
+        does, it need not be made again for each call that fails.
         """
-        if len(self._entries) > self.options.max_signatures:
-            if works:
-                self._evict()
-            else:
-                self._drop(entry)
-
-    def _evict(self) -> None:
-        self._shortcut = None
-        with self._lock:
-            entries = self._entries
-            while len(entries) > self.options.max_signatures:
-                # The least recently used of what was never seen to work, or else of all.
-                signature = min(entries, key=lambda signature: entries[signature].works)
-                del entries[signature]
+        proven = {signature: entry in self._proven for signature, entry in entries.items()}
+        last = next((signature for signature in reversed(proven) if not proven[signature]), None)
+        counted = sorted((signature for signature in proven if signature != last), key=proven.__getitem__)
+        for signature in counted[: -self.options.max_signatures]:
+            self._shortcut = None
+            del entries[signature]
+            if proven[signature]:
                 log.warning("%s: dropped the schedule for %s; see max_signatures", self._name, signature)
 
     def _drop(self, entry: Entry) -> None:
@@ -238,6 +244,10 @@ class Dispatcher:
 
     def _piece(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
         return Dispatcher(module, self.options, bound_inputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the model and the options; schedules are made anew."""
+        return Dispatcher, (self.model, self.options, self.bound_inputs)
 
     def _refused(self, reason: str) -> Exception:
         return TraceError(reason) if self.options.strict else _Bypass(reason)

@@ -204,8 +204,8 @@ def plan(
     device = None if profile is None else _device_of(profile)
     stopwatch = Stopwatch()
     tensors, structure = flatten((tuple(args), dict(kwargs)))
-    signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
-    with stopwatch("trace"):
+    with torch.no_grad(), stopwatch("trace"):  # calls without gradients are planned for
+        signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
         traced = trace(model, tensors, structure, device=device)
     arguments = arguments_of(traced, model, tensors) if options.costs == "measured" else None
     priced = price_program(traced.program, options, stopwatch, profile, arguments)

@@ -132,6 +132,28 @@ def test_mode_and_dtype_are_the_models() -> None:
     assert not model[0].weight.requires_grad
 
 
+def test_parts_that_are_deleted_are_gone() -> None:
+    """``del`` gives the model other dictionaries."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    fast = autostream.optimize(model)
+    del model[1]
+    model.append(nn.Linear(4, 2))
+    fast.register_buffer("extra", torch.ones(1))
+    for listing in ("named_parameters", "named_buffers", "named_children"):
+        assert [name for name, _ in getattr(fast, listing)()] == [name for name, _ in getattr(model, listing)()]
+    assert list(fast.state_dict()) == list(model.state_dict())
+    with torch.no_grad():
+        same(fast(t(3, 4)), model(t(3, 4)))
+
+
+def test_replicas_for_data_parallel_are_the_models() -> None:
+    model, x = nn.Linear(4, 4), t(3, 4)
+    replica: Any = autostream.optimize(model)._replicate_for_data_parallel()
+    assert "_is_replica" not in vars(model)
+    replica.weight, replica.bias = torch.eye(4), torch.zeros(4)  # as nn.parallel.replicate does
+    same(replica(x), x)
+
+
 def test_hooks_on_it_are_called_as_on_any_module() -> None:
     model = nn.Linear(4, 4)
     fast = autostream.optimize(model)
@@ -584,6 +606,31 @@ def test_torch_fx_traces_a_part_as_the_plain_model() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("given", ["a symbol", "a tensor"])
+@pytest.mark.parametrize("switched", ["on", "off"])
+def test_torch_fx_traces_a_part_with_its_hooks_whatever_it_is_given(
+    given: str, switched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if switched == "off":
+        monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    model, x = Net(), t(3, 4)
+    model.register_forward_hook(lambda module, args, result: result * 3)
+    fast = autostream.optimize(model)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fast = fast
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.fast(x if given == "a symbol" else torch.ones(3, 4))
+
+    traced = torch.fx.symbolic_trace(Outer())
+    model.left.weight.mul_(2)
+    same(traced(x), x + model(x if given == "a symbol" else torch.ones(3, 4)))
+
+
+@torch.no_grad()
 def test_torch_jit_traces_the_plain_model() -> None:
     model = Net()
     fast = autostream.optimize(model)
@@ -633,9 +680,9 @@ def test_an_entry_for_each_signature() -> None:
     assert entries(t(3, 4)) == 7
     fast.requires_grad_(False)
     with torch.enable_grad():
-        assert entries(t(3, 4)) == 7
+        assert entries(t(3, 4)) == 8
     same(fast.train()(t(3, 4)), model(t(3, 4)))
-    assert len(fast.reports) == 7
+    assert len(fast.reports) == 8
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,8 @@ from torch._dynamo.exc import TorchDynamoException
 
 from autostream import optimize, tuning
 from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, _Captured, preparing
-from autostream.execution.bound import Frozen, versions_of
+from autostream.execution import bound
+from autostream.execution.bound import Frozen, Writes
 from autostream.ir import Decision, Program, Report
 from autostream.options import Options
 from autostream.select import Selection
@@ -278,6 +281,19 @@ def test_one_model_is_prepared_at_a_time() -> None:
     assert done.is_set()
 
 
+def test_a_model_that_asks_for_the_grad_mode_gets_that_of_its_call() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if torch.is_grad_enabled() else x - 1
+
+    model = Asks()
+    fast = optimize(model)
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode) * 2:
+        with mode():
+            assert torch.equal(fast(t(3)), model(t(3)))
+    assert {report.mode for report in fast.reports} == {"plain", "one stream"}
+
+
 # Frozen weights
 
 
@@ -289,6 +305,7 @@ def test_one_model_is_prepared_at_a_time() -> None:
         lambda layer: layer.load_state_dict({"weight": t(4, 4) + 1, "bias": t(4)}),
         lambda layer: setattr(layer.weight, "data", t(4, 4) + 1),
         lambda layer: setattr(layer, "weight", nn.Parameter(t(4, 4) + 1)),
+        lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.data)),
     ],
 )
 def test_a_program_that_holds_weights_is_stale_once_they_are_changed(change: Any, freezes: dict[str, Any]) -> None:
@@ -312,11 +329,44 @@ def test_changed_weights_are_seen_though_they_are_frozen(freezes: dict[str, Any]
     assert len(fast.reports) == 1
 
 
+def test_steps_of_a_fused_optimizer_are_seen_though_pytorch_does_not_count_them(freezes: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    fast, optimizer = optimize(model, **freezes), torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(t(3, 4)), model(t(3, 4)))
+        model(t(3, 4)).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(t(3, 4)), model(t(3, 4)))
+        torch.testing.assert_close(fast(t(3, 4)), model(t(3, 4)))
+
+
+@torch.no_grad()
+def test_frozen_weights_go_with_what_was_made(freezes: dict[str, Any]) -> None:
+    entry = scheduled(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), t(3, 4), **freezes)
+    constants = [weakref.ref(constant) for constant in entry._program.module.buffers()]
+    del entry
+    gc.collect()
+    assert constants
+    assert {constant() for constant in constants} == {None}
+
+
+@pytest.mark.parametrize("freezing", [True, False])
+def test_optimizers_are_watched_only_for_who_freezes(
+    freezing: bool, freezes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[bool] = []
+    monkeypatch.setattr(bound, "_watch_optimizers", lambda: watched.append(True))
+    scheduled(nn.Linear(4, 4), t(3, 4), **(freezes if freezing else {}))
+    assert watched == [True] * freezing
+
+
 @torch.no_grad()
 def test_a_short_way_sees_that_frozen_weights_have_changed() -> None:
     weight = torch.ones(2)
     captured = type("Graph", (), {"launch": None, "unmoved": lambda self, tensors: True})()
-    run = _Captured(captured, Frozen([0], [weight], versions_of([weight])), looks_first=False)
+    run = _Captured(captured, Frozen([0], [weight], Writes([weight])), looks_first=False)
     assert run.unmoved([weight])
     weight.mul_(2)
     assert not run.unmoved([weight])

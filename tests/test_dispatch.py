@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from autostream.build import preparing
 from autostream.dispatch import Dispatcher
-from autostream.errors import TargetError
+from autostream.errors import TargetError, TraceError
 from autostream.options import Options
 from tests.semantics import CONFIGURATIONS, Model, same
 
@@ -36,6 +37,11 @@ def kept(dispatch: Dispatcher) -> list[str]:
     return [report.signature.partition(":")[0] for report in dispatch.reports]
 
 
+def good(dispatch: Dispatcher) -> list[str]:
+    """Those that are kept for calls with four columns."""
+    return [shape for shape in kept(dispatch) if shape.endswith("x4")]
+
+
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "autostream.dispatch"]
 
@@ -56,15 +62,6 @@ def test_the_least_recently_used_goes_first(caplog: pytest.LogCaptureFixture) ->
     assert "max_signatures" in message
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("use", [Dispatcher.prepare, Dispatcher.static_inputs])
-def test_what_is_prepared_counts_as_well(use: Callable[..., Any]) -> None:
-    dispatch = dispatcher(nn.Linear(4, 4), max_signatures=2)
-    for rows in (1, 2, 3):
-        use(dispatch, t(rows, 4))
-    assert kept(dispatch) == ["3x4", "2x4"]
-
-
 def branches(s: Model, x: Tensor) -> Tensor:
     """A layer after a graph break."""
     return s.layer(x) if x.sum() < 1e9 else x
@@ -80,6 +77,15 @@ def picky(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("use", [Dispatcher.prepare, Dispatcher.static_inputs])
+def test_what_is_prepared_counts_as_well(use: Callable[..., Any], picky: nn.Module) -> None:
+    dispatch = dispatcher(picky, max_signatures=2)
+    for rows in (1, 2, 3):
+        use(dispatch, t(rows, 4))
+    assert kept(dispatch) == ["3x4", "2x4"]
+
+
+@torch.no_grad()
 def test_calls_that_fail_drop_nothing_that_works(picky: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     dispatch = dispatcher(picky, max_signatures=2)
     for rows in (1, 2):
@@ -87,7 +93,8 @@ def test_calls_that_fail_drop_nothing_that_works(picky: nn.Module, caplog: pytes
     for rows in (1, 2, 3):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             dispatch(t(rows, 5))
-    assert kept(dispatch) == ["2x4", "1x4"]
+    assert good(dispatch) == ["2x4", "1x4"]
+    assert len(dispatch.reports) <= 3, "the last that failed may stay"
     assert not [message for message in messages(caplog) if "dropped" in message]
     same(dispatch(t(1, 4)), picky(t(1, 4)))
 
@@ -101,7 +108,8 @@ def test_what_never_worked_goes_before_what_did(picky: nn.Module) -> None:
             dispatch(t(rows, 5))
     for rows in (2, 3):
         dispatch(t(rows, 4))
-    assert kept(dispatch) == ["3x4", "2x4", "1x4"]
+    assert good(dispatch) == ["3x4", "2x4", "1x4"]
+    assert len(dispatch.reports) <= 4, "the last that failed may stay"
 
 
 @torch.no_grad()
@@ -113,28 +121,74 @@ def test_why_a_model_that_fails_is_not_scheduled_is_known() -> None:
     assert "torch.export cannot trace Linear" in report.refusals[0].reason
 
 
-@torch.no_grad()
-def test_preparing_what_fails_drops_nothing_that_works() -> None:
-    dispatch = dispatcher(nn.Linear(4, 4), max_signatures=2)
-    for shape in ((1, 4), (1, 5), (2, 5)):
-        dispatch.prepare(t(*shape))
-    assert kept(dispatch) == ["1x5", "1x4"], "there is no room for another"
-    dispatch.prepare(t(2, 4))
-    assert kept(dispatch) == ["2x4", "1x4"]
+def increments(s: Model, x: Tensor) -> Tensor:
+    """Fails for inference tensors outside of inference mode, where they may be read, but not written."""
+    return x.add_(1)
+
+
+@torch.inference_mode()
+def read_only(size: int) -> Tensor:
+    return torch.ones(size)
 
 
 @torch.no_grad()
-def test_a_schedule_stays_when_a_call_of_it_fails_unless_there_is_no_room() -> None:
-    """An inference tensor may be read outside of inference mode, but not written."""
-    dispatch = dispatcher(Model(lambda s, x: x.add_(1)), max_signatures=2)
-    with torch.inference_mode():
-        frozen = {rows: torch.ones(rows) for rows in (1, 2, 3)}
-    for rows in (1, 2, 3):
+def test_one_schedule_whose_calls_fail_is_kept_beyond_the_limit() -> None:
+    dispatch = dispatcher(Model(increments), max_signatures=2)
+    for size in (1, 2, 3, 4):
         with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
-            dispatch(frozen[rows])
-    assert kept(dispatch) == ["2", "1"]
+            dispatch(read_only(size))
+    assert kept(dispatch) == ["4", "3", "2"]
+    dispatch(t(4))
     dispatch(t(3))
-    assert kept(dispatch) == ["3", "2"]
+    assert kept(dispatch) == ["3", "4", "2"]
+    dispatch(t(2))
+    assert kept(dispatch) == ["2", "3"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model", "works", "fails"),
+    [(Model(increments), t(1), read_only(2)), (Model(branches, layer=nn.Linear(4, 4)), t(1, 4), t(1, 5))],
+)
+def test_what_calls_that_fail_run_is_made_once(
+    model: nn.Module, works: Tensor, fails: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch = dispatcher(model, max_signatures=1)
+    make, made = dispatch._made, []
+    monkeypatch.setattr(dispatch, "_made", lambda *args: made.append(args) or make(*args))
+    dispatch(works)
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            dispatch(fails)
+    dispatch(works)
+    assert len(made) == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_lost_its_place_in_its_first_call_gets_it_back(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.build.trace", lambda *args: 1 / 0)  # so that it runs plainly
+
+    def calls_itself(s: Model, x: Tensor) -> Tensor:
+        if len(x) == 3:
+            dispatch(x[:1])
+            dispatch(x[:2])
+            assert kept(dispatch) == ["2x4"]
+            if forgets:
+                dispatch.forget()
+        return x + 1
+
+    dispatch = dispatcher(Model(calls_itself), max_signatures=1)
+    dispatch(t(3, 4))
+    assert kept(dispatch) == ([] if forgets else ["3x4"])
+
+
+@torch.no_grad()
+def test_the_call_that_ends_last_is_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.build.trace", lambda *args: 1 / 0)  # so that it runs plainly
+    dispatch = dispatcher(Model(lambda s, x: dispatch(x[:1]) if len(x) > 1 else x + 1), max_signatures=1)
+    dispatch(t(2, 4))
+    assert kept(dispatch) == ["2x4"]
 
 
 @torch.no_grad()
@@ -188,6 +242,64 @@ def test_static_inputs_without_a_captured_graph_are_the_given_ones() -> None:
     (args, kwargs) = dispatcher(nn.ReLU()).static_inputs(input=x)
     assert args == ()
     assert kwargs["input"] is x
+
+
+@torch.no_grad()
+def test_static_inputs_of_calls_that_go_to_the_plain_model_are_the_given_ones() -> None:
+    model, x = nn.Sequential(nn.ReLU()), t(3, 4)
+    model[0].register_forward_hook(lambda *args: None)
+    dispatch = dispatcher(model)
+    (args, kwargs) = dispatch.static_inputs(x, flag=True)
+    assert args[0] is x
+    assert kwargs == {"flag": True}
+    assert modes(dispatch) == ["plain"]
+    with pytest.raises(TraceError, match="forward hooks"):
+        dispatcher(model, strict=True).static_inputs(x)
+
+
+def test_nothing_is_prepared_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    dispatch = dispatcher(Model(branches, layer=nn.Linear(4, 4)), strict=True)
+    x = t(3, 4)
+    dispatch.prepare(x)
+    (args, kwargs) = dispatch.static_inputs(x)
+    assert args[0] is x
+    assert kwargs == {}
+    assert dispatch.reports == ()
+
+
+@torch.no_grad()
+def test_its_methods_can_be_pickled() -> None:
+    dispatch = dispatcher(nn.Linear(4, 4), streams=2)
+    dispatch(t(3, 4))
+    prepare = pickle.loads(pickle.dumps(dispatch.prepare))
+    prepare(t(3, 4))
+    twin = prepare.__self__
+    assert twin.options == dispatch.options
+    assert modes(twin) == ["one stream"]
+    same(twin(t(3, 4)), dispatch(t(3, 4)))
+
+
+@torch.no_grad()
+def test_a_trace_of_torch_fx_in_another_thread_is_none_of_ours() -> None:
+    calls: list[int] = []
+    dispatch = dispatcher(Model(lambda s, x: calls.append(1) or x + 1))
+    dispatch(x=t(3))
+    known = len(calls)
+
+    def traced(x: Any) -> Any:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(60)
+        return x
+
+    @torch.no_grad()
+    def call() -> None:
+        same(dispatch(x=t(3)), t(3) + 1)
+        calls.append(0)
+
+    torch.fx.symbolic_trace(traced)
+    assert calls[known:] == [0], "the call was made, and did not run the model"
 
 
 def test_inputs_that_lie_elsewhere_cannot_be_prepared_for() -> None:

@@ -9,12 +9,17 @@ Private to PyTorch (seen on 2.11 and 2.13): ``TensorGuards``. Where a version la
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter
+from functools import cache
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from autostream.storages import storage_of
 
 
 class Bound:
@@ -54,19 +59,19 @@ class Bound:
 
 
 class Frozen:
-    """Whether what a program holds on to is still what some of its arguments hold, as far as their versions tell.
+    """Whether what a program holds on to is still what some of its arguments hold, as far as that can be seen.
 
-    PyTorch counts what is written to a tensor, but for what is written through ``tensor.data``, and it counts nothing
-    for tensors that were made in inference mode. Keeps the tensors' memory, so that nothing else can come to lie there.
+    They have to be the same tensors, where they were, and unwritten (:class:`Writes`). Keeps the tensors and their
+    memory, so that nothing else can come to lie there.
 
     Args:
         positions: of those arguments.
         tensors: all arguments.
-        versions: of all arguments, from before the program was made.
+        writes: to all arguments, seen since before the program was made.
 
     Example:
         >>> weight = torch.ones(2)
-        >>> frozen = Frozen({0}, [weight], versions_of([weight]))
+        >>> frozen = Frozen({0}, [weight], Writes([weight]))
         >>> frozen([weight])
         True
         >>> _ = weight.mul_(2)
@@ -74,18 +79,84 @@ class Frozen:
         False
     """
 
-    def __init__(self, positions: Collection[int], tensors: Sequence[Tensor], versions: Sequence[int | None]) -> None:
+    def __init__(self, positions: Collection[int], tensors: Sequence[Tensor], writes: Writes) -> None:
         self._positions = sorted(positions)
-        self._versions = [versions[at] for at in self._positions]
-        self._held = [tensors[at].detach() for at in self._positions]
-        self._unmoved = Bound(self._held).unmoved
+        if not self._positions:
+            return
+        self._tensors = [tensors[at] for at in self._positions]
+        self._versions = [writes.versions[at] for at in self._positions]
+        self._writes = writes
+        self._memory = [tensor.detach() for tensor in self._tensors]
+        self._storages = frozenset(map(storage_of, self._memory))
+        self._unmoved = Bound(self._memory).unmoved
 
     def __call__(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it holds of these arguments."""
         if not self._positions:
             return True
         now = [tensors[at] for at in self._positions]
-        return versions_of(now) == self._versions and self._unmoved(now)
+        return (
+            all(map(is_, now, self._tensors))
+            and versions_of(now) == self._versions
+            and self._writes.stepped.isdisjoint(self._storages)
+            and self._unmoved(now)
+        )
+
+
+class Writes:
+    """What can be seen of writes to some tensors: their versions now, and from now on the steps of optimizers.
+
+    PyTorch counts what ops write to a tensor, but not what a fused optimizer does. Nor does it count, and cannot be
+    seen: writes through ``tensor.data``, NumPy or the storage, collectives, replays of a captured training step, and
+    whatever is written to a tensor that was made in inference mode. Holds no reference to the tensors.
+
+    Args:
+        tensors: to look at. As soon as there are any, PyTorch tells this module of every step of an optimizer.
+
+    Attributes:
+        versions: of each tensor when this was made.
+        stepped: storages of those tensors that an optimizer has stepped on since.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> writes = Writes([weight])
+        >>> torch.optim.SGD([weight]).step()
+        >>> writes.stepped == {storage_of(weight)}
+        True
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.versions = versions_of(tensors)
+        self.stepped: set[int] = set()
+        self._storages = frozenset(map(storage_of, tensors))
+        if tensors:
+            _watching[id(self)] = self
+            _watch_optimizers()
+
+    def note(self, storages: frozenset[int]) -> None:
+        """An optimizer has stepped on these."""
+        self.stepped |= self._storages & storages
+
+
+_watching: weakref.WeakValueDictionary[int, Writes] = weakref.WeakValueDictionary()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """One hook for good: another thread's optimizer may be going through PyTorch's hooks when one comes or goes."""
+    register_optimizer_step_post_hook(torch.compiler.disable(_note_step))  # type: ignore[no-untyped-call]
+
+
+_ORDINARY = (Tensor, nn.Parameter)
+
+
+def _note_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if watching := _watching.valuerefs():  # a copy
+        tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        ordinary = (tensor for tensor in tensors if type(tensor) in _ORDINARY and tensor.layout is torch.strided)
+        storages = frozenset(map(storage_of, ordinary))
+        for writes in filter(None, (reference() for reference in watching)):
+            writes.note(storages)
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:

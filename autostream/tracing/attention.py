@@ -30,7 +30,7 @@ def fused_attention() -> Iterator[None]:
     if not _supported():
         yield
         return
-    tracing = threading.get_ident()
+    tracing: int | None = threading.get_ident()
     overridden, traced = torch.overrides.has_torch_function, activation._is_make_fx_tracing
 
     def has_torch_function(tensors: Any) -> bool:
@@ -41,11 +41,14 @@ def fused_attention() -> Iterator[None]:
     def is_make_fx_tracing() -> bool:
         return threading.get_ident() != tracing and bool(traced())  # type: ignore[no-untyped-call]
 
-    with (
-        mock.patch.object(torch.overrides, "has_torch_function", has_torch_function),
-        mock.patch.object(activation, "_is_make_fx_tracing", is_make_fx_tracing),
-    ):
-        yield
+    try:
+        with (
+            mock.patch.object(torch.overrides, "has_torch_function", has_torch_function),
+            mock.patch.object(activation, "_is_make_fx_tracing", is_make_fx_tracing),
+        ):
+            yield
+    finally:
+        tracing = None  # a module that is first imported in between keeps what it imports
 
 
 def _supported() -> bool:

@@ -88,37 +88,48 @@ class Constants(TorchFunctionMode):
 
 
 @contextmanager
-def inference_mode_unasked() -> Iterator[None]:
-    """Refuse, in this thread, a model that asks whether inference mode is on: tracing turns it off.
+def unasked(question: str) -> Iterator[None]:
+    """Refuse, in this thread, a model that asks PyTorch for a mode which tracing turns off.
 
     Whoever has imported the function by its name is not noticed.
 
+    Args:
+        question: the name of a function of ``torch``, which takes no arguments.
+
     Example:
-        >>> with inference_mode_unasked():
+        >>> with unasked("is_inference_mode_enabled"):
         ...     torch.is_inference_mode_enabled()
         Traceback (most recent call last):
         autostream.errors.FastPathError: the model asks (is_inference_mode_enabled) what may change from call to call
     """
-    tracing, enabled = threading.get_ident(), torch.is_inference_mode_enabled
+    tracing: int | None = threading.get_ident()
+    answer = getattr(torch, question)
 
-    def is_inference_mode_enabled() -> bool:
+    def ask() -> bool:
         if threading.get_ident() == tracing:
-            _refuse_question("is_inference_mode_enabled", sys._getframe(1))
-        return enabled()
+            _refuse_question(question, sys._getframe(1))
+        return bool(answer())
 
-    with mock.patch.object(torch, "is_inference_mode_enabled", is_inference_mode_enabled):
-        yield
+    try:
+        with mock.patch.object(torch, question, ask):
+            yield
+    finally:
+        tracing = None  # a module that is first imported in between keeps what it imports
 
 
 def _refuse_question(name: str, asking: FrameType) -> None:
-    """Raise an error unless it is PyTorch that asks, for whose ops it makes no difference where nothing is recorded."""
-    if str(asking.f_globals.get("__name__")).partition(".")[0] != "torch":
+    """Raise an error unless it is PyTorch that asks, for whose ops it makes no difference where nothing is recorded.
+
+    Its interpreter of graphs asks what the graph does, which is the model's.
+    """
+    module = str(asking.f_globals.get("__name__"))
+    if module.partition(".")[0] != "torch" or module == "torch.fx.interpreter":
         raise FastPathError(f"the model asks ({name}) what may change from call to call")
 
 
-_requires_grad: Any = Tensor.requires_grad
+_ATTRIBUTES = ("requires_grad", "is_leaf", "grad_fn", "grad", "_version", "retains_grad")
 _QUESTIONS = {
-    _requires_grad.__get__: "requires_grad",
+    **{getattr(Tensor, name).__get__: name for name in _ATTRIBUTES},
     Tensor.is_inference: "is_inference",
     torch.is_inference: "is_inference",
 }

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
-from autostream.tracing.constants import Constants, inference_mode_unasked, tensors_held
+from autostream.tracing.constants import Constants, tensors_held, unasked
 from autostream.tracing.guards import unusual
 from autostream.tracing.leaks import recalled
 from autostream.tracing.replica import replica, with_ordinary_parameters
@@ -143,6 +143,7 @@ class _FlatModel(nn.Module):
         super().__init__()
         self.model = model
         self._structure = structure
+        self._grad_mode = torch.is_grad_enabled()
         self.result = _Result()
         self.constants = Constants(held, _called.__code__)
 
@@ -156,7 +157,7 @@ class _FlatModel(nn.Module):
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
-            with patched_for_this_thread(), preserve_node_meta(), self.constants, inference_mode_unasked():
+            with patched_for_this_thread(), preserve_node_meta(), self.constants, self._unasked():
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
@@ -175,6 +176,13 @@ class _FlatModel(nn.Module):
         outputs, output_structure = flatten(result)
         self.result.structure = output_structure
         return tuple(outputs)
+
+    @contextmanager
+    def _unasked(self) -> Iterator[None]:
+        """Refuse questions about modes of the call that export turns off."""
+        grad_mode = unasked("is_grad_enabled") if self._grad_mode else nullcontext()
+        with unasked("is_inference_mode_enabled"), grad_mode:
+            yield
 
 
 _UNLIKELY_SEED = 0x5EED_0F_A_7ACE
@@ -195,6 +203,7 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
     from torch.export import export
 
+    _acquaint_dynamo()
     with ExitStack() as stack:
         stack.callback(lambda: unreferenced(flat.result.modes | _modes_of(flat.model)))
         stack.enter_context(untouched(flat.model))
@@ -213,6 +222,17 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
     return exported
 
 
+def _acquaint_dynamo() -> None:
+    """Let Dynamo look up PyTorch's functions now: it does so once, and would find what stands in for them in a trace.
+
+    The branches of a ``torch.cond`` make it look. Private to PyTorch (seen in 2.11 and 2.13).
+    """
+    with suppress(ImportError, AttributeError):
+        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+        TorchInGraphFunctionVariable._get_handlers()
+
+
 def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:
     """The modes of fake tensors in the notes of a graph, which is what a piece that Dynamo made is."""
     nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
@@ -222,7 +242,8 @@ def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:
 
 def _refusal(model: nn.Module, error: Exception) -> TraceError:
     if isinstance(error, TraceError):
-        return type(error)(f"{error}{_blamed(error)}")
+        refusal, _, _ = str(error).partition("\n")  # torch.fx adds pages to errors in graphs that it interprets
+        return type(error)(f"{refusal}{_blamed(error)}")
     return TraceError(f"torch.export cannot trace {type(model).__name__}: {first_line(error)}{_blamed(error)}")
 
 

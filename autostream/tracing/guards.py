@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from traceback import walk_stack
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_leaves
 
 _ORDINARY = {Tensor, nn.Parameter, nn.Buffer}
 _DEVICES = {"cpu", "cuda"}
 
-_is_fx_tracing = getattr(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: True)
-"""Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, each call is looked at."""
+_FX_TRACE = inspect.unwrap(torch.fx.Tracer.trace).__code__
+_fx_flag = getattr(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: True)
+"""Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, each call that is not like the last looks."""
 
 
 def exporting() -> bool:
@@ -23,14 +25,10 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() and torch._C._len_torch_dispatch_stack() > 0
 
 
-def symbolic(value: object) -> bool:
-    """Whether ``torch.fx`` is tracing this call, as part of another model, for these are no tensors but their symbols.
-
-    Example:
-        >>> symbolic(([torch.ones(2)], {}))
-        False
-    """
-    return _is_fx_tracing() and any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves(value))
+def traced_by_fx() -> bool:
+    """Whether ``torch.fx`` is tracing this call, as part of another model."""
+    # The flag is set for all threads, the stack is one thread's own.
+    return _fx_flag() and any(frame.f_code is _FX_TRACE for frame, _ in walk_stack(None))
 
 
 def unusual_call() -> str:

@@ -15,6 +15,7 @@ lacks some of it, a :class:`~autostream.errors.FusionError` names it, and ops st
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import importlib.util
@@ -289,12 +290,14 @@ def _freezable(program: Program, functional: fx.GraphModule, tensors: Sequence[T
 def _frozen(module: fx.GraphModule, constants: Mapping[int, Tensor]) -> fx.GraphModule:
     """A graph with constants in the place of some placeholders, which stay, and what follows from them computed.
 
-    Takes Inductor's own steps, outside of a ``TracingContext``: in one, Inductor would look there for the parameters.
+    A copy, for PyTorch keeps a graph that was exported until the next is, and would keep the constants with it. Takes
+    Inductor's own steps, outside of a ``TracingContext``: in one, Inductor would look there for the parameters.
     """
     from torch._inductor.compile_fx import fake_tensor_prop
     from torch._inductor.freezing import convert_conv_weights_to_channels_last, freeze
     from torch._inductor.graph import GraphLowering
 
+    module = copy.deepcopy(module)
     values = _arguments(module)
     placeholders = module.graph.find_nodes(op="placeholder")
     with module.graph.inserting_after(placeholders[-1]):

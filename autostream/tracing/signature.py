@@ -22,7 +22,8 @@ class Signature:
         tensors: per tensor its shape, strides, dtype and device.
         aliases: per tensor, which earlier tensor shares its storage and how many bytes ahead; ``()`` where none does.
         training: of the model and all its submodules, one byte each.
-        records_gradients: whether the call would record a graph for autograd.
+        grad_mode: whether gradients are enabled, for a model may ask.
+        records_gradients: whether the call would record a graph for autograd: something in it requires gradients, too.
         numerics: autocast, precisions, determinism and attention kernels as they are now.
     """
 
@@ -30,6 +31,7 @@ class Signature:
     tensors: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
     aliases: tuple[tuple[int, int], ...]
     training: bytes
+    grad_mode: bool
     records_gradients: bool
     numerics: Hashable
 
@@ -59,6 +61,7 @@ def signature_of(
         tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors),
         _aliases(tensors) if len(tensors) > 1 else (),
         training,
+        torch.is_grad_enabled(),
         records_gradients,
         numerics(),
     )

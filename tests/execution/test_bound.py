@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autostream.execution import bound
-from autostream.execution.bound import Bound, Frozen, looks_alike, versions_of
+from autostream.execution.bound import Bound, Frozen, Writes, looks_alike, versions_of
 
 
 @pytest.fixture(params=["guards", "no guards"])
@@ -167,8 +168,15 @@ def test_transforms_and_modes_do_not_look_alike() -> None:
 # What a program holds on to
 
 
+def stepped(tensors: list[Tensor], **options: bool) -> None:
+    """An optimizer takes a step on these."""
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    torch.optim.SGD(tensors, lr=0.1, **options).step()
+
+
 def frozen(tensors: list[Tensor], *positions: int) -> Frozen:
-    return Frozen(positions, tensors, versions_of(tensors))
+    return Frozen(positions, tensors, Writes(tensors))
 
 
 @torch.no_grad()
@@ -181,7 +189,9 @@ def frozen(tensors: list[Tensor], *positions: int) -> Frozen:
         lambda w: setattr(w, "data", w.data.clone()),
         lambda w: setattr(w, "data", w.data.t()),
         lambda w: torch._foreach_mul_([w], 2.0),
-        lambda w: torch.optim.SGD([w], lr=0.1).step(lambda: setattr(w, "grad", torch.ones_like(w))),
+        lambda w: stepped([w]),
+        lambda w: stepped([w], fused=True),
+        lambda w: stepped([w.detach().view(16).requires_grad_()], fused=True),
     ],
 )
 def test_a_change_of_what_is_held_is_seen_and_of_nothing_else(change: Callable[[Tensor], object]) -> None:
@@ -211,7 +221,7 @@ def test_what_is_held_stays_where_it_is_so_that_nothing_else_can_lie_there() -> 
 
 def test_what_was_written_before_is_told_by_the_versions_given() -> None:
     tensors = [torch.ones(2)]
-    before = versions_of(tensors)
+    before = Writes(tensors)
     tensors[0].add_(1)
     assert not Frozen([0], tensors, before)(tensors)
 
@@ -223,3 +233,57 @@ def test_a_tensor_that_is_not_counted_in_the_place_of_another_is_seen() -> None:
         tensors[1] = torch.randn(4)
     assert versions_of(tensors) == [0, None, 0]
     assert not held(tensors)
+
+
+@torch.no_grad()
+def test_another_parameter_for_the_same_memory_is_seen_though_it_was_written_as_often() -> None:
+    """It counts for itself: what is written to it, to the versions of the first, may be what was not seen."""
+    tensors = weights()
+    held = frozen(tensors, 0)
+    tensors[0] = nn.Parameter(tensors[0].data)
+    assert tensors[0].data_ptr() == held._memory[0].data_ptr()
+    assert versions_of(tensors) == [*held._versions, 0, 0]
+    assert not held(tensors)
+
+
+def test_a_step_is_seen_from_when_somebody_looks() -> None:
+    """Also one that is taken while the program is made."""
+    tensors = weights()
+    stepped(tensors[:1], fused=True)
+    assert frozen(tensors, 0)(tensors)
+    before = Writes(tensors)
+    stepped(tensors[:1], fused=True)
+    assert not Frozen([0], tensors, before)(tensors)
+
+
+def test_an_optimizer_of_other_tensors_is_none_of_our_business() -> None:
+    tensors = weights()
+    writes = Writes(tensors)
+    stepped([nn.Parameter(torch.ones(2))], fused=True)
+    torch.optim.SGD([torch.ones(2, 2).to_sparse().requires_grad_(), nn.UninitializedParameter()]).step()
+    assert writes.stepped == set()
+
+
+def test_nobody_is_kept_alive_to_see_steps() -> None:
+    tensors = weights()
+    writes = Writes(tensors)
+    gone = [weakref.ref(writes), weakref.ref(tensors[0])]
+    del tensors, writes
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+def test_one_may_begin_and_cease_to_look_in_the_middle_of_a_step() -> None:
+    """As another thread may, while PyTorch goes through its hooks."""
+    weight = nn.Parameter(torch.ones(2))
+    looking = [Writes([weight])]
+    handles = [
+        register_optimizer_step_post_hook(lambda *args: looking.append(Writes([weight]))),
+        register_optimizer_step_post_hook(lambda *args: looking.pop(0) and None),
+    ]
+    try:
+        stepped([weight])
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(looking) == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation
+from torch.overrides import BaseTorchFunctionMode
 
 import autostream
 from autostream.ir import Report
@@ -121,6 +122,18 @@ def test_everything_is_put_back_when_a_trace_fails() -> None:
         assert torch.overrides.has_torch_function is not before[0]
         raise ZeroDivisionError
     assert (torch.overrides.has_torch_function, activation._is_make_fx_tracing) == before
+
+
+def test_who_imports_them_meanwhile_is_told_the_truth_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "_is_make_fx_tracing", lambda: True)
+    with fused_attention():
+        names = {"asks": torch.overrides.has_torch_function, "__name__": activation.__name__}
+        ask_as_attention = eval("lambda *tensors: asks(tensors)", names)
+        is_make_fx_tracing = activation._is_make_fx_tracing
+        with BaseTorchFunctionMode():
+            assert (ask_as_attention(X), is_make_fx_tracing()) == (False, False)
+    with BaseTorchFunctionMode():
+        assert (ask_as_attention(X), is_make_fx_tracing()) == (True, True)
 
 
 def test_a_torch_without_what_this_needs_traces_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:

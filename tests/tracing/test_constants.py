@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from autostream.errors import FastPathError, TraceError
-from autostream.tracing.constants import Constants, inference_mode_unasked, tensors_held
+from autostream.tracing.constants import Constants, tensors_held, unasked
 
 HELD, OTHER = torch.ones(3), torch.ones(3)
 
@@ -82,7 +82,17 @@ def test_what_is_no_buffer_may_not_be_written_even_if_it_is_held(
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda x: x.requires_grad, lambda x: x.is_inference(), lambda x: torch.is_inference(x)]
+    "ask",
+    [
+        lambda x: x.requires_grad,
+        lambda x: x.is_leaf,
+        lambda x: x.grad_fn,
+        lambda x: x.grad,
+        lambda x: x._version,
+        lambda x: x.retains_grad,
+        lambda x: x.is_inference(),
+        lambda x: torch.is_inference(x),
+    ],
 )
 def test_what_a_tensor_is_to_autograd_may_not_be_asked(
     ask: Callable[[Tensor], bool], constants: Constants, argument: Tensor
@@ -98,10 +108,17 @@ def test_pytorch_itself_may_ask(constants: Constants, argument: Tensor) -> None:
         assert asks(argument) is False
 
 
+def test_a_graph_that_pytorch_interprets_may_not(constants: Constants, argument: Tensor) -> None:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(getattr, (graph.placeholder("x"), "requires_grad")))
+    with constants, pytest.raises(FastPathError, match="requires_grad"):
+        torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(argument)
+
+
 def test_whether_inference_mode_is_on_may_not_be_asked_but_by_pytorch_and_other_threads() -> None:
     answers: list[bool] = []
     pytorchs = eval("lambda: torch.is_inference_mode_enabled()", {"__name__": "torch.somewhere", "torch": torch})
-    with inference_mode_unasked():
+    with unasked("is_inference_mode_enabled"):
         with pytest.raises(FastPathError, match="is_inference_mode_enabled"):
             torch.is_inference_mode_enabled()
         with torch.inference_mode():
@@ -110,3 +127,13 @@ def test_whether_inference_mode_is_on_may_not_be_asked_but_by_pytorch_and_other_
         other.start()
         other.join()
     assert answers == [torch.is_inference_mode_enabled()] == [False]
+
+
+@pytest.mark.parametrize("question", ["is_inference_mode_enabled", "is_grad_enabled"])
+def test_who_imports_the_function_meanwhile_gets_its_answers_afterwards(question: str) -> None:
+    with unasked(question):
+        imported = getattr(torch, question)
+        with pytest.raises(FastPathError, match=question):
+            imported()
+    assert imported() == getattr(torch, question)()
+    assert getattr(torch, question) is not imported

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from autostream.errors import FastPathError, TraceError
 from autostream.ir import Role
@@ -351,6 +352,39 @@ def test_any_grad_mode_traces_the_same(around: Callable[[], AbstractContextManag
     with around():
         code = traced(model, torch.randn(2, 3, 8, 8)).program.module.code
     assert code == traced(model, torch.randn(2, 3, 8, 8)).program.module.code
+
+
+def test_a_model_may_ask_for_the_grad_mode_where_that_of_its_call_is_the_one_that_it_is_traced_in() -> None:
+    model = Function(lambda x: x + 1 if torch.is_grad_enabled() else x - 1)
+    assert_same_as_plain(model, X, around=torch.no_grad)
+    assert_same_as_plain(model, X, around=torch.inference_mode)
+    with pytest.raises(FastPathError, match=r"asks \(is_grad_enabled\) what may change"):
+        traced(model, X)
+
+
+def test_a_model_may_set_the_grad_mode() -> None:
+    @torch.no_grad()
+    def doubled(x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(mode=False), torch.enable_grad():
+            return x * 2
+
+    assert_same_as_plain(doubled, X)
+
+
+def test_dynamo_does_not_come_to_know_what_stands_in_for_pytorchs_functions_in_a_trace() -> None:
+    """It looks them up when it first compiles something, which may be the branches of a torch.cond."""
+    looked_up = TorchInGraphFunctionVariable._get_handlers
+    looked_up.cache_clear()
+    traced(lambda x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)), X)
+    functions = {torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.overrides.has_torch_function}
+    assert functions <= set(looked_up())
+
+
+def test_a_graph_that_asks_what_a_tensor_is_to_autograd_is_refused() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.mul, (x, graph.call_function(getattr, (x, "requires_grad")))))
+    assert "asks (requires_grad)" in refusal(torch.fx.GraphModule({}, graph), X)
 
 
 def test_inputs_made_in_inference_mode_alias_as_they_do() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autostream.tracing.guards import symbolic, unusual_call, unusual_tensor
+from autostream.tracing.guards import traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.signature import signature_of
 from autostream.tracing.tree import flatten
 
@@ -108,14 +109,17 @@ def test_a_default_device_is_a_mode_that_signatures_know() -> None:
     assert inside != signature_of(flatten(())[1], [], b"", records_gradients=False)
 
 
-def test_symbols_of_fx_are_noticed_while_it_traces_wherever_they_are() -> None:
-    seen: list[object] = []
+def test_a_trace_of_fx_is_noticed_in_its_own_thread() -> None:
+    seen: list[bool] = []
 
     class Asking(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            seen.extend(map(symbolic, (x, ((x,), {}), ((), {"y": [x]}), ((torch.ones(1), 2), {}))))
+            thread = threading.Thread(target=lambda: seen.append(traced_by_fx()))
+            thread.start()
+            thread.join(60)
+            seen.append(traced_by_fx())
             return x
 
-    graph = torch.fx.symbolic_trace(Asking())
-    assert seen == [True, True, True, False]
-    assert not symbolic(next(iter(graph.graph.nodes)))
+    torch.fx.symbolic_trace(Asking())
+    Asking()(torch.ones(1))
+    assert seen == [False, True, False, False]

@@ -392,6 +392,15 @@ def test_a_frozen_graph_takes_and_returns_the_same_and_reads_inputs_alone(normed
     assert [result.stride() for result in results] == [result.stride() for result in expected]
 
 
+def test_the_graph_that_is_frozen_stays_without_constants(normed: Case) -> None:
+    """PyTorch keeps what was exported until the next is."""
+    functional = inductor._functional(normed.program)
+    before = str(functional.graph)
+    module = inductor._frozen(functional, inductor._freezable(normed.program, functional, normed.tensors))
+    assert str(functional.graph) == before
+    assert (len(list(functional.buffers())), len(list(module.buffers())) > 0) == (0, True)
+
+
 def test_what_follows_from_weights_alone_is_computed_once(normed: Case) -> None:
     names = {str(node.target) for node in frozen(normed).graph.nodes if node.op == "call_function"}
     assert not [name for name in names if "batch_norm" in name or "sqrt" in name or "permute" in name]

@@ -94,6 +94,15 @@ def test_what_the_choice_of_kernels_depends_on_makes_another_signature() -> None
     assert signature(X) == before
 
 
+def test_a_call_with_gradients_enabled_is_another_even_if_nothing_requires_them() -> None:
+    with torch.enable_grad():
+        enabled = signature(X)
+    with torch.no_grad():
+        assert signature(X) != enabled
+    with torch.inference_mode():
+        assert signature(X) != enabled
+
+
 def test_a_signature_reads_well() -> None:
     image, scalar = torch.ones(1, 3, 8, 8, dtype=torch.float16), torch.tensor(1)
     assert str(signature(image, scalar)) == "1x3x8x8:float16 on cpu, scalar:int64 on cpu, eval, no gradients"
