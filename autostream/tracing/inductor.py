@@ -38,6 +38,7 @@ from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.storages import storage_of
 from autostream.tracing.matvec import with_rows
+from autostream.tracing.tamed import undisturbed
 
 aten = torch.ops.aten
 
@@ -173,7 +174,7 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
     options = options or {}
     try:
         AsyncCompile.wakeup()  # until its processes are there, which takes seconds, this one compiles, one by one
-        with config.patch({**options, **SETTINGS}):
+        with undisturbed(), config.patch({**options, **SETTINGS}):
             functional = _functional(program)  # under the user's autocast; what comes out has casts of its own
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
             with torch._C._DisableAutocast():

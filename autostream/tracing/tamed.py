@@ -17,8 +17,20 @@ from torch._subclasses import FakeTensorMode
 @contextmanager
 def tamed() -> Iterator[None]:
     """Trace inside this: PyTorch says nothing, compiles nothing in between, and has its flags put back."""
-    with _preserved_flags(), _quiet(), _uncompiled():
+    with undisturbed(), _preserved_flags(), _quiet(), _uncompiled():
         yield
+
+
+def undisturbed() -> AbstractContextManager[object]:
+    """Let TorchDynamo wait with what other threads compile: like export and Inductor, it changes what all threads see.
+
+    Private to PyTorch (seen in 2.11 and 2.13); where a version lacks the lock, nobody waits.
+    """
+    try:
+        from torch._dynamo.convert_frame import compile_lock
+    except ImportError:
+        return nullcontext()
+    return compile_lock
 
 
 _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export._trace")

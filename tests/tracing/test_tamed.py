@@ -80,3 +80,16 @@ def test_a_mode_forgets_tensors_and_can_be_told_of_them_again() -> None:
 
 def test_a_mode_that_remembers_in_another_way_is_left_alone() -> None:
     unreferenced([object()])  # type: ignore[list-item]
+
+
+def test_dynamo_compiles_nothing_in_other_threads_while_we_trace() -> None:
+    """The lock is Dynamo's own, which it takes for each of its compilations."""
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    thread = threading.Thread(target=lambda: done.append(compiled(torch.ones(1))))
+    done: list[torch.Tensor] = []
+    with tamed():
+        thread.start()
+        thread.join(0.5)
+        assert not done
+    thread.join(60)
+    assert torch.equal(done[0], torch.full((1,), 2.0))
