@@ -256,7 +256,8 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # Inductor's own, of every autotuning
+        for told in _OF_INDUCTORS_OWN:
+            warnings.filterwarnings("ignore", told)
         with tracing(TracingContext(mode)):
             record_original_output_strides(module)
             joint_graph_passes(module, device)
@@ -269,6 +270,10 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
         compile_fx_inner(module, values, fx_wrapper=True, is_inference=True)
     (compiled,) = graphs
     return compiled
+
+
+_OF_INDUCTORS_OWN = ("TypedStorage is deprecated", "Attempted to insert a get_attr Node")
+"""How what it warns of at every autotuning and every constant begins: as errors, they would keep it from fusing."""
 
 
 def _freezable(program: Program, functional: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -136,7 +136,8 @@ def _refuse(*args: object) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value or ())
+    """Of what an op returns; of some, as of attention, parts are ``None``."""
+    return [value] if isinstance(value, Tensor) else [item for item in value or () if isinstance(item, Tensor)]
 
 
 def _described(value: Any, names: Mapping[int, str]) -> Any:
