@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,6 +147,15 @@ def test_a_process_that_is_ended_says_nothing_and_takes_no_interrupts(tmp_path: 
     assert (done.stdout, done.stderr) == ("timed out: no sign of life for 6 s\n", "")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: what a shell starts in the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_the_process_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it comes before there is something to end, or at once after."""
     start = multiprocessing.get_context("spawn").Process.start
