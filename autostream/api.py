@@ -14,7 +14,7 @@ from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
 from autostream.ir import Report
 from autostream.options import Options
-from autostream.tracing.inductor import check_settings
+from autostream.tracing.inductor import check_level, check_settings
 
 
 def optimize(
@@ -94,7 +94,7 @@ class OptimizedModule(nn.Module):
             call, as weights do.
 
     Raises:
-        OptionError: Inductor has no setting of such a name.
+        OptionError: Inductor has no setting of such a name, or no kernels for this machine.
 
     Example:
         >>> fast = OptimizedModule(nn.ReLU(), Options())
@@ -108,6 +108,7 @@ class OptimizedModule(nn.Module):
 
     def __init__(self, model: nn.Module, options: Options, bound_inputs: frozenset[int] | None = None) -> None:
         check_settings(options.inductor_options)
+        check_level(options.kernels)
         super().__init__()
         own = self.__dict__
         own |= {name: getattr(model, name) for name in _SHARED}  # for those who look into it, as Dynamo does

@@ -128,6 +128,20 @@ def check_settings(options: Mapping[str, Any]) -> None:
             raise OptionError(f"inductor_options: torch._inductor.config has no setting {name!r}{hint}")
 
 
+def check_level(kernels: str) -> None:
+    """See that fused kernels can be had on this machine, if no others will do.
+
+    Args:
+        kernels: the option of that name.
+
+    Raises:
+        OptionError: there is no GPU, no Triton, or this version of PyTorch lacks what fusing builds on.
+    """
+    reason = obstacle("cuda" if torch.cuda.is_available() else "cpu") if kernels == "inductor" else ""
+    if reason:
+        raise OptionError(f'kernels="inductor" is not to be had: {reason}')
+
+
 def obstacle(device: str) -> str:
     """Why nothing can be fused here, whatever the program, and what to do instead; ``""`` where it can.
 
@@ -140,7 +154,7 @@ def obstacle(device: str) -> str:
     """
     if device == "cpu":
         return 'TorchInductor fuses ops into kernels of a GPU, and this program runs on the CPU: use kernels="eager"'
-    if importlib.util.find_spec("triton") is None:
+    if not _installed("triton"):
         return 'TorchInductor writes its kernels in Triton, which is not installed: install it, or use kernels="eager"'
     missing = next(_missing(), "")
     if missing:
@@ -193,13 +207,20 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
     return replace(program, module=fused, outputs=outputs, level="inductor", frozen=frozenset(constants))
 
 
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # something else under its name, which says not where it is from
+        return False
+
+
 def _missing() -> Iterator[str]:
     """What this version of PyTorch lacks of what is needed."""
     for module, names in NEEDED.items():
         try:
             found = importlib.import_module(module)
-        except ImportError:
-            yield module
+        except Exception as error:  # whatever is wrong with it, ops as they are still run
+            yield f"{module} that could be imported ({first_line(error)})"
             continue
         for name in names:
             try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import re
 import sys
 import textwrap
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ from autostream.errors import FusionError, OptionError
 from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.tracing import inductor, kernel_graph
-from autostream.tracing.inductor import NEEDED, check_settings, evaluate, fuse
+from autostream.tracing.inductor import NEEDED, check_settings, evaluate, fuse, obstacle
 from tests.execution.programs import Case, case_of, fused_case
 
 aten = torch.ops.aten
@@ -474,3 +476,17 @@ def test_a_slip_of_inductors_is_not_taken_for_the_users(
     assert inductor._compiled(inductor._functional(program), torch.device("cpu"), {}) is program.module
     with pytest.raises(UserWarning, match=told):
         compiles()
+
+
+def test_a_package_that_is_broken_is_an_obstacle_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> object:
+        raise RuntimeError("a library of its is too old\nand more")
+
+    monkeypatch.setattr(inductor, "_installed", lambda package: True)
+    monkeypatch.setattr(inductor.importlib, "import_module", broken)
+    assert re.search(r"has no torch\S+ that could be imported \(.*too old.*\).*kernels=\"eager\"", obstacle("cuda"))
+
+
+def test_something_else_under_tritons_name_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    assert "Triton, which is not installed" in obstacle("cuda")
