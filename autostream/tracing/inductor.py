@@ -219,6 +219,9 @@ def _missing() -> Iterator[str]:
     for module, names in NEEDED.items():
         try:
             found = importlib.import_module(module)
+        except ImportError:
+            yield module
+            continue
         except Exception as error:  # whatever is wrong with it, ops as they are still run
             yield f"{module} that could be imported ({first_line(error)})"
             continue
