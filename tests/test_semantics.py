@@ -395,6 +395,30 @@ def test_what_is_split(name: str, configuration: str, monkeypatch: pytest.Monkey
     assert all(reason in refusal.reason for report in refused for refusal in report.refusals[:1])
 
 
+def draws_with_numpy(s: Model, x: Tensor) -> Tensor:
+    return x + torch.from_numpy(np.random.rand(4).astype("float32"))
+
+
+@torch.no_grad()
+def test_numpy_draws_its_own_numbers() -> None:
+    model, x = Model(draws_with_numpy), t(3, 4)
+    fast = autostream.optimize(model)
+    for _ in range(3):
+        np.random.seed(0)
+        expected, after = model(x), np.random.rand()
+        np.random.seed(0)
+        torch.testing.assert_close(fast(x), expected, rtol=0, atol=0)
+        assert np.random.rand() == after
+
+
+@torch.no_grad()
+def test_what_numpy_computes_stays_numpys() -> None:
+    """Not an array where there was a scalar."""
+    model = Model(lambda s, x: (x + 1, x.numpy().mean()))
+    fast = autostream.optimize(model)
+    assert type(fast(t(3))[1]) is type(model(t(3))[1]) is np.float32
+
+
 def test_pieces_are_scheduled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """In front of the break there are three independent ops, behind it two."""
 

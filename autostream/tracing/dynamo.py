@@ -40,7 +40,8 @@ def split(model: nn.Module, compile_piece: CompilePiece, refused: Callable[[str]
 
         # Models of one class share a limit of compilations; each of ours is for one signature, so none is in vain.
         limits = {"recompile_limit": _MANY, "accumulated_recompile_limit": _MANY}
-        with config.patch({"suppress_errors": True, **limits}), _overheard(refused):
+        # As PyTorch's, NumPy's calls would draw other numbers and return arrays where there were scalars.
+        with config.patch({"suppress_errors": True, "trace_numpy": False, **limits}), _overheard(refused):
             return compiled(*args, **kwargs)
 
     return run
