@@ -16,14 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
+
 from autostream.bench.ratios import Measure
 from autostream.bench.table import ratios_table
+from benchmarks.compare import changes
 from benchmarks.stamp import RESULTS
 from benchmarks.suites import SUITES
 
 README = Path(__file__).parent.parent / "README.md"
 FOLDER = RESULTS / "h200-torch2.11"
-MODES = ("eager", "cuda_graph", "compile_default", "compile_reduce_overhead", "autostream")
+MODES = ("eager", "cuda_graph", "compile_reduce_overhead", "compile_captured", "make_graphed_callables", "autostream")
 """Those that the README has room for."""
 
 _MEASURES: dict[Measure, str] = {"call": "Back to back, host included:", "device": "The device alone:"}
@@ -50,6 +53,8 @@ def _files() -> dict[Path, Callable[[str], str]]:
         path.with_suffix(".md"): lambda before, result=result: f"{tables(result)}\n"  # type: ignore[misc]
         for path, result in results.items()
     }
+    quick, rerun = (results[FOLDER / f"{name}.json"] for name in ("quick", "quick-rerun"))
+    files[FOLDER / "quick-changes.md"] = lambda before: f"{rerun_table(quick, rerun)}\n"
     return files | {README: lambda before: with_result(before, results[FOLDER / "inference.json"])}
 
 
@@ -83,6 +88,20 @@ def with_result(readme: str, result: Any) -> str:
         if row["batch"] == 1
     ]
     return f"{head}{begin}\n{tables({**result, 'rows': rows})}\n{end}{tail}"
+
+
+def rerun_table(first: Any, second: Any) -> str:
+    """What a second run of a suite gave: each ratio to the baseline, by how much it differs, and what scatters."""
+    baseline = SUITES[first["suite"]].baseline
+    rows = [
+        [change.row, change.mode, measure, change.before.median, change.after.median, f"{change.share:+.1%}", noisy]
+        for measure in _MEASURES
+        for change in changes(first, second, "", baseline, measure)
+        if change.before and change.after and change.share is not None
+        for noisy in ["noisy" if change.noisy else ""]
+    ]
+    headers = ["workload", "mode", "measure", "first", "again", "change", ""]
+    return tabulate(rows, headers, tablefmt="github", floatfmt=".2f")
 
 
 def tables(result: Any) -> str:
