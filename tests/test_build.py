@@ -52,7 +52,8 @@ def freezes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         outputs = tuple(node.name for node in module.graph.output_node().args[0])
         return replace(program, module=module, outputs=outputs, frozen=frozenset(constants))
 
-    monkeypatch.setattr(tuning, "obstacle", lambda device: "")
+    for module in (tuning, inductor):
+        monkeypatch.setattr(module, "obstacle", lambda device: "")
     monkeypatch.setattr(tuning, "fuse", fuse)
     return {"kernels": "inductor", "inductor_options": {"freezing": True}}
 
