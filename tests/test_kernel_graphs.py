@@ -8,6 +8,7 @@ keep their order. Nothing of that knows what ``analysis`` does about views, slic
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
@@ -16,13 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
 from autostream.errors import ScheduleError
 from autostream.execution import streams
 from autostream.execution.lower import lower
-from autostream.ir import FORK, JOIN, Hazard, Launch, OpGraph, Program, Role, Schedule
+from autostream.ir import FORK, JOIN, Hazard, Launch, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.scheduling import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.structure import width
@@ -32,7 +34,7 @@ from autostream.select import written
 from autostream.tracing.inductor import evaluate
 from tests.execution.programs import random_schedule
 from tests.kernel_graphs.record import MODELS
-from tests.kernel_graphs.recordings import FOLDER, NAMES, Recording, program_of, read, recorded, text_of
+from tests.kernel_graphs.recordings import DEVICE, FOLDER, NAMES, Recording, program_of, read, recorded, text_of
 from tests.scheduling.brute_force import closure, happens_before
 from tests.scheduling.graphs import costs_of, profile_with
 from tests.scheduling.mistakes import with_a_release_too_early, without_a_wait
@@ -104,7 +106,7 @@ def calls_of(name: str) -> Mapping[str, Call]:
                 touch(call.writes, value)
         results = node["value"] if isinstance(node["value"], list) else [node["value"]]
         for value in results if kernel is None else ():
-            if not call.touches(value["storage"]):
+            if isinstance(value, dict) and not call.touches(value["storage"]):
                 touch(call.writes, value)  # of new memory
     return calls
 
@@ -207,6 +209,27 @@ def without_strides(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_strides(item) for key, item in value.items() if key != "stride"}
     return [without_strides(item) for item in value] if isinstance(value, list) else value
+
+
+def test_results_that_are_no_tensors_are_recorded_too() -> None:
+    """As of fused attention, which yields tensors, the sizes that it was called with, and nothing."""
+    graph = fx.Graph()
+    query = graph.placeholder("query")
+    attention = graph.call_function(torch.ops.aten._scaled_dot_product_flash_attention.default, (query, query, query))
+    graph.output((graph.call_function(operator.getitem, (attention, 0)),))
+    module = fx.GraphModule(nn.Module(), graph)
+    with FakeTensorMode():
+        evaluate(module, [torch.empty(1, 2, 8, 16, dtype=torch.float16, device=DEVICE)])
+    placeholders = (Placeholder("query", Role.INPUT, "0", "query"),)
+    recording = recorded(Program(module, placeholders, ("getitem",), "inductor", DEVICE))
+    anew = program_of(json.loads(text_of(recording)))
+    assert recorded(anew) == recording
+    (value,) = (node.meta["val"] for node in anew.module.graph.nodes if node.name == attention.name)
+    assert [item for item in value if not isinstance(item, Tensor)] == [None, None, 8, 8]
+    analyzed = analyze(anew)
+    assert list(analyzed.ops) == [attention.name]
+    taken = {storage.name: storage.bytes for storage in analyzed.storages.values() if storage.bytes}
+    assert taken == {name: size for name, size in recording["storages"].items() if size}
 
 
 def test_a_recorded_kernel_cannot_run() -> None:

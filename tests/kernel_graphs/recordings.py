@@ -65,7 +65,7 @@ def recorded(program: Program) -> Recording:
     names: dict[int, str] = {}
     sizes: dict[str, int] = {}
     for node in nodes:
-        for at, tensor in enumerate(_tensors(node.meta.get("val"))):
+        for at, tensor in _tensors(node.meta.get("val")):
             name = names.setdefault(storage_of(tensor), f"{node.name}.{at}" if at else node.name)
             sizes[name] = tensor.untyped_storage().nbytes()
     calls = [node for node in nodes if node.op == "call_function"]
@@ -135,29 +135,36 @@ def _refuse(*args: object) -> None:
 # Values
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Of what an op returns; of some, as of attention, parts are ``None``."""
-    return [value] if isinstance(value, Tensor) else [item for item in value or () if isinstance(item, Tensor)]
+def _tensors(value: Any) -> list[tuple[int, Tensor]]:
+    """Of what an op returns, with their places there; of some, as of attention, parts are ``None`` or numbers."""
+    results = value if isinstance(value, list | tuple) else [value]
+    return [(at, result) for at, result in enumerate(results) if isinstance(result, Tensor)]
 
 
 def _described(value: Any, names: Mapping[int, str]) -> Any:
-    """Where a tensor lies, sizes counted in elements; a list for several."""
-    if not isinstance(value, Tensor):
-        return [_described(tensor, names) for tensor in value] if value is not None else None
-    return {
-        "storage": names[storage_of(value)],
-        "dtype": str(value.dtype),
-        "shape": list(value.shape),
-        "stride": list(value.stride()),
-        "offset": value.storage_offset(),
-    }
+    """Where a tensor lies, sizes counted in elements; a list for several results, and numbers as they are."""
+    match value:
+        case Tensor():
+            return {
+                "storage": names[storage_of(value)],
+                "dtype": str(value.dtype),
+                "shape": list(value.shape),
+                "stride": list(value.stride()),
+                "offset": value.storage_offset(),
+            }
+        case list() | tuple():
+            return [_described(result, names) for result in value]
+    return _written_down(value)
 
 
 def _value(described: Any, memory: Mapping[str, Tensor]) -> Any:
-    if not isinstance(described, dict):
-        return described and tuple(_value(tensor, memory) for tensor in described)
-    whole = memory[described["storage"]].view(_dtype(described["dtype"]))
-    return whole.as_strided(described["shape"], described["stride"], described["offset"])
+    match described:
+        case dict():
+            whole = memory[described["storage"]].view(_dtype(described["dtype"]))
+            return whole.as_strided(described["shape"], described["stride"], described["offset"])
+        case list():
+            return tuple(_value(result, memory) for result in described)
+    return described
 
 
 # Arguments
