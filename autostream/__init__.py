@@ -6,10 +6,9 @@ with torch.inference_mode():
 print(autostream.explain(fast))        # what runs beside what, what it gained, and why not more
 """
 
-from autostream.api import OptimizedModule, optimize
+from autostream.api import OptimizedModule, explain, optimize
 from autostream.errors import AutostreamError, CaptureError, OptionError, ScheduleError, TargetError, TraceError
-from autostream.ir import Report
-from autostream.reporting.explain import explain
+from autostream.reporting.report import Report
 from autostream.version import VERSION
 
 __version__ = VERSION

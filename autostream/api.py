@@ -1,4 +1,4 @@
-"""``optimize`` and the module that it returns."""
+"""``optimize``, the module that it returns, and ``explain``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.nn.modules import module as nn_module
 
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
-from autostream.ir import Report
 from autostream.options import Options
+from autostream.reporting.report import Report
+from autostream.reporting.text import render
 from autostream.tracing.inductor import check_level, check_settings
 
 
@@ -212,6 +213,27 @@ def reports_of(value: object) -> tuple[Report, ...]:
         ()
     """
     return value._autostream.reports if isinstance(value, OptimizedModule) else ()
+
+
+def explain(optimized: OptimizedModule, *, ops: int | None = 10) -> str:
+    """Say how much faster an optimized module is, why not more, what runs beside what, and what to try.
+
+    Args:
+        optimized: what :func:`optimize` returned, or a piece of a model that ``torch.compile`` made of it.
+        ops: show this many ops of each signature, the longest ones; ``None`` shows all.
+
+    Returns:
+        One report for each signature that it was prepared for or called with, the most recently used first.
+
+    Raises:
+        TargetError: it is something else.
+    """
+    if not isinstance(optimized, OptimizedModule):
+        raise TargetError(f"explain takes what optimize returned, not a {type(optimized).__name__}")
+    reports = reports_of(optimized)
+    if not reports:
+        return "nothing is known yet: call it once, or give optimize() example inputs"
+    return "\n\n\n".join(render(report, ops=ops) for report in reports)
 
 
 _OURS = ("prepare", "static_inputs", "reports")

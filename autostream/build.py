@@ -20,9 +20,10 @@ from autostream.errors import CaptureError, first_line
 from autostream.execution.bound import Bound, Frozen, Writes
 from autostream.execution.cuda_graph import CapturedGraph, Moved
 from autostream.execution.static import Output
-from autostream.ir import Candidate, Decision, Report, Role
+from autostream.ir import Candidate, Decision, Role
 from autostream.options import Options
 from autostream.pipeline import Stopwatch, versions
+from autostream.reporting.report import Report
 from autostream.scheduling.simulate import simulate
 from autostream.select import build, has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
@@ -353,6 +354,7 @@ def _report(model: str, signature: Signature, tuned: Tuned, stopwatch: Stopwatch
         model=model,
         signature=str(signature),
         mode=_mode(selection.chosen, priced.graph.device),
+        level=tuned.program.level,
         profile=priced.profile,
         graph=priced.graph,
         costs=priced.costs,

@@ -31,10 +31,11 @@ from autostream.bench.modes import AUTOSTREAM, SLOW, modes_of
 from autostream.bench.table import cells_table
 from autostream.costs.device import known_names, profile_named
 from autostream.errors import AutostreamError, OptionError, TargetError, TraceError
-from autostream.ir import DeviceProfile, Report
+from autostream.ir import DeviceProfile
 from autostream.options import Options
 from autostream.pipeline import versions
 from autostream.reporting import dot, dump, text
+from autostream.reporting.report import Report
 from autostream.targets import DTYPES, InputSpec, parse_device, parse_input, prepare
 
 _INSPECT = """Plan a model without optimizing it: what would run beside what, what it would gain, and why not more.

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
 from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
-from autostream.ir import Decision, Report
+from autostream.ir import Decision
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
+from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.signature import Signature, signature_of

@@ -373,38 +373,3 @@ class Candidate:
     predicted_us: float
     measured_us: float | None = None
     refusal: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """All that is known about one signature of one model: what runs, why, and what was refused.
-
-    Attributes:
-        model: the name of the model's class, or of the function.
-        signature: readable, e.g. ``"1x3x224x224:float16 on cuda:0, eval, no_grad"``.
-        mode: what a call runs: ``"plain"`` (the model itself), ``"one stream"``, ``"streams"``, ``"threads"`` (streams
-            of a CPU), ``"cuda graph"``, ``"graph breaks"`` (see ``parts``), ``"not run yet"`` where the first
-            call will tell, or ``"dry run"`` where nothing was to run.
-        profile: the device that was planned for.
-        graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
-            ``timeline`` is the simulated run of the chosen candidate.
-        candidates: all that were considered, the chosen one among them.
-        refusals: what could not be done, and why, in the order in which it was tried.
-        seconds: stage name to the wall-clock seconds it took.
-        versions: package name to version.
-        parts: of a model that was split at graph breaks, one report for each piece that has run.
-    """
-
-    model: str
-    signature: str
-    mode: str
-    profile: DeviceProfile | None = None
-    graph: OpGraph | None = None
-    costs: Costs = field(default_factory=dict)
-    chosen: Candidate | None = None
-    timeline: Timeline | None = None
-    candidates: tuple[Candidate, ...] = ()
-    refusals: tuple[Decision, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    parts: tuple[Report, ...] = ()

@@ -23,8 +23,9 @@ from autostream.costs.device import profile_of
 from autostream.costs.measured import measure
 from autostream.costs.roofline import price
 from autostream.errors import OptionError
-from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Program, Report, Schedule
+from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Program, Schedule
 from autostream.options import Options
+from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import simulate
@@ -216,6 +217,7 @@ def plan(
         model=name_of(model),
         signature=str(signature.on(device)),
         mode="dry run",
+        level=traced.program.level,
         profile=priced.profile,
         graph=priced.graph,
         costs=priced.costs,

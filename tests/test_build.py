@@ -18,8 +18,9 @@ from autostream import optimize, tuning
 from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, _Captured, preparing
 from autostream.execution import bound
 from autostream.execution.bound import Frozen, Writes
-from autostream.ir import Decision, Program, Report
+from autostream.ir import Decision, Program
 from autostream.options import Options
+from autostream.reporting.report import Report
 from autostream.select import Selection
 from autostream.tracing import inductor
 from autostream.tracing.signature import signature_of

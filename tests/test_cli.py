@@ -20,7 +20,7 @@ from torch import nn
 from autostream import cli, pipeline
 from autostream.bench.contest import Cell, Contest, Status
 from autostream.bench.isolation import MakeContest, Outcome
-from autostream.ir import Report
+from autostream.reporting.report import Report
 from tests.reporting.reports import PLAIN, REPORT
 
 MODEL = """

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from autostream import pipeline
 from autostream.costs.device import profile_named, profile_of
 from autostream.errors import OptionError, ScheduleError, TargetError, TraceError
-from autostream.ir import Assignment, Candidate, DeviceProfile, OpGraph, Report, Schedule
+from autostream.ir import Assignment, Candidate, DeviceProfile, OpGraph, Schedule
 from autostream.options import Options
 from autostream.pipeline import SHORTLIST, Priced, Stopwatch, candidates_for, plan, price_program
+from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.sequential import sequential

@@ -16,7 +16,7 @@ import torch
 from autostream.bench.clock import Clock, Times, clock_of, interleaved
 from autostream.errors import first_line
 from autostream.execution.capture import clear_cublas_workspaces
-from autostream.ir import Report
+from autostream.reporting.report import Report
 
 Status = Literal["ok", "wrong", "failed", "crashed", "timed out"]
 

@@ -6,10 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autostream.ir import Report
 from autostream.reporting.summary import summary_of
+
+if TYPE_CHECKING:
+    from autostream.reporting.report import Report
 
 SCHEMA = 1
 """Grows when a key changes its name or meaning or goes; new keys may come without that."""
@@ -23,7 +25,7 @@ def dump(report: Report) -> dict[str, Any]:
     fields of :class:`autostream.reporting.summary.Summary`, or ``None`` where nothing was priced.
 
     Example:
-        >>> from autostream.ir import Report
+        >>> from autostream.reporting.report import Report
         >>> dumped = dump(Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain"))
         >>> dumped["schema"], dumped["model"], dumped["refusals"], dumped["summary"]
         (1, 'Net', [], None)

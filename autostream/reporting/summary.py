@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, Costs, OpGraph, Report
+from autostream.ir import Candidate, Costs, OpGraph
 from autostream.scheduling import structure
+
+if TYPE_CHECKING:
+    from autostream.reporting.report import Report
 
 
 @dataclass(frozen=True, slots=True)

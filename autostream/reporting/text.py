@@ -8,7 +8,8 @@ from itertools import groupby
 
 from tabulate import tabulate
 
-from autostream.ir import Candidate, Costs, Decision, OpGraph, Report, Timeline
+from autostream.ir import Candidate, Costs, Decision, OpGraph, Timeline
+from autostream.reporting.report import Report
 from autostream.reporting.summary import Summary, baselines, gain, limits, summary_of
 
 _MODES = {
@@ -33,7 +34,8 @@ def render(report: Report, *, ops: int | None = None) -> str:
         ops: show only this many ops, those of longest duration; ``None`` shows all.
 
     Example:
-        >>> from autostream.ir import Decision, Report
+        >>> from autostream.ir import Decision
+        >>> from autostream.reporting.report import Report
         >>> refusal = Decision("", "not traced", "forward branches on the value of a tensor")
         >>> print(render(Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain", refusals=(refusal,))))
         model      Net

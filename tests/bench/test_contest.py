@@ -16,7 +16,8 @@ import autostream
 from autostream.bench import contest
 from autostream.bench.clock import HostClock, Times
 from autostream.bench.contest import Cell, Contender, hold
-from autostream.ir import Decision, Report
+from autostream.ir import Decision
+from autostream.reporting.report import Report
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autostream.costs.device import profile_named
-from autostream.ir import Report
+from autostream.reporting.report import Report
 from benchmarks import planning
 from benchmarks.planning import STAGES, Chains, exponent, main, planned
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import autostream
 from autostream import tuning, zoo
 from autostream.dispatch import Dispatcher
-from autostream.ir import Program, Report
+from autostream.ir import Program
 from autostream.kernels import Kernel
+from autostream.reporting.report import Report
 from autostream.tuning import Tuned
 from tests.threads import in_threads
 

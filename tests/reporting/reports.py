@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autostream.ir import Candidate, Decision, Launch, OpGraph, Report, Schedule, Slice, Timeline
+from autostream.ir import Candidate, Decision, Launch, OpGraph, Schedule, Slice, Timeline
+from autostream.reporting.report import Report
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
 
 DIAMOND = graph_of("a-b a-d b-c c-e d-e", names="abcde", outputs="e")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from autostream.ir import Report
 from autostream.reporting.dump import dump
+from autostream.reporting.report import Report
 from tests.reporting.reports import COSTS, PLAIN, REPORT
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autostream.ir import Decision, Report
+from autostream.ir import Decision
+from autostream.reporting.report import Report
 from autostream.reporting.text import render, summary
 from tests.reporting.reports import (
     CHOSEN,

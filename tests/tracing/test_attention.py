@@ -12,7 +12,7 @@ from torch.nn.modules import activation
 from torch.overrides import BaseTorchFunctionMode
 
 import autostream
-from autostream.ir import Report
+from autostream.reporting.report import Report
 from autostream.tracing import attention
 from autostream.tracing.attention import fused_attention
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autostream
-from autostream.reporting.explain import explain
+from autostream.api import explain
 from autostream.reporting.text import render
 from tests.reporting.reports import PLAIN, REPORT
 
@@ -15,7 +15,7 @@ from tests.reporting.reports import PLAIN, REPORT
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> autostream.OptimizedModule:
     """A module of which two signatures are known."""
-    monkeypatch.setattr("autostream.reporting.explain.reports_of", lambda optimized: (REPORT, PLAIN))
+    monkeypatch.setattr("autostream.api.reports_of", lambda optimized: (REPORT, PLAIN))
     return autostream.optimize(nn.ReLU())
 
 
@@ -26,7 +26,7 @@ def test_before_the_first_call_it_says_what_to_do() -> None:
 
 
 def test_reports_follow_each_other_in_their_order(optimized: autostream.OptimizedModule) -> None:
-    assert explain(optimized) == f"{render(REPORT)}\n\n\n{render(PLAIN)}"
+    assert explain(optimized) == f"{render(REPORT, ops=10)}\n\n\n{render(PLAIN, ops=10)}"
 
 
 @pytest.mark.parametrize("ops", [0, 1, None])

@@ -1,0 +1,16 @@
+"""Reports as values; what is told of them is tested where it is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from autostream.reporting.dump import dump
+from autostream.reporting.report import Report
+from tests.reporting.reports import PLAIN, REPORT
+
+
+@pytest.mark.parametrize("report", [REPORT, PLAIN])
+def test_json_is_what_is_dumped(report: Report) -> None:
+    assert json.loads(report.to_json()) == dump(report)
