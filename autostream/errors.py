@@ -3,15 +3,16 @@
     AutostreamError
     ├── OptionError (ValueError)    an option has a value that is not allowed
     ├── TargetError (ValueError)    a model, TARGET or input specification cannot be used
+    ├── CostError (ValueError)      costs or a device profile cannot be used
     ├── TraceError                  a model cannot be turned into a dataflow graph
     │   └── FastPathError           … and pieces of it would not compute the same either
     ├── FusionError                 a program's ops cannot be fused into kernels
     ├── ScheduleError               a schedule failed verification; it was not executed
     └── CaptureError                a schedule cannot be captured into a CUDA graph
 
-``OptionError`` and ``TargetError`` are mistakes of the caller and always reach them. The others are caught by
-:func:`autostream.optimize`, which falls back and reports why, unless ``strict=True``; ``FusionError`` even then, since
-what falls back is only what one op is.
+``OptionError``, ``TargetError`` and ``CostError`` are mistakes of the caller and always reach them. The others are
+caught by :func:`autostream.optimize`, which falls back and reports why, unless ``strict=True``; ``FusionError`` even
+then, since what falls back is only what one op is.
 """
 
 
@@ -25,6 +26,10 @@ class OptionError(AutostreamError, ValueError):
 
 class TargetError(AutostreamError, ValueError):
     """A model, a TARGET or an input specification cannot be used; the message says what to write instead."""
+
+
+class CostError(AutostreamError, ValueError):
+    """Costs or a device profile are of another device or version, or hold what no measurement can be."""
 
 
 class TraceError(AutostreamError):

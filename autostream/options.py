@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from autostream.errors import OptionError
@@ -97,6 +98,24 @@ class Options:
 def disabled() -> bool:
     """Whether ``AUTOSTREAM_DISABLE=1`` asks that every model run plainly, to tell our faults from the model's."""
     return os.environ.get("AUTOSTREAM_DISABLE", "") not in ("", "0")
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept between runs, whether or not it exists.
+
+    ``$AUTOSTREAM_CACHE_DIR``, else ``autostream`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Raises:
+        FileNotFoundError: no variable says where, and there is no home directory either.
+    """
+    asked = os.environ.get("AUTOSTREAM_CACHE_DIR", "")
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG Base Directory Specification: a path that is not absolute is to be ignored.
+    folder = asked or os.path.join(shared if os.path.isabs(shared) else os.path.join("~", ".cache"), "autostream")
+    found = os.path.expanduser(folder)
+    if found.startswith("~"):
+        raise FileNotFoundError(f"there is no home directory for {folder}: set AUTOSTREAM_CACHE_DIR")
+    return Path(found)
 
 
 def _whole_number(value: object, low: int, high: int | None) -> bool:

@@ -21,7 +21,7 @@ def test_every_exception_is_one_of_ours_and_documented() -> None:
 
 def test_mistakes_of_the_caller_are_value_errors_and_no_others_are() -> None:
     mistakes = {error.__name__ for error in OWN if issubclass(error, ValueError)}
-    assert mistakes == {"OptionError", "TargetError"}
+    assert mistakes == {"OptionError", "TargetError", "CostError"}
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from autostream.errors import OptionError
-from autostream.options import MAX_STREAMS, Options, PolicyName, disabled
+from autostream.options import MAX_STREAMS, Options, PolicyName, cache_folder, disabled
 from autostream.scheduling import POLICIES
 
 ALLOWED = {
@@ -102,3 +103,32 @@ def test_the_environment_can_switch_autostream_off(
     else:
         monkeypatch.setenv("AUTOSTREAM_DISABLE", value)
     assert disabled() is off
+
+
+@pytest.mark.parametrize(
+    ("asked", "shared", "folder"),
+    [
+        ("/fast/costs", "/home/ann/caches", "/fast/costs"),
+        ("~/costs", "", "/home/ann/costs"),
+        ("", "/home/ann/caches", "/home/ann/caches/autostream"),
+        ("", "caches", "/home/ann/.cache/autostream"),
+        ("", "", "/home/ann/.cache/autostream"),
+    ],
+)
+def test_the_environment_says_where_measurements_are_kept(
+    monkeypatch: pytest.MonkeyPatch, asked: str, shared: str, folder: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", asked)
+    monkeypatch.setenv("XDG_CACHE_HOME", shared)
+    assert cache_folder() == Path(folder)
+
+
+def test_without_a_home_it_must_be_said_where_measurements_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    for variable in ("AUTOSTREAM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(FileNotFoundError, match=r"no home directory for .*: set AUTOSTREAM_CACHE_DIR"):
+        cache_folder()
+    monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", "/fast/costs")
+    assert cache_folder() == Path("/fast/costs")
