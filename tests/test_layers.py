@@ -75,7 +75,9 @@ def test_imports_are_found() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("module", sorted(name for name in MODULES if room_of(name) in {"scheduling", "reporting", *FLOORS[0]}))
+@pytest.mark.parametrize(
+    "module", sorted(name for name in MODULES if room_of(name) in {"scheduling", "reporting", *FLOORS[0]})
+)
 def test_plans_and_reports_need_no_torch(module: str) -> None:
     """Only a type checker sees torch there."""
     tree = ast.parse(MODULES[module].read_text())

@@ -1,0 +1,118 @@
+"""What each cause adds to a schedule's time, on schedules small enough to be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autostream.ir import FORK, Launch, OpCost, OpGraph, Schedule
+from autostream.scheduling import POLICIES
+from autostream.scheduling.losses import Breakdown, Cause, break_down, longest_chain_us, one_stream_us
+from autostream.scheduling.simulate import simulate
+from autostream.scheduling.synchronize import synchronize
+from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_costs, random_graphs
+
+FREE = profile_with()
+PRICED = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=2.0, fork_us=3.0, join_us=4.0)
+
+PAIR = graph_of((), names="ab")
+SIDE_BY_SIDE = Schedule("test", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,))), join_waits=("b",))
+"""
+stream 0   a
+stream 1   b
+"""
+
+
+def parts_of(found: Breakdown) -> dict[Cause, float]:
+    """The causes that cost anything."""
+    return {cause: us for cause, us in found.losses_us.items() if us}
+
+
+def test_nothing_is_lost_where_two_streams_are_busy_all_the_time() -> None:
+    found = break_down(PAIR, SIDE_BY_SIDE, costs_of(PAIR, 10.0), FREE)
+    assert (found.predicted_us, found.ideal_us, found.lost_us, parts_of(found)) == (10.0, 10.0, 0.0, {})
+    assert [found.share(cause) for cause in Cause] == [0.0] * 5, "no division by zero"
+
+
+def test_one_stream_loses_to_nothing_but_what_it_is() -> None:
+    """Its gaps are no cause: there is no stream without them."""
+    chain = graph_of("a-b b-c")
+    alone = Schedule("sequential", 1, tuple(Launch(name, 0) for name in "abc"))
+    found = break_down(chain, alone, costs_of(chain, 10.0), PRICED)
+    assert (found.predicted_us, found.chain_us, found.ideal_us, parts_of(found)) == (32.0, 32.0, 32.0, {})
+
+
+@pytest.mark.parametrize(
+    ("sm_share", "bandwidth_share", "parts"),
+    [
+        pytest.param(0.75, 0.25, {Cause.MULTIPROCESSORS: 5.0}, id="multiprocessors are asked for 1.5 times"),
+        pytest.param(0.25, 0.6, {Cause.BANDWIDTH: 2.0}, id="bandwidth is asked for 1.2 times"),
+        pytest.param(0.6, 0.75, {Cause.BANDWIDTH: 3.0, Cause.MULTIPROCESSORS: 2.0}, id="both; the first takes less"),
+    ],
+)
+def test_what_is_asked_for_more_than_once_is_lost_time(
+    sm_share: float, bandwidth_share: float, parts: dict[Cause, float]
+) -> None:
+    found = break_down(PAIR, SIDE_BY_SIDE, costs_of(PAIR, 10.0, sm_share, bandwidth_share), FREE)
+    assert parts_of(found) == pytest.approx(parts)
+
+
+def test_fork_and_join_are_waits() -> None:
+    """b(10) starts at 3 and ends at 13, the run 4 later; one stream would take 21, so two could do it in 10.5."""
+    found = break_down(PAIR, SIDE_BY_SIDE, costs_of(PAIR, 10.0), PRICED)
+    assert (found.predicted_us, found.ideal_us) == (17.0, 10.0), "no gap is on a stream with one op"
+    assert parts_of(found) == {Cause.WAITS: 7.0}
+
+
+def test_a_chain_of_data_keeps_streams_idle() -> None:
+    """
+    ┌─ b 4 ── c 4 ─┐      18 µs of work, 12 of it in line; two streams that never wait would take 9
+    a 2            e 2
+    └───── d 6 ────┘
+    """
+    graph = graph_of("a-b a-d b-c c-e d-e", names="abcde")
+    costs = costs_of(graph, {"a": 2.0, "b": 4.0, "c": 4.0, "d": 6.0, "e": 2.0})
+    launches = (Launch("a", 0), Launch("b", 0), Launch("d", 1, waits=("a",)), Launch("c", 0), Launch("e", 0, ("d",)))
+    found = break_down(graph, Schedule("test", 2, launches), costs, FREE)
+    assert (found.predicted_us, found.chain_us, found.ideal_us) == (12.0, 12.0, 9.0)
+    assert parts_of(found) == {Cause.CHAIN: 3.0}
+    assert found.share(Cause.CHAIN) == 1.0
+
+
+def test_ops_that_could_start_wait_their_turn() -> None:
+    """
+    stream 0   a ── c     c could run beside both
+    stream 1   b
+    """
+    three = graph_of((), names="abc")
+    launches = (Launch("a", 0), Launch("b", 1, waits=(FORK,)), Launch("c", 0))
+    found = break_down(three, Schedule("test", 2, launches, join_waits=("b",)), costs_of(three, 10.0), FREE)
+    assert (found.predicted_us, found.chain_us, found.ideal_us) == (20.0, 10.0, 15.0)
+    assert parts_of(found) == {Cause.TURNS: 5.0}
+
+
+def test_gaps_are_part_of_a_chain() -> None:
+    chain = graph_of("a-b b-c")
+    assert longest_chain_us(chain, costs_of(chain, 10.0), PRICED) == 32.0
+    assert one_stream_us(chain, costs_of(chain, 10.0), PRICED) == 32.0
+    assert longest_chain_us(graph_of(()), {}, PRICED) == 0.0
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[OpGraph, Schedule, dict[str, OpCost]]:
+    graph = draw(random_graphs())
+    costs = dict(draw(random_costs(graph)))
+    policy, streams = draw(st.sampled_from(sorted(POLICIES))), draw(st.integers(1, 4))
+    return graph, synchronize(graph, POLICIES[policy](graph, costs, PRICED, streams, frozenset())), costs
+
+
+@given(planned())
+def test_the_parts_add_up_to_what_is_predicted(plan: tuple[OpGraph, Schedule, dict[str, OpCost]]) -> None:
+    graph, schedule, costs = plan
+    found = break_down(graph, schedule, costs, PRICED)
+    assert found.predicted_us == simulate(schedule, costs, PRICED).makespan_us
+    assert found.ideal_us + sum(found.losses_us.values()) == pytest.approx(found.predicted_us)
+    assert all(us >= 0 for us in found.losses_us.values())
+    assert found.chain_us <= found.predicted_us + 1e-6, "no schedule is faster than its chain"
+    assert found.ideal_us <= one_stream_us(graph, costs, PRICED) / schedule.streams
