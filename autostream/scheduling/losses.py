@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, pairwise
 
-from autostream.ir import Costs, DeviceProfile, Launch, OpCost, OpGraph, Schedule
+from autostream.ir import Costs, DeviceProfile, Launch, OpGraph, Schedule
 from autostream.scheduling import structure
 from autostream.scheduling.simulate import simulate
 
@@ -71,7 +71,7 @@ def break_down(graph: OpGraph, schedule: Schedule, costs: Costs, profile: Device
     Example:
         Two ops that each need three quarters of the device take 12 µs side by side instead of 8:
 
-        >>> from autostream.ir import FORK, Op
+        >>> from autostream.ir import FORK, Op, OpCost
         >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset({name})) for name in "ab"}
         >>> costs = {name: OpCost(8.0, sm_share=0.75, bandwidth_share=0.1, source="roofline") for name in ops}
         >>> beside = Schedule("path_cover", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,))), join_waits=("b",))

@@ -66,7 +66,8 @@ def test_fork_and_join_are_waits() -> None:
 
 
 def test_a_chain_of_data_keeps_streams_idle() -> None:
-    """
+    """Whatever is done, d is too short to fill the second stream.
+
     ┌─ b 4 ── c 4 ─┐      18 µs of work, 12 of it in line; two streams that never wait would take 9
     a 2            e 2
     └───── d 6 ────┘
@@ -81,8 +82,9 @@ def test_a_chain_of_data_keeps_streams_idle() -> None:
 
 
 def test_ops_that_could_start_wait_their_turn() -> None:
-    """
-    stream 0   a ── c     c could run beside both
+    """Op c could run beside both, but comes after a.
+
+    stream 0   a ── c
     stream 1   b
     """
     three = graph_of((), names="abc")
