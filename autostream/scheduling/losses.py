@@ -34,18 +34,31 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """Ops each of which needs the one before.
+
+    Attributes:
+        ops: their names, in order.
+        work_us: their duration, µs.
+        us: what they take with the gaps between them, µs.
+    """
+
+    ops: tuple[str, ...]
+    work_us: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
 class Breakdown:
     """What a schedule's predicted time is made of: ``predicted_us`` is ``ideal_us`` and the sum of ``losses_us``.
 
     Attributes:
         predicted_us: the simulated time, µs.
-        chain_us: the longest chain of data with the gaps between its ops: no schedule is faster, µs.
         ideal_us: what it would take if every stream were always busy and ops did not disturb each other, µs.
         losses_us: what each cause adds, µs, 0 or more.
     """
 
     predicted_us: float
-    chain_us: float
     ideal_us: float
     losses_us: Mapping[Cause, float]
 
@@ -81,20 +94,19 @@ def break_down(graph: OpGraph, schedule: Schedule, costs: Costs, profile: Device
         (12.0, 8.0, 4.0)
     """
     uncontended = _without_bandwidth(costs), _without_contention(costs)
-    chain_us = longest_chain_us(graph, costs, profile)
     ideal_us = one_stream_us(graph, costs, profile) / schedule.streams
     levels = [
         simulate(schedule, costs, profile).makespan_us,
         *(simulate(schedule, each, profile).makespan_us for each in uncontended),
         simulate(schedule, uncontended[1], _without_waits(profile)).makespan_us,
-        max(chain_us, ideal_us),
+        max(longest_chain(graph, costs, profile).us, ideal_us),
         ideal_us,
     ]
     # Ops that slow each other down less may get into each other's way elsewhere: a step may save less than nothing.
     falling = [*accumulate(levels, min)]
     causes = (Cause.BANDWIDTH, Cause.MULTIPROCESSORS, Cause.WAITS, Cause.TURNS, Cause.CHAIN)
     saved = {cause: before - after for cause, (before, after) in zip(causes, pairwise(falling), strict=True)}
-    return Breakdown(levels[0], chain_us, falling[-1], {cause: saved[cause] for cause in Cause})
+    return Breakdown(levels[0], falling[-1], {cause: saved[cause] for cause in Cause})
 
 
 def one_stream_us(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> float:
@@ -102,11 +114,18 @@ def one_stream_us(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> float
     return simulate(Schedule("sequential", 1, tuple(Launch(name, 0) for name in graph.ops)), costs, profile).makespan_us
 
 
-def longest_chain_us(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> float:
-    """The longest path of the graph, with the cheapest edge there is from each op to the next, µs."""
+def longest_chain(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Chain:
+    """The longest path of the graph, with the cheapest edge there is between its ops: no schedule is faster."""
     gap_us = min(profile.same_stream_edge_us, profile.cross_stream_edge_us)
     delayed = {name: replace(costs[name], duration_us=costs[name].duration_us + gap_us) for name in graph.ops}
-    return max(structure.critical_path_us(graph, delayed) - gap_us, 0.0)
+    ops = structure.critical_path(graph, delayed)
+    work_us = sum(costs[name].duration_us for name in ops)
+    return Chain(ops, work_us, work_us + gap_us * max(len(ops) - 1, 0))
+
+
+def wait_us(profile: DeviceProfile) -> float:
+    """What it costs to take a value to another stream, µs: an op that is shorter gains nothing there."""
+    return profile.cross_stream_edge_us
 
 
 def _without_bandwidth(costs: Costs) -> Costs:
