@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.fx import GraphModule
 
 from autostream.api import OptimizedModule
+from autostream.errors import OptionError
 from autostream.options import Options
 from autostream.tracing.dynamo import bound_inputs
+from autostream.tracing.inductor import check_level
 
 
 def autostream(
@@ -22,8 +24,9 @@ def autostream(
         example_inputs: as Dynamo passes them; sizes among them become part of the signature.
         options: as for :func:`autostream.optimize`.
 
-    Raises:
-        OptionError: an option is unknown or has a value that is not allowed.
+    Returns:
+        What runs in the place of the graph. Where an option is unknown or has a value that is not allowed, its calls
+        raise an :class:`~autostream.errors.OptionError`: of one raised earlier, Dynamo would make pages of its own.
 
     Example:
         >>> import torch
@@ -32,4 +35,17 @@ def autostream(
         ...     fast(torch.tensor([-1.0, 1.0]))
         tensor([0., 1.])
     """
-    return OptimizedModule(module, Options.parse(dict(options or {})), bound_inputs(example_inputs))
+    bound = bound_inputs(example_inputs)
+    try:
+        chosen = Options.parse(dict(options or {}))
+        check_level(chosen.kernels, [example_inputs[at] for at in bound])
+        return OptimizedModule(module, chosen, bound)
+    except OptionError as error:
+        return _refusing(str(error))
+
+
+def _refusing(reason: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object) -> NoReturn:
+        raise OptionError(reason)
+
+    return refuse

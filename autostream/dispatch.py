@@ -28,6 +28,7 @@ from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
+from autostream.tracing.inductor import check_level
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
@@ -225,6 +226,8 @@ class Dispatcher:
 
     def _made(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
         try:
+            if self.bound_inputs is None:  # of pieces some may well be on the CPU
+                check_level(self.options.kernels, chain(self.model.parameters(), self.model.buffers(), tensors))
             if _optimized_in_part(self.model):
                 raise TraceError("a part of it is optimized already: optimize the whole alone")
             bound_inputs = self.bound_inputs or frozenset()
@@ -232,11 +235,10 @@ class Dispatcher:
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:
-            of_a_piece = self.bound_inputs is not None
-            if self.options.strict or (isinstance(error, OptionError) and not of_a_piece):
+            if self.options.strict or isinstance(error, OptionError):
                 raise
             splittable = isinstance(error, TraceError) and not isinstance(error, FastPathError)
-            if splittable and not of_a_piece:
+            if splittable and self.bound_inputs is None:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, error)
                 return Pieces(self.model, signature, str(error), self._piece)
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autostream.errors import CaptureError, FusionError, OptionError, first_line
+from autostream.errors import CaptureError, FusionError, first_line
 from autostream.execution.runs import without_autocast
 from autostream.execution.static import copyable, static_copies
 from autostream.ir import Decision, Program
 from autostream.options import Options
 from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program
 from autostream.select import MARGIN, Selection, select, written
-from autostream.tracing.inductor import fuse, obstacle
+from autostream.tracing.inductor import fuse
 from autostream.tracing.state import versions_kept
 
 
@@ -59,17 +59,14 @@ def tune(
         options: how to schedule.
         stopwatch: is told what took how long.
 
-    Raises:
-        OptionError: fused kernels are asked for where they cannot be had.
     """
 
     def planned(program: Program, options: Options) -> Tuned:
         return _planned(program, arguments, bound, options, stopwatch)
 
     if options.kernels == "eager" or (options.kernels == "auto" and program.device == "cpu"):
-        return planned(program, options)
-    if options.kernels == "inductor" and (reason := obstacle(program.device)):
-        raise OptionError(f'kernels="inductor" is not to be had: {reason}')
+        unfused = planned(program, options)
+        return _because(unfused, _SETTINGS_OF_NO_USE) if options.inductor_options else unfused
     fused, reason = _fused(planned, program, arguments, options, stopwatch)
     if fused is None:
         return _because(planned(program, options), reason)
@@ -81,6 +78,11 @@ def tune(
         alone = Decision("", "fused", f"ops as they are could not be measured beside it: {first_line(error)}")
         return replace(fused, refusals=(*fused.refusals, alone))
 
+
+_SETTINGS_OF_NO_USE = (
+    "inductor_options are not used: TorchInductor fuses ops into kernels of a GPU, and this program runs on the CPU: "
+    "leave them out, or move the model to a GPU"
+)
 
 Planned = Callable[[Program, Options], Tuned]
 

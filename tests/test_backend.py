@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.api import OptimizedModule
+from autostream.api import OptimizedModule, reports_of
 from autostream.backend import autostream
 from autostream.errors import OptionError
+from autostream.tracing import inductor
 from tests.semantics import CONFIGURATIONS, Model, force_streams, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -146,9 +148,44 @@ def test_what_dynamo_follows_and_export_does_not_runs_as_it_is(function: Any, ma
 
 
 @torch.no_grad()
-def test_options_are_validated() -> None:
-    module = torch.fx.symbolic_trace(nn.ReLU())
-    with pytest.raises(OptionError, match=r"no option 'stream' \(did you mean 'streams'\?\)"):
-        autostream(module, [t(3)], options={"stream": 3})
-    with pytest.raises(Exception, match="streams=0 is not allowed"):
-        torch.compile(nn.ReLU(), backend="autostream", options={"streams": 0})(t(3))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stream": 3}, "there is no option 'stream' (did you mean 'streams'?): use "),
+        ({"streams": 0}, "streams=0 is not allowed: use "),
+        ({"inductor_options": {"max_autotun": True}}, "inductor_options: torch._inductor.config has no setting "),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line_at_each_call(options: dict[str, Any], message: str) -> None:
+    """Dynamo would say at length what a backend raises while it compiles."""
+    fast = torch.compile(nn.ReLU(), backend="autostream", options=options)
+    for _ in range(2):
+        with pytest.raises(OptionError, match=f"^{re.escape(message)}") as raised:
+            fast(t(3))
+        assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU and Triton, though no tensor is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(inductor, "_installed", lambda package: True)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("gpu")
+def test_a_model_on_the_cpu_is_not_fused_where_there_is_a_gpu_either() -> None:
+    with pytest.raises(OptionError, match=r'is not to be had: .* runs on the CPU: use kernels="eager"'):
+        autostream(torch.fx.symbolic_trace(Net()), [nn.Parameter(t(3))], options={"kernels": "inductor"})(t(3, 4))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("gpu")
+def test_a_piece_without_weights_runs_where_it_is_and_says_why_it_is_not_fused() -> None:
+    """The model may well be on the GPU."""
+    piece = autostream(torch.fx.symbolic_trace(lambda x: x.relu() + 1), [t(3)], options={"kernels": "inductor"})
+    same(piece(t(3)), t(3).relu() + 1)
+    (report,) = reports_of(piece)
+    assert report.mode == "one stream"
+    assert [refusal.choice for refusal in report.refusals] == ["not fused"]
+    assert "this program runs on the CPU" in report.refusals[0].reason

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from autostream.build import preparing
 from autostream.dispatch import Dispatcher
-from autostream.errors import TargetError, TraceError
+from autostream.errors import OptionError, TargetError, TraceError
 from autostream.options import Options
+from autostream.tracing import inductor
 from tests.semantics import CONFIGURATIONS, Model, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -222,6 +223,39 @@ def test_an_input_that_fails_is_no_reason_to_run_others_plainly(
         else:
             same(dispatch(index), model(index))
     assert modes(dispatch) == ["one stream" if configuration == "default" else "threads"]
+
+
+# Where fused kernels are asked for
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU and Triton, though no tensor is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(inductor, "_installed", lambda package: True)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), Model(branches, layer=nn.Linear(4, 4)), Model(branches)])
+def test_a_model_on_the_cpu_is_refused_before_it_is_traced(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.build.trace", lambda *args: pytest.fail("it is traced"))
+    dispatch = dispatcher(model, kernels="inductor")
+    for call in (dispatch.prepare, dispatch):
+        with pytest.raises(OptionError, match=r'is not to be had: .* runs on the CPU: use kernels="eager"'):
+            call(t(3, 4))
+    assert dispatch.reports == ()
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("gpu")
+def test_a_piece_on_the_cpu_is_not_fused_and_says_why() -> None:
+    piece = Dispatcher(nn.Linear(4, 4), Options(kernels="inductor"), bound_inputs=frozenset())
+    same(piece(t(3, 4)), piece.model(t(3, 4)))
+    (report,) = piece.reports
+    assert report.mode == "one stream"
+    assert [refusal.choice for refusal in report.refusals] == ["not fused"]
+    assert "this program runs on the CPU" in report.refusals[0].reason
 
 
 # What else becomes of calls

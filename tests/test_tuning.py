@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autostream import tuning
-from autostream.errors import CaptureError, FusionError, OptionError
+from autostream.errors import CaptureError, FusionError
 from autostream.ir import Candidate, Decision, Program
 from autostream.options import Options
 from autostream.pipeline import Priced, Stopwatch
@@ -125,7 +125,6 @@ class Levels:
             nothing: Any = None
             return Tuned(program, nothing, Selection(nothing, chosen, (chosen,)), ())
 
-        monkeypatch.setattr(tuning, "obstacle", lambda device: "")
         monkeypatch.setattr(tuning, "fuse", fuse)
         monkeypatch.setattr(tuning, "_planned", planned)
 
@@ -227,11 +226,21 @@ def test_what_failed_is_forgotten_before_anything_else_is_tried(monkeypatch: pyt
     assert len(levels.planned) == 2
 
 
-def test_on_the_cpu_nothing_is_fused_unless_asked_for() -> None:
-    result = tuned()
-    assert (result.program.level, result.refusals) == ("aten", ())
-    with pytest.raises(OptionError, match=r'kernels="inductor" is not to be had: .* CPU.* use kernels="eager"'):
-        tuned(kernels="inductor")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, []),
+        ({"kernels": "inductor"}, ['this program runs on the CPU: use kernels="eager"; ops stay those of ATen']),
+        ({"inductor_options": {"max_autotune": True}}, ["leave them out, or move the model to a GPU"]),
+    ],
+)
+def test_on_the_cpu_nothing_is_fused_and_where_that_was_asked_for_the_reason_is_told(
+    options: dict[str, Any], said: list[str]
+) -> None:
+    result = tuned(**options)
+    assert result.program.level == "aten"
+    assert [refusal.choice for refusal in result.refusals] == ["not fused"] * len(said)
+    assert all(refusal.reason.endswith(end) for refusal, end in zip(result.refusals, said, strict=True))
 
 
 # Afterwards

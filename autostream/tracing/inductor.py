@@ -20,7 +20,7 @@ import difflib
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from operator import attrgetter
@@ -128,17 +128,24 @@ def check_settings(options: Mapping[str, Any]) -> None:
             raise OptionError(f"inductor_options: torch._inductor.config has no setting {name!r}{hint}")
 
 
-def check_level(kernels: str) -> None:
-    """See that fused kernels can be had on this machine, if no others will do.
+def check_level(kernels: str, tensors: Iterable[Tensor] = ()) -> None:
+    """See that fused kernels can be had on this machine, and where a model is, if no others will do.
 
     Args:
         kernels: the option of that name.
+        tensors: the model's, where they will stay.
 
     Raises:
-        OptionError: there is no GPU, no Triton, or this version of PyTorch lacks what fusing builds on.
+        OptionError: there is no GPU, the tensors are all on the CPU, there is no Triton, or this version of PyTorch
+            lacks what fusing builds on.
+
+    Example:
+        >>> check_level("auto", [torch.ones(1)])
     """
-    reason = obstacle("cuda" if torch.cuda.is_available() else "cpu") if kernels == "inductor" else ""
-    if reason:
+    if kernels != "inductor":
+        return
+    on_cpu = not torch.cuda.is_available() or {tensor.device.type for tensor in tensors} == {"cpu"}
+    if reason := obstacle("cpu" if on_cpu else "cuda"):
         raise OptionError(f'kernels="inductor" is not to be had: {reason}')
 
 

@@ -11,7 +11,7 @@ import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from autostream.errors import FusionError, OptionError
 from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.tracing import inductor, kernel_graph
-from autostream.tracing.inductor import NEEDED, check_settings, evaluate, fuse, obstacle
+from autostream.tracing.inductor import NEEDED, check_level, check_settings, evaluate, fuse, obstacle
 from tests.execution.programs import Case, case_of, fused_case
 
 aten = torch.ops.aten
@@ -485,6 +485,20 @@ def test_a_package_that_is_broken_is_an_obstacle_and_no_crash(monkeypatch: pytes
     monkeypatch.setattr(inductor, "_installed", lambda package: True)
     monkeypatch.setattr(inductor.importlib, "import_module", broken)
     assert re.search(r"has no torch\S+ that could be imported \(.*too old.*\).*kernels=\"eager\"", obstacle("cuda"))
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_level_is_refused_where_a_model_lies_on_the_cpu(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it: parts of a model on the GPU may lie there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(inductor, "_installed", lambda package: True)
+    with FakeTensorMode():
+        here, there = torch.ones(2), torch.ones(2, device="cuda")
+    for tensors, refused in ([], not on_gpu), ([here], True), ([here, there], not on_gpu), ([there], not on_gpu):
+        check_level("auto", tensors)
+        check_level("eager", tensors)
+        with pytest.raises(OptionError, match="runs on the CPU") if refused else nullcontext():
+            check_level("inductor", tensors)
 
 
 def test_something_else_under_tritons_name_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
