@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autostream import zoo
-from autostream.errors import TargetError
+from autostream.errors import TargetError, first_line
 
 _SHAPE = re.compile(r"\d+(x\d+)*", re.ASCII)
 
@@ -154,13 +154,25 @@ def prepare(
 def make_inputs(inputs: Sequence[InputSpec], device: torch.device, usual: torch.dtype) -> tuple[Tensor, ...]:
     """Random tensors as asked for, the same in every process; ``usual`` is the dtype where none is given.
 
+    Raises:
+        TargetError: one is too large for this machine.
+
     Example:
         >>> make_inputs([InputSpec((2,), torch.int64)], torch.device("cpu"), torch.float32)[0].dtype
         torch.int64
     """
     generator = torch.Generator().manual_seed(zoo.SEED)
-    with _user_code(f"--input: {len(inputs)} of such sizes cannot be made"):
-        return tuple(_random(spec.shape, spec.dtype or usual, generator).to(device) for spec in inputs)
+    return tuple(_made(spec.shape, spec.dtype or usual, device, generator) for spec in inputs)
+
+
+def _made(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+    try:
+        return _random(shape, dtype, generator).to(device)
+    except (RuntimeError, TypeError) as error:  # more bytes than there are, or than can be counted
+        said = "x".join(map(str, shape)) or "scalar"
+        raise TargetError(
+            f"--input {said}: cannot be made on {device} ({first_line(error)}): use smaller sizes"
+        ) from error
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -186,6 +186,15 @@ def test_inputs_are_random_alike_each_time_and_valid_as_indices() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("shape", [(10**6,) * 3, (10**12,) * 2, (10**30,)])
+def test_an_input_that_is_too_large_is_told_with_what_to_do(shape: tuple[int, ...]) -> None:
+    """More bytes than there are, than can be counted, and a size that cannot be counted itself."""
+    said = f"--input {'x'.join(map(str, shape))}: cannot be made on cpu ("
+    with pytest.raises(TargetError, match=rf"^{re.escape(said)}.*\): use smaller sizes$") as raised:
+        make_inputs([InputSpec((2,)), InputSpec(shape)], CPU, torch.float32)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "CPU", "cpu:0", "cuda:-1", ""])
 def test_a_device_that_is_none_is_told(text: str) -> None:
     with pytest.raises(TargetError, match=f"^--device {text} is not allowed: use cpu, cuda or cuda:N$"):
