@@ -14,7 +14,7 @@ from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
 from autostream.options import Options
 from autostream.reporting.report import Report
-from autostream.reporting.text import render
+from autostream.reporting.text import answers
 from autostream.tracing.inductor import check_level, check_settings
 
 
@@ -233,7 +233,7 @@ def explain(optimized: OptimizedModule, *, ops: int | None = 10) -> str:
     reports = reports_of(optimized)
     if not reports:
         return "nothing is known yet: call it once, or give optimize() example inputs"
-    return "\n\n\n".join(render(report, ops=ops) for report in reports)
+    return "\n\n\n".join(answers(report, ops=ops) for report in reports)
 
 
 _OURS = ("prepare", "static_inputs", "reports")

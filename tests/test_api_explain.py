@@ -8,7 +8,7 @@ from torch import nn
 
 import autostream
 from autostream.api import explain
-from autostream.reporting.text import render
+from autostream.reporting.text import answers
 from tests.reporting.reports import PLAIN, REPORT
 
 
@@ -26,13 +26,13 @@ def test_before_the_first_call_it_says_what_to_do() -> None:
 
 
 def test_reports_follow_each_other_in_their_order(optimized: autostream.OptimizedModule) -> None:
-    assert explain(optimized) == f"{render(REPORT, ops=10)}\n\n\n{render(PLAIN, ops=10)}"
+    assert explain(optimized) == f"{answers(REPORT, ops=10)}\n\n\n{answers(PLAIN, ops=10)}"
 
 
 @pytest.mark.parametrize("ops", [0, 1, None])
 def test_every_report_shows_so_many_ops(optimized: autostream.OptimizedModule, ops: int | None) -> None:
-    assert explain(optimized, ops=ops) == f"{render(REPORT, ops=ops)}\n\n\n{render(PLAIN, ops=ops)}"
-    assert (render(REPORT, ops=ops) == render(REPORT)) == (ops is None)
+    assert explain(optimized, ops=ops) == f"{answers(REPORT, ops=ops)}\n\n\n{answers(PLAIN, ops=ops)}"
+    assert (answers(REPORT, ops=ops) == answers(REPORT)) == (ops is None)
 
 
 def test_what_is_not_optimized_cannot_be_explained() -> None:

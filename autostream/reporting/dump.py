@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from autostream.reporting.explanation import explanation_of
 from autostream.reporting.summary import summary_of
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ def dump(report: Report) -> dict[str, Any]:
     """Turn a report into dicts, lists, strings, numbers and ``None``: what :func:`json.dumps` takes and gives back.
 
     The keys are the fields of :class:`autostream.ir.Report`, and so on inward; sets become sorted lists, enum members
-    their values, numbers that are not finite ``None``. Added are ``schema`` and ``summary``, the latter with the
-    fields of :class:`autostream.reporting.summary.Summary`, or ``None`` where nothing was priced.
+    their values, numbers that are not finite ``None``. Added are ``schema``; ``summary``, with the fields of
+    :class:`autostream.reporting.summary.Summary`, or ``None`` where nothing was priced; and ``explanation``, with those
+    of :class:`autostream.reporting.explanation.Explanation`, or ``None`` where nothing was scheduled.
 
     Example:
         >>> from autostream.reporting.report import Report
@@ -31,7 +33,8 @@ def dump(report: Report) -> dict[str, Any]:
         (1, 'Net', [], None)
     """
     numbers, parts = summary_of(report), [dump(part) for part in report.parts]
-    return {"schema": SCHEMA, **_plain(report), "parts": parts, "summary": _plain(numbers)}
+    answers = _plain(explanation_of(report, numbers))
+    return {"schema": SCHEMA, **_plain(report), "parts": parts, "summary": _plain(numbers), "explanation": answers}
 
 
 def _plain(value: Any) -> Any:

@@ -85,27 +85,3 @@ def gain(chosen: Candidate, other: Candidate) -> float:
     if chosen.measured_us is not None and other.measured_us is not None:
         return other.measured_us / chosen.measured_us
     return other.predicted_us / chosen.predicted_us if chosen.predicted_us > 0 else 1.0
-
-
-def limits(summary: Summary) -> tuple[str, ...]:
-    """Why no schedule can gain more, the tightest reason first.
-
-    Each is a floor under the makespan: the ops in line, and the work that the multiprocessors or the memory have to
-    do however it is arranged. Ops that fill the device gain nothing from company.
-    """
-    if summary.work_us <= 0:
-        return ()
-    if summary.width <= 1:
-        return ("the ops form a chain (width 1): nothing can run beside anything else",)
-    line, sms, memory = (
-        part / summary.work_us for part in (summary.critical_path_us, summary.sm_us, summary.bandwidth_us)
-    )
-    floors = sorted(
-        [
-            (line, f"{line:.0%} of the work is in line, on the critical path"),
-            (sms, f"one after the other, the ops already keep {sms:.0%} of the device busy"),
-            (memory, f"one after the other, the ops already use {memory:.0%} of the memory bandwidth"),
-        ],
-        reverse=True,
-    )
-    return tuple(f"{reason}: at most {1 / floor:.2f}×" for floor, reason in floors if floor > 0)

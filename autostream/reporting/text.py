@@ -1,16 +1,23 @@
-"""A report as text for a terminal. A time that no clock has shown is called predicted."""
+"""A report as text for a terminal. A time that no clock has shown is called predicted.
+
+summary    what runs, and how fast
+answers    that, why it is not faster, what runs beside what and why, and what to try: ``autostream.explain``
+render     that, and all candidates and ops in tables: ``autostream inspect``
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-
-from tabulate import tabulate
+from typing import TYPE_CHECKING
 
 from autostream.ir import Candidate, Costs, Decision, OpGraph, Timeline
-from autostream.reporting.report import Report
-from autostream.reporting.summary import Summary, baselines, gain, limits, summary_of
+from autostream.reporting.explanation import Explanation, Gain, best_rival, explanation_of, named
+from autostream.reporting.layout import count, few, line, pairs, source, table, us
+from autostream.reporting.summary import Summary, gain, summary_of
+
+if TYPE_CHECKING:
+    from autostream.reporting.report import Report
 
 _MODES = {
     "plain": "the plain model",
@@ -22,61 +29,87 @@ _MODES = {
     "cuda graph": "CUDA graph",
 }
 
-_SOURCE_WIDTH = 60
+_LEVELS = {"aten": "ATen", "inductor": "fused by TorchInductor"}
+
 _REFUSALS = 3
+_CEILINGS = 2
+_BESIDE = 5
+_WORTH = 0.005
+"""Shares that would be shown as 0 % are not."""
 
 
-def render(report: Report, *, ops: int | None = None) -> str:
-    """Say all that is known: the summary, the candidates, the ops in launch order and the decisions.
+def summary(report: Report) -> str:
+    """Say the main things in a few lines: what runs, how fast, and why not faster."""
+    return _summary(report, *_facts(report))
+
+
+def answers(report: Report, *, ops: int | None = None) -> str:
+    """Say what users ask: how much faster, why not more, what runs beside what and why, and what to try.
 
     Args:
         report: of one signature of one model.
-        ops: show only this many ops, those of longest duration; ``None`` shows all.
+        ops: say of this many ops why they are on their streams, those of longest duration; ``None`` says it of all.
 
     Example:
         >>> from autostream.ir import Decision
         >>> from autostream.reporting.report import Report
         >>> refusal = Decision("", "not traced", "forward branches on the value of a tensor")
-        >>> print(render(Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain", refusals=(refusal,))))
+        >>> print(answers(Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain", refusals=(refusal,))))
         model      Net
         signature  1x8:float32 on cpu, eval, no gradients
         runs as    the plain model
         refused    not traced: forward branches on the value of a tensor
     """
-    numbers, shown = summary_of(report), _shown(report, ops)
+    numbers, explanation = _facts(report)
     parts = (
-        _summary(report, numbers),
+        _summary(report, numbers, explanation),
+        *_answers(report, explanation, _shown(report, ops)),
+        *(f"Piece {number}\n{answers(part, ops=ops)}" for number, part in enumerate(report.parts)),
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def render(report: Report, *, ops: int | None = None) -> str:
+    """Say all that is known: the answers, then the candidates and the ops in launch order.
+
+    Args:
+        report: of one signature of one model.
+        ops: show only this many ops, those of longest duration; ``None`` shows all.
+    """
+    numbers, explanation = _facts(report)
+    shown = _shown(report, ops)
+    parts = (
+        _summary(report, numbers, explanation),
+        *_answers(report, explanation, shown),
         _candidates(report),
         _ops(report, numbers, shown),
-        _decisions(report, shown),
         *(f"Piece {number}\n{render(part, ops=ops)}" for number, part in enumerate(report.parts)),
     )
     return "\n\n".join(part for part in parts if part)
 
 
-def summary(report: Report) -> str:
-    """Say the main things in a few lines: what runs, how fast, and why not faster."""
-    return _summary(report, summary_of(report))
+def _facts(report: Report) -> tuple[Summary | None, Explanation | None]:
+    numbers = summary_of(report)
+    return numbers, explanation_of(report, numbers)
 
 
-def _summary(report: Report, numbers: Summary | None) -> str:
-    return tabulate(_repeat_no_keys(_lines(report, numbers)), tablefmt="plain", disable_numparse=True)
+def _summary(report: Report, numbers: Summary | None, explanation: Explanation | None) -> str:
+    return pairs(_lines(report, numbers, explanation))
 
 
-def _lines(report: Report, numbers: Summary | None) -> Iterator[tuple[str, str]]:
+def _lines(report: Report, numbers: Summary | None, explanation: Explanation | None) -> Iterator[tuple[str, str]]:
     """The lines of the summary as (key, value); a key may come several times."""
-    yield "model", _line(report.model)
-    yield "signature", _line(report.signature)
+    yield "model", line(report.model)
+    yield "signature", line(report.signature)
     if report.profile:
         yield "device", _device(report)
     yield "runs as", _runs_as(report)
-    if report.chosen:
-        yield from _times(report, report.chosen)
+    if report.chosen and explanation:
+        yield from _times(report, report.chosen, explanation)
+        yield from (("at most", f"{c.times:.2f}×: {c.why}, {us(c.us)}") for c in explanation.ceilings[:_CEILINGS])
     if report.graph and numbers:
-        yield "graph", _graph(report.graph, report.chosen, numbers)
+        yield "graph", _graph(report, report.graph, numbers)
         yield "work", _work(report.costs, numbers)
-        yield from (("bound", limit) for limit in limits(numbers)[:1])
-        yield from (("why not more", reason) for reason in _why_not_more(report, numbers))
     yield from (("refused", refusal) for refusal in _refusals(report))
     if report.seconds:
         yield "prepared in", ", ".join(f"{stage} {took:.2f} s" for stage, took in report.seconds.items())
@@ -84,11 +117,37 @@ def _lines(report: Report, numbers: Summary | None) -> Iterator[tuple[str, str]]
         yield "with", ", ".join(f"{package} {version}" for package, version in report.versions.items())
 
 
-def _repeat_no_keys(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    last = ""
-    for key, value in lines:
-        yield ("" if key == last else key), value
-        last = key
+def _answers(report: Report, explanation: Explanation | None, shown: frozenset[str]) -> Iterator[str]:
+    """The sections that explain, in the order in which users ask."""
+    if explanation is None:
+        return
+    yield from _why_not_more(explanation)
+    yield from _side_by_side(explanation)
+    yield from _placements(report, explanation, shown)
+    if explanation.advice:
+        yield "\n".join(["What to try", *(f"  {line(advice)}" for advice in explanation.advice)])
+
+
+def _why_not_more(explanation: Explanation) -> Iterator[str]:
+    if explanation.reasons:
+        ideal = f"{us(explanation.ideal_us or 0.0)} if its streams were always busy"
+        worth = [reason for reason in explanation.reasons if abs(reason.share) >= _WORTH]
+        rows = [(f"{r.us:,.1f}", f"{r.share:.0%}", r.cause, line(r.why)) for r in worth]
+        title = f"Why {explanation.explained} is not faster: {ideal}, and beyond that"
+        yield table(title, ("µs", "lost", "cause", "which"), rows, right="µs lost")
+
+
+def _side_by_side(explanation: Explanation) -> Iterator[str]:
+    if explanation.companies:
+        spent = ", ".join(
+            f"{number} for {us(time_us)}" for number, time_us in explanation.concurrency.items() if number
+        )
+        rows = [
+            (f"{c.shared_us:,.1f}", line(c.op), str(c.stream), few([*c.beside], most=_BESIDE))
+            for c in explanation.companies
+        ]
+        title = f"Side by side, as predicted; ops at once: {spent}"
+        yield table(title, ("µs", "op", "stream", "beside"), rows, right="µs stream")
 
 
 def _device(report: Report) -> str:
@@ -96,14 +155,15 @@ def _device(report: Report) -> str:
     profile = report.profile
     units = "cores" if report.graph and report.graph.device == "cpu" else "SMs"
     bandwidth = f"{profile.bandwidth / 1e3:,.0f} GB/s"
-    return f"{_line(profile.name)}: {profile.multiprocessors} {units}, {bandwidth} (profile: {profile.source})"
+    return f"{line(profile.name)}: {profile.multiprocessors} {units}, {bandwidth} (profile: {profile.source})"
 
 
 def _runs_as(report: Report) -> str:
     if report.mode == "plain" or report.chosen is None:
         return _MODES.get(report.mode, report.mode)
     schedule = report.chosen.schedule
-    how = f"{_on_streams(schedule.streams)} ({schedule.policy})"
+    over = "on 1 stream" if schedule.streams == 1 else f"over {schedule.streams} streams"
+    how = f"{over} ({schedule.policy})"
     if report.mode != "dry run":
         return f"{_MODES.get(report.mode, report.mode)} {how}"
     on_cpu = report.graph is not None and report.graph.device == "cpu"
@@ -111,72 +171,54 @@ def _runs_as(report: Report) -> str:
     return f"nothing, this is a dry run; the best by prediction: {_MODES[mode]} {how}"
 
 
-def _on_streams(streams: int) -> str:
-    return "on 1 stream" if streams == 1 else f"over {streams} streams"
-
-
-def _times(report: Report, chosen: Candidate) -> Iterator[tuple[str, str]]:
-    others = baselines(report)
+def _times(report: Report, chosen: Candidate, explanation: Explanation) -> Iterator[tuple[str, str]]:
+    measured, predicted = ([g for g in explanation.gains if g.measured is kind] for kind in (True, False))
     if chosen.measured_us is not None:
-        yield "measured", _compared(chosen.measured_us, [(other, other.measured_us) for other in others])
+        yield "measured", _compared(chosen.measured_us, measured)
     else:
         yield "measured", "nothing: the times below are predicted"
-    yield "predicted", _compared(chosen.predicted_us, [(other, other.predicted_us) for other in others])
+    yield "predicted", _compared(chosen.predicted_us, predicted)
+    if spread := explanation.spread:
+        ranges = (
+            f"{spread.us[0]:,.1f} to {us(spread.us[1])}, {spread.times[0]:.2f}× to {spread.times[1]:.2f}× one stream"
+        )
+        yield "uncertain", f"{ranges}, if ops take {spread.error:.0%} less or more time and room ({spread.costs} costs)"
     if chosen.schedule.streams == 1:
         yield "gain", _no_gain(report, chosen)
 
 
-def _compared(own_us: float, others: Sequence[tuple[Candidate, float | None]]) -> str:
-    ratios = [
-        f"{other_us / own_us:.2f}× the speed of {_baseline(other)} ({_us(other_us)})"
-        for other, other_us in others
-        if other_us is not None and own_us > 0
-    ]
-    return ", ".join([_us(own_us), *ratios])
-
-
-def _baseline(candidate: Candidate) -> str:
-    return "sequential in a CUDA graph" if candidate.captured else "sequential"
+def _compared(own_us: float, gains: Sequence[Gain]) -> str:
+    ratios = [f"{each.times:.2f}× the speed of {each.against} ({us(each.other_us)})" for each in gains]
+    return ", ".join([us(own_us), *ratios])
 
 
 def _no_gain(report: Report, chosen: Candidate) -> str:
     """One stream was kept: the number that the best of several streams came to."""
-    rivals = [c for c in report.candidates if c.schedule.streams > 1 and c.captured == chosen.captured]
-    if not rivals:
+    best = best_rival(report, chosen)
+    if best is None:
         return "none from streams: no schedule over several streams was a candidate"
-    best = max(rivals, key=lambda candidate: gain(candidate, chosen))
     measured = best.measured_us is not None and chosen.measured_us is not None
     how = "measured" if measured else "predicted"
-    schedule = f"{best.schedule.policy} {_on_streams(best.schedule.streams)}"
-    refused = f" and was refused: {_line(best.refusal)}" if best.refusal else ""
-    return f"none from streams: the best, {schedule}, is {how} at {gain(best, chosen):.2f}× the speed of one{refused}"
+    refused = f" and was refused: {line(best.refusal)}" if best.refusal else ""
+    speed = f"{gain(best, chosen):.2f}× the speed of one"
+    return f"none from streams: the best, {named(best.schedule)}, is {how} at {speed}{refused}"
 
 
-def _graph(graph: OpGraph, chosen: Candidate | None, numbers: Summary) -> str:
-    facts = [_count(len(graph.ops), "op"), f"width {numbers.width}"]
+def _graph(report: Report, graph: OpGraph, numbers: Summary) -> str:
+    ops = f"{count(len(graph.ops), 'op')} ({_LEVELS[report.level]})" if report.level else count(len(graph.ops), "op")
+    facts = [ops, f"width {numbers.width}"]
     if numbers.regions:
         branches = max(len(region.branches) for region in numbers.regions)
-        facts.append(f"{_count(len(numbers.regions), 'region')} of up to {branches} independent branches")
-    if chosen:
-        schedule = chosen.schedule
-        facts += [_count(schedule.streams, "stream"), _count(schedule.wait_count, "wait")]
+        facts.append(f"{count(len(numbers.regions), 'region')} of up to {branches} independent branches")
+    if report.chosen:
+        schedule = report.chosen.schedule
+        facts += [count(schedule.streams, "stream"), count(schedule.wait_count, "wait")]
     return ", ".join(facts)
 
 
 def _work(costs: Costs, numbers: Summary) -> str:
     sources = "/".join(sorted({cost.source for cost in costs.values()}))
-    return f"{_us(numbers.work_us)} ({sources} costs), {_us(numbers.critical_path_us)} of it on the critical path"
-
-
-def _why_not_more(report: Report, numbers: Summary) -> Iterator[str]:
-    floor = max(numbers.critical_path_us, numbers.sm_us, numbers.bandwidth_us)
-    chosen = report.chosen
-    if chosen and chosen.schedule.streams > 1 and floor > 0 and chosen.predicted_us > 1.05 * floor:
-        waits = _count(chosen.schedule.wait_count, "wait")
-        yield (
-            f"predicted {_us(chosen.predicted_us - floor)} above that floor of {_us(floor)}: edges between ops, "
-            f"{waits} among them, and ops that slow each other down"
-        )
+    return f"{us(numbers.work_us)} ({sources} costs), {us(numbers.critical_path_us)} of it on the critical path"
 
 
 def _refusals(report: Report) -> Iterator[str]:
@@ -185,14 +227,14 @@ def _refusals(report: Report) -> Iterator[str]:
         refusals = list(group)
         yield from (_refusal(report, refusal) for refusal in refusals[:_REFUSALS])
         if len(refusals) > _REFUSALS:
-            yield _line(f"{choice}: {len(refusals) - _REFUSALS} more")
+            yield line(f"{choice}: {len(refusals) - _REFUSALS} more")
 
 
 def _refusal(report: Report, refusal: Decision) -> str:
     op = report.graph.ops.get(refusal.op) if report.graph else None
-    source = f", {op.source}" if op and op.source and op.source not in refusal.reason else ""
-    where = f" (op {refusal.op}{source})" if refusal.op else ""
-    return _line(f"{refusal.choice}: {refusal.reason}{where}")
+    at = f", {op.source}" if op and op.source and op.source not in refusal.reason else ""
+    where = f" (op {refusal.op}{at})" if refusal.op else ""
+    return line(f"{refusal.choice}: {refusal.reason}{where}")
 
 
 def _candidates(report: Report) -> str:
@@ -200,7 +242,7 @@ def _candidates(report: Report) -> str:
         return ""
     rows = [_candidate(candidate, report) for candidate in report.candidates]
     head = ("", "policy", "streams", "captured", "waits", "predicted µs", "measured µs", "remark")
-    return _table("Candidates", head, rows, right="streams waits predicted measured")
+    return table("Candidates", head, rows, right="streams waits predicted measured")
 
 
 def _candidate(candidate: Candidate, report: Report) -> tuple[str, ...]:
@@ -213,7 +255,7 @@ def _candidate(candidate: Candidate, report: Report) -> tuple[str, ...]:
         str(schedule.wait_count),
         f"{candidate.predicted_us:,.1f}",
         "" if candidate.measured_us is None else f"{candidate.measured_us:,.1f}",
-        "chosen" if candidate == report.chosen else _line(candidate.refusal),
+        "chosen" if candidate == report.chosen else line(candidate.refusal),
     )
 
 
@@ -237,64 +279,36 @@ def _ops(report: Report, numbers: Summary | None, shown: frozenset[str]) -> str:
         rows.append(
             (
                 str(at),
-                _line(op.name),
-                _line(op.target),
+                line(op.name),
+                line(op.target),
                 str(launch.stream),
                 start.get(op.name, ""),
                 f"{cost.duration_us:,.1f}",
                 f"{cost.sm_share:.0%}",
-                _few(launch.waits),
+                few(launch.waits),
                 f"{numbers.slack_us[op.name]:,.1f}",
-                _source(op.source),
+                source(op.source),
             )
         )
-    count = len(report.graph.ops)
-    title = f"Ops in launch order{'' if len(rows) == count else f', the {len(rows)} costliest of {count}'}"
+    total = len(report.graph.ops)
+    title = f"Ops in launch order{'' if len(rows) == total else f', the {len(rows)} costliest of {total}'}"
     head = ("#", "op", "target", "stream", "start µs", "cost µs", "SMs", "waits", "slack µs", "source")
-    return _table(f"{title}; starts are predicted", head, rows, right="# stream start cost SMs slack")
+    return table(f"{title}; starts are predicted", head, rows, right="# stream start cost SMs slack")
 
 
 def _starts(timeline: Timeline | None) -> dict[str, str]:
     return {s.op: f"{s.start_us:,.1f}" for s in timeline.slices} if timeline else {}
 
 
-def _decisions(report: Report, shown: frozenset[str]) -> str:
-    """Those about the whole first, then those about the ops shown."""
-    if report.chosen is None:
-        return ""
-    made = [d for d in report.chosen.schedule.decisions if not d.op or d.op in shown]
-    rows = [(_line(d.op), _line(d.choice), _line(d.reason)) for d in sorted(made, key=lambda d: bool(d.op))]
-    return _table("Decisions", ("op", "choice", "because"), rows, right="") if rows else ""
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right: str) -> str:
-    """A table under its title; columns whose first word is among ``right`` are aligned to the right."""
-    sides = ["right" if name.split(" ")[0] in right.split() else "left" for name in head]
-    # Names such as "1e5" must stay what they are.
-    return f"{title}\n" + tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=sides)
-
-
-def _us(us: float) -> str:
-    return f"{us:,.1f} µs"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _few(names: Sequence[str], most: int = 3) -> str:
-    more = f" +{len(names) - most}" if len(names) > most else ""
-    return _line(", ".join(names[:most]) + more)
-
-
-def _line(text: str) -> str:
-    """On one line, without characters that would move the cursor: names and source lines are the model's to choose."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
-def _source(text: str) -> str:
-    """A source line without the directories of its file, cut to fit into a table."""
-    line = _line(text)
-    if place := re.match(r"(.*?)(:\d+: .*)", line):
-        line = re.split(r"[/\\]", place[1])[-1] + place[2]
-    return line if len(line) <= _SOURCE_WIDTH else line[: _SOURCE_WIDTH - 1] + "…"
+def _placements(report: Report, explanation: Explanation, shown: frozenset[str]) -> Iterator[str]:
+    """Why on which stream: what is about the whole first, then the ops shown, in launch order."""
+    assert report.chosen is not None
+    schedule = report.chosen.schedule
+    rows = [("", line(d.choice), line(d.reason)) for d in schedule.decisions if not d.op]
+    rows += [
+        (line(op), f"stream {schedule.stream_of[op]}", line(why))
+        for op, why in explanation.placements.items()
+        if op in shown
+    ]
+    if rows:
+        yield table("Why on which stream", ("op", "stream", "because"), rows)

@@ -39,6 +39,7 @@ REPORT = Report(
     model="Net",
     signature="1x8:float16 on cuda:0, eval, no gradients",
     mode="cuda graph",
+    level="aten",
     profile=profile_with(name="NVIDIA H200", multiprocessors=132, bandwidth=4.8e6),
     graph=DIAMOND,
     costs=COSTS,

@@ -12,6 +12,7 @@ import pytest
 
 from autostream.reporting.dump import dump
 from autostream.reporting.report import Report
+from autostream.reporting.text import render
 from tests.reporting.reports import COSTS, PLAIN, REPORT
 
 
@@ -22,7 +23,9 @@ def test_json_gives_back_what_it_was_given(report: Report) -> None:
 
 
 def test_every_field_is_there() -> None:
-    assert dump(REPORT).keys() == {"schema", "summary"} | {field.name for field in dataclasses.fields(Report)}
+    assert dump(REPORT).keys() == {"schema", "summary", "explanation"} | {
+        field.name for field in dataclasses.fields(Report)
+    }
 
 
 def test_values_keep_their_meaning() -> None:
@@ -49,6 +52,22 @@ def test_the_numbers_of_the_text_are_there() -> None:
     assert (summary["work_us"], summary["critical_path_us"], summary["bound"], summary["width"]) == (18.0, 12.0, 1.5, 2)
     assert summary["slack_us"]["d"] == 2.0
     assert summary["regions"] == [{"fork": "a", "join": "e", "branches": [["b", "c"], ["d"]]}]
+
+
+def test_the_answers_of_the_text_are_there() -> None:
+    """In the same words, and with the same numbers."""
+    answers = dump(REPORT)["explanation"]
+    assert [gain["times"] for gain in answers["gains"]] == [1.5, 3.0, 1.5, 2.0]
+    assert answers["spread"] is None
+    assert [(reason["cause"], reason["us"], reason["share"]) for reason in answers["reasons"]] == [
+        ("chain of data", 3.0, 0.6),
+        ("not explained by the model", 2.0, 0.4),
+    ]
+    assert answers["concurrency"] == {"0": 1.0, "1": 6.0, "2": 6.0}
+    text = render(REPORT)
+    said = [*answers["advice"], *answers["placements"].values(), *(reason["why"] for reason in answers["reasons"])]
+    assert [words for words in said if words not in text] == []
+    assert dump(PLAIN)["explanation"] is None
 
 
 def test_numbers_that_json_lacks_become_null() -> None:

@@ -1,0 +1,111 @@
+"""What to try, by rules from the numbers: each says what to do and why it may help, or that nothing will."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from autostream.options import MAX_STREAMS
+from autostream.reporting.layout import us
+from autostream.reporting.summary import Summary
+from autostream.scheduling.losses import Breakdown, Cause, Chain
+
+if TYPE_CHECKING:
+    from autostream.reporting.report import Report
+
+_LARGE = 0.25
+"""A part of the time that is worth doing something about."""
+
+_WORTH = 0.1
+"""A part of the time that is worth an option."""
+
+_FULL = 0.7
+"""Who is so busy has little left for others."""
+
+
+def advise(
+    report: Report, numbers: Summary, chain: Chain, parts: Breakdown | None, sequential_us: float
+) -> tuple[str, ...]:
+    """What to try, the most promising first; or how little is left to gain.
+
+    Args:
+        report: of a signature that was scheduled.
+        numbers: of its graph.
+        chain: its longest chain.
+        parts: where the time of the schedule over several streams goes, if there is one.
+        sequential_us: the time of one stream, µs.
+    """
+    found = (
+        *_capture(report),
+        *_fuse(report, numbers, sequential_us),
+        *_lighten(report, numbers),
+        *_widen(numbers, chain, parts),
+        *_spread_out(report, numbers, parts),
+        *_measure(report),
+    )
+    return found or tuple(_nothing(numbers, chain, parts.predicted_us if parts else sequential_us))
+
+
+def _capture(report: Report) -> Iterator[str]:
+    """Ops that a CUDA graph cannot hold cost all others their place in it."""
+    hindering = [refusal for refusal in report.refusals if refusal.choice == "not captured" and refusal.op]
+    if hindering:
+        more = f" (and {len(hindering) - 1} more like it)" if len(hindering) > 1 else ""
+        yield f"take {hindering[0].op}{more} out of the model, so that it can be captured: {hindering[0].reason}"
+
+
+def _fuse(report: Report, numbers: Summary, sequential_us: float) -> Iterator[str]:
+    """Kernels that Inductor fused are fewer, and it was not tried."""
+    assert report.graph is not None
+    gaps_us = sequential_us - numbers.work_us
+    tried = report.mode != "dry run" and any(refusal.choice == "not fused" for refusal in report.refusals)
+    if report.level == "aten" and report.graph.device != "cpu" and not tried and gaps_us > _WORTH * sequential_us:
+        ops = len(report.graph.ops)
+        yield f'kernels="inductor": on one stream, {us(gaps_us)} of {us(sequential_us)} are gaps between {ops} kernels'
+
+
+def _lighten(report: Report, numbers: Summary) -> Iterator[str]:
+    """Where the device has no time to spare, only less work helps."""
+    if numbers.work_us <= 0:
+        return
+    busy, memory = numbers.sm_us / numbers.work_us, numbers.bandwidth_us / numbers.work_us
+    if max(busy, memory) < _FULL:
+        return
+    what = "multiprocessors" if busy >= memory else "memory bandwidth"
+    assert report.graph is not None
+    half = "float16 or bfloat16, " if any(op.dtype == "float32" for op in report.graph.ops.values()) else ""
+    use = f"one after the other, the ops use {max(busy, memory):.0%} of the {what}"
+    yield f"less work rather than more streams: {half}fused kernels, a smaller model; {use}"
+
+
+def _widen(numbers: Summary, chain: Chain, parts: Breakdown | None) -> Iterator[str]:
+    """A chain leaves room for what does not depend on it."""
+    lost = parts is None or parts.share(Cause.CHAIN) > 0.5
+    if chain.us <= 0 or not lost:
+        return
+    busy = max(numbers.sm_us, numbers.bandwidth_us) / chain.us
+    if busy < 1 - _LARGE:
+        yield (
+            f"a larger batch, or several inputs or models in one module: the chain keeps the device {busy:.0%} busy, "
+            "and no schedule makes it shorter"
+        )
+
+
+def _spread_out(report: Report, numbers: Summary, parts: Breakdown | None) -> Iterator[str]:
+    """More streams, where all that were allowed are in use and ops still wait for their turn."""
+    most = max((candidate.schedule.streams for candidate in report.candidates), default=1)
+    streams = min(numbers.width, MAX_STREAMS)
+    used = report.chosen.schedule.streams if report.chosen else 1
+    if parts and parts.share(Cause.TURNS) > _LARGE and used == most < streams:
+        yield f"streams={streams}: ops wait for their turn on {used}, and up to {numbers.width} are independent"
+
+
+def _measure(report: Report) -> Iterator[str]:
+    if report.mode == "dry run" and report.graph and report.graph.device != "cpu":
+        yield "autostream bench on the device itself: this is a prediction"
+
+
+def _nothing(numbers: Summary, chain: Chain, predicted_us: float) -> Iterator[str]:
+    floor_us = max(chain.us, numbers.sm_us, numbers.bandwidth_us)
+    if floor_us > 0:
+        yield f"nothing: no schedule of these ops would be more than {predicted_us / floor_us:.2f}× as fast"

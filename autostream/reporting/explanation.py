@@ -1,0 +1,284 @@
+"""What a report answers, as values: every face of it says the same.
+
+how much faster, against what      Gain, Spread
+the most that streams could give   Ceiling
+why not more                       Reason, with its share of the lost time
+what runs beside what              Company
+why on this stream                 placements
+what to try                        advice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from autostream.ir import Candidate, Costs, DeviceProfile, OpGraph, Schedule
+from autostream.reporting.advice import advise
+from autostream.reporting.layout import count, few, us
+from autostream.reporting.summary import Summary, baselines, gain
+from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, one_stream_us, wait_us
+from autostream.scheduling.overlap import Company, companies, concurrency
+from autostream.scheduling.simulate import simulate
+
+if TYPE_CHECKING:
+    from autostream.reporting.report import Report
+
+FULL = 0.95
+"""An op with this share of the multiprocessors leaves no room for another."""
+
+ERRORS = {"measured": 0.10, "roofline": 0.35}
+"""How far predictions are off, by the source of the costs: the mean error that the cost model must stay within."""
+
+_COMPANIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How many times faster than another way to run the same.
+
+    Attributes:
+        against: that way.
+        times: its time over ours.
+        own_us: our time, µs.
+        other_us: its time, µs.
+        measured: whether a clock has shown both, or the simulator.
+    """
+
+    against: str
+    times: float
+    own_us: float
+    other_us: float
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What a prediction comes to if all ops take less or more than was estimated, in time and in room on the device.
+
+    Attributes:
+        error: by this share less or more.
+        costs: where the estimates are from.
+        us: the least and the most time, µs.
+        times: the least and the most gain over one stream.
+    """
+
+    error: float
+    costs: str
+    us: tuple[float, float]
+    times: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """A reason why no schedule can be faster than so much.
+
+    Attributes:
+        why: what it is.
+        us: the time that no schedule is below, µs.
+        times: how many times faster than one stream that would be.
+    """
+
+    why: str
+    us: float
+    times: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A part of what keeps K streams from being K times as fast as one.
+
+    Attributes:
+        cause: what it is.
+        us: what it adds, µs; below 0 where the device is faster than predicted.
+        share: of all that is lost.
+        why: which ops, and how many.
+    """
+
+    cause: str
+    us: float
+    share: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answers to what users ask.
+
+    Attributes:
+        gains: how much faster the chosen schedule is, against what; measured ones first.
+        spread: how far the prediction may be off; ``None`` where the chosen schedule was measured.
+        ceilings: the most that streams could give, the tightest first.
+        explained: the schedule that the reasons are about: the chosen one, or the best over several streams where one
+            stream was chosen; ``None`` where there is none.
+        ideal_us: what that schedule would take if nothing was lost: all its streams always busy, µs.
+        reasons: why it takes longer, the greatest first; their sum and ``ideal_us`` make up its time.
+        concurrency: µs of the chosen schedule's simulated time by the number of ops that run at once.
+        companies: which of its ops run beside which, those that do longest.
+        placements: why each op is on its stream, by name; empty where there is one stream.
+        advice: what to try, the most promising first.
+    """
+
+    gains: tuple[Gain, ...]
+    spread: Spread | None
+    ceilings: tuple[Ceiling, ...]
+    explained: str | None
+    ideal_us: float | None
+    reasons: tuple[Reason, ...]
+    concurrency: Mapping[int, float]
+    companies: tuple[Company, ...]
+    placements: Mapping[str, str]
+    advice: tuple[str, ...]
+
+
+def explanation_of(report: Report, numbers: Summary | None) -> Explanation | None:
+    """Answer for a report; ``None`` where nothing was scheduled.
+
+    Args:
+        report: of one signature.
+        numbers: its summary.
+    """
+    graph, chosen, profile, costs = report.graph, report.chosen, report.profile, report.costs
+    if graph is None or chosen is None or profile is None or numbers is None:
+        return None
+    explained = chosen if chosen.schedule.streams > 1 else best_rival(report, chosen)
+    chain = longest_chain(graph, costs, profile)
+    sequential_us = one_stream_us(graph, costs, profile)
+    parts = break_down(graph, explained.schedule, costs, profile) if explained else None
+    return Explanation(
+        gains=tuple(_gains(report, chosen)),
+        spread=_spread(graph, chosen, costs, profile),
+        ceilings=_ceilings(numbers, chain, sequential_us),
+        explained=named(explained.schedule) if explained else None,
+        ideal_us=parts.ideal_us if parts else None,
+        reasons=_reasons(report, explained, parts, chain, numbers) if explained and parts else (),
+        concurrency=concurrency(report.timeline) if report.timeline else {},
+        companies=companies(report.timeline, _COMPANIES) if report.timeline else (),
+        placements=_placements(graph, chosen.schedule),
+        advice=advise(report, numbers, chain, parts, sequential_us),
+    )
+
+
+def best_rival(report: Report, chosen: Candidate) -> Candidate | None:
+    """The best candidate over several streams that is captured like the chosen one."""
+    rivals = [c for c in report.candidates if c.schedule.streams > 1 and c.captured == chosen.captured]
+    return max(rivals, key=lambda candidate: gain(candidate, chosen), default=None)
+
+
+def named(schedule: Schedule) -> str:
+    """A schedule in a few words.
+
+    Example:
+        >>> named(Schedule("sequential", 1, ()))
+        'sequential on 1 stream'
+    """
+    return f"{schedule.policy} {'on 1 stream' if schedule.streams == 1 else f'over {schedule.streams} streams'}"
+
+
+def _gains(report: Report, chosen: Candidate) -> Iterator[Gain]:
+    for measured in (True, False):
+        for other in baselines(report):
+            own_us, other_us = (c.measured_us if measured else c.predicted_us for c in (chosen, other))
+            if own_us and other_us is not None:
+                against = "sequential in a CUDA graph" if other.captured else "sequential"
+                yield Gain(against, other_us / own_us, own_us, other_us, measured)
+
+
+def _spread(graph: OpGraph, chosen: Candidate, costs: Costs, profile: DeviceProfile) -> Spread | None:
+    """By simulation with all costs scaled: errors of an estimate are alike for all ops, and do not cancel out."""
+    if chosen.measured_us is not None:
+        return None
+    sources = sorted({cost.source for cost in costs.values()})
+    error = max(ERRORS.get(source, ERRORS["roofline"]) for source in sources)
+    corners = [_scaled(costs, *factors) for factors in product((1 - error, 1 + error), repeat=2)]
+    own_us = [simulate(chosen.schedule, each, profile).makespan_us for each in corners]
+    one_us = [one_stream_us(graph, each, profile) for each in corners]
+    times = [one / own if own else 1.0 for one, own in zip(one_us, own_us, strict=True)]
+    return Spread(error, "/".join(sources), (min(own_us), max(own_us)), (min(times), max(times)))
+
+
+def _scaled(costs: Costs, time: float, room: float) -> Costs:
+    return {
+        name: replace(
+            cost,
+            duration_us=cost.duration_us * time,
+            sm_share=min(cost.sm_share * room, 1.0),
+            bandwidth_share=min(cost.bandwidth_share * room, 1.0),
+        )
+        for name, cost in costs.items()
+    }
+
+
+def _ceilings(numbers: Summary, chain: Chain, sequential_us: float) -> tuple[Ceiling, ...]:
+    """Each is a floor under the time of any schedule; ops that fill the device gain nothing from company."""
+    if numbers.work_us <= 0:
+        return ()
+    if numbers.width <= 1:
+        return (Ceiling("the ops form a chain (width 1): nothing can run beside anything else", sequential_us, 1.0),)
+    floors = {
+        f"{count(len(chain.ops), 'op')} are in line, each of which needs the one before": chain.us,
+        f"the ops keep {numbers.sm_us / numbers.work_us:.0%} of the device busy one after the other": numbers.sm_us,
+        f"they use {numbers.bandwidth_us / numbers.work_us:.0%} of the memory bandwidth": numbers.bandwidth_us,
+        f"at most {numbers.width} ops are independent (width)": sequential_us / numbers.width,
+    }
+    ceilings = (Ceiling(why, floor_us, sequential_us / floor_us) for why, floor_us in floors.items() if floor_us > 0)
+    return tuple(sorted(ceilings, key=lambda ceiling: ceiling.times))
+
+
+def _reasons(
+    report: Report, explained: Candidate, parts: Breakdown, chain: Chain, numbers: Summary
+) -> tuple[Reason, ...]:
+    found = {cause.value: (parts.losses_us[cause], why) for cause, why in _whys(report, explained, chain, numbers)}
+    if explained.measured_us is not None:
+        found |= _unmodelled(report, explained, explained.measured_us - parts.predicted_us)
+    lost_us = sum(us for us, _ in found.values())
+    reasons = (Reason(cause, us, us / lost_us if lost_us > 0 else 0.0, why) for cause, (us, why) in found.items() if us)
+    return tuple(sorted(reasons, key=lambda reason: -reason.us))
+
+
+def _whys(report: Report, explained: Candidate, chain: Chain, numbers: Summary) -> Iterator[tuple[Cause, str]]:
+    assert report.graph is not None
+    assert report.profile is not None
+    ops, costs, schedule = report.graph.ops, report.costs, explained.schedule
+    gaps = f", {us(chain.us - chain.work_us)} of it gaps between them" if chain.us > chain.work_us else ""
+    yield Cause.CHAIN, f"{count(len(chain.ops), 'op')} in line take {us(chain.us)}{gaps}"
+    beside = f"{count(schedule.streams, 'stream')}, and up to {numbers.width} ops are independent"
+    yield Cause.TURNS, f"ops wait until their stream is free: {beside}"
+    edge_us = wait_us(report.profile)
+    short = [name for name in ops if costs[name].duration_us < edge_us]
+    shorter = f"; {len(short)} of {count(len(ops), 'op')} are shorter than one ({few(short)})" if short else ""
+    yield Cause.WAITS, f"{count(schedule.wait_count, 'wait')}, {us(edge_us)} each{shorter}"
+    full = [name for name in ops if costs[name].sm_share >= FULL]
+    share = sum(costs[name].duration_us for name in full) / numbers.work_us if numbers.work_us else 0.0
+    alone = (
+        f"{len(full)} of {count(len(ops), 'op')} alone, {share:.0%} of the work ({few(full)})" if full else "none alone"
+    )
+    yield Cause.MULTIPROCESSORS, f"{alone}; side by side, they ask for more than all of it"
+    yield Cause.BANDWIDTH, f"ops side by side ask for more than {report.profile.bandwidth / 1e3:,.0f} GB/s"
+
+
+def _unmodelled(report: Report, explained: Candidate, rest_us: float) -> dict[str, tuple[float, str]]:
+    """What was measured and not predicted. Without a CUDA graph, it is above all the host's time."""
+    refused = next((refusal.reason for refusal in report.refusals if refusal.choice == "not captured"), "")
+    if report.graph and report.graph.device != "cpu" and not explained.captured:
+        return {"launches, one by one": (rest_us, f"not captured: {refused}" if refused else "not captured")}
+    return {"not explained by the model": (rest_us, "measured less predicted")}
+
+
+def _placements(graph: OpGraph, schedule: Schedule) -> dict[str, str]:
+    """The policy's own reasons, and for ops that it had no need to move, what keeps them where they are."""
+    if schedule.streams == 1:
+        return {}
+    told = {decision.op: decision.reason for decision in schedule.decisions if decision.op}
+    place = {launch.op: at for at, launch in enumerate(schedule.launches)}
+    return {op: told.get(op) or _stays(graph, schedule, place, op) for op in place}
+
+
+def _stays(graph: OpGraph, schedule: Schedule, place: Mapping[str, int], op: str) -> str:
+    stream = schedule.stream_of
+    near = [before for before in graph.digraph.predecessors(op) if stream[before] == stream[op]]
+    if near:
+        return f"needs {max(near, key=place.__getitem__)}, which is there"
+    return "the caller's stream, where nothing need be waited for" if not stream[op] else "its stream is free then"

@@ -1,0 +1,97 @@
+"""How numbers, names and tables look in text for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from tabulate import tabulate
+
+_SOURCE_WIDTH = 60
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> str:
+    """A table under its title; columns whose first word is among ``right`` are aligned to the right.
+
+    Example:
+        >>> print(table("Fruit", ("name", "µs"), [("1e5", "7")], right="µs"))
+        Fruit
+        name      µs
+        ------  ----
+        1e5        7
+    """
+    sides = ["right" if name.split(" ")[0] in right.split() else "left" for name in head]
+    # Names such as "1e5" must stay what they are.
+    return f"{title}\n" + tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=sides)
+
+
+def pairs(lines: Iterable[tuple[str, str]]) -> str:
+    """Keys and values, a line for each; a key that comes several times in a row stands once.
+
+    Example:
+        >>> print(pairs([("bound", "one"), ("bound", "two")]))
+        bound  one
+               two
+    """
+    return tabulate(_repeat_no_keys(lines), tablefmt="plain", disable_numparse=True)
+
+
+def us(time_us: float) -> str:
+    """A time in µs.
+
+    Example:
+        >>> us(1234.56)
+        '1,234.6 µs'
+    """
+    return f"{time_us:,.1f} µs"
+
+
+def count(number: int, noun: str) -> str:
+    """So many of something.
+
+    Example:
+        >>> count(1, "op"), count(2, "op")
+        ('1 op', '2 ops')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are.
+
+    Example:
+        >>> few("abcde")
+        'a, b, c +2'
+    """
+    more = f" +{len(names) - most}" if len(names) > most else ""
+    return line(", ".join(names[:most]) + more)
+
+
+def line(text: str) -> str:
+    r"""On one line, without characters that would move the cursor: names and source lines are the model's to choose.
+
+    Example:
+        >>> line("a\r\n  b")
+        'a b'
+    """
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def source(text: str) -> str:
+    """A source line without the directories of its file, cut to fit into a table.
+
+    Example:
+        >>> source("/home/me/net.py:3: y = f(x)")
+        'net.py:3: y = f(x)'
+    """
+    whole = line(text)
+    if place := re.match(r"(.*?)(:\d+: .*)", whole):
+        whole = re.split(r"[/\\]", place[1])[-1] + place[2]
+    return whole if len(whole) <= _SOURCE_WIDTH else whole[: _SOURCE_WIDTH - 1] + "…"
+
+
+def _repeat_no_keys(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    last = ""
+    for key, value in lines:
+        yield ("" if key == last else key), value
+        last = key

@@ -1,0 +1,139 @@
+"""Rules, each with the numbers that bring it about and those that do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autostream.ir import FORK, Decision, Launch, OpGraph, Schedule
+from autostream.reporting.advice import advise
+from autostream.reporting.report import Report
+from autostream.reporting.summary import summary_of
+from autostream.scheduling.losses import break_down, longest_chain, one_stream_us
+from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, GRAPHED, REPORT
+from tests.scheduling.graphs import costs_of, graph_of, profile_with
+
+
+def advice(**fields: Any) -> tuple[str, ...]:
+    """What is advised for the report made by hand, with other fields."""
+    report: Report = replace(REPORT, **fields)
+    numbers, graph, profile, chosen = summary_of(report), report.graph, report.profile, report.chosen
+    assert numbers is not None
+    assert graph is not None
+    assert profile is not None
+    assert chosen is not None
+    several = chosen.schedule.streams > 1
+    parts = break_down(graph, chosen.schedule, report.costs, profile) if several else None
+    chain, sequential_us = longest_chain(graph, report.costs, profile), one_stream_us(graph, report.costs, profile)
+    return advise(report, numbers, chain, parts, sequential_us)
+
+
+def with_shares(sm_share: float, bandwidth_share: float = 0.0) -> Any:
+    return costs_of(DIAMOND, {name: cost.duration_us for name, cost in COSTS.items()}, sm_share, bandwidth_share)
+
+
+def starting(found: tuple[str, ...], words: str) -> list[str]:
+    return [each for each in found if each.startswith(words)]
+
+
+def test_what_is_well_scheduled_is_left_alone() -> None:
+    assert advice() == ("nothing: no schedule of these ops would be more than 1.00× as fast",)
+
+
+def test_without_work_there_is_nothing_to_say() -> None:
+    assert advice(costs=costs_of(DIAMOND, 0.0)) == ()
+
+
+def test_an_op_that_no_graph_can_hold_is_named_with_its_reason() -> None:
+    first = Decision("d", "not captured", "aten.item: it synchronizes (net.py:3: y.item())")
+    (said,) = advice(refusals=(first,))
+    assert (
+        said == "take d out of the model, so that it can be captured: aten.item: it synchronizes (net.py:3: y.item())"
+    )
+    (said,) = advice(refusals=(first, replace(first, op="e"), Decision("", "not captured", "out of memory")))
+    assert said.startswith("take d (and 1 more like it) out of the model")
+
+
+GAPS = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0)
+
+
+def test_many_gaps_call_for_fewer_kernels() -> None:
+    """18 µs of work and 4 gaps between 5 ops."""
+    assert starting(advice(profile=GAPS, refusals=()), "kernels=") == [
+        'kernels="inductor": on one stream, 4.0 µs of 22.0 µs are gaps between 5 kernels'
+    ]
+    few = profile_with(same_stream_edge_us=0.4)
+    assert not starting(advice(profile=few, refusals=()), "kernels="), "1.6 of 19.6 µs are few"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"level": "inductor"}, id="they are fused"),
+        pytest.param({"graph": replace(DIAMOND, device="cpu")}, id="on the CPU there is no fusing"),
+        pytest.param({"refusals": (Decision("", "not fused", "it takes longer"),)}, id="it was tried"),
+    ],
+)
+def test_fusing_is_not_advised_where_it_is_of_no_use(fields: dict[str, Any]) -> None:
+    assert not starting(advice(**{"profile": GAPS, "refusals": (), **fields}), "kernels=")
+
+
+def test_a_dry_run_has_not_tried_to_fuse() -> None:
+    refusal = Decision("", "not fused", "a dry run plans ATen ops")
+    assert starting(advice(profile=GAPS, mode="dry run", refusals=(refusal,)), "kernels=")
+
+
+@pytest.mark.parametrize(
+    ("sm_share", "bandwidth_share", "use"),
+    [(0.8, 0.1, "80% of the multiprocessors"), (0.1, 0.9, "90% of the memory bandwidth")],
+)
+def test_a_full_device_calls_for_less_work(sm_share: float, bandwidth_share: float, use: str) -> None:
+    (said,) = starting(
+        advice(costs=with_shares(sm_share, bandwidth_share)), "less work rather than more streams: fused"
+    )
+    assert said.endswith(f"one after the other, the ops use {use}")
+
+
+def test_float32_on_a_full_device_may_be_halved() -> None:
+    ops = {name: replace(op, dtype="float32") for name, op in DIAMOND.ops.items()}
+    found = advice(costs=with_shares(0.8), graph=replace(DIAMOND, ops=ops))
+    assert starting(found, "less work rather than more streams: float16 or bfloat16, fused kernels")
+
+
+def test_a_chain_leaves_room_for_others() -> None:
+    """18 µs of work on a tenth of the device: 15 % of the 12 µs in line."""
+    (said,) = starting(advice(costs=with_shares(0.1)), "a larger batch")
+    assert "the chain keeps the device 15% busy" in said
+    alone = advice(costs=with_shares(0.1), chosen=GRAPHED, candidates=(GRAPHED,))
+    assert starting(alone, "a larger batch"), "without several streams the chain is all there is"
+    assert not starting(advice(costs=with_shares(0.25, 0.6)), "a larger batch"), "90 % busy is no room"
+
+
+def wide(streams: int) -> tuple[OpGraph, Schedule]:
+    """Four independent ops over as many streams as there are to be."""
+    graph = graph_of((), names="abcd")
+    launches = [Launch(name, at % streams, waits=(FORK,) * (0 < at < streams)) for at, name in enumerate("abcd")]
+    side = tuple(launch.op for launch in launches if launch.stream)[-streams + 1 :]
+    return graph, Schedule("test", streams, tuple(launches), join_waits=side)
+
+
+def test_ops_that_wait_for_their_turn_call_for_more_streams() -> None:
+    """Streams are always busy in this schedule, so no turns are lost; an uneven one loses them."""
+    graph, _ = wide(2)
+    uneven = Schedule(
+        "test", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,)), Launch("c", 0), Launch("d", 0)), join_waits=("b",)
+    )
+    chosen = replace(CHOSEN, schedule=uneven)
+    fields = {"graph": graph, "costs": costs_of(graph, 9.0), "chosen": chosen, "candidates": (chosen,)}
+    assert starting(advice(**fields), "streams=") == [
+        "streams=4: ops wait for their turn on 2, and up to 4 are independent"
+    ]
+    more = replace(CHOSEN, schedule=wide(3)[1])
+    assert not starting(advice(**fields | {"candidates": (chosen, more)}), "streams="), "more were tried"
+
+
+def test_a_prediction_is_to_be_measured() -> None:
+    assert advice(mode="dry run")[-1] == "autostream bench on the device itself: this is a prediction"
+    assert not starting(advice(mode="dry run", graph=replace(DIAMOND, device="cpu")), "autostream bench")

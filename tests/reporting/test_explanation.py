@@ -1,0 +1,203 @@
+"""What a report answers; expectations follow from the drawing in reports.py, whose edges cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from autostream.ir import FORK, Decision, Launch, OpCost, OpGraph, Schedule
+from autostream.reporting.explanation import Ceiling, Explanation, Gain, Reason, explanation_of, named
+from autostream.reporting.report import Report
+from autostream.reporting.summary import summarize, summary_of
+from tests.reporting.reports import (
+    CHOSEN,
+    COSTS,
+    DIAMOND,
+    GRAPHED,
+    ONE_STREAM,
+    PLAIN,
+    REFUSED,
+    REPORT,
+    TWO_STREAMS,
+    UNCAPTURED,
+)
+from tests.scheduling.graphs import costs_of, graph_of, profile_with
+
+
+def explain(report: Report) -> Explanation:
+    found = explanation_of(report, summary_of(report))
+    assert found is not None
+    return found
+
+
+def with_costs(sm_share: float = 0.25, bandwidth_share: float = 0.0) -> Mapping[str, OpCost]:
+    return costs_of(DIAMOND, {name: cost.duration_us for name, cost in COSTS.items()}, sm_share, bandwidth_share)
+
+
+def test_nothing_is_explained_where_nothing_was_scheduled() -> None:
+    assert explanation_of(PLAIN, None) is None
+    assert explanation_of(replace(REPORT, chosen=None), summarize(DIAMOND, COSTS)) is None
+
+
+def test_gains_are_against_one_stream_captured_alike_first_and_measured_ones_before_predicted_ones() -> None:
+    assert explain(REPORT).gains == (
+        Gain("sequential in a CUDA graph", 1.5, 14.0, 21.0, measured=True),
+        Gain("sequential", 3.0, 14.0, 42.0, measured=True),
+        Gain("sequential in a CUDA graph", 1.5, 13.0, 19.5, measured=False),
+        Gain("sequential", 2.0, 13.0, 26.0, measured=False),
+    )
+
+
+def test_a_measured_time_is_not_uncertain() -> None:
+    assert explain(REPORT).spread is None
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "us"),
+    [("measured", 0.1, (10.8, 13.2)), ("roofline", 0.35, (7.8, 16.2)), ("", 0.35, (7.8, 16.2))],
+)
+def test_a_prediction_is_as_uncertain_as_its_costs(source: str, error: float, us: tuple[float, float]) -> None:
+    """12 µs in line; there is room for both branches whatever the error, so the gain is 18 to 12 in any case."""
+    costs = {name: replace(cost, source=source) for name, cost in with_costs(sm_share=0.1).items()}
+    spread = explain(replace(REPORT, costs=costs, chosen=replace(CHOSEN, measured_us=None))).spread
+    assert spread is not None
+    assert (spread.error, spread.us, spread.times) == (error, pytest.approx(us), pytest.approx((1.5, 1.5)))
+
+
+def test_where_room_is_short_the_gain_is_uncertain_too() -> None:
+    """Each takes 0.6 of the device and 10 µs; with 35 % less or more room 10 µs to 16.2 µs, with more time 35 % more.
+
+    stream 0   a 10
+    stream 1   b 10
+    """
+    graph = graph_of((), names="ab")
+    beside = Schedule("test", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,))), join_waits=("b",))
+    chosen = replace(CHOSEN, schedule=beside, measured_us=None)
+    report = replace(REPORT, graph=graph, costs=costs_of(graph, 10.0, sm_share=0.6), chosen=chosen)
+    spread = explain(report).spread
+    assert spread is not None
+    assert spread.us == pytest.approx((6.5, 16.2 * 1.35))
+    assert spread.times == pytest.approx((20 / 16.2, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("sm_share", "bandwidth_share", "tightest"),
+    [
+        (0.25, 0.5, Ceiling("4 ops are in line, each of which needs the one before", 12.0, 1.5)),
+        (0.75, 0.5, Ceiling("the ops keep 75% of the device busy one after the other", 13.5, 18 / 13.5)),
+        (0.25, 0.75, Ceiling("they use 75% of the memory bandwidth", 13.5, 18 / 13.5)),
+    ],
+)
+def test_the_tightest_ceiling_comes_first(sm_share: float, bandwidth_share: float, tightest: Ceiling) -> None:
+    ceilings = explain(replace(REPORT, costs=with_costs(sm_share, bandwidth_share))).ceilings
+    assert ceilings[0] == tightest
+    assert len(ceilings) == 4
+    assert Ceiling("at most 2 ops are independent (width)", 9.0, 2.0) in ceilings
+
+
+def test_gaps_between_the_ops_of_a_chain_are_part_of_it() -> None:
+    """18 µs and 4 gaps on one stream; 12 µs and 3 gaps in line."""
+    profile = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=2.0)
+    assert explain(replace(REPORT, profile=profile)).ceilings[0].us == 15.0
+    assert explain(replace(REPORT, profile=profile)).ceilings[0].times == 22 / 15
+
+
+def test_a_chain_needs_no_other_reason() -> None:
+    chain = graph_of("a-b b-c")
+    report = replace(REPORT, graph=chain, costs=costs_of(chain), chosen=GRAPHED, candidates=(GRAPHED,))
+    found = explain(report)
+    assert [ceiling.times for ceiling in found.ceilings] == [1.0]
+    assert (found.explained, found.ideal_us, found.reasons, found.placements) == (None, None, (), {})
+
+
+def test_free_work_is_no_division_by_zero() -> None:
+    report = replace(REPORT, costs=costs_of(DIAMOND, 0.0))
+    assert (explain(report).ceilings, [reason.share for reason in explain(report).reasons]) == ((), [1.0])
+    idle = replace(report, chosen=replace(CHOSEN, measured_us=0.0))
+    assert explain(idle).reasons == ()
+
+
+def test_reasons_and_the_ideal_make_up_the_measured_time() -> None:
+    found = explain(REPORT)
+    assert (found.explained, found.ideal_us) == ("critical_path over 2 streams", 9.0)
+    assert found.reasons == (
+        Reason("chain of data", 3.0, 0.6, "4 ops in line take 12.0 µs"),
+        Reason("not explained by the model", 2.0, 0.4, "measured less predicted"),
+    )
+
+
+def test_a_device_that_is_faster_than_predicted_is_told_of_with_a_negative_share() -> None:
+    (chain, rest) = explain(replace(REPORT, chosen=replace(CHOSEN, measured_us=11.0))).reasons
+    assert (chain.us, rest.us, chain.share + rest.share) == (3.0, -1.0, 1.0)
+
+
+def test_ops_that_fill_the_device_are_counted_and_named() -> None:
+    """Op b and then c beside d, all of which fill it: the 14 µs of the three take 14."""
+    (full, *_) = explain(replace(REPORT, costs=with_costs(sm_share=1.0))).reasons
+    assert (full.cause, full.us) == ("ops that fill the device", pytest.approx(6.0))
+    assert full.why.startswith("5 of 5 ops alone, 100% of the work (a, b, c +2)")
+
+
+def test_ops_that_are_shorter_than_a_wait_are_counted_and_named() -> None:
+    """The end of d reaches e at 3 + 2 + 6 + 3 = 14, 2 µs after c's."""
+    profile = profile_with(cross_stream_edge_us=3.0)
+    waits = next(r for r in explain(replace(REPORT, profile=profile)).reasons if r.cause == "waits between streams")
+    assert (waits.us, waits.why) == (4.0, "2 waits, 3.0 µs each; 2 of 5 ops are shorter than one (a, e)")
+
+
+def test_where_one_stream_was_kept_the_best_over_several_is_explained() -> None:
+    found = explain(replace(REPORT, chosen=GRAPHED, candidates=(GRAPHED, CHOSEN, REFUSED)))
+    assert found.explained == "critical_path over 2 streams"
+    assert [reason.cause for reason in found.reasons] == ["chain of data", "not explained by the model"]
+
+
+def test_what_is_not_captured_is_launched_by_the_host_and_says_why() -> None:
+    chosen = replace(CHOSEN, captured=False, measured_us=30.0)
+    refusal = Decision("d", "not captured", "aten.item: it synchronizes (net.py:3)")
+    found = explain(replace(REPORT, chosen=chosen, refusals=(refusal,))).reasons
+    assert found[0] == Reason(
+        "launches, one by one", 18.0, 18 / 21, "not captured: aten.item: it synchronizes (net.py:3)"
+    )
+    assert explain(replace(REPORT, chosen=chosen, refusals=())).reasons[0].why == "not captured"
+    on_cpu = replace(REPORT, chosen=chosen, graph=replace(DIAMOND, device="cpu"))
+    assert explain(on_cpu).reasons[0].cause == "not explained by the model", "there is no graph to be in"
+
+
+def test_every_op_says_why_it_is_on_its_stream() -> None:
+    assert explain(REPORT).placements == {
+        "a": "the caller's stream, where nothing need be waited for",
+        "b": "needs a, which is there",
+        "d": "b keeps stream 0 busy",
+        "c": "needs b, which is there",
+        "e": "needs c, which is there",
+    }
+
+
+def test_an_op_without_company_on_a_side_stream_found_it_free() -> None:
+    launches = tuple(replace(launch, stream=int(launch.op == "d")) for launch in TWO_STREAMS.launches)
+    chosen = replace(CHOSEN, schedule=replace(TWO_STREAMS, launches=launches, decisions=()))
+    assert explain(replace(REPORT, chosen=chosen)).placements["d"] == "its stream is free then"
+
+
+def test_the_timeline_says_what_runs_beside_what() -> None:
+    found = explain(REPORT)
+    assert [(company.op, company.shared_us, [*company.beside]) for company in found.companies] == [
+        ("d", 6.0, ["b", "c"])
+    ]
+    assert found.concurrency == {0: 1.0, 1: 6.0, 2: 6.0}
+    assert explain(replace(REPORT, timeline=None)).companies == ()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"), [(ONE_STREAM, "sequential on 1 stream"), (TWO_STREAMS, "critical_path over 2 streams")]
+)
+def test_schedules_have_names(schedule: Schedule, said: str) -> None:
+    assert named(schedule) == said
+
+
+def test_the_uncaptured_are_no_rivals_of_the_captured() -> None:
+    beside: OpGraph = DIAMOND
+    found = explain(replace(REPORT, graph=beside, chosen=UNCAPTURED, candidates=(UNCAPTURED, CHOSEN)))
+    assert found.explained is None

@@ -1,0 +1,42 @@
+"""How text for people looks; the examples of the functions say the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from autostream.reporting.layout import count, few, line, pairs, source, table
+
+
+def test_names_that_look_like_numbers_stay_names() -> None:
+    assert table("T", ("op", "µs"), [("1e5", "007")], right="µs").splitlines()[-1].split() == ["1e5", "007"]
+
+
+def test_columns_are_aligned_by_the_first_word_of_their_heads() -> None:
+    *_, row = table("T", ("op", "cost µs", "why"), [("a", "1", "b")], right="cost").splitlines()
+    assert row == "a             1  b"
+
+
+def test_a_key_that_returns_after_another_stands_again() -> None:
+    assert pairs([("a", "1"), ("a", "2"), ("b", "3"), ("a", "4")]).split() == ["a", "1", "2", "b", "3", "a", "4"]
+
+
+def test_large_counts_are_readable() -> None:
+    assert count(10_000, "op") == "10,000 ops"
+
+
+def test_few_of_few_are_all() -> None:
+    assert (few(["a", "b"]), few(["a", "b"], most=1), few([])) == ("a, b", "a +1", "")
+
+
+def test_text_from_the_model_cannot_move_the_cursor() -> None:
+    assert line("a\x1b[2J\tb\r\nc") == "a [2J b c"
+
+
+@pytest.mark.parametrize("directory", ["/usr/lib/", "../", r"C:\models" "\\", ""])
+def test_source_lines_are_without_directories(directory: str) -> None:
+    assert source(f"{directory}net.py:3: y = a / b  # a/b:1: c") == "net.py:3: y = a / b # a/b:1: c"
+
+
+def test_long_source_lines_are_cut() -> None:
+    assert source("net.py:1: " + "#" * 100) == "net.py:1: " + "#" * 49 + "…"
+    assert source("no place at all") == "no place at all"
