@@ -12,7 +12,7 @@ from these values alone can be tested without a device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -234,17 +234,25 @@ Costs = Mapping[str, OpCost]
 class DeviceProfile:
     """What the cost model knows of a device.
 
+    An *edge* is the time from the end of a kernel to the start of one that depends on it, in a CUDA graph. Edges
+    between streams grow with the number of streams in use: see :meth:`over`.
+
     Attributes:
         name: as the driver says it, e.g. ``"NVIDIA H200"``.
         multiprocessors: SMs, or cores of a CPU.
-        bandwidth: memory bandwidth, bytes per µs (4.8 TB/s is 4.8e6).
-        flops: dtype name to operations per µs (990 TFLOP/s is 990e6).
+        bandwidth: memory bandwidth that a large copy reaches, bytes per µs (4.2 TB/s is 4.2e6).
+        flops: dtype name to operations per µs that a large product reaches (700 TFLOP/s is 700e6).
         kernel_us: the shortest time that a kernel takes, µs.
-        same_stream_edge_us: gap between two dependent kernels of one stream, in a CUDA graph, µs.
-        cross_stream_edge_us: from the end of a kernel to the start of one that waits for it on another stream, µs.
-        fork_us: extra cost of bringing a side stream in, µs.
-        join_us: extra cost of waiting for a side stream at the end, µs.
+        same_stream_edge_us: edge within a stream, µs.
+        cross_stream_edge_us: edge between two streams where two are in use, µs.
+        fork_us: extra cost of bringing a side stream in where two are in use, µs.
+        join_us: extra cost of waiting for a side stream at the end where two are in use, µs.
         source: ``"table"``, ``"properties"`` or ``"measured"``.
+        per_stream_us: what each further stream in use adds to an edge between streams, µs.
+        dispatch_us: the least time between the starts of two kernels of one CUDA graph, whatever their streams, µs.
+        launch_us: the same where no graph is captured and the host launches one op after the other, µs.
+        replay_us: what a replay of a CUDA graph takes besides its kernels, µs.
+        cache_bytes: size of the last-level cache.
     """
 
     name: str
@@ -257,6 +265,28 @@ class DeviceProfile:
     fork_us: float
     join_us: float
     source: str
+    per_stream_us: float = 0.0
+    dispatch_us: float = 0.0
+    launch_us: float = 0.0
+    replay_us: float = 0.0
+    cache_bytes: int = 0
+
+    def over(self, streams: int) -> DeviceProfile:
+        """The device with so many streams in use: edges between them, forks and joins cost what they cost then.
+
+        Example:
+            >>> gpu = DeviceProfile("GPU", 132, 4.2e6, {}, 0.3, 0.9, 1.6, 1.2, 1.2, "table", per_stream_us=0.2)
+            >>> gpu.over(4).cross_stream_edge_us
+            2.0
+        """
+        more_us = self.per_stream_us * max(streams - 2, 0)
+        return replace(
+            self,
+            cross_stream_edge_us=self.cross_stream_edge_us + more_us,
+            fork_us=self.fork_us + more_us,
+            join_us=self.join_us + more_us,
+            per_stream_us=0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +396,7 @@ class Candidate:
         predicted_us: makespan by the simulator, µs.
         measured_us: median time of one run on the device, µs, or ``None`` where nothing was measured.
         refusal: why it was not measured or cannot run, or ``""``.
+        memory_bytes: what it allocates at most, by its plan; libraries' workspaces come on top.
     """
 
     schedule: Schedule
@@ -373,3 +404,4 @@ class Candidate:
     predicted_us: float
     measured_us: float | None = None
     refusal: str = ""
+    memory_bytes: int = 0

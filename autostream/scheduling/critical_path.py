@@ -45,6 +45,7 @@ def critical_path(
         >>> print(assignment.decisions[1].reason)
         starts 9.0 µs earlier than on stream 0
     """
+    profile = profile.over(streams)
     board = _Board(profile, free=[0.0] + [profile.fork_us] * (streams - 1))
     _fill(board, graph, costs, pinned)
     return Assignment(

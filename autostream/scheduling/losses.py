@@ -3,9 +3,9 @@
 The schedule is simulated again and again, each time without one more of the causes, down to K streams that are never
 idle. What a step saves is what its cause costs, so the parts add up to the whole:
 
-    predicted ─▶ no contention ─▶ no contention for ─▶ waits as cheap ─▶ as soon as the ─▶ K streams,
-                 for bandwidth    multiprocessors      as gaps           data allow        always busy
-             BANDWIDTH     MULTIPROCESSORS        WAITS          TURNS             CHAIN
+    predicted ─▶ launches cost ─▶ no contention ─▶ no contention for ─▶ waits as cheap ─▶ as soon as the ─▶ K streams,
+                 nothing          for bandwidth    multiprocessors      as gaps           data allow        always busy
+             LAUNCHES        BANDWIDTH      MULTIPROCESSORS         WAITS             TURNS            CHAIN
 
 What two causes share is charged to the one that goes first. Gaps between the kernels of a stream are no cause: one
 stream has them as well.
@@ -31,6 +31,7 @@ class Cause(Enum):
     WAITS = "waits between streams"
     MULTIPROCESSORS = "ops that fill the device"
     BANDWIDTH = "memory bandwidth"
+    LAUNCHES = "launches, one after the other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,17 @@ class Breakdown:
         return self.losses_us[cause] / self.lost_us if self.lost_us > 0 else 0.0
 
 
-def break_down(graph: OpGraph, schedule: Schedule, costs: Costs, profile: DeviceProfile) -> Breakdown:
-    """Say what each cause adds to the time of a schedule. Four simulations and one of a single stream.
+def break_down(
+    graph: OpGraph, schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captured: bool = True
+) -> Breakdown:
+    """Say what each cause adds to the time of a schedule. Five simulations and one of a single stream.
 
     Args:
         graph: the ops.
         schedule: of all of them.
         costs: of all of them.
         profile: the device.
+        captured: whether it runs as a CUDA graph.
 
     Example:
         Two ops that each need three quarters of the device take 12 µs side by side instead of 8:
@@ -93,25 +97,27 @@ def break_down(graph: OpGraph, schedule: Schedule, costs: Costs, profile: Device
         >>> parts.predicted_us, parts.ideal_us, parts.losses_us[Cause.MULTIPROCESSORS]
         (12.0, 8.0, 4.0)
     """
-    uncontended = _without_bandwidth(costs), _without_contention(costs)
-    ideal_us = one_stream_us(graph, costs, profile) / schedule.streams
+    at_once, near = _without_launches(profile), _without_waits(profile)
+    unlimited, alone = _without_bandwidth(costs), _without_contention(costs)
+    ideal_us = one_stream_us(graph, costs, profile, captured=captured) / schedule.streams
     levels = [
-        simulate(schedule, costs, profile).makespan_us,
-        *(simulate(schedule, each, profile).makespan_us for each in uncontended),
-        simulate(schedule, uncontended[1], _without_waits(profile)).makespan_us,
+        simulate(schedule, costs, profile, captured=captured).makespan_us,
+        *(simulate(schedule, each, at_once).makespan_us for each in (costs, unlimited, alone)),
+        simulate(schedule, alone, near).makespan_us,
         max(longest_chain(graph, costs, profile).us, ideal_us),
         ideal_us,
     ]
     # Ops that slow each other down less may get into each other's way elsewhere: a step may save less than nothing.
     falling = [*accumulate(levels, min)]
-    causes = (Cause.BANDWIDTH, Cause.MULTIPROCESSORS, Cause.WAITS, Cause.TURNS, Cause.CHAIN)
+    causes = (Cause.LAUNCHES, Cause.BANDWIDTH, Cause.MULTIPROCESSORS, Cause.WAITS, Cause.TURNS, Cause.CHAIN)
     saved = {cause: before - after for cause, (before, after) in zip(causes, pairwise(falling), strict=True)}
     return Breakdown(levels[0], falling[-1], {cause: saved[cause] for cause in Cause})
 
 
-def one_stream_us(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> float:
+def one_stream_us(graph: OpGraph, costs: Costs, profile: DeviceProfile, *, captured: bool = True) -> float:
     """What the ops take one after the other, µs."""
-    return simulate(Schedule("sequential", 1, tuple(Launch(name, 0) for name in graph.ops)), costs, profile).makespan_us
+    alone = Schedule("sequential", 1, tuple(Launch(name, 0) for name in graph.ops))
+    return simulate(alone, costs, profile, captured=captured).makespan_us
 
 
 def longest_chain(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Chain:
@@ -123,9 +129,9 @@ def longest_chain(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Chain
     return Chain(ops, work_us, work_us + gap_us * max(len(ops) - 1, 0))
 
 
-def wait_us(profile: DeviceProfile) -> float:
-    """What it costs to take a value to another stream, µs: an op that is shorter gains nothing there."""
-    return profile.cross_stream_edge_us
+def wait_us(profile: DeviceProfile, streams: int) -> float:
+    """What it costs to take a value to another of so many streams, µs: an op that is shorter gains nothing there."""
+    return profile.over(streams).cross_stream_edge_us
 
 
 def _without_bandwidth(costs: Costs) -> Costs:
@@ -136,9 +142,17 @@ def _without_contention(costs: Costs) -> Costs:
     return {name: replace(cost, sm_share=_NONE, bandwidth_share=0.0) for name, cost in costs.items()}
 
 
+def _without_launches(profile: DeviceProfile) -> DeviceProfile:
+    """Any number of kernels start at once."""
+    return replace(profile, dispatch_us=0.0, launch_us=0.0)
+
+
 def _without_waits(profile: DeviceProfile) -> DeviceProfile:
     """Another stream is as near as the own one, and side streams come and go for nothing."""
-    return replace(profile, cross_stream_edge_us=profile.same_stream_edge_us, fork_us=0.0, join_us=0.0)
+    near_us = profile.same_stream_edge_us
+    return replace(
+        _without_launches(profile), cross_stream_edge_us=near_us, per_stream_us=0.0, fork_us=0.0, join_us=0.0
+    )
 
 
 _NONE = 1e-9

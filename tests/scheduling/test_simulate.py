@@ -162,3 +162,36 @@ def test_ten_thousand_ops_on_eight_streams() -> None:
     costs = dict.fromkeys(graph.ops, cost(2.0, 0.125, 0.125))
     schedule = schedule_of(graph, critical_path(graph, costs, FREE, 8, frozenset()))
     assert simulate(schedule, costs, FREE).makespan_us == 2500.0
+
+
+def test_the_front_end_starts_one_kernel_after_the_other() -> None:
+    """Three ops are ready at 0, and the front end needs 2 µs for each.
+
+    stream 0   a───────
+    stream 1     b─────      2 later
+    stream 2       c───      2 later still
+    """
+    schedule = plan(Launch("a", 0), Launch("b", 1, (FORK,)), Launch("c", 2, (FORK,)), join=("b", "c"))
+    timeline = simulate(schedule, dict.fromkeys("abc", cost(5.0)), profile_with(dispatch_us=2.0))
+    assert [span(timeline, name) for name in "abc"] == [(0.0, 5.0), (2.0, 7.0), (4.0, 9.0)]
+    assert span(timeline, JOIN) == (9.0, 9.0)
+
+
+def test_uncaptured_ops_wait_for_the_host_that_launches_them_in_order() -> None:
+    """The host needs 4 µs for a launch: nothing starts before its turn, but d, launched by 12, waits for c until 17."""
+    schedule = plan(Launch("a", 0), Launch("b", 1, (FORK,)), Launch("c", 0), Launch("d", 0), join=("b",))
+    costs = {"a": cost(1.0), "b": cost(1.0), "c": cost(9.0), "d": cost(1.0)}
+    profile = profile_with(launch_us=4.0, dispatch_us=100.0)
+    timeline = simulate(schedule, costs, profile, captured=False)
+    assert [span(timeline, name) for name in "abcd"] == [(0.0, 1.0), (4.0, 5.0), (8.0, 17.0), (17.0, 18.0)]
+
+
+def test_edges_between_streams_grow_with_the_streams_in_use() -> None:
+    """Two streams: b starts 2.0 after a. With a third in use, each edge between streams costs 0.5 more."""
+    profile = profile_with(cross_stream_edge_us=2.0, fork_us=1.0, join_us=1.0, per_stream_us=0.5)
+    two = plan(Launch("a", 0), Launch("b", 1, ("a",)), join=("b",))
+    assert simulate(two, dict.fromkeys("ab", cost(1.0)), profile).makespan_us == 1 + 2 + 1 + 1
+    three = plan(Launch("a", 0), Launch("b", 1, ("a",)), Launch("c", 2, (FORK,)), join=("b", "c"))
+    timeline = simulate(three, dict.fromkeys("abc", cost(1.0)), profile)
+    assert timeline.makespan_us == 1 + 2.5 + 1 + 1.5
+    assert span(timeline, "c") == (1.5, 2.5)
