@@ -1,0 +1,315 @@
+"""What was measured, as values and as JSON.
+
+    Context         the device and the versions that it was measured with
+    Record          one measurement, names to numbers: {"duration_us": 3.2, "sm_share": 0.4}
+    Measurements    a context, the profile of its device, and records by the key of what was measured
+
+A measurement counts for the same content in the same context, and for nothing else. Its numbers are finite, and their
+names say what they can be: what ends in ``_share`` is from 0 to 1, in ``_us`` or ``_bytes`` from 0, all else above 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+
+from autostream.errors import CostError, first_line
+from autostream.ir import DeviceProfile
+
+SCHEMA = 1
+"""Grows when a key of the JSON changes its name or meaning or goes."""
+
+Record = Mapping[str, float]
+"""One measurement. An empty one says that it was tried, and that there is nothing to measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a measurement depends on besides what is measured.
+
+    Attributes:
+        device: as the driver says it, e.g. ``"NVIDIA H200"``.
+        multiprocessors: SMs, or cores of a CPU; a slice of a GPU has fewer than the whole.
+        versions: of what decides which kernels run and how they are timed, by name.
+    """
+
+    device: str
+    multiprocessors: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What was measured in one context.
+
+    Attributes:
+        context: the device and the versions.
+        profile: of the device, or ``None`` where it was not measured.
+        records: by :func:`key_of` what was measured; the oldest come first.
+
+    Raises:
+        CostError: a number is not what its name says that it can be.
+
+    Example:
+        >>> Measurements(Context("NVIDIA H200", 132), records={"relu": {"duration_us": float("nan")}})
+        Traceback (most recent call last):
+        ...
+        autostream.errors.CostError: record relu: duration_us=nan is not allowed: use a finite number from 0
+    """
+
+    context: Context
+    profile: DeviceProfile | None = None
+    records: Mapping[str, Record] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.profile is not None:
+            profile_from_json(profile_to_json(self.profile))
+        for key, record in self.records.items():
+            if fault := _fault(key, record):
+                raise CostError(fault)
+
+
+def context_of(device: str, profile: DeviceProfile, method: int) -> Context:
+    """The context of what is measured on this machine now.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda:0"``.
+        profile: of that device; it need not be a measured one.
+        method: the version of how it is measured, which changes with what its numbers mean.
+
+    Example:
+        >>> from autostream.costs.device import profile_of
+        >>> sorted(context_of("cpu", profile_of("cpu"), method=1).versions)
+        ['method', 'torch']
+    """
+    versions = {"torch": str(torch.__version__), "method": str(method)}
+    if device.startswith("cuda"):
+        libraries = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+        libraries |= {"triton": _triton(), "driver": _driver()}
+        versions |= {name: str(value) for name, value in libraries.items() if value}
+    return Context(profile.name, profile.multiprocessors, versions)
+
+
+def check_context(found: Context, here: Context, name: str) -> None:
+    """Refuse measurements of another device or with other versions.
+
+    Args:
+        found: where they were made.
+        here: where they are to be used.
+        name: of what holds them, for the message.
+
+    Raises:
+        CostError: the contexts differ; the message names both devices, and the versions that differ.
+
+    Example:
+        >>> check_context(Context("NVIDIA H200", 132), Context("Tesla T4", 40, {"torch": "2.13.0"}), "h200.json")
+        ... # doctest: +NORMALIZE_WHITESPACE
+        Traceback (most recent call last):
+        ...
+        autostream.errors.CostError: h200.json was measured on NVIDIA H200 (132 multiprocessors, torch unknown),
+        and this is Tesla T4 (40 multiprocessors, torch 2.13.0): measure again here
+    """
+    both = {**here.versions, **found.versions}
+    differing = [package for package in both if found.versions.get(package) != here.versions.get(package)]
+    if found != here:
+        there, this = _named(found, differing), _named(here, differing)
+        raise CostError(f"{name} was measured on {there}, and this is {this}: measure again here")
+
+
+def key_of(*content: object) -> str:
+    """The key of what was measured: the same for the same content, in every process.
+
+    Args:
+        content: all that the measurement depends on (op, shapes, strides, dtypes, constants, …): strings, numbers,
+            ``None``, and sequences and dicts of such. What holds an address is not content.
+
+    Returns:
+        64 hexadecimal digits, SHA-256 of the content as JSON.
+
+    Raises:
+        TypeError: JSON has no form for some of it.
+
+    Example:
+        >>> key_of("aten.relu.default", (8, 3), "float32")[:8]
+        '192fb00c'
+    """
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def to_json(measurements: Measurements) -> str:
+    """Measurements as one line of JSON, which :func:`from_json` reads."""
+    context, profile = measurements.context, measurements.profile
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "device": context.device,
+            "multiprocessors": context.multiprocessors,
+            "versions": context.versions,
+            "profile": None if profile is None else profile_to_json(profile),
+            "records": {key: dict(record) for key, record in measurements.records.items()},
+        }
+    )
+
+
+def from_json(text: str | bytes, name: str) -> tuple[Measurements, tuple[str, ...]]:
+    """Read what :func:`to_json` wrote, or what has become of it.
+
+    Args:
+        text: the JSON.
+        name: of what holds it, for messages.
+
+    Returns:
+        What is sound in it, and one line for each part that is not.
+
+    Raises:
+        CostError: none of it can be used: it is not JSON, of another schema, or does not tell where it is from.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CostError(f"{name} is not JSON ({first_line(error)}): measure again") from error
+    match data:
+        case {"schema": schema} if schema != SCHEMA:
+            raise CostError(f"{name} has schema {schema}, and only {SCHEMA} can be read: measure again")
+        case {
+            "device": str(device),
+            "multiprocessors": int(multiprocessors),
+            "versions": dict(versions),
+            "profile": dict() | None as profile,
+            "records": dict(records),
+        }:
+            context = Context(device, multiprocessors, versions)
+        case _:
+            raise CostError(f"{name} does not hold measurements as autostream writes them: measure again")
+    faults = {key: fault for key, record in records.items() if (fault := _fault(key, record))}
+    sound = {key: record for key, record in records.items() if key not in faults}
+    try:
+        measured = None if profile is None else profile_from_json(profile)
+    except CostError as error:
+        return Measurements(context, None, sound), (str(error), *faults.values())
+    return Measurements(context, measured, sound), tuple(faults.values())
+
+
+def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
+    """A profile as what :func:`json.dumps` takes: its fields, the keys of mappings as strings."""
+    values = {known.name: getattr(profile, known.name) for known in fields(profile)}
+    return {
+        name: {str(key): number for key, number in value.items()} if isinstance(value, Mapping) else value
+        for name, value in values.items()
+    }
+
+
+def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
+    """Read what :func:`profile_to_json` made.
+
+    Args:
+        data: the fields by name; those that have a default may be absent.
+
+    Raises:
+        CostError: a field is missing or unknown, of another type, or a number that it cannot be.
+
+    Example:
+        >>> from autostream.costs.device import profile_named
+        >>> h200 = profile_named("h200")
+        >>> profile_from_json(profile_to_json(h200)) == h200
+        True
+        >>> profile_from_json({**profile_to_json(h200), "bandwidth": -1.0})
+        Traceback (most recent call last):
+        ...
+        autostream.errors.CostError: device profile: bandwidth=-1.0 is not allowed: use a finite number above 0
+    """
+    types = get_type_hints(DeviceProfile)
+    for known in fields(DeviceProfile):
+        if known.name not in data and known.default is known.default_factory is MISSING:
+            raise CostError(f"device profile: there is no {known.name}: measure again")
+    for name in data:
+        if name not in types:
+            raise CostError(f"device profile: {name} is unknown: use {', '.join(types)}")
+    return DeviceProfile(**{name: _value(name, types[name], value) for name, value in data.items()})
+
+
+def _value(name: str, kind: Any, value: Any) -> Any:
+    """A field of a profile, as its type says."""
+    if get_origin(kind) is not Mapping:
+        return _scalar(name, kind, value)
+    if not isinstance(value, Mapping) or not value:
+        raise _refusal(name, value, "a dict that is not empty")
+    key_kind, inner_kind = get_args(kind)
+    return {_key(name, key_kind, key): _scalar(f"{key} of {name}", inner_kind, inner) for key, inner in value.items()}
+
+
+def _key(name: str, kind: Any, key: str) -> Any:
+    try:
+        return kind(key)
+    except ValueError:
+        raise _refusal(f"a key of {name}", key, "a whole number") from None
+
+
+def _scalar(name: str, kind: Any, value: Any) -> Any:
+    if kind is str:
+        allowed = "" if isinstance(value, str) else "a string"
+    elif kind is int and not isinstance(value, int):
+        allowed = "a whole number"
+    else:
+        allowed = _allowed_instead(name, value)
+    if allowed:
+        raise _refusal(name, value, allowed)
+    return kind(value)
+
+
+def _refusal(name: str, value: object, allowed: str) -> CostError:
+    return CostError(f"device profile: {name}={reprlib.repr(value)} is not allowed: use {allowed}")
+
+
+def _fault(key: str, record: object) -> str:
+    """Why this is no record, or ``""``."""
+    if not isinstance(record, Mapping):
+        return f"record {key}: {reprlib.repr(record)} is not allowed: use a dict of numbers"
+    for name, value in record.items():
+        if allowed := _allowed_instead(name, value):
+            return f"record {key}: {name}={reprlib.repr(value)} is not allowed: use {allowed}"
+    return ""
+
+
+def _allowed_instead(name: str, value: object) -> str:
+    """What a number with this name can be, if it cannot be this value, else ``""``."""
+    # Every comparison with NaN is false.
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if name.endswith("_share"):
+        return "" if 0 <= number <= 1 else "a number from 0 to 1"
+    if name.endswith(("_us", "_bytes")):
+        return "" if 0 <= number <= sys.float_info.max else "a finite number from 0"
+    return "" if 0 < number <= sys.float_info.max else "a finite number above 0"
+
+
+def _named(context: Context, packages: Iterable[str]) -> str:
+    versions = [f"{package} {context.versions.get(package, 'unknown')}" for package in packages]
+    return f"{context.device} ({', '.join([f'{context.multiprocessors} multiprocessors', *versions])})"
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module, or ``""`` where it does not tell."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found[0] if found else ""
