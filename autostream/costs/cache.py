@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -48,27 +49,28 @@ def load(context: Context) -> tuple[Measurements, tuple[Decision, ...]]:
         return Measurements(context), (_not_kept(error),)
     if not faults:
         return kept, ()
-    more = f", and {len(faults) - 1} more" if faults[1:] else ""
-    reason = f"{path} was damaged ({faults[0]}{more}); what it has lost is measured again"
-    return kept, (_reported("cache rebuilt", reason), *save(Measurements(context)))
+    # Saving finds the same damage, unless somebody was faster.
+    return kept, tuple(dict.fromkeys((*_damage(path, faults), *save(Measurements(context)))))
 
 
 def save(new: Measurements) -> tuple[Decision, ...]:
     """Add measurements to those that are kept of their context; where both have one, the new one stays.
 
     Returns:
-        Why they could not be kept, for a report; empty where they were.
+        What was wrong with the file, and why they could not be kept, for a report; mostly nothing.
     """
+    damage: tuple[Decision, ...] = ()
     try:
         path = path_of(new.context)
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_PATIENCE_S):
-            kept, _ = _kept(path, new.context)
+            kept, faults = _kept(path, new.context)
+            damage = _damage(path, faults)
             _replace(path, to_json(_joined(kept, new)))
     # Without locks in the file system, some versions of filelock do not do what they are asked for.
     except (OSError, NotImplementedError) as error:
-        return (_not_kept(error),)
-    return ()
+        return (*damage, _not_kept(error))
+    return damage
 
 
 def read(path: Path, context: Context | None = None) -> Measurements:
@@ -134,6 +136,14 @@ def _replace(path: Path, text: str) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _damage(path: Path, faults: Sequence[str]) -> tuple[Decision, ...]:
+    if not faults:
+        return ()
+    more = f", and {len(faults) - 1} more" if faults[1:] else ""
+    reason = f"{path} was damaged ({faults[0]}{more}); what it has lost is measured again"
+    return (_reported("cache rebuilt", reason),)
 
 
 def _not_kept(error: Exception) -> Decision:
