@@ -145,12 +145,14 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
         return None
     explained = chosen if chosen.schedule.streams > 1 else best_rival(report, chosen)
     chain = longest_chain(graph, costs, profile)
-    sequential_us = one_stream_us(graph, costs, profile)
-    parts = break_down(graph, explained.schedule, costs, profile) if explained else None
+    sequential_us = one_stream_us(graph, costs, profile, captured=chosen.captured)
+    parts = None
+    if explained:
+        parts = break_down(graph, explained.schedule, costs, profile, captured=explained.captured)
     return Explanation(
         gains=tuple(_gains(report, chosen)),
         spread=_spread(graph, chosen, costs, profile),
-        ceilings=_ceilings(numbers, chain, sequential_us),
+        ceilings=_ceilings(numbers, chain, sequential_us, profile.dispatch_us * chosen.captured),
         explained=named(explained.schedule) if explained else None,
         ideal_us=parts.ideal_us if parts else None,
         reasons=_reasons(report, explained, parts, chain, numbers) if explained and parts else (),
@@ -193,8 +195,8 @@ def _spread(graph: OpGraph, chosen: Candidate, costs: Costs, profile: DeviceProf
     sources = sorted({cost.source for cost in costs.values()})
     error = max(ERRORS.get(source, ERRORS["roofline"]) for source in sources)
     corners = [_scaled(costs, *factors) for factors in product((1 - error, 1 + error), repeat=2)]
-    own_us = [simulate(chosen.schedule, each, profile).makespan_us for each in corners]
-    one_us = [one_stream_us(graph, each, profile) for each in corners]
+    own_us = [simulate(chosen.schedule, each, profile, captured=chosen.captured).makespan_us for each in corners]
+    one_us = [one_stream_us(graph, each, profile, captured=chosen.captured) for each in corners]
     times = [one / own if own else 1.0 for one, own in zip(one_us, own_us, strict=True)]
     return Spread(error, "/".join(sources), (min(own_us), max(own_us)), (min(times), max(times)))
 
@@ -211,17 +213,19 @@ def _scaled(costs: Costs, time: float, room: float) -> Costs:
     }
 
 
-def _ceilings(numbers: Summary, chain: Chain, sequential_us: float) -> tuple[Ceiling, ...]:
+def _ceilings(numbers: Summary, chain: Chain, sequential_us: float, dispatch_us: float) -> tuple[Ceiling, ...]:
     """Each is a floor under the time of any schedule; ops that fill the device gain nothing from company."""
     if numbers.work_us <= 0:
         return ()
     if numbers.width <= 1:
         return (Ceiling("the ops form a chain (width 1): nothing can run beside anything else", sequential_us, 1.0),)
+    ops = len(numbers.slack_us)
     floors = {
         f"{count(len(chain.ops), 'op')} are in line, each of which needs the one before": chain.us,
         f"the ops keep {numbers.sm_us / numbers.work_us:.0%} of the device busy one after the other": numbers.sm_us,
         f"they use {numbers.bandwidth_us / numbers.work_us:.0%} of the memory bandwidth": numbers.bandwidth_us,
         f"at most {numbers.width} ops are independent (width)": sequential_us / numbers.width,
+        f"{count(ops, 'kernel')} start one after the other, {dispatch_us:.2f} µs apart": (ops - 1) * dispatch_us,
     }
     ceilings = (Ceiling(why, floor_us, sequential_us / floor_us) for why, floor_us in floors.items() if floor_us > 0)
     return tuple(sorted(ceilings, key=lambda ceiling: ceiling.times))
@@ -232,7 +236,7 @@ def _reasons(
 ) -> tuple[Reason, ...]:
     found = {cause.value: (parts.losses_us[cause], why) for cause, why in _whys(report, explained, chain, numbers)}
     if explained.measured_us is not None:
-        found |= _unmodelled(report, explained, explained.measured_us - parts.predicted_us)
+        found["not explained by the model"] = explained.measured_us - parts.predicted_us, "measured less predicted"
     lost_us = sum(us for us, _ in found.values())
     reasons = (Reason(cause, us, us / lost_us if lost_us > 0 else 0.0, why) for cause, (us, why) in found.items() if us)
     return tuple(sorted(reasons, key=lambda reason: -reason.us))
@@ -246,7 +250,7 @@ def _whys(report: Report, explained: Candidate, chain: Chain, numbers: Summary) 
     yield Cause.CHAIN, f"{count(len(chain.ops), 'op')} in line take {us(chain.us)}{gaps}"
     beside = f"{count(schedule.streams, 'stream')}, and up to {numbers.width} ops are independent"
     yield Cause.TURNS, f"ops wait until their stream is free: {beside}"
-    edge_us = wait_us(report.profile)
+    edge_us = wait_us(report.profile, schedule.streams)
     short = [name for name in ops if costs[name].duration_us < edge_us]
     shorter = f"; {len(short)} of {count(len(ops), 'op')} are shorter than one ({few(short)})" if short else ""
     yield Cause.WAITS, f"{count(schedule.wait_count, 'wait')}, {us(edge_us)} each{shorter}"
@@ -256,15 +260,16 @@ def _whys(report: Report, explained: Candidate, chain: Chain, numbers: Summary) 
         f"{len(full)} of {count(len(ops), 'op')} alone, {share:.0%} of the work ({few(full)})" if full else "none alone"
     )
     yield Cause.MULTIPROCESSORS, f"{alone}; side by side, they ask for more than all of it"
+    yield Cause.LAUNCHES, _launches(report, explained, len(ops))
     yield Cause.BANDWIDTH, f"ops side by side ask for more than {report.profile.bandwidth / 1e3:,.0f} GB/s"
 
 
-def _unmodelled(report: Report, explained: Candidate, rest_us: float) -> dict[str, tuple[float, str]]:
-    """What was measured and not predicted. Without a CUDA graph, it is above all the host's time."""
-    refused = next((refusal.reason for refusal in report.refusals if refusal.choice == "not captured"), "")
-    if report.graph and report.graph.device != "cpu" and not explained.captured:
-        return {"launches, one by one": (rest_us, f"not captured: {refused}" if refused else "not captured")}
-    return {"not explained by the model": (rest_us, "measured less predicted")}
+def _launches(report: Report, explained: Candidate, ops: int) -> str:
+    assert report.profile is not None
+    if explained.captured:
+        return f"{count(ops, 'kernel')} start {report.profile.dispatch_us:.2f} µs apart, on whatever streams"
+    refused = next((f": {refusal.reason}" for refusal in report.refusals if refusal.choice == "not captured"), "")
+    return f"the host launches {count(ops, 'op')}, {us(report.profile.launch_us)} each; not captured{refused}"
 
 
 def _placements(graph: OpGraph, schedule: Schedule) -> dict[str, str]:

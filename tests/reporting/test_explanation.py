@@ -154,15 +154,22 @@ def test_where_one_stream_was_kept_the_best_over_several_is_explained() -> None:
 
 
 def test_what_is_not_captured_is_launched_by_the_host_and_says_why() -> None:
-    chosen = replace(CHOSEN, captured=False, measured_us=30.0)
+    """The last op is launched at 20 µs and takes 2."""
+    profile, chosen = profile_with(launch_us=5.0), replace(CHOSEN, captured=False, measured_us=None)
     refusal = Decision("d", "not captured", "aten.item: it synchronizes (net.py:3)")
-    found = explain(replace(REPORT, chosen=chosen, refusals=(refusal,))).reasons
-    assert found[0] == Reason(
-        "launches, one by one", 18.0, 18 / 21, "not captured: aten.item: it synchronizes (net.py:3)"
-    )
-    assert explain(replace(REPORT, chosen=chosen, refusals=())).reasons[0].why == "not captured"
-    on_cpu = replace(REPORT, chosen=chosen, graph=replace(DIAMOND, device="cpu"))
-    assert explain(on_cpu).reasons[0].cause == "not explained by the model", "there is no graph to be in"
+    launches, _ = explain(replace(REPORT, profile=profile, chosen=chosen, refusals=(refusal,))).reasons
+    assert (launches.cause, launches.us) == ("launches, one after the other", 10.0)
+    assert launches.why == ("the host launches 5 ops, 5.0 µs each; not captured: aten.item: it synchronizes (net.py:3)")
+    asked_for = explain(replace(REPORT, profile=profile, chosen=chosen, refusals=())).reasons[0]
+    assert asked_for.why == "the host launches 5 ops, 5.0 µs each; not captured"
+
+
+def test_a_graph_starts_one_kernel_after_the_other() -> None:
+    """The last one starts at 16 µs at the earliest; on one stream, d(6) holds it up until 18."""
+    found = explain(replace(REPORT, profile=profile_with(dispatch_us=4.0)))
+    assert found.ceilings[0] == Ceiling("5 kernels start one after the other, 4.00 µs apart", 16.0, 20 / 16)
+    (launches,) = (reason for reason in found.reasons if reason.cause == "launches, one after the other")
+    assert launches.why == "5 kernels start 4.00 µs apart, on whatever streams"
 
 
 def test_every_op_says_why_it_is_on_its_stream() -> None:
