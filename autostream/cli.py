@@ -1,4 +1,4 @@
-"""The command line: ``autostream inspect``, ``bench`` and ``demo``.
+"""The command line: ``autostream schedule``, ``inspect``, ``bench`` and ``demo``.
 
 Exit codes: 0 all is well, 1 a check failed, 2 the command line or the model that it names cannot be used, 130
 interrupted.
@@ -10,13 +10,14 @@ import argparse
 import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import nn
@@ -29,16 +30,22 @@ from autostream.bench.inference import Inference, subject_of
 from autostream.bench.isolation import hold_isolated
 from autostream.bench.modes import AUTOSTREAM, SLOW, modes_of
 from autostream.bench.table import cells_table
+from autostream.costs.cache import read
 from autostream.costs.device import known_names, profile_named
 from autostream.errors import AutostreamError, OptionError, TargetError, TraceError
 from autostream.ir import DeviceProfile
-from autostream.options import Options
+from autostream.options import CostSource, KernelLevel, Options, PolicyName
 from autostream.pipeline import versions
-from autostream.reporting import dot, dump, text
+from autostream.reporting import dot, text
 from autostream.reporting.report import Report
 from autostream.targets import DTYPES, InputSpec, parse_device, parse_input, prepare
 
-_INSPECT = """Plan a model without optimizing it: what would run beside what, what it would gain, and why not more.
+_SCHEDULE = """Predict what scheduling would gain, on this device or another, without running the model:
+how much faster, how sure that is, at most how much, why not more, what would run beside what, and what to try.
+"""
+
+_INSPECT = """Show a model's plan op by op, without running the model: all that schedule says, all candidates,
+and for each op its cost, stream, waits, slack and source line.
 """
 
 _BENCH = """Time a model in every mode there is, side by side, in interleaved rounds, after checking what each computes.
@@ -53,6 +60,11 @@ The module is imported and the factory called: TARGET RUNS CODE, so name only wh
 
 _INPUT = f"""one example input, random, such as 1x3x224x224:float16 or scalar; once for each input. Without DTYPE it is
 that of the model; with a floating-point one the model is cast to it. DTYPE is one of {", ".join(DTYPES)}"""
+
+_HERE = "cpu, cuda or cuda:N (default: the GPU if there is one)"
+
+_DEVICE = f"""plan for this: cpu, cuda, cuda:N, or a GPU that need not be here: {", ".join(known_names()[:-1])} or a
+FILE.json in which it was measured (default: the GPU if there is one)"""
 
 _TOLERANCE = {torch.float16: 1e-2, torch.float32: 1e-4}
 """Largest difference that is put down to kernels chosen differently, relative to the largest output."""
@@ -90,42 +102,69 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="autostream",
         description="Schedule the independent operations of a PyTorch model over CUDA streams.",
-        epilog="example: autostream inspect googlenet --profile h200",
+        epilog="example: autostream schedule googlenet --device h200",
     )
     parser.add_argument("--version", action="version", version=f"autostream {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_schedule(commands)
     _add_inspect(commands)
     _add_bench(commands)
     _add_demo(commands)
     return parser
 
 
+def _add_schedule(commands: argparse._SubParsersAction[_Parser]) -> None:
+    schedule = commands.add_parser(
+        "schedule",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="predict what scheduling would gain, on a GPU that need not be here, and why not more",
+        description=f"{_SCHEDULE}\n{_TARGET}",
+        epilog="example: autostream schedule googlenet --input 1x3x224x224:float16 --device h100",
+    )
+    _add_planning(schedule)
+    add = schedule.add_argument
+    add(
+        "--ops",
+        type=_whole,
+        default=10,
+        metavar="N",
+        help="say of the N costliest ops why they are where (default: 10)",
+    )
+    add("--json", action="store_true", help="everything, as JSON")
+    schedule.set_defaults(run=_plan, face=_answers)
+
+
 def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
     inspect = commands.add_parser(
         "inspect",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        help="say what would run beside what, what it would gain, and why not more",
+        help="show a model's plan op by op, as tables, JSON or a drawing",
         description=f"{_INSPECT}\n{_TARGET}",
-        epilog="example: autostream inspect googlenet --input 1x3x224x224:float16 --profile h200 --ops 20",
+        epilog="example: autostream inspect googlenet --input 1x3x224x224:float16 --device h200 --ops 20",
     )
-    _add_model(inspect)
-    add = inspect.add_argument
-    add("--profile", metavar="NAME", help=f"plan for this device, here or not: {', '.join(known_names())}")
-    add("--policy", default="auto", help="auto, sequential, critical_path or path_cover (default: auto)")
-    add("--streams", type=_streams, default="auto", metavar="N", help="how many streams, or auto (default: auto)")
-    add("--costs", default="auto", help="auto, roofline or measured (default: auto)")
-    add("--ops", type=_whole, metavar="N", help="show only the N costliest ops (default: all)")
+    _add_planning(inspect)
+    inspect.add_argument("--ops", type=_whole, metavar="N", help="show only the N costliest ops (default: all)")
     form = inspect.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="everything, as JSON")
     form.add_argument("--dot", action="store_true", help="the scheduled graph, for Graphviz")
+    inspect.set_defaults(run=_plan, face=_tables)
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    """What commands take that plan a model without running it."""
+    _add_model(parser, _DEVICE)
+    add = parser.add_argument
+    add("--policy", default="auto", help=f"{_either(PolicyName)} (default: auto)")
+    add("--streams", type=_streams, default="auto", metavar="N", help="how many streams, or auto (default: auto)")
+    add("--costs", default="auto", help=f"{_either(CostSource)} (default: auto)")
+    add("--kernels", default="auto", help=f"{_either(KernelLevel)}, the last where the GPU is (default: auto)")
     add("--out", metavar="FILE", type=Path, help="write there instead of to the terminal")
-    inspect.set_defaults(run=_inspect)
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, device: str = _HERE) -> None:
     parser.add_argument("target", metavar="TARGET", help="the model")
     parser.add_argument("--input", metavar="SHAPE[:DTYPE]", action="append", default=[], help=_INPUT)
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+    parser.add_argument("--device", help=device)
 
 
 def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -154,8 +193,14 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         "Exits with 1 if they differ.",
         epilog="example: autostream demo --device cuda",
     )
-    demo.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+    demo.add_argument("--device", help=_HERE)
     demo.set_defaults(run=_demo)
+
+
+def _either(values: object) -> str:
+    """The values of an option in words."""
+    *others, last = get_args(values)
+    return f"{', '.join(others)} or {last}"
 
 
 def _streams(text: str) -> str | int:
@@ -168,16 +213,33 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
-    options = Options.parse({name: getattr(arguments, name) for name in ("policy", "streams", "costs")})
-    profile = profile_named(arguments.profile) if arguments.profile else None
+def _plan(arguments: argparse.Namespace) -> int:
+    options = Options.parse({name: getattr(arguments, name) for name in ("policy", "streams", "costs", "kernels")})
+    device, profile = _planned_for(arguments.device)
     inputs = [parse_input(text) for text in arguments.input]
     with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
-        model, args = prepare(arguments.target, inputs, parse_device(arguments.device))
+        model, args = prepare(arguments.target, inputs, device)
         with torch.no_grad(), _quiet_torch():
             report = _planned(model, args, options, profile)
-    _write(_face(report, arguments), arguments.out)
+    _write(arguments.face(report, arguments), arguments.out)
     return 0
+
+
+def _planned_for(text: str | None) -> tuple[torch.device, DeviceProfile | None]:
+    """Where to put the model, and the device to plan for if that is another one.
+
+    Raises:
+        CostError: the file of measurements cannot be used.
+        TargetError: it names no device, or one that is not here and of which nothing is known.
+    """
+    if text is None or re.fullmatch(r"cpu|cuda(:\d+)?", text, re.ASCII):
+        return parse_device(text), None
+    if not text.endswith(".json"):
+        return torch.device("cpu"), profile_named(text)
+    profile = read(Path(text)).profile
+    if profile is None:
+        raise TargetError(f"--device {text}: no device was measured in it: use one of {', '.join(known_names())}")
+    return torch.device("cpu"), profile
 
 
 def _planned(model: nn.Module, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None) -> Report:
@@ -202,9 +264,13 @@ def _quiet_torch() -> Iterator[None]:
         logging.disable(before)
 
 
-def _face(report: Report, arguments: argparse.Namespace) -> str:
+def _answers(report: Report, arguments: argparse.Namespace) -> str:
+    return report.to_json() if arguments.json else text.answers(report, ops=arguments.ops)
+
+
+def _tables(report: Report, arguments: argparse.Namespace) -> str:
     if arguments.json:
-        return json.dumps(dump.dump(report), indent=1, allow_nan=False)
+        return report.to_json()
     if not arguments.dot:
         return text.render(report, ops=arguments.ops)
     if report.graph is None or report.chosen is None:

@@ -116,7 +116,7 @@ def parse_device(text: str | None) -> torch.device:
     device = torch.device("cuda", 0) if text == "cuda" else torch.device(text)
     if device.type == "cuda" and (device.index or 0) >= gpus:
         seen = f"PyTorch sees {gpus} GPU{'s' if gpus != 1 else ''} here"
-        raise TargetError(f"--device {text}: {seen}; use --device cpu, and --profile h200 to plan for a GPU")
+        raise TargetError(f"--device {text}: {seen}; use --device cpu, or autostream schedule --device h200 to plan")
     return device
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,10 @@ from torch import nn
 from autostream import cli, pipeline
 from autostream.bench.contest import Cell, Contest, Status
 from autostream.bench.isolation import MakeContest, Outcome
+from autostream.costs.device import profile_named
+from autostream.costs.records import Context, Measurements, to_json
 from autostream.reporting.report import Report
+from autostream.scheduling import POLICIES
 from tests.reporting.reports import PLAIN, REPORT
 
 MODEL = """
@@ -78,7 +82,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_inspect_plans_a_real_model_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert cli.main(["inspect", model, "--profile", "h200", "--json", "--device", "cpu"]) == 0
+    assert cli.main(["inspect", model, "--device", "h200", "--json"]) == 0
     dumped = json.loads(capsys.readouterr().out)
     assert dumped["model"] == "Diamond"
     assert dumped["profile"]["name"] == "NVIDIA H200"
@@ -88,11 +92,49 @@ def test_inspect_plans_a_real_model_for_a_gpu_that_is_not_here(capsys: pytest.Ca
 
 
 def test_inspect_finds_the_branches_of_googlenet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", "googlenet", "--device", "cpu", "--profile", "h200", "--ops", "0"]) == 0
+    assert cli.main(["inspect", "googlenet", "--device", "h200", "--policy", "path_cover", "--ops", "0"]) == 0
     # 57 times convolution, batch norm and ReLU; 4 poolings between and 9 within the 9 inception modules, which have
     # 4 branches each and end in a concatenation; at the end average pooling and a linear layer.
     ops = 57 * 3 + 4 + 9 + 9 + 2
-    assert f"{ops} ops, width 4, 9 regions of up to 4 independent branches" in capsys.readouterr().out
+    assert f"{ops} ops (ATen), width 4, 9 regions of up to 4 independent branches" in capsys.readouterr().out
+
+
+def test_schedule_predicts_for_a_gpu_that_is_not_here_and_says_how_sure_that_is(
+    capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    assert cli.main(["schedule", model, "--device", "h100"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search("^device +NVIDIA H100", printed, re.MULTILINE)
+    assert re.search("^uncertain +.* if ops take 35% less or more time and room", printed, re.MULTILINE)
+    assert "\nWhat to try\n" in printed
+    assert "\nOps in launch order" not in printed, "that is for inspect"
+
+
+def test_schedule_says_as_json_what_inspect_does(
+    capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
+) -> None:
+    assert cli.main(["schedule", model, "--json"]) == 0
+    scheduled = capsys.readouterr().out
+    assert cli.main(["inspect", model, "--json"]) == 0
+    assert json.loads(scheduled)["explanation"]["reasons"]
+    assert capsys.readouterr().out == scheduled
+
+
+def test_a_gpu_that_was_measured_is_planned_for_by_its_file(model: str, planned: SimpleNamespace) -> None:
+    measured = replace(profile_named("h200"), name="NVIDIA H300", source="measured")
+    context = Context("NVIDIA H300", 132, {"torch": "2.11.0"})
+    Path("h300.json").write_text(to_json(Measurements(context, measured)), encoding="utf-8")
+    assert cli.main(["schedule", model, "--device", "h300.json"]) == 0
+    assert planned.profile == measured
+    assert planned.args[0].device.type == "cpu"
+
+
+def test_a_file_without_a_device_is_one_line(
+    capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
+) -> None:
+    Path("costs.json").write_text(to_json(Measurements(Context("NVIDIA H200", 132))), encoding="utf-8")
+    said = error_of(capsys, "schedule", model, "--device", "costs.json")
+    assert said.startswith("--device costs.json: no device was measured in it: use one of h200, ")
 
 
 @pytest.mark.parametrize(
@@ -110,10 +152,11 @@ def test_three_faces_to_the_terminal_or_to_a_file(
 
 
 def test_inspect_asks_for_what_it_was_told(model: str, planned: SimpleNamespace) -> None:
-    argv = "inspect net.py:Diamond --input 2x64:float16 --device cpu --profile h200 --policy path_cover --streams 3"
-    assert cli.main([*argv.split(), "--costs", "roofline"]) == 0
+    argv = "inspect net.py:Diamond --input 2x64:float16 --device h200 --policy path_cover --streams 3"
+    assert cli.main([*argv.split(), "--costs", "roofline", "--kernels", "eager"]) == 0
     assert planned.profile.name == "NVIDIA H200"
-    assert (planned.options.policy, planned.options.streams, planned.options.costs) == ("path_cover", 3, "roofline")
+    assert (planned.options.policy, planned.options.streams) == ("path_cover", 3)
+    assert (planned.options.costs, planned.options.kernels) == ("roofline", "eager")
     assert [(tuple(x.shape), x.dtype) for x in planned.args] == [((2, 64), torch.float16)]
     assert planned.model.left.weight.dtype == torch.float16
     assert not planned.grad
@@ -140,9 +183,13 @@ def test_ops_limits_the_table(capsys: pytest.CaptureFixture[str], model: str, pl
             "inspect net.py:Diamond --input 1x64 --input 1",
             "net.py:Diamond: Diamond.forward does not take 2 inputs: ",
         ),
-        ("inspect net.py:with_inputs --device gpu", "--device gpu is not allowed: use cpu, cuda or cuda:N"),
+        ("inspect net.py:with_inputs --device gpu", "there is no profile named 'gpu': use one of h200"),
+        ("schedule net.py:with_inputs --device h2000", "there is no profile named 'h2000': use one of h200"),
+        ("schedule net.py:with_inputs --device missing.json", "missing.json cannot be read (FileNotFoundError: "),
+        ("schedule", "the following arguments are required: TARGET (autostream schedule --help says more)"),
+        ("schedule net.py:with_inputs --dot", "unrecognized arguments: --dot"),
+        ("schedule net.py:with_inputs --kernels fused", 'kernels=\'fused\' is not allowed: use "auto" or "eager"'),
         ("inspect net.py:with_inputs --device cuda:99", "--device cuda:99: PyTorch sees "),
-        ("inspect net.py:with_inputs --profile h2000", "there is no profile named 'h2000': use one of h200"),
         ("inspect net.py:with_inputs --policy fast", 'policy=\'fast\' is not allowed: use "auto" or "sequential"'),
         ("inspect net.py:with_inputs --streams 0", 'streams=0 is not allowed: use "auto" or a whole number'),
         ("inspect net.py:with_inputs --streams two", "streams='two' is not allowed: use \"auto\" or a whole number"),
@@ -181,14 +228,14 @@ def test_nothing_to_draw_is_told_with_the_reason(
     assert said == f"{model} has no graph to draw: forward branches on the value of a tensor (net.py:7)"
 
 
-@pytest.mark.parametrize("command", ["", "inspect", "demo"])
+@pytest.mark.parametrize("command", ["", "schedule", "inspect", "demo"])
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as raised:
         cli.main([*command.split(), "--help"])
     assert raised.value.code == 0
     out = capsys.readouterr().out
-    assert f"example: autostream {command or 'inspect'} " in out
-    assert ("TARGET RUNS CODE" in out) == (command == "inspect")
+    assert f"example: autostream {command or 'schedule'} " in out
+    assert ("TARGET RUNS CODE" in out) == (command in {"schedule", "inspect"})
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +265,7 @@ def test_the_demo_checks_outputs(
     monkeypatch.setattr(cli, "optimize", lambda model: Doubling(model, factor))
     assert cli.main(["demo", "--device", "cpu"]) == code
     out, err = capsys.readouterr()
-    assert "runs as       CUDA graph over 2 streams" in out
+    assert re.search("runs as +CUDA graph over 2 streams", out)
     assert "largest difference from the plain model: " in out
     assert re.search(r"plain model [\d.]+ ms, optimized [\d.]+ ms, in turns: [\d.]+× the speed", out)
     assert err == ("autostream: the outputs differ\n" if code else "")
@@ -250,7 +297,7 @@ def test_an_input_beyond_all_memory_is_one_line(capsys: pytest.CaptureFixture[st
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    program = "import sys; from autostream import cli; cli._inspect = lambda _: print('x') or 0"
+    program = "import sys; from autostream import cli; cli._plan = lambda _: print('x') or 0"
     command = [sys.executable, "-c", f"{program}; sys.exit(cli.main(['inspect', 'net']))"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -260,7 +307,6 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert process.returncode == 0
 
 
-POLICIES = ("sequential", "critical_path", "path_cover")
 CPU_MODES = ["eager", "compile_default", "autostream", *(f"autostream_eager_{policy}" for policy in POLICIES)]
 
 
@@ -318,8 +364,8 @@ def test_bench_shows_a_line_for_each_mode(capsys: pytest.CaptureFixture[str], mo
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["workload", "mode"]
     assert [line.split()[:2] for line in lines] == [[model, mode] for mode in CPU_MODES]
-    assert ["1.00×" in line for line in lines] == [True] + [False] * 5
-    assert ["2.00×" in line for line in lines] == [False] + [True] * 5
+    assert ["1.00×" in line for line in lines] == [mode == "eager" for mode in CPU_MODES]
+    assert ["2.00×" in line for line in lines] == [mode != "eager" for mode in CPU_MODES]
 
 
 def test_bench_compares_with_the_baseline_that_is_asked_for(
