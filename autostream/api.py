@@ -42,8 +42,8 @@ def optimize(
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.
-        TargetError: ``model`` is neither a module nor a function, the example inputs are no sequence, or they lie on
-            another device than the model.
+        TargetError: ``model`` is neither a module nor a function, the example inputs are no sequence, they lie on
+            another device than the model, or the model itself fails at them.
         TraceError: with ``strict=True``, the model cannot be traced.
 
     Example:

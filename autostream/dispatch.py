@@ -32,6 +32,7 @@ from autostream.tracing.inductor import check_level
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
+from autostream.tracing.trial import check_call, check_devices
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +91,11 @@ class Dispatcher:
         """Do now, without gradients, what the first call with such arguments would do; leave everything as it is.
 
         Raises:
-            TargetError: an input lies on another device than the model's state.
+            TargetError: an input lies on another device than the model's state, or the model itself fails at them.
             TraceError: with ``strict=True``, the model cannot be traced.
         """
         if not self._disabled and self._prepared(args, kwargs) is None:
-            _check_devices(self.model, (args, kwargs))
+            check_devices(self.model, (args, kwargs))
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments, with the tensors that a captured graph reads in place of those given.
@@ -103,9 +104,13 @@ class Dispatcher:
 
         Returns:
             ``(args, kwargs)``; the given tensors themselves where nothing is captured.
+
+        Raises:
+            TargetError: the model itself fails at them.
+            TraceError: with ``strict=True``, the model cannot be traced.
         """
-        scheduled = None if self._disabled else self._prepared(args, kwargs)
-        static = scheduled and scheduled.static_inputs()
+        entry = None if self._disabled else self._prepared(args, kwargs)
+        static = entry.static_inputs() if isinstance(entry, Scheduled) else None
         return unflatten(flatten((args, kwargs))[1], static) if static else (args, kwargs)
 
     @property
@@ -120,8 +125,8 @@ class Dispatcher:
         self._entries = OrderedDict()
         self._shortcut = None
 
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scheduled | None:
-        """The schedule for calls with these arguments, if there can be one. What was asked for counts as proven."""
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+        """What runs calls with these arguments, if that is not always the model. It counts as proven."""
         with torch.no_grad():
             try:
                 tensors, structure, signature, _ = self._signature(args, kwargs)
@@ -129,8 +134,14 @@ class Dispatcher:
                 self._note(str(bypass))
                 return None
             entry, proven = self._entry(tensors, structure, signature)
+        if not isinstance(entry, Scheduled) and entry not in self._proven and not _optimized_in_part(self.model):
+            try:
+                check_call(self.model, args, kwargs)
+            except TargetError:
+                self._drop(entry)
+                raise
         proven()
-        return entry if isinstance(entry, Scheduled) else None
+        return entry
 
     def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._shortcut = None
@@ -274,20 +285,3 @@ class _Bypass(Exception):  # noqa: N818 - a notice within this file, not an erro
 
 def _optimized_in_part(model: nn.Module) -> bool:
     return any(isinstance(value, Dispatcher) for module in model.modules() for value in vars(module).values())
-
-
-def _check_devices(model: nn.Module, inputs: object) -> None:
-    """Say so if a model could not be prepared and its inputs lie elsewhere than its state.
-
-    Raises:
-        TargetError: they do.
-    """
-    homes = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
-    try:
-        tensors, _ = flatten(inputs)
-    except TraceError:
-        return
-    for index, tensor in enumerate(tensors):
-        if homes and tensor.device not in homes:
-            home = min(map(str, homes))
-            raise TargetError(f"example input {index} is on {tensor.device}, the model on {home}: use .to({home!r})")

@@ -908,6 +908,14 @@ def test_strict_refuses_to_record_gradients_and_to_be_traced() -> None:
             "example input 0 is on meta",
         ),
         (lambda: autostream.optimize(Net().to("meta"), t(3, 4)), r"example input 0 is on cpu, the model on meta"),
+        (
+            lambda: autostream.optimize(Net(), (t(3, 4), t(3, 4))),
+            "Net itself fails at .* inputs .*but 3 were",
+        ),
+        (
+            lambda: autostream.optimize(Net(), t(3, 5)),
+            "itself fails .*shapes cannot be multiplied",
+        ),
     ],
 )
 def test_bad_input_is_named_in_one_line(call: Callable[[], Any], message: str) -> None:

@@ -342,6 +342,29 @@ def test_inputs_that_lie_elsewhere_cannot_be_prepared_for() -> None:
 
 
 @torch.no_grad()
+def test_inputs_at_which_the_model_fails_cannot_be_prepared_for_and_leave_nothing(picky: nn.Module) -> None:
+    dispatch = dispatcher(picky, max_signatures=1)
+    dispatch(t(1, 4))
+    for prepare in (dispatch.prepare, dispatch.static_inputs):
+        with pytest.raises(TargetError, match=r"itself fails at .* inputs .*shapes cannot be multiplied"):
+            prepare(t(1, 5))
+    assert kept(dispatch) == ["1x4"]
+    dispatch.prepare(t(2, 4))
+    assert kept(dispatch) == ["2x4"]
+
+
+@torch.no_grad()
+def test_a_model_is_tried_once_alone() -> None:
+    calls: list[int] = []
+    dispatch = dispatcher(Model(lambda s, x: calls.append(1) or branches(s, x), layer=nn.Linear(4, 4)))
+    dispatch.prepare(t(3, 4))
+    known = len(calls)
+    dispatch.prepare(t(3, 4))
+    dispatch.static_inputs(t(3, 4))
+    assert len(calls) == known
+
+
+@torch.no_grad()
 def test_what_is_forgotten_is_made_again() -> None:
     dispatch = dispatcher(nn.Linear(4, 4))
     dispatch(t(3, 4))
