@@ -86,7 +86,8 @@ class OptimizedModule(nn.Module):
     ``parameters``, ``to``, ``train`` and ``load_state_dict`` act on the model. Other attributes are looked up there.
 
     What the model does not have under these names itself is autostream's: ``prepare(*args, **kwargs)``,
-    ``static_inputs(*args, **kwargs)`` and ``reports``, as :class:`~autostream.dispatch.Dispatcher` describes them.
+    ``static_inputs(*args, **kwargs)``, ``lowered(*args, **kwargs)`` and ``reports``, as
+    :class:`~autostream.dispatch.Dispatcher` describes them.
 
     Args:
         model: the module to run.
@@ -236,7 +237,7 @@ def explain(optimized: OptimizedModule, *, ops: int | None = 10) -> str:
     return "\n\n\n".join(answers(report, ops=ops) for report in reports)
 
 
-_OURS = ("prepare", "static_inputs", "reports")
+_OURS = ("prepare", "static_inputs", "lowered", "reports")
 
 _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),

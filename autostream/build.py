@@ -7,7 +7,7 @@ trace ──▶ tune ──▶ Scheduled
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Protocol
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.errors import CaptureError, first_line
+from autostream.errors import CaptureError, TargetError, first_line
 from autostream.execution.bound import Bound, Frozen, Writes
 from autostream.execution.cuda_graph import CapturedGraph, Moved
+from autostream.execution.lower import lower
 from autostream.execution.static import Output
 from autostream.ir import Candidate, Decision, Role
 from autostream.options import Options
@@ -33,7 +34,7 @@ from autostream.tracing.export import trace
 from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
-from autostream.tracing.tree import Structure, unflatten
+from autostream.tracing.tree import Structure, flatten, unflatten
 from autostream.tuning import Tuned, tune, undone
 
 preparing = threading.RLock()
@@ -154,6 +155,10 @@ class Scheduled:
         # Asked afterwards: whatever the settings were when the shortcut looked, it serves no others than these.
         return shortcut if numerics() == signature.numerics else None
 
+    def lowered(self) -> GraphModule:
+        """The graph that runs, or that was captured."""
+        return lower(self._program, self._graph, self._selection.chosen.schedule)
+
     def static_inputs(self) -> list[Tensor] | None:
         """The tensors that a captured graph reads its inputs from, or ``None`` where nothing is captured."""
         execution = self._selection.execution
@@ -245,6 +250,26 @@ class _Uncaptured:
     def launch(self, tensors: Sequence[Tensor]) -> Sequence[Output]:
         """Launch them all."""
         return self._execution(*tensors)
+
+
+def lowered(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], report: Report) -> GraphModule:
+    """The graph that a dry run's schedule becomes, to be read: its ``code`` has the ops, streams and waits.
+
+    Args:
+        model: the module.
+        args: positional example inputs.
+        kwargs: keyword example inputs.
+        report: what :func:`autostream.pipeline.plan` made of these.
+
+    Raises:
+        TargetError: it has no schedule of ATen's ops.
+    """
+    if report.graph is None or report.chosen is None or report.level != "aten":
+        raise TargetError(f'{report.model} has no schedule of ATen\'s ops to show: plan it with kernels="eager"')
+    tensors, structure = flatten((tuple(args), dict(kwargs)))
+    with torch.no_grad():
+        program = trace(model, tensors, structure, device=report.graph.device).program
+    return lower(program, report.graph, report.chosen.schedule)
 
 
 class Pieces:

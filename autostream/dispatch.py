@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
 from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
@@ -112,6 +113,24 @@ class Dispatcher:
         entry = None if self._disabled else self._prepared(args, kwargs)
         static = entry.static_inputs() if isinstance(entry, Scheduled) else None
         return unflatten(flatten((args, kwargs))[1], static) if static else (args, kwargs)
+
+    def lowered(self, *args: Any, **kwargs: Any) -> GraphModule | None:
+        """The graph that runs calls with these arguments, to be read: its ``code`` has the ops, streams and waits.
+
+        Returns:
+            A module over the flat tensors of the model and its inputs; ``None`` where there is no schedule.
+
+        Raises:
+            TargetError: the model itself fails at these arguments.
+            TraceError: with ``strict=True``, the model cannot be traced.
+
+        Example:
+            >>> lowered = Dispatcher(nn.ReLU(), Options()).lowered(torch.ones(2))
+            >>> "torch.ops.aten.relu" in lowered.code
+            True
+        """
+        entry = None if self._disabled else self._prepared(args, kwargs)
+        return entry.lowered() if isinstance(entry, Scheduled) else None
 
     @property
     def reports(self) -> tuple[Report, ...]:

@@ -299,7 +299,10 @@ def test_names_of_ours_that_the_model_does_not_use_are_there() -> None:
     fast.prepare(t(3, 4))
     assert fast.reports == reports_of(fast)
     assert fast.static_inputs(t(3, 4))[1] == {}
-    assert {"prepare", "reports", "static_inputs", "describe", "left", "forward"} <= set(dir(fast))
+    lowered = fast.lowered(t(3, 4))
+    assert lowered is not None
+    assert "torch.ops.aten.sigmoid" in lowered.code
+    assert {"prepare", "reports", "static_inputs", "lowered", "describe", "left", "forward"} <= set(dir(fast))
     twice = autostream.optimize(fast)
     assert twice.reports == ()
     assert reports_of(Net()) == reports_of(len) == ()

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from autostream import optimize, tuning
-from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, _Captured, preparing
+from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, _Captured, lowered, preparing
+from autostream.costs.device import profile_named
+from autostream.errors import TargetError
 from autostream.execution import bound
 from autostream.execution.bound import Frozen, Writes
 from autostream.ir import Decision, Program
 from autostream.options import Options
+from autostream.pipeline import plan
 from autostream.reporting.report import Report
 from autostream.select import Selection
 from autostream.tracing import inductor
@@ -372,3 +375,29 @@ def test_a_short_way_sees_that_frozen_weights_have_changed() -> None:
     assert run.unmoved([weight])
     weight.mul_(2)
     assert not run.unmoved([weight])
+
+
+# What runs, to be read
+
+
+class Branches(nn.Module):
+    """Two branches that meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x).relu() + self.right(x).sigmoid()
+
+
+def test_the_graph_of_a_dry_run_can_be_read() -> None:
+    model, x = Branches(), torch.ones(2, 64)
+    report = plan(model, (x,), {}, Options(policy="path_cover", streams=2), profile_named("h200"))
+    over_two = next(candidate for candidate in report.candidates if candidate.schedule.streams == 2)
+    code = lowered(model, (x,), {}, replace(report, chosen=over_two)).code
+    assert "fork('cuda:0', 2)" in code
+    assert all(f"{launch.op} = " in code for launch in over_two.schedule.launches)
+    assert code.count("_wait(lanes, ") >= over_two.schedule.wait_count > 0
+    with pytest.raises(TargetError, match="no schedule of ATen's ops to show"):
+        lowered(model, (x,), {}, replace(report, level="inductor"))

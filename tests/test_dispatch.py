@@ -291,6 +291,15 @@ def test_static_inputs_of_calls_that_go_to_the_plain_model_are_the_given_ones() 
         dispatcher(model, strict=True).static_inputs(x)
 
 
+@torch.no_grad()
+def test_the_graph_that_runs_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(lambda s, x: x.sin() + x.cos() * x.exp())
+    graph = dispatcher(model, **CONFIGURATIONS["scattered"](monkeypatch)).lowered(t(3))
+    assert graph is not None
+    assert "fork('cpu', " in graph.code
+    assert dispatcher(model).lowered(t(3, 3).to_sparse()) is None
+
+
 def test_nothing_is_prepared_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
     dispatch = dispatcher(Model(branches, layer=nn.Linear(4, 4)), strict=True)

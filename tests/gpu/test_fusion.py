@@ -252,7 +252,8 @@ def test_graph_breaks_make_several_graphs_of_kernels() -> None:
             torch.testing.assert_close(fast(x), Branches()(x))
     (report,) = fast.reports
     assert len(report.parts) >= 2
-    assert all(kernels_of(part) for part in report.parts if part.graph)
+    assert [(part.mode, part.refusals) for part in report.parts] == [("cuda graph", ())] * len(report.parts)
+    assert all(kernels_of(part) for part in report.parts)
 
 
 def test_many_threads(towers: Towers) -> None:
