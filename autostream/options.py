@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from autostream.errors import OptionError
 
-PolicyName = Literal["auto", "sequential", "critical_path", "path_cover"]
+PolicyName = Literal["auto", "sequential", "critical_path", "path_cover", "search"]
 CostSource = Literal["auto", "roofline", "measured"]
 KernelLevel = Literal["auto", "eager", "inductor"]
 
@@ -25,8 +26,8 @@ class Options:
 
     Attributes:
         streams: how many to schedule over, the caller's among them; ``"auto"`` tries several numbers.
-        policy: ``"auto"`` keeps the best of all policies; ``"sequential"``, ``"critical_path"`` or ``"path_cover"``
-            fixes one (``sequential`` stays a candidate, so that nothing becomes slower).
+        policy: ``"auto"`` keeps the best of all policies; ``"sequential"``, ``"critical_path"``, ``"path_cover"`` or
+            ``"search"`` fixes one (``sequential`` stays a candidate, so that nothing becomes slower).
         costs: ``"measured"`` times each op on the device, ``"roofline"`` derives its time from FLOPs and bytes,
             ``"auto"`` measures where there is a GPU.
         cuda_graph: ``"auto"`` captures a CUDA graph where nothing forbids it and keeps it if it is faster, ``True``
@@ -39,6 +40,9 @@ class Options:
             seen.
         strict: raise where autostream would otherwise run the plain model and say why in the report.
         max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
+        tuning_seconds: what choosing a schedule may take for each signature: timing ops, searching, and timing
+            schedules. Tracing and compiling come on top; ``Report.seconds`` has them all.
+        seed: of the random choices that ``"search"`` makes: the same costs and seed give the same schedules.
 
     Example:
         >>> Options(streams=4).streams
@@ -57,6 +61,8 @@ class Options:
     inductor_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     strict: bool = False
     max_signatures: int = 8
+    tuning_seconds: float = 10.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.streams != "auto" and not _whole_number(self.streams, 1, MAX_STREAMS):
@@ -75,6 +81,10 @@ class Options:
             raise _refusal("strict", self.strict, "True or False")
         if not _whole_number(self.max_signatures, 1, None):
             raise _refusal("max_signatures", self.max_signatures, "a whole number from 1")
+        if not _positive(self.tuning_seconds):
+            raise _refusal("tuning_seconds", self.tuning_seconds, "a finite number above 0, such as 10.0")
+        if not _whole_number(self.seed, 0, None):
+            raise _refusal("seed", self.seed, "a whole number from 0")
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> Options:
@@ -121,6 +131,10 @@ def cache_folder() -> Path:
 def _whole_number(value: object, low: int, high: int | None) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool)
     return whole and value >= low and (high is None or value <= high)  # type: ignore[operator]
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _refusal(name: str, value: object, allowed: str) -> OptionError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -22,16 +22,20 @@ from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_of
 from autostream.costs.measured import measure
 from autostream.costs.roofline import price
-from autostream.errors import OptionError
-from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Program, Schedule
+from autostream.errors import FusionError, OptionError
+from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
+from autostream.scheduling.check import check_costs
+from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.releases import place_releases
+from autostream.scheduling.search import search_by_streams
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.tracing.export import Traced, trace
+from autostream.tracing.inductor import fuse, obstacle
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import flatten
@@ -44,7 +48,14 @@ _GPU_STREAMS = (2, 3, 4, 6, 8)
 _CPU_STREAMS = (2, 4)
 
 _LARGE = 4000
-"""Graphs of more ops than this are planned for every other number of streams: it takes long, and gains little."""
+"""Graphs of more ops than this are planned for every other number of streams: it takes long, and gains little. Nor are
+they searched, unless that is asked for: there would be time for a few changes only."""
+
+SEARCH_SHARE = 0.3
+"""Of the seconds for tuning, what a search may take. Nothing is left to the clock there, so that it can be repeated."""
+
+TUNING = ("price", "search", "select")
+"""The stages that ``tuning_seconds`` are for."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,10 @@ class Stopwatch:
             yield
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    def left(self, options: Options) -> float:
+        """What remains of the seconds for tuning, 0 or more."""
+        return max(0.0, options.tuning_seconds - sum(self.seconds.get(stage, 0.0) for stage in TUNING))
 
 
 def price_program(
@@ -114,22 +129,30 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
         stopwatch: is told how long each stage takes.
 
     Raises:
+        CostError: an op has no cost, or one that is no number.
         ScheduleError: a schedule failed verification, which is a defect of autostream.
     """
     graph, profile, costs = priced.graph, priced.profile, priced.costs
     pinned: frozenset[str] = frozenset() if capture else graph.pinned
+    check_costs(graph, costs)
+
+    def planned(assignment: Assignment) -> Candidate:
+        schedule = synchronize(graph, assignment)
+        return Candidate(schedule, capture, simulate(schedule, costs, profile, captured=capture).makespan_us)
+
+    def complete(candidate: Candidate) -> Candidate:
+        schedule = place_releases(graph, candidate.schedule)
+        return replace(candidate, schedule=schedule, memory_bytes=peak_bytes(graph, schedule))
+
     with stopwatch("schedule"), collector.paused():
-        ranked = sorted(
-            (
-                Candidate(schedule, capture, simulate(schedule, costs, profile).makespan_us)
-                for schedule in _schedules(priced, options, pinned)
-            ),
-            key=lambda candidate: (candidate.schedule.streams > 1, candidate.predicted_us),
-        )
-        candidates = tuple(
-            replace(candidate, schedule=place_releases(graph, candidate.schedule))
-            for candidate in ranked[: 1 + SHORTLIST]
-        )
+        assigned = tuple(_assigned(priced, options, pinned))
+    if _searches(priced, options):
+        with stopwatch("search"), collector.paused():
+            assigned += _searched(priced, options, pinned, capture)
+    with stopwatch("schedule"), collector.paused():
+        alone = planned(POLICIES["sequential"](graph, costs, profile, 1, pinned))
+        rivals = [planned(assignment) for assignment in _distinct(assigned)]
+        candidates = tuple(complete(each) for each in (alone, *_shortlist(rivals)))
     with stopwatch("verify"), collector.paused():
         for candidate in candidates:
             verify(graph, candidate.schedule, pinned=pinned)
@@ -145,20 +168,54 @@ def _price(
     return price(graph, profile)
 
 
-def _schedules(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Schedule]:
-    """The sequential schedule and every distinct one that the options allow; nothing is released in them yet."""
-    graph, costs, profile = priced.graph, priced.costs, priced.profile
-    yield synchronize(graph, POLICIES["sequential"](graph, costs, profile, 1, pinned))
-    seen = set()
+def _assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:
+    """What each policy but the search makes of each number of streams."""
     for policy in POLICIES if options.policy == "auto" else (options.policy,):
+        if policy == "search":
+            continue
         for streams in _stream_counts(priced, options):
-            assignment = POLICIES[policy](graph, costs, profile, streams, pinned)
-            plan = (assignment.order, tuple(assignment.stream[op] for op in assignment.order))
-            if assignment.streams > 1 and plan not in seen:
-                yield synchronize(graph, assignment)
-            seen.add(plan)
+            assignment = POLICIES[policy](priced.graph, priced.costs, priced.profile, streams, pinned)
+            yield assignment
             if assignment.streams < streams:
                 break  # with more streams, the policy would leave more of them unused
+
+
+def _searches(priced: Priced, options: Options) -> bool:
+    """Whether to search: where that is asked for, or pays. Waking threads of a CPU costs more than it gains."""
+    pays = priced.graph.device != "cpu" and len(priced.graph.ops) <= _LARGE
+    return options.policy == "search" or (options.policy == "auto" and pays)
+
+
+def _searched(priced: Priced, options: Options, pinned: frozenset[str], capture: bool) -> tuple[Assignment, ...]:
+    """What the search finds for each number of streams, up to the largest that is allowed."""
+    most = max(_stream_counts(priced, options), default=1)
+    seconds = SEARCH_SHARE * options.tuning_seconds
+    graph, costs, profile = priced.graph, priced.costs, priced.profile
+    return search_by_streams(graph, costs, profile, most, pinned, seconds, options.seed, capture)
+
+
+def _distinct(assignments: Iterable[Assignment]) -> Iterator[Assignment]:
+    """Those that use side streams, each once."""
+    seen = set()
+    for assignment in assignments:
+        plan = tuple((op, assignment.stream[op]) for op in assignment.order)
+        if assignment.streams > 1 and plan not in seen:
+            yield assignment
+        seen.add(plan)
+
+
+def _shortlist(rivals: Sequence[Candidate]) -> list[Candidate]:
+    """The best of each policy and the best of all others, best prediction first."""
+    leaders: dict[str, Candidate] = {}
+    others = []
+    for rival in sorted(rivals, key=_promise):
+        if leaders.setdefault(rival.schedule.policy, rival) is not rival:
+            others.append(rival)
+    return sorted([*leaders.values(), *others][:SHORTLIST], key=_promise)
+
+
+def _promise(candidate: Candidate) -> tuple[float, int]:
+    return candidate.predicted_us, candidate.schedule.streams
 
 
 def _stream_counts(priced: Priced, options: Options) -> Sequence[int]:
@@ -197,37 +254,59 @@ def plan(
         profile: a device to plan for, which need not be there: what runs on the CPU is planned as if it ran on that.
 
     Raises:
-        OptionError: costs are to be measured for a profile, that is, on a device which need not be there.
+        OptionError: costs are to be measured, or kernels to be fused, for a profile, that is, for a device which need
+            not be there; or fused kernels cannot be had here.
         TraceError: the model cannot be traced.
     """
     if options.costs == "measured" and profile is not None:
         raise OptionError('costs="measured" needs the device itself: leave out the profile, or use costs="roofline"')
+    if options.kernels == "inductor" and profile is not None:
+        raise OptionError('kernels="inductor" needs the device itself: leave out the profile, or use kernels="eager"')
     device = None if profile is None else _device_of(profile)
     stopwatch = Stopwatch()
     tensors, structure = flatten((tuple(args), dict(kwargs)))
     with torch.no_grad(), stopwatch("trace"):  # calls without gradients are planned for
         signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
         traced = trace(model, tensors, structure, device=device)
-    arguments = arguments_of(traced, model, tensors) if options.costs == "measured" else None
-    priced = price_program(traced.program, options, stopwatch, profile, arguments)
+    arguments = arguments_of(traced, model, tensors)
+    program, unfused = _fused(traced.program, options, arguments, stopwatch)
+    priced = price_program(program, options, stopwatch, profile, arguments if options.costs == "measured" else None)
     capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
     candidates = candidates_for(priced, options, capture, stopwatch)
-    best = min(candidates, key=lambda candidate: candidate.predicted_us)
+    best = min(candidates, key=_promise)
     return Report(
         model=name_of(model),
         signature=str(signature.on(device)),
         mode="dry run",
-        level=traced.program.level,
+        level=program.level,
         profile=priced.profile,
         graph=priced.graph,
         costs=priced.costs,
         chosen=best,
-        timeline=simulate(best.schedule, priced.costs, priced.profile),
+        timeline=simulate(best.schedule, priced.costs, priced.profile, captured=best.captured),
         candidates=candidates,
-        refusals=priced.refusals,
+        refusals=(*unfused, *priced.refusals),
         seconds=dict(stopwatch.seconds),
         versions=versions(),
     )
+
+
+def _fused(
+    program: Program, options: Options, arguments: Sequence[Tensor], stopwatch: Stopwatch
+) -> tuple[Program, tuple[Decision, ...]]:
+    """The program in the kernels that are asked for, without running them, and why it is not in fused ones."""
+    if options.kernels == "eager" or (options.kernels == "auto" and program.device == "cpu"):
+        return program, ()
+    if options.kernels == "auto":
+        reason = 'a dry run plans ATen ops; where the GPU is, kernels="inductor" plans fused ones'
+        return program, (Decision("", "not fused", reason),)
+    if reason := obstacle(program.device):
+        raise OptionError(f'kernels="inductor" is not to be had: {reason}')
+    try:
+        with stopwatch("fuse"):
+            return fuse(program, options.inductor_options, arguments), ()
+    except FusionError as error:
+        return program, (Decision("", "not fused", str(error)),)
 
 
 def _device_of(profile: DeviceProfile) -> str:

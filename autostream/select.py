@@ -2,7 +2,7 @@
 
 The simulator is only a model, so the device decides what runs: each candidate meets the best one so far in interleaved
 rounds, where drift of clocks and temperature hits both alike. The sequential schedule is the first best; nothing
-replaces it that was not measured faster.
+replaces it that was not measured faster. Ties go to fewer streams, then to less memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from statistics import median
 
 import torch
@@ -24,7 +25,7 @@ from autostream.execution.runs import UncastRun, uncaptured
 from autostream.ir import Candidate, OpGraph, Program, Role
 
 MARGIN = 0.01
-"""A schedule over more streams must be faster by this share: more streams cost memory, and clocks are not exact."""
+"""Times that differ by no more than this share are a tie: clocks are not exact, and streams and memory have a price."""
 
 _ROUNDS = 9
 _ROUND_US = {"cpu": 10_000.0, "cuda": 2000.0}
@@ -57,25 +58,26 @@ def select(
     candidates: Sequence[Candidate],
     tensors: Sequence[Tensor],
     bound: Sequence[bool],
+    seconds: float = inf,
 ) -> Selection:
     """Build the candidates one by one, measure each against the best so far, and keep the best.
 
-    They meet in the order of their streams, so that of equal ones that with fewer streams is kept. At most two are
-    alive at a time, so that choosing takes no more memory than two of them.
+    They meet in the order given. At most two are alive at a time, so that choosing takes no more memory than two of
+    them.
 
     Args:
         program: the traced model.
         graph: its ops.
-        candidates: verified schedules, the sequential one first.
+        candidates: verified schedules, the sequential one first, then the most promising ones first.
         tensors: the program's arguments; those that it writes are written.
         bound: which of the arguments a captured graph may use where they are.
+        seconds: once these are over, what has not been measured is refused. The sequential one is measured in any case.
 
     Raises:
         CaptureError: the first candidate cannot be captured, so none can.
     """
     considered = list(candidates)
-    by_streams = sorted(range(len(considered)), key=lambda index: considered[index].schedule.streams)
-    best, *others = by_streams
+    end = time.perf_counter() + seconds
 
     def make(index: int) -> Execution:
         return build(program, graph, candidates[index], tensors, bound)
@@ -83,36 +85,49 @@ def select(
     def timer(execution: Execution) -> Callable[[], float]:
         return _timer(execution, tensors, program.device)
 
-    execution = make(best)
-    considered[best] = replace(considered[best], measured_us=interleaved([timer(execution)])[0])
-    for index in others:
+    best, execution = 0, make(0)
+    considered[0] = replace(considered[0], measured_us=interleaved([timer(execution)])[0])
+    behind = 1.0  # how many times longer the best one takes than the fastest: ties must not add up
+    for index in range(1, len(candidates)):
+        if time.perf_counter() > end:
+            considered[index] = replace(considered[index], refusal=_NO_TIME_LEFT)
+            continue
         try:
-            winner, times = _duel(execution, partial(make, index), timer)
+            rival, times = _met(execution, partial(make, index), timer)
         except (CaptureError, torch.OutOfMemoryError) as error:
             considered[index] = replace(considered[index], refusal=first_line(error))
             continue
         for place, time_us in zip((best, index), times, strict=True):
             considered[place] = replace(considered[place], measured_us=time_us)
-        if winner is not execution:
-            best, execution = index, winner
-    if best != by_streams[0]:
+        ratio = times[1] / times[0]
+        cheaper = _price(candidates[index]) < _price(candidates[best])
+        if ratio < 1 - MARGIN or (cheaper and behind * ratio <= 1 + MARGIN):
+            best, execution, behind = index, rival, max(1.0, behind * ratio)
+        del rival
+    if best:
         # Once more, for the winner has met the sequential one only by way of others, at other times.
-        sequential, first = make(by_streams[0]), by_streams[0]
+        sequential = make(0)
         times = interleaved([timer(sequential), timer(execution)])
-        for place, time_us in zip((first, best), times, strict=True):
+        for place, time_us in zip((0, best), times, strict=True):
             considered[place] = replace(considered[place], measured_us=time_us)
         if times[1] >= times[0] * (1 - MARGIN):
-            best, execution = first, sequential
+            best, execution = 0, sequential
     return Selection(execution, considered[best], tuple(considered))
 
 
-def _duel(
+_NO_TIME_LEFT = "not measured: the time for tuning was over (tuning_seconds)"
+
+
+def _price(candidate: Candidate) -> tuple[int, int]:
+    return candidate.schedule.streams, candidate.memory_bytes
+
+
+def _met(
     best: Execution, make: Callable[[], Execution], timer: Callable[[Execution], Callable[[], float]]
 ) -> tuple[Execution, list[float]]:
-    """The faster of the best execution and a new one, and what each of them took, µs."""
+    """A new execution, and what the best one and it took side by side, µs."""
     rival = make()
-    times = interleaved([timer(best), timer(rival)])
-    return rival if times[1] < times[0] * (1 - MARGIN) else best, times
+    return rival, interleaved([timer(best), timer(rival)])
 
 
 def build(

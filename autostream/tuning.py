@@ -135,7 +135,7 @@ def _planned(
         def selected(capture: bool) -> Selection:
             candidates = candidates_for(priced, options, capture, stopwatch)
             with stopwatch("select"), undone(arguments, written(program, graph), program.device):
-                return select(program, graph, candidates, arguments, bound)
+                return select(program, graph, candidates, arguments, bound, stopwatch.left(options))
 
         if options.cuda_graph is False or graph.device == "cpu":
             asked = options.cuda_graph is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -14,13 +15,15 @@ from autostream.scheduling import POLICIES
 
 ALLOWED = {
     "streams": ["auto", 1, 2, MAX_STREAMS],
-    "policy": ["auto", "sequential", "critical_path", "path_cover"],
+    "policy": ["auto", "sequential", "critical_path", "path_cover", "search"],
     "costs": ["auto", "roofline", "measured"],
     "cuda_graph": ["auto", True, False],
     "kernels": ["auto", "eager", "inductor"],
     "inductor_options": [{}],
     "strict": [True, False],
     "max_signatures": [1, 8, 1000],
+    "tuning_seconds": [10.0, 0.1, 60],
+    "seed": [0, 1, 2**40],
 }
 REFUSED = {
     "streams": [0, -1, MAX_STREAMS + 1, 2.0, True, "2", None, "AUTO"],
@@ -31,6 +34,8 @@ REFUSED = {
     "inductor_options": [None, "max_autotune", ["max_autotune"], {1: True}],
     "strict": [1, 0, "auto", None],
     "max_signatures": [0, -1, 1.5, True, "8", None],
+    "tuning_seconds": [0, 0.0, -1.0, math.nan, math.inf, True, "10", None],
+    "seed": [-1, 1.5, True, "0", None],
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 
 from autostream import pipeline
 from autostream.costs.device import profile_named, profile_of
-from autostream.errors import OptionError, ScheduleError, TargetError, TraceError
-from autostream.ir import Assignment, Candidate, DeviceProfile, OpGraph, Schedule
+from autostream.errors import CostError, FusionError, OptionError, ScheduleError, TargetError, TraceError
+from autostream.ir import Assignment, Candidate, Decision, DeviceProfile, OpGraph, Program, Schedule
 from autostream.options import Options
 from autostream.pipeline import SHORTLIST, Priced, Stopwatch, candidates_for, plan, price_program
 from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
+from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.sequential import sequential
 from autostream.scheduling.simulate import simulate
@@ -73,7 +75,7 @@ def test_predictions_are_those_of_the_simulator() -> None:
 
 def test_no_two_are_the_same() -> None:
     """Three branches give no work to a fourth stream, so more than three are not tried."""
-    plans = [tuple((launch.op, launch.stream) for launch in c.schedule.launches) for c in candidates()]
+    plans = [tuple(sorted((at, op) for op, at in c.schedule.stream_of.items())) for c in candidates()]
     assert len(set(plans)) == len(plans) > 3
     assert max(streams for _, streams in tried()) == 3
 
@@ -91,9 +93,63 @@ def test_no_more_are_measured_than_the_shortlist() -> None:
     assert len(found) == 1 + SHORTLIST
 
 
-@pytest.mark.parametrize("policy", ["critical_path", "path_cover"])
+@pytest.mark.parametrize("policy", ["critical_path", "path_cover", "search"])
 def test_a_policy_that_is_asked_for_is_the_only_one_besides_the_sequential(policy: str) -> None:
     assert {name for name, _ in tried(policy=policy)} == {"sequential", policy}
+
+
+def test_the_search_mends_what_the_others_find() -> None:
+    """List scheduling puts 30 + 20 + 20 µs on one of two streams; 30 + 30 beside 20 + 20 + 20 are found by search."""
+    graph = graph_of((), names="abcde")
+    costs = costs_of(graph, {"a": 30.0, "b": 30.0, "c": 20.0, "d": 20.0, "e": 20.0})
+    found = candidates(given=Priced(graph, profile_with(), costs, ()), streams=2)
+    assert [(c.schedule.policy, c.predicted_us) for c in found[:2]] == [("sequential", 120.0), ("search", 60.0)]
+
+
+def test_the_best_of_each_policy_is_on_the_shortlist_however_promising_others_are() -> None:
+    """Six of the search's come first by prediction."""
+
+    def rival(policy: str, predicted_us: float) -> Candidate:
+        return Candidate(Schedule(policy, 2, ()), captured=True, predicted_us=predicted_us)
+
+    searched = [rival("search", float(us)) for us in range(6)]
+    others = [rival("path_cover", 9.0), rival("critical_path", 7.0), rival("critical_path", 8.0)]
+    assert pipeline._shortlist([*others, *searched]) == [*searched[:4], others[1], others[0]]
+
+
+def test_a_cpu_and_large_graphs_are_searched_only_when_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[tuple[int, float, int]] = []
+
+    def search(graph: object, costs: object, profile: object, streams: int, pinned: object, *effort: Any) -> Any:
+        searched.append((streams, *effort))
+        return ()
+
+    monkeypatch.setattr(pipeline, "search_by_streams", search)
+    on_cpu = priced(replace(BRANCHES, device="cpu"))
+    candidates(given=on_cpu)
+    monkeypatch.setattr(pipeline, "_LARGE", len(BRANCHES.ops) - 1)
+    candidates()
+    candidates(policy="critical_path")
+    assert searched == []
+    candidates(given=on_cpu, policy="search", streams=3)
+    monkeypatch.setattr(pipeline, "_LARGE", len(BRANCHES.ops))
+    candidates(tuning_seconds=20.0, seed=7)
+    assert searched == [(3, 3.0, 0, True), (8, 6.0, 7, True)]
+
+
+def test_candidates_say_what_memory_they_take() -> None:
+    """One stream holds the three branches' ends and what was just made, of 1 KiB each; side by side, it is more."""
+    for candidate in candidates():
+        assert candidate.memory_bytes == peak_bytes(BRANCHES, candidate.schedule)
+    assert candidates()[0].memory_bytes == 4 * 1024
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_costs_that_are_no_times_are_refused_by_op(value: float) -> None:
+    given = priced()
+    wrong = replace(given, costs={**given.costs, "d": replace(given.costs["d"], duration_us=value)})
+    with pytest.raises(CostError, match=f"'d' has duration_us={value!r}"):
+        candidates(given=wrong, policy="sequential")
 
 
 def test_the_sequential_policy_stands_alone() -> None:
@@ -101,7 +157,7 @@ def test_the_sequential_policy_stands_alone() -> None:
 
 
 def test_a_number_of_streams_that_is_asked_for_is_the_only_one() -> None:
-    assert tried(streams=2) == [("sequential", 1), ("critical_path", 2), ("path_cover", 2)]
+    assert tried(streams=2) == [("sequential", 1), ("critical_path", 2), ("search", 2), ("path_cover", 2)]
     assert tried(streams=1) == [("sequential", 1)]
 
 
@@ -266,7 +322,7 @@ class Waits(nn.Module):
 
 
 def dry_run(model: nn.Module, profile: DeviceProfile | None = H200, **options: Any) -> Report:
-    return plan(model.eval(), (X,), {}, Options(**options), profile)
+    return plan(model.eval(), (X,), {}, Options(**{"kernels": "eager", **options}), profile)
 
 
 def test_a_gpu_that_is_not_here_is_planned_for_as_if_it_were() -> None:
@@ -352,6 +408,49 @@ def test_costs_are_measured_on_the_models_own_device_only(monkeypatch: pytest.Mo
     assert {cost.source for cost in dry_run(Towers(), None, costs="measured").costs.values()} == {"measured"}
     with pytest.raises(OptionError, match="needs the device itself: leave out the profile"):
         dry_run(Towers(), H200, costs="measured")
+
+
+def test_a_dry_run_for_a_gpu_plans_ops_as_they_are_and_says_so() -> None:
+    report = dry_run(Towers(), kernels="auto")
+    assert report.level == "aten"
+    assert report.refusals == (
+        Decision("", "not fused", 'a dry run plans ATen ops; where the GPU is, kernels="inductor" plans fused ones'),
+    )
+    assert dry_run(Towers(), None, kernels="auto").refusals == (), "on the CPU nothing is ever fused"
+
+
+def test_fused_kernels_are_planned_where_they_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def fuse(program: Program, options: Mapping[str, Any], tensors: list[Tensor]) -> Program:
+        given.append((options, [tensor.shape for tensor in tensors]))
+        return replace(program, level="inductor")
+
+    monkeypatch.setattr(pipeline, "obstacle", lambda device: "")
+    monkeypatch.setattr(pipeline, "fuse", fuse)
+    settings = {"max_autotune": True}
+    report = dry_run(nn.Linear(8, 3), None, kernels="inductor", inductor_options=settings)
+    assert (report.level, report.refusals) == ("inductor", ())
+    assert given == [(settings, [(3, 8), (3,), (2, 8)])], "Inductor may look at the weights"
+    assert "fuse" in report.seconds
+
+
+def test_what_cannot_be_fused_is_planned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fuse(*_: object) -> Program:
+        raise FusionError("it draws random numbers")
+
+    monkeypatch.setattr(pipeline, "obstacle", lambda device: "")
+    monkeypatch.setattr(pipeline, "fuse", fuse)
+    report = dry_run(Towers(), None, kernels="inductor")
+    assert report.level == "aten"
+    assert report.refusals == (Decision("", "not fused", "it draws random numbers"),)
+
+
+def test_fused_kernels_are_refused_where_they_cannot_be_had() -> None:
+    with pytest.raises(OptionError, match='kernels="inductor" needs the device itself: leave out the profile'):
+        dry_run(Towers(), H200, kernels="inductor")
+    with pytest.raises(OptionError, match=r'kernels="inductor" is not to be had: .* runs on the CPU'):
+        dry_run(Towers(), None, kernels="inductor")
 
 
 def test_keyword_arguments_are_planned_with() -> None:

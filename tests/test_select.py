@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -41,12 +42,15 @@ class Workshop:
             Candidate(Schedule(f"policy {place}", count, ()), captured=True, predicted_us=1.0)
             for place, count in enumerate(streams)
         ]
+        self.clock = 0.0
+        monkeypatch.setattr(selection.time, "perf_counter", lambda: self.clock)
         monkeypatch.setattr(selection, "build", self.build)
         monkeypatch.setattr(selection, "_timer", lambda execution, tensors, device: lambda: execution.time_us)
 
     def build(self, program: object, graph: object, candidate: Candidate, *rest: object) -> Execution:
         place = int(candidate.schedule.policy.rpartition(" ")[2])
         self.built.append(place)
+        self.clock += 1.0
         time_us = self.times[place]
         if isinstance(time_us, Exception):
             raise type(time_us)(*time_us.args)  # a new one, since an exception holds on to what it passed through
@@ -55,9 +59,9 @@ class Workshop:
         self.most = max(self.most, len(self.alive))
         return execution
 
-    def select(self) -> Selection:
+    def select(self, seconds: float = inf) -> Selection:
         program: Any = Program(None, (), (), "aten", "cuda:0")  # type: ignore[arg-type]
-        return select(program, OpGraph({}, (), {}, (), "cuda:0"), self.candidates, [], [])
+        return select(program, OpGraph({}, (), {}, (), "cuda:0"), self.candidates, [], [], seconds)
 
 
 def chosen(
@@ -87,6 +91,33 @@ def test_of_equal_ones_that_with_fewest_streams_wins(monkeypatch: pytest.MonkeyP
     """Whatever the order in which they are promising."""
     place = chosen(monkeypatch, [100.0, 50.0, 50.0, 50.0], streams)
     assert streams[place] == 2
+
+
+def test_of_equal_ones_over_as_many_streams_that_with_least_memory_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = Workshop(monkeypatch, [100.0, 50.0, 50.3, 49.9], [1, 2, 2, 2])
+    memory = [10, 30, 20, 40]
+    workshop.candidates = [
+        replace(candidate, memory_bytes=size) for candidate, size in zip(workshop.candidates, memory, strict=True)
+    ]
+    assert workshop.select().execution.place == 2  # type: ignore[union-attr]
+
+
+def test_ties_do_not_add_up_to_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 0.7 % longer than the one before, on fewer streams: only the first step is a tie with the fastest."""
+    times = [100.0, *(50.0 * 1.007**step for step in range(5))]
+    assert chosen(monkeypatch, times, [1, 8, 6, 4, 3, 2]) == 2
+
+
+def test_what_there_is_no_time_for_is_refused_but_not_the_sequential_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second to build; the most promising ones come first."""
+    workshop = Workshop(monkeypatch, [100.0, 90.0, 50.0, 10.0], [1, 3, 2, 4])
+    result = workshop.select(seconds=2.5)
+    assert result.execution.place == 2  # type: ignore[union-attr]
+    assert [candidate.measured_us for candidate in result.candidates] == [100.0, 90.0, 50.0, None]
+    assert "tuning_seconds" in result.candidates[3].refusal
+    result = workshop.select(seconds=0.0)
+    assert result.execution.place == 0  # type: ignore[union-attr]
+    assert [candidate.measured_us for candidate in result.candidates] == [100.0, None, None, None]
 
 
 def test_little_gains_do_not_add_up_to_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:

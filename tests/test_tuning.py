@@ -50,7 +50,8 @@ class Device:
             self.captures.append(capture)
             return real_candidates(priced, options, capture, stopwatch)
 
-        def select(program: Any, graph: Any, candidates: Any, tensors: Any, bound: Any) -> Selection:
+        def select(program: Any, graph: Any, candidates: Any, tensors: Any, bound: Any, seconds: float) -> Selection:
+            self.seconds = seconds
             if fails and candidates[0].captured:
                 raise CaptureError("this op cannot be captured")
             return Selection(program.module.forward, candidates[0], tuple(candidates))
@@ -100,6 +101,16 @@ def test_that_the_cpu_has_no_graphs_is_said_where_one_was_asked_for(asked: Any, 
     result = tuned(cuda_graph=asked)
     assert [refusal.choice for refusal in result.refusals] == said
     assert not result.selection.chosen.captured
+
+
+@torch.no_grad()
+def test_measuring_gets_the_seconds_that_other_stages_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing and compiling are not tuning."""
+    device, stopwatch = Device(monkeypatch), Stopwatch({"trace": 50.0, "fuse": 70.0, "search": 4.0, "select": 3.0})
+    tune(program(), [torch.ones(2, 4)], [False], Options(tuning_seconds=20.0), stopwatch)
+    assert 20.0 - 7.0 - 2.0 < device.seconds <= 20.0 - 7.0
+    tune(program(), [torch.ones(2, 4)], [False], Options(tuning_seconds=5.0), stopwatch)
+    assert device.seconds == 0.0
 
 
 # In which kernels

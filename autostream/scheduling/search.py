@@ -1,0 +1,295 @@
+"""Local search: change the best schedule that the other policies find, and keep what the simulator says is no slower.
+
+    for 2, 3, 4, … streams:  the best so far, critical_path, path_cover ─▶ the fastest ─▶ change, simulate, keep? ─▶ …
+                                                                                             ▲                 │
+                                                                                             └─────────────────┘
+
+1. Coarsen: chains of short ops move as one (:mod:`~autostream.scheduling.coarsen`).
+2. Start from the fastest of all that is known for as many streams.
+3. Make a change: give a chain the stream of another, or any; let two chains trade streams, or two streams trade what
+   comes after some point; launch a chain earlier or later. Half of the time at a random place, half of the time where
+   the run is *critical*: at a chain and what it waited for, going back from the last end. Nothing else can make the run
+   shorter (Van Laarhoven, Aarts & Lenstra 1992, "Job shop scheduling by simulated annealing"), unless the critical ops
+   share the device with others, hence the other half.
+4. Keep the change if the run becomes no longer. Plateaus are thus crossed, which is what matters (Selman, Levesque &
+   Mitchell 1992, "A new method for solving hard satisfiability problems"); on graphs of this size neither annealing nor
+   late acceptance found better schedules in as many steps.
+
+The same arguments give the same result. Effort is therefore counted in simulated launches, :data:`LAUNCHES_PER_S` for
+each second asked for, which any machine of these years does in that time; the clock is but a last resort, for one that
+does not. The effort for a number of streams does not depend on how many more are allowed, and the search for more
+starts from what was found with fewer, so that more streams never make it worse.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+from autostream.ir import FORK, Assignment, Costs, Decision, DeviceProfile, OpGraph, Schedule, Timeline
+from autostream.scheduling.coarsen import Coarse, coarsen, expand
+from autostream.scheduling.critical_path import critical_path
+from autostream.scheduling.path_cover import path_cover
+from autostream.scheduling.sequential import sequential
+from autostream.scheduling.simulate import simulate
+from autostream.scheduling.synchronize import synchronize
+
+STEPS = (2, 3, 4, 6, 8, 12, 16)
+"""The numbers of streams that are searched, up to what is allowed and to what any policy would use."""
+
+LAUNCHES_PER_S = 20_000
+"""What a second buys, in launches that are synchronized and simulated: a third of what a core of 2020 does."""
+
+SECONDS = 3.0
+
+_PATIENCE = 400
+"""Changes in a row without a gain after which a number of streams is given up; as many as there are chains, if more."""
+
+_POLICIES = (critical_path, path_cover)
+
+_LEAST = len(_POLICIES) * len(STEPS)
+"""Simulations that starting at every number of streams takes."""
+
+Placement = tuple[Sequence[str], Mapping[str, int]]
+"""The launch order of chains, and their streams."""
+
+
+def search(
+    graph: OpGraph,
+    costs: Costs,
+    profile: DeviceProfile,
+    streams: int,
+    pinned: frozenset[str],
+    seconds: float = SECONDS,
+    seed: int = 0,
+    captured: bool = True,
+) -> Assignment:
+    """The fastest assignment found for at most ``streams`` streams; never slower than the other policies', simulated.
+
+    Args:
+        graph: V ops.
+        costs: of each.
+        profile: of the device.
+        streams: the largest number.
+        pinned: ops that must be on stream 0.
+        seconds: effort: that of ``seconds * LAUNCHES_PER_S / V`` simulations, shared by the numbers of streams tried.
+            Where these are too few to try all of these numbers, ``streams`` alone is tried.
+        seed: of the random choices.
+        captured: whether the result is to run as a CUDA graph, or launched op by op.
+
+    Example:
+        >>> from autostream.ir import Op, OpCost
+        >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset({name})) for name in "abcd"}
+        >>> costs = {name: OpCost(9.0, 0.1, 0.1, "roofline") for name in ops}
+        >>> profile = DeviceProfile("GPU", 132, 4.8e6, {}, 2.0, 1.0, 2.0, 1.0, 1.0, "table")
+        >>> found = search(OpGraph(ops, (), {}, (), "cuda:0"), costs, profile, 2, frozenset())
+        >>> found.streams, sorted(found.stream.values())
+        (2, [0, 0, 1, 1])
+    """
+    return search_by_streams(graph, costs, profile, streams, pinned, seconds, seed, captured)[-1]
+
+
+def search_by_streams(
+    graph: OpGraph,
+    costs: Costs,
+    profile: DeviceProfile,
+    streams: int,
+    pinned: frozenset[str],
+    seconds: float = SECONDS,
+    seed: int = 0,
+    captured: bool = True,
+) -> tuple[Assignment, ...]:
+    """What :func:`search` finds for one stream, for two, and so on: each one better than the one before it."""
+    space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured)
+    best = start = space.known(sequential, 1)
+    found = [space.assignment(best, start)]
+    deadline = time.perf_counter() + seconds
+    simulations = int(seconds * LAUNCHES_PER_S / max(len(graph.ops), 1))
+    steps = space.steps() if simulations >= _LEAST else (streams,)
+    for count in (count for count in steps if count <= streams):
+        known = [(plan, plan) for plan in (space.known(policy, count) for policy in _POLICIES)]
+        plan, origin = min([(best, start), *known], key=lambda pair: pair[0].price)
+        changes = simulations // len(steps) - len(known)
+        end = space.climb(plan, count, changes, Random(f"{seed}, {count} streams"), deadline)
+        if end.price < best.price:
+            best, start = end, origin
+            found.append(space.assignment(best, start))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One assignment of chains, and what the simulator says of it.
+
+    Attributes:
+        policy: the policy that it was made by, or that what it was made of was made by.
+        order, stream: of the chains.
+        by_start: the chains in the order in which they start, which is as good an order.
+        makespan_us: how long the run takes, µs.
+        waits: how many of them there are.
+        critical: chains whose starts decided the makespan, from the last back, each with what it waited for.
+        decisions: of the policy.
+    """
+
+    policy: str
+    order: tuple[str, ...]
+    by_start: tuple[str, ...]
+    stream: Mapping[str, int]
+    makespan_us: float
+    waits: int
+    critical: tuple[tuple[str, str], ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def streams(self) -> int:
+        return max(self.stream.values(), default=0) + 1
+
+    @property
+    def price(self) -> tuple[float, int]:
+        """What is to be small: the makespan, and of equal ones the number of waits."""
+        return self.makespan_us, self.waits
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The plans that there are for a graph."""
+
+    graph: OpGraph
+    costs: Costs
+    profile: DeviceProfile
+    coarse: Coarse
+    captured: bool
+
+    def steps(self) -> Sequence[int]:
+        """The numbers of streams up to the first that gives enough to every policy, whatever is allowed."""
+        coarse = self.coarse
+        given = (coarse.graph, coarse.costs, self.profile, STEPS[-1], coarse.pinned)
+        used = max(policy(*given).streams for policy in _POLICIES)
+        return [count for fewer, count in pairwise((1, *STEPS)) if fewer < used]
+
+    def known(self, policy: Callable[..., Assignment], streams: int) -> _Plan:
+        """The plan of another policy."""
+        coarse = self.coarse
+        return self.simulated(policy(coarse.graph, coarse.costs, self.profile, streams, coarse.pinned))
+
+    def simulated(self, chains: Assignment) -> _Plan:
+        """The plan that an assignment of chains is."""
+        schedule = synchronize(self.graph, expand(self.coarse, chains))
+        timeline = simulate(schedule, self.costs, self.profile, captured=self.captured)
+        start = {piece.op: piece.start_us for piece in timeline.slices}
+        by_start = tuple(sorted(chains.order, key=start.__getitem__))
+        critical = tuple(_critical(schedule, timeline, self.coarse))
+        return _Plan(
+            policy=chains.policy,
+            order=chains.order,
+            by_start=by_start,
+            stream=chains.stream,
+            makespan_us=timeline.makespan_us,
+            waits=schedule.wait_count,
+            critical=critical,
+            decisions=chains.decisions,
+        )
+
+    def climb(self, plan: _Plan, streams: int, changes: int, random: Random, deadline: float) -> _Plan:
+        """The best plan that a number of changes lead to, each of which made the run no longer."""
+        best, seen = plan, {_key(plan.order, plan.stream): plan}
+        idle = 0
+        for _ in range(changes):
+            if idle == max(_PATIENCE, len(plan.order)) or time.perf_counter() > deadline:
+                break
+            idle += 1
+            order, stream = self._changed(plan, streams, random)
+            other = seen.get(key := _key(order, stream))
+            if other is None:
+                chains = Assignment(plan.policy, max(stream.values()) + 1, tuple(order), stream)
+                other = seen[key] = self.simulated(chains)
+            if other.makespan_us <= plan.makespan_us:
+                plan = other
+            if other.price < best.price:
+                best, idle = other, 0
+        return best
+
+    def _changed(self, plan: _Plan, streams: int, random: Random) -> Placement:
+        guided = plan.critical and random.random() < 0.5
+        one, other = random.choice(plan.critical) if guided else random.choices(plan.order, k=2)
+        change = random.choice((_follow, _lead, _swap, _trade, _shift))
+        order, stream = change(plan, self.coarse.graph, one, other, streams, random)
+        return order, _without_gaps({**stream, **dict.fromkeys(self.coarse.pinned, 0)})
+
+    def assignment(self, plan: _Plan, start: _Plan) -> Assignment:
+        """A plan as the policy's result, with reasons: those of the start where they still hold."""
+        moved = {name for name in plan.order if plan.stream[name] != start.stream[name]}
+        gain = f"{start.makespan_us:.1f} µs by {start.policy}, {plan.makespan_us:.1f} µs after the search"
+        whole = Decision("", f"{plan.streams} stream{'s' * (plan.streams > 1)}", gain)
+        kept = (decision for decision in start.decisions if decision.op and decision.op not in moved)
+        changed = (
+            Decision(name, f"stream {plan.stream[name]}", f"moved from stream {start.stream[name]}: {gain}")
+            for name in plan.order
+            if name in moved
+        )
+        chains = Assignment("search", plan.streams, plan.order, plan.stream, (whole, *kept, *changed))
+        return expand(self.coarse, chains)
+
+
+def _critical(schedule: Schedule, timeline: Timeline, coarse: Coarse) -> Iterator[tuple[str, str]]:
+    """Chains back from the last end, each with the chain that it started behind: that of its last producer to end."""
+    end = {piece.op: piece.end_us for piece in timeline.slices}
+    before: dict[str, list[str]] = {}
+    last: dict[int, str] = {}
+    for launch in schedule.launches:
+        before[launch.op] = [op for op in (*launch.waits, last.get(launch.stream, FORK)) if op != FORK]
+        last[launch.stream] = launch.op
+    first = {name: head for head, chain in coarse.chains.items() for name in chain}
+    name = max(before, key=end.__getitem__, default="")
+    while name:
+        producer = max(before[name], key=end.__getitem__, default="")
+        if producer and first[producer] != first[name]:
+            yield first[name], first[producer]
+        name = producer
+
+
+def _follow(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
+    """Give a chain another one's stream; any stream, if they have the same."""
+    same = plan.stream[one] == plan.stream[other]
+    return plan.by_start, {**plan.stream, one: random.randrange(streams) if same else plan.stream[other]}
+
+
+def _lead(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
+    """The other way round."""
+    return _follow(plan, graph, other, one, streams, random)
+
+
+def _swap(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
+    """Give two chains each other's stream."""
+    return plan.by_start, {**plan.stream, one: plan.stream[other], other: plan.stream[one]}
+
+
+def _trade(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
+    """From a chain on, let its stream and another have each other's chains."""
+    here, there = plan.stream[one], random.randrange(streams)
+    swap = {here: there, there: here}
+    behind = plan.by_start[plan.by_start.index(one) :]
+    return plan.by_start, {**plan.stream, **{name: swap.get(plan.stream[name], plan.stream[name]) for name in behind}}
+
+
+def _shift(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
+    """Launch a chain anywhere between the last that it depends on and the first that depends on it."""
+    rest = [name for name in plan.by_start if name != one]
+    place = {name: at for at, name in enumerate(rest)}
+    after = max((place[name] for name in graph.digraph.predecessors(one)), default=-1)
+    until = min((place[name] for name in graph.digraph.successors(one)), default=len(rest))
+    rest.insert(random.randint(after + 1, until), one)
+    return rest, plan.stream
+
+
+def _without_gaps(stream: Mapping[str, int]) -> dict[str, int]:
+    """The same streams, numbered without gaps."""
+    number = {used: at for at, used in enumerate(sorted(set(stream.values())))}
+    return {name: number[at] for name, at in stream.items()}
+
+
+def _key(order: Sequence[str], stream: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, stream[name]) for name in order)

@@ -1,0 +1,209 @@
+"""What the search owes: better than what it starts from, never worse with more streams, the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autostream.ir import Assignment, Costs, DeviceProfile, OpCost, OpGraph
+from autostream.scheduling import POLICIES
+from autostream.scheduling import search as module
+from autostream.scheduling.search import LAUNCHES_PER_S, search, search_by_streams
+from autostream.scheduling.simulate import simulate
+from autostream.scheduling.structure import critical_path_us
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
+from tests.scheduling.graphs import check_assignment, costs_of, graph_of, profile_with, random_costs, random_graphs
+
+NONE: frozenset[str] = frozenset()
+FREE = profile_with()
+PRICED = profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=2.0, fork_us=1.0, join_us=1.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine is too slow here."""
+    monkeypatch.setattr(module.time, "perf_counter", lambda: 0.0)
+
+
+def makespan(graph: OpGraph, costs: Costs, assignment: Assignment, profile: DeviceProfile = FREE) -> float:
+    return simulate(synchronize(graph, assignment), costs, profile).makespan_us
+
+
+# What it finds
+
+
+def test_a_greedy_mistake_is_mended() -> None:
+    """Five independent ops on two streams: list scheduling gives 3+2+2 and 3+2... in the order 3, 3, 2, 2, 2.
+
+    It ends with 3+2+2 = 7 on one of them; 3+3 beside 2+2+2 take 6.
+    """
+    graph = graph_of((), names="abcde")
+    costs = costs_of(graph, {"a": 3.0, "b": 3.0, "c": 2.0, "d": 2.0, "e": 2.0})
+    assert makespan(graph, costs, POLICIES["critical_path"](graph, costs, FREE, 2, NONE)) == 7.0
+    found = search(graph, costs, FREE, 2, NONE)
+    assert makespan(graph, costs, found) == 6.0
+    assert found.stream["a"] == found.stream["b"]
+
+
+def test_ops_that_share_the_device_badly_are_kept_apart() -> None:
+    """Side by side, two that need all of the bandwidth take as long as in turns, but their neighbours do not.
+
+    Of four ops of 10 µs, a and b want all the bandwidth, c and d next to none: a beside c, then b beside d.
+    """
+    graph = graph_of((), names="abcd")
+    costs = {name: OpCost(10.0, 0.1, 1.0 if name in "ab" else 0.0, "measured") for name in "abcd"}
+    assert makespan(graph, costs, search(graph, costs, FREE, 2, NONE)) == 20.0
+
+
+def test_reasons_are_given_for_what_was_moved() -> None:
+    graph = graph_of((), names="abcde")
+    costs = costs_of(graph, {"a": 3.0, "b": 3.0, "c": 2.0, "d": 2.0, "e": 2.0})
+    start = POLICIES["critical_path"](graph, costs, FREE, 2, NONE)
+    found = search(graph, costs, FREE, 2, NONE)
+    whole, *others = found.decisions
+    assert (whole.op, whole.choice) == ("", "2 streams")
+    assert whole.reason == "7.0 µs by critical_path, 6.0 µs after the search"
+    moved = {name for name in graph.ops if found.stream[name] != start.stream[name]}
+    assert {decision.op for decision in others if "moved from stream" in decision.reason} == moved
+    for decision in others:
+        assert decision.choice == f"stream {found.stream[decision.op]}"
+
+
+def test_a_schedule_that_cannot_be_improved_is_kept_as_it_is() -> None:
+    """Of plans that take equally long, the one with fewer waits is found first: where there is none, nothing moves.
+
+    a ─┬─ b ─┬─ d
+       └─ c ─┘
+    """
+    graph = graph_of("a-b a-c b-d c-d")
+    costs = costs_of(graph, 10.0)
+    start = POLICIES["critical_path"](graph, costs, PRICED, 2, NONE)
+    found = search(graph, costs, PRICED, 2, NONE)
+    assert (found.order, found.stream) == (start.order, start.stream)
+
+
+def test_a_chain_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of("a-b b-c")
+    monkeypatch.setattr(module._Space, "climb", None)
+    assert search(graph, costs_of(graph, 10.0), PRICED, 8, NONE).streams == 1
+
+
+# Properties
+
+
+@settings(max_examples=30)
+@given(data=st.data(), profile=st.sampled_from([FREE, PRICED]))
+def test_what_is_found_is_right_and_no_worse_than_anything_known(data: st.DataObject, profile: DeviceProfile) -> None:
+    graph = data.draw(random_graphs())
+    costs = data.draw(random_costs(graph))
+    pinned = data.draw(st.sampled_from([NONE, graph.pinned]))
+    last = float("inf")
+    for streams in range(1, 5):
+        found = search(graph, costs, profile, streams, pinned)
+        check_assignment(graph, found, streams, pinned)
+        verify(graph, synchronize(graph, found), pinned=pinned)
+        time_us = makespan(graph, costs, found, profile)
+        assert time_us <= last, "more streams are no worse"
+        last = time_us
+        total = sum(cost.duration_us for cost in costs.values())
+        assert time_us >= max(critical_path_us(graph, costs), total / streams) - 1e-9
+        if streams in module.STEPS:
+            for policy in ("sequential", "critical_path", "path_cover"):
+                known = POLICIES[policy](graph, costs, profile, streams, pinned)
+                assert time_us <= makespan(graph, costs, known, profile)
+
+
+@settings(max_examples=10)
+@given(data=st.data(), seed=st.integers(0, 3))
+def test_the_same_seed_finds_the_same(data: st.DataObject, seed: int) -> None:
+    graph = data.draw(random_graphs())
+    costs = data.draw(random_costs(graph))
+    first, second = (search_by_streams(graph, costs, PRICED, 4, NONE, seed=seed) for _ in range(2))
+    assert first == second
+
+
+def test_another_seed_may_find_something_else() -> None:
+    graph, costs = towers()
+    found = {tuple(search(graph, costs, PRICED, 3, NONE, 1.0, seed).stream.items()) for seed in range(4)}
+    assert len(found) > 1
+
+
+def test_each_is_better_than_the_one_before() -> None:
+    graph, costs = towers()
+    found = search_by_streams(graph, costs, PRICED, 6, NONE)
+    times = [makespan(graph, costs, assignment, PRICED) for assignment in found]
+    assert len(found) > 2
+    assert times == sorted(times, reverse=True)
+    assert found[-1] == search(graph, costs, PRICED, 6, NONE)
+    fewer = search_by_streams(graph, costs, PRICED, 3, NONE)
+    assert fewer == found[: len(fewer)]
+
+
+def towers(count: int = 5, length: int = 6) -> tuple[OpGraph, Mapping[str, OpCost]]:
+    """Chains side by side whose ops take from 4 to 11 µs and fill a third of the device."""
+    names = [f"t{tower}_{at}" for tower in range(count) for at in range(length)]
+    edges = [(before, after) for before, after in pairwise(names) if before[:2] == after[:2]]
+    graph = graph_of(edges, names)
+    return graph, costs_of(graph, {name: 4.0 + 7 * at % 8 for at, name in enumerate(names)}, sm_share=0.3)
+
+
+# Effort
+
+
+def test_effort_is_counted_in_simulated_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = towers()
+    launches = 0
+
+    def counted(*args: Any, **how: Any) -> object:
+        nonlocal launches
+        launches += len(graph.ops)
+        return simulate(*args, **how)
+
+    monkeypatch.setattr(module, "simulate", counted)
+    for seconds in (0.1, 0.4):
+        launches = 0
+        search(graph, costs, PRICED, 16, NONE, seconds)
+        assert seconds * LAUNCHES_PER_S / 2 < launches <= seconds * LAUNCHES_PER_S + len(graph.ops)
+
+
+def test_the_effort_for_some_streams_does_not_depend_on_how_many_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = towers()
+    climbs: list[tuple[int, int]] = []
+    climb = module._Space.climb
+
+    def logged(self: object, plan: object, streams: int, changes: int, *rest: object) -> object:
+        climbs.append((streams, changes))
+        return climb(self, plan, streams, changes, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module._Space, "climb", logged)
+    search(graph, costs, PRICED, 6, NONE)
+    longest = list(climbs)
+    climbs.clear()
+    search(graph, costs, PRICED, 3, NONE)
+    assert [streams for streams, _ in longest] == [2, 3, 4, 6], "five towers use five streams at most"
+    assert climbs == longest[:2]
+
+
+def test_a_graph_too_large_to_be_searched_gets_the_best_of_the_others() -> None:
+    """There is time for one simulation, so nothing can be changed."""
+    graph, costs = towers()
+    found = search(graph, costs, PRICED, 5, NONE, seconds=len(graph.ops) / LAUNCHES_PER_S)
+    known = [POLICIES[name](graph, costs, PRICED, 5, NONE) for name in ("critical_path", "path_cover")]
+    assert makespan(graph, costs, found, PRICED) == min(makespan(graph, costs, each, PRICED) for each in known)
+
+
+def test_a_machine_that_is_too_slow_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock goes a second ahead at each look: two changes at the first number of streams, then none."""
+    graph, costs = towers()
+    now = iter(range(1000))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(now)))
+    simulated = []
+    monkeypatch.setattr(module, "simulate", lambda *args, **how: simulated.append(1) or simulate(*args, **how))
+    assert search(graph, costs, PRICED, 6, NONE, seconds=3.0).streams > 1
+    assert len(simulated) <= 1 + 2 * 4 + 3
