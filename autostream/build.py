@@ -384,9 +384,9 @@ def _report(model: str, signature: Signature, tuned: Tuned, stopwatch: Stopwatch
         graph=priced.graph,
         costs=priced.costs,
         chosen=selection.chosen,
-        timeline=simulate(selection.chosen.schedule, priced.costs, priced.profile),
+        timeline=simulate(selection.chosen.schedule, priced.costs, priced.profile, captured=selection.chosen.captured),
         candidates=selection.candidates,
-        refusals=tuned.refusals,
+        refusals=(*tuned.refusals, *priced.remarks),
         seconds=dict(stopwatch.seconds),
         versions=versions(),
     )

@@ -3,25 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What one launch of a kernel takes of a GPU.
-
-    Attributes:
-        blocks: thread blocks of its grid.
-        warps: of each block.
-        registers: of each thread.
-        shared_bytes: of shared memory, of each block.
-    """
-
-    blocks: int
-    warps: int
-    registers: int
-    shared_bytes: int
 
 
 class Kernel:
@@ -34,8 +16,7 @@ class Kernel:
         launch: launches it on the current stream; takes tensors and numbers, returns nothing.
         written: positions of the arguments that it writes.
         overwritten: those of them that it does not read.
-        footprint: takes what ``launch`` takes and says what that launch takes of the GPU, or ``None`` where it is not
-            known (yet); by default it never is.
+        content: what tells it from others of that name in every process, such as its source code.
 
     Example:
         >>> import torch
@@ -52,12 +33,12 @@ class Kernel:
         launch: Callable[..., Any],
         written: frozenset[int],
         overwritten: frozenset[int],
-        footprint: Callable[..., Footprint | None] = lambda *args: None,
+        content: str = "",
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.written = written
         self.overwritten = overwritten
-        self.footprint = footprint
+        self.content = content
         self._launch = launch
 
     def __call__(self, *args: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autostream import collector
 from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_of
-from autostream.costs.measured import measure
+from autostream.costs.here import Remarks, costs_here, profile_here
 from autostream.costs.roofline import price
 from autostream.errors import FusionError, OptionError
 from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile, OpGraph, Program
@@ -51,7 +51,10 @@ _LARGE = 4000
 """Graphs of more ops than this are planned for every other number of streams: it takes long, and gains little. Nor are
 they searched, unless that is asked for: there would be time for a few changes only."""
 
-SEARCH_SHARE = 0.3
+MEASURE_SHARE = 0.5
+"""Of the seconds for tuning, what timing ops may take; ops for which none are left keep their estimates."""
+
+SEARCH_SHARE = 0.1
 """Of the seconds for tuning, what a search may take. Nothing is left to the clock there, so that it can be repeated."""
 
 TUNING = ("price", "search", "select")
@@ -67,12 +70,14 @@ class Priced:
         profile: the device that is planned for.
         costs: of each op.
         refusals: why a CUDA graph cannot hold the program; empty where it can, and on the CPU, which has none.
+        remarks: what was wrong with keeping measurements.
     """
 
     graph: OpGraph
     profile: DeviceProfile
     costs: Costs
     refusals: tuple[Decision, ...]
+    remarks: tuple[Decision, ...] = ()
 
 
 @dataclass(slots=True)
@@ -113,10 +118,17 @@ def price_program(
     """
     with stopwatch("analyze"), collector.paused():
         graph = analyze(program)
-    profile = profile or profile_of(program.device)
+    remarks: Remarks = ()
     with stopwatch("price"):
-        costs = _price(program, graph, profile, options, tensors)
-    return Priced(graph, profile, costs, _capture_refusals(graph))
+        if profile is None:
+            profile, remarks = profile_here(program.device)
+        if tensors is None or not _measures(options, graph):
+            costs = price(graph, profile)
+        else:
+            budget_s = MEASURE_SHARE * options.tuning_seconds
+            costs, faults = costs_here(program, graph, profile, tensors, budget_s)
+            remarks = tuple(dict.fromkeys((*remarks, *faults)))
+    return Priced(graph, profile, costs, _capture_refusals(graph), remarks)
 
 
 def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: Stopwatch) -> tuple[Candidate, ...]:
@@ -138,7 +150,8 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
 
     def planned(assignment: Assignment) -> Candidate:
         schedule = synchronize(graph, assignment)
-        return Candidate(schedule, capture, simulate(schedule, costs, profile, captured=capture).makespan_us)
+        makespan_us = simulate(schedule, costs, profile, captured=capture).makespan_us
+        return Candidate(schedule, capture, makespan_us + (profile.replay_us if capture else 0.0))
 
     def complete(candidate: Candidate) -> Candidate:
         schedule = place_releases(graph, candidate.schedule)
@@ -159,13 +172,8 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
     return candidates
 
 
-def _price(
-    program: Program, graph: OpGraph, profile: DeviceProfile, options: Options, tensors: Sequence[Tensor] | None
-) -> Costs:
-    measured = options.costs == "measured" or (options.costs == "auto" and graph.device != "cpu")
-    if measured and tensors is not None:
-        return measure(program, graph, profile, tensors)
-    return price(graph, profile)
+def _measures(options: Options, graph: OpGraph) -> bool:
+    return options.costs == "measured" or (options.costs == "auto" and graph.device != "cpu")
 
 
 def _assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:
@@ -285,7 +293,7 @@ def plan(
         chosen=best,
         timeline=simulate(best.schedule, priced.costs, priced.profile, captured=best.captured),
         candidates=candidates,
-        refusals=(*unfused, *priced.refusals),
+        refusals=(*unfused, *priced.refusals, *priced.remarks),
         seconds=dict(stopwatch.seconds),
         versions=versions(),
     )

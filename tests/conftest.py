@@ -26,3 +26,11 @@ def fresh_dynamo() -> Iterator[None]:
 def aten_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops of ATen by default on a GPU too: for tests of streams and memory, which need no compiler for that."""
     monkeypatch.setitem(Options.__init__.__kwdefaults__, "kernels", "eager")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measurements of tests are kept apart from the user's, and from those of earlier tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path_factory.mktemp("autostream")))
+        yield

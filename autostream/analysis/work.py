@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +161,7 @@ def _count_flops(node: fx.Node, target: OpOverload) -> int:
     try:
         formula = flop_registry.get(target.overloadpacket) or _FUSED.get(target.overloadpacket)
         if formula is not None:
+            args, kwargs = _in_order(target, args, kwargs)
             return int(formula(*args, **kwargs, out_val=_on_meta(value_of(node))))
         with torch.inference_mode(False), torch.no_grad(), _FlopCount() as count:
             target(*args, **kwargs)
@@ -168,6 +169,16 @@ def _count_flops(node: fx.Node, target: OpOverload) -> int:
     except Exception:
         # A count is worth less than a schedule: formulas reject inputs that the operator itself accepts.
         return 0
+
+
+def _in_order(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """A call's arguments with those by position that may be: formulas have names of their own for some."""
+    named, ordered = dict(kwargs), list(args)
+    for argument in target._schema.arguments[len(args) :]:
+        if argument.kwarg_only:
+            break
+        ordered.append(named.pop(argument.name, argument.default_value))
+    return ordered, named
 
 
 class _FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]

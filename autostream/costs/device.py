@@ -2,7 +2,6 @@
 
     profile_of("cuda:0")      the device that is here
     profile_named("h200")     a GPU that is not here, to plan for it
-    multiprocessor_of("cuda") what one multiprocessor of a GPU holds, for kernels whose launches are known
 
 Peaks are dense ones (no structured sparsity) of what a matrix product would use: the tensor cores, except for float32,
 which PyTorch does not turn into TF32 unless asked to.
@@ -19,23 +18,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autostream.costs.occupancy import Multiprocessor
 from autostream.errors import TargetError
 from autostream.ir import DeviceProfile
 
 _TERA = 1e6
 """Operations, or bytes, per µs in 1e12 per second."""
 
-_GPU_EDGES = {
-    # Seen in CUDA graphs on an H200, to half a µs; other GPUs are taken for alike.
-    "kernel_us": 2.0,
-    "same_stream_edge_us": 1.0,
-    "cross_stream_edge_us": 1.75,
-    "fork_us": 1.5,
-    "join_us": 1.5,
+_ATTAINABLE_FLOPS = 0.75
+_ATTAINABLE_BANDWIDTH = 0.85
+"""Shares of a datasheet's peaks that large products and copies reach: 0.77 and 0.87 on an H200."""
+
+_MEBI = 1 << 20
+
+_GPU_EDGES: dict[str, Any] = {
+    # Measured on an H200 (microbenchmarks.py); other GPUs are taken for alike.
+    "kernel_us": 0.1,
+    "same_stream_edge_us": 0.9,
+    "cross_stream_edge_us": 1.6,
+    "fork_us": 0.3,
+    "join_us": 0.3,
+    "per_stream_us": 0.2,
+    "dispatch_us": 0.18,
+    "launch_us": 4.0,
+    "replay_us": 1.5,
 }
 
-_CPU_EDGES = {
+_CPU_EDGES: dict[str, Any] = {
     # An ATen call costs a few µs whatever its size; waking another thread costs about ten.
     "kernel_us": 3.0,
     "same_stream_edge_us": 1.0,
@@ -64,12 +72,13 @@ class _Peaks(NamedTuple):
 
 
 class _Gpu(NamedTuple):
-    """One row of the table: ``pattern`` finds it in a name, ``tera_bytes`` is per second, ``peaks`` are in TFLOP/s."""
+    """One row of the table: ``pattern`` finds it in a name; ``tera_bytes`` is per second, ``peaks`` are in TFLOP/s."""
 
     short: str
     pattern: str
     name: str
     multiprocessors: int
+    cache_mebibytes: int
     tera_bytes: float
     peaks: _Peaks
 
@@ -77,9 +86,10 @@ class _Gpu(NamedTuple):
         return DeviceProfile(
             name=self.name,
             multiprocessors=self.multiprocessors,
-            bandwidth=self.tera_bytes * _TERA,
-            flops=self.peaks.by_dtype(_TERA),
+            bandwidth=self.tera_bytes * _TERA * _ATTAINABLE_BANDWIDTH,
+            flops=self.peaks.by_dtype(_TERA * _ATTAINABLE_FLOPS),
             source="table",
+            cache_bytes=self.cache_mebibytes * _MEBI,
             **_GPU_EDGES,
         )
 
@@ -90,19 +100,19 @@ _A100 = _Peaks(19.5, 19.5, 312, 312, 0, 624)
 # The first match counts, so narrow patterns stand before wide ones. NVL boards are other chips: they are left out.
 _TABLE = (
     # NVIDIA H200 Tensor Core GPU datasheet, H200 SXM
-    _Gpu("h200", r"\bh200\b(?!.*nvl)", "NVIDIA H200", 132, 4.8, _HOPPER_SXM),
+    _Gpu("h200", r"\bh200\b(?!.*nvl)", "NVIDIA H200", 132, 60, 4.8, _HOPPER_SXM),
     # NVIDIA H100 Tensor Core GPU datasheet, H100 PCIe and H100 SXM
-    _Gpu("h100-pcie", r"\bh100\b.*pcie", "NVIDIA H100 PCIe", 114, 2.0, _Peaks(51, 51, 756, 756, 1513, 1513)),
-    _Gpu("h100", r"\bh100\b(?!.*nvl)", "NVIDIA H100 80GB HBM3", 132, 3.35, _HOPPER_SXM),
+    _Gpu("h100-pcie", r"\bh100\b.*pcie", "NVIDIA H100 PCIe", 114, 50, 2.0, _Peaks(51, 51, 756, 756, 1513, 1513)),
+    _Gpu("h100", r"\bh100\b(?!.*nvl)", "NVIDIA H100 80GB HBM3", 132, 50, 3.35, _HOPPER_SXM),
     # NVIDIA A100 Tensor Core GPU datasheet; the PCIe boards have 5 % less bandwidth at 80 GB
-    _Gpu("a100-40gb", r"\ba100\b.*40gb", "NVIDIA A100-SXM4-40GB", 108, 1.555, _A100),
-    _Gpu("a100-80gb", r"\ba100\b", "NVIDIA A100-SXM4-80GB", 108, 2.039, _A100),
+    _Gpu("a100-40gb", r"\ba100\b.*40gb", "NVIDIA A100-SXM4-40GB", 108, 40, 1.555, _A100),
+    _Gpu("a100-80gb", r"\ba100\b", "NVIDIA A100-SXM4-80GB", 108, 40, 2.039, _A100),
     # NVIDIA L40S datasheet; float64 from the Ada architecture whitepaper (1/64 of float32)
-    _Gpu("l40s", r"\bl40s\b", "NVIDIA L40S", 142, 0.864, _Peaks(1.43, 91.6, 362, 362, 733, 733)),
+    _Gpu("l40s", r"\bl40s\b", "NVIDIA L40S", 142, 96, 0.864, _Peaks(1.43, 91.6, 362, 362, 733, 733)),
     # NVIDIA L4 datasheet (its tensor figures are with sparsity: halved here)
-    _Gpu("l4", r"\bl4\b", "NVIDIA L4", 58, 0.3, _Peaks(0.47, 30.3, 121, 121, 242.5, 242.5)),
+    _Gpu("l4", r"\bl4\b", "NVIDIA L4", 58, 48, 0.3, _Peaks(0.47, 30.3, 121, 121, 242.5, 242.5)),
     # NVIDIA T4 datasheet; float64 from the Turing architecture whitepaper (1/32 of float32)
-    _Gpu("t4", r"\bt4\b", "Tesla T4", 40, 0.32, _Peaks(0.25, 8.1, 65, 0, 0, 130)),
+    _Gpu("t4", r"\bt4\b", "Tesla T4", 40, 4, 0.32, _Peaks(0.25, 8.1, 65, 0, 0, 130)),
 )
 
 # Operations per multiprocessor and clock by compute capability: the throughput table of the CUDA C++ Programming Guide
@@ -118,9 +128,6 @@ _PER_CLOCK = {
     (10, 0): _Peaks(128, 256, 8192, 8192, 16384, 16384),
     (12, 0): _Peaks(4, 256, 1024, 1024, 2048, 2048),
 }
-
-# Thread blocks that one multiprocessor holds, by compute capability, as the CUDA C++ Programming Guide has it.
-_BLOCKS = {(0, 0): 32, (7, 5): 16, (8, 0): 32, (8, 6): 16, (8, 9): 24, (9, 0): 32, (12, 0): 24}
 
 _CLOCK_KHZ = 1_500_000
 """Where the driver does not tell; GPUs of the last ten years boost to between 1.3 and 2.6 GHz."""
@@ -186,20 +193,6 @@ def profile_named(name: str) -> DeviceProfile:
     return gpu.profile()
 
 
-def multiprocessor_of(device: str) -> Multiprocessor:
-    """What one multiprocessor of a GPU of this machine holds, as the driver tells.
-
-    Args:
-        device: ``"cuda"`` or ``"cuda:1"``.
-    """
-    properties = torch.cuda.get_device_properties(device)
-    return Multiprocessor(
-        blocks=_BLOCKS[_known(_BLOCKS, properties.major, properties.minor)],
-        warps=properties.max_threads_per_multi_processor // properties.warp_size,
-        shared_bytes=properties.shared_memory_per_multiprocessor,
-    )
-
-
 def known_names() -> tuple[str, ...]:
     """The short names that :func:`profile_named` takes."""
     return (*(gpu.short for gpu in _TABLE), "cpu")
@@ -216,9 +209,10 @@ def _from_properties(properties: Any) -> DeviceProfile:
     return DeviceProfile(
         name=properties.name,
         multiprocessors=properties.multi_processor_count,
-        bandwidth=_bandwidth(properties),
-        flops=_per_clock(properties.major, properties.minor).by_dtype(scale),
+        bandwidth=_bandwidth(properties) * _ATTAINABLE_BANDWIDTH,
+        flops=_per_clock(properties.major, properties.minor).by_dtype(scale * _ATTAINABLE_FLOPS),
         source="properties",
+        cache_bytes=getattr(properties, "L2_cache_size", 0),
         **_GPU_EDGES,
     )
 

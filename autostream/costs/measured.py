@@ -1,132 +1,185 @@
 """What an op costs on this device: each distinct op of a program timed alone, on the inputs that it really gets.
 
-    Interpreter ──▶ op, its real inputs ──▶ seen before? ──▶ time it alone ──▶ run it, go on
-                                            (same target, shapes, strides, dtypes, constants)
+    known already, in these shapes, strides, dtypes and constants? ──▶ nothing to do
+    else: Interpreter ──▶ op, its real inputs ──▶ time it alone ──▶ run it, go on
 
-The program runs once, op by op. On CUDA an op is timed inside a small CUDA graph of several copies of it, so that no
-launch by the host is part of the time; its inputs are then as warm in the L2 cache as if their producer had just run.
-On the CPU the clock is read around a few calls.
+Where some op is not known, the program runs once, op by op. On CUDA an op is timed inside a small CUDA graph of several
+copies of it, so that no launch by the host is part of the time; the graph also tells which kernels it launches. Its
+inputs are then in the L2 cache. Where the program as a whole is too large for that cache (``locality.py``), the op is
+timed once more behind a kernel that empties it. On the CPU the clock is read around a few calls.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx import Interpreter, Node
 from torch.fx.node import map_aggregate
 
-from autostream.costs.device import multiprocessor_of
-from autostream.costs.occupancy import share_filled
+from autostream.costs.locality import missed_share
+from autostream.costs.occupancy import busy_share, kernels_of
+from autostream.costs.records import Record, key_of
+from autostream.costs.replay import replay_us
 from autostream.costs.roofline import cost_of, price
 from autostream.execution.capture import capture
 from autostream.execution.streams import capture_stream
-from autostream.ir import Costs, DeviceProfile, Op, OpGraph, Placeholder, Program
+from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder, Program
 from autostream.kernels import Kernel
+from autostream.tracing.numerics import numerics
 
 Call = Callable[[], object]
-Timer = Callable[[Call, float], float]
-"""Takes a call and the time that it is expected to take, µs; returns the time that it took, µs."""
+Timer = Callable[[Call, float], Record]
+"""Takes a call and the time that it is expected to take, µs; returns what was measured.
 
-_BUDGET_S = 8.0
-"""Once timing has taken this long, ops not yet seen keep their estimates: a report is not worth waiting longer for."""
+``warm_us`` is its time with its inputs in the cache, ``cold_us`` without, ``busy_share`` the share of the
+multiprocessors that it keeps busy. What was not measured is absent.
+"""
+
+METHOD = 1
+"""Grows when what is measured changes its meaning: older measurements are of no use then."""
 
 _REPLAY_US = 100.0
 """A replay at least this long hides the launch of the next one: that takes the host about 10 µs."""
 
 _MAX_COPIES = 20
-_REPLAYS = 5
+_COLD_COPIES = 3
 _CPU_CALLS = 5
 _CPU_CALL_BUDGET_S = 0.05
 
 
-def measure(program: Program, graph: OpGraph, profile: DeviceProfile, args: Sequence[Tensor]) -> Costs:
-    """Time every distinct op of a program on its device.
+def measure(
+    program: Program,
+    graph: OpGraph,
+    profile: DeviceProfile,
+    args: Sequence[Tensor],
+    known: Mapping[str, Record],
+    budget_s: float,
+) -> tuple[Costs, Mapping[str, Record]]:
+    """Time every distinct op of a program on its device that has not been timed before.
 
-    The program runs once, without gradients, on the current stream; what it writes of ``args`` it writes to copies, and
-    the generators' states are put back. An op keeps its estimate (:func:`~autostream.costs.roofline.price`) where it
-    cannot be timed: it is of another device, cannot be captured on a GPU, has effects besides random numbers, fails
-    when it is run alone, or comes when timing has already taken long.
+    If there is any, the program runs once, without gradients, on the current stream; what it writes of ``args`` it
+    writes to copies, and the generators' states are put back. An op keeps its estimate
+    (:func:`~autostream.costs.roofline.price`) where it cannot be timed: it is of another device, cannot be captured on
+    a GPU, has effects besides random numbers, fails when it is run alone, or comes when timing has already taken long.
 
     Args:
         program: what to run.
         graph: its ops.
-        profile: of ``program.device``; its gap between kernels is taken off the times.
+        profile: of ``program.device``; its edge within a stream is taken off the times.
         args: one tensor per placeholder, in order, on their devices.
+        known: what was measured before, by :func:`~autostream.costs.records.key_of` each op.
+        budget_s: once timing has taken this long, ops not yet seen keep their estimates.
 
     Returns:
-        Op name to cost, in program order; ``source`` tells which costs were measured.
+        Op name to cost, in program order; ``source`` tells which costs were measured. And what was measured now, by
+        key, to be known the next time.
 
     Raises:
         Exception: whatever the program itself raises when it runs.
     """
+    missed = missed_share(graph, profile) if program.device != "cpu" else 0.0
+    known = {key: record for key, record in known.items() if not missed or "cold_us" in record}
+    keys, found = _expected_keys(program, graph), dict[str, Record]()
+    if not known.keys() >= set(keys.values()):
+        measurement = _run(program, graph, profile, args, known, budget_s, cold=missed > 0)
+        keys, found = measurement.keys, measurement.found
+    records, costs = {**known, **found}, dict(price(graph, profile))
+    for name, key in keys.items():
+        if record := records.get(key):
+            costs[name] = _cost(graph.ops[name], profile, record, missed)
+    return costs, found
+
+
+def _cost(op: Op, profile: DeviceProfile, record: Record, missed: float) -> OpCost:
+    """An op's cost where this share of what it reads is not in the cache."""
+    warm_us = record["warm_us"]
+    duration_us = warm_us + missed * max(0.0, record.get("cold_us", warm_us) - warm_us)
+    return cost_of(op, profile, duration_us, "measured", record.get("busy_share"))
+
+
+def _run(
+    program: Program,
+    graph: OpGraph,
+    profile: DeviceProfile,
+    args: Sequence[Tensor],
+    known: Mapping[str, Record],
+    budget_s: float,
+    *,
+    cold: bool,
+) -> _Measurement:
+    """Run the program once and time what is not known, with an empty cache as well if that is asked for."""
     cuda = program.device.startswith("cuda")
     random = torch.random.fork_rng(devices=[program.device] if cuda else [], device_type="cuda")
     # An op that launches nothing makes an empty graph, which torch warns of; the user cannot do anything about that.
     with torch.no_grad(), random, _current(program.device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        timer = _GraphTimer(program.device, profile.same_stream_edge_us) if cuda else _time_calls
-        measurement = _Measurement(program, graph, profile, timer)
+        timer = _GraphTimer(program.device, profile, cold=cold) if cuda else _time_calls
+        measurement = _Measurement(program, graph, profile, timer, known, budget_s)
         measurement.run(*_with_copies(program.placeholders, args, _written(graph)), enable_io_processing=False)
-    return measurement.costs
+    return measurement
 
 
 class _Measurement(Interpreter):
     """Runs a program op by op and times those that it has not seen yet.
 
     Attributes:
-        costs: the result: estimates, replaced by measurements one by one.
+        keys: op name to the key of what it is; ops that are not timed have none.
+        found: what was measured, by key; a record is empty where nothing can be.
     """
 
-    def __init__(self, program: Program, graph: OpGraph, profile: DeviceProfile, timer: Timer) -> None:
+    def __init__(
+        self,
+        program: Program,
+        graph: OpGraph,
+        profile: DeviceProfile,
+        timer: Timer,
+        known: Mapping[str, Record],
+        budget_s: float,
+    ) -> None:
         super().__init__(program.module, garbage_collect_values=True)
-        self.costs = dict(price(graph, profile))
-        self._ops = {name: op for name, op in graph.ops.items() if _is_timeable(op, graph.device)}
-        self._profile = profile
+        self.keys: dict[str, str] = {}
+        self.found: dict[str, Record] = {}
+        self._ops = _timeable(graph)
+        self._estimates = price(graph, profile)
         self._timer = timer
-        self._durations: dict[Hashable, float | None] = {}
-        self._spent_s = 0.0
+        self._known = known
+        self._left_s = budget_s
 
     def run_node(self, n: Node) -> Any:
         """Time the node's op, then run the node."""
         op = self._ops.get(n.name)
         if op is not None:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            duration_us = self._duration(op, n, args, kwargs)
-            if duration_us is not None:
-                share = _share_filled(n.target, args, op.device, self._profile)
-                self.costs[op.name] = cost_of(op, self._profile, duration_us, "measured", share)
+            key = self.keys[op.name] = _key(n.target, args, kwargs)
+            if key not in self._known and key not in self.found and self._left_s > 0:
+                start = time.perf_counter()
+                record = self._time(op, n, args, kwargs)
+                if record is not None:
+                    self.found[key] = record
+                self._left_s -= time.perf_counter() - start
         return super().run_node(n)
 
-    def _duration(self, op: Op, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """µs, or ``None`` where the op cannot be timed or there is no time left."""
-        key = (op.target, _signature(args), _signature(kwargs))
-        if key not in self._durations:
-            if self._spent_s > _BUDGET_S:
-                return None
-            start = time.perf_counter()
-            self._durations[key] = self._time(op, node, args, kwargs)
-            self._spent_s += time.perf_counter() - start
-        return self._durations[key]
-
-    def _time(self, op: Op, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    def _time(self, op: Op, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
         call = getattr(self, node.op)
         try:
             if not op.writes <= op.allocates:
                 args, kwargs = _on_copies(node.target, args, kwargs)
-            return self._timer(functools.partial(call, node.target, args, kwargs), self.costs[op.name].duration_us)
+            estimate_us = self._estimates[op.name].duration_us
+            return self._timer(functools.partial(call, node.target, args, kwargs), estimate_us)
+        except torch.OutOfMemoryError:
+            return None  # another time there may be more
         except Exception:
-            # Whatever an op cannot do alone (not enough memory for a copy, no capture, …), the estimate stands in.
-            return None
+            # Whatever an op cannot do alone (take part in a capture, …), the estimate stands in.
+            return {}
 
 
 class _GraphTimer:
@@ -136,30 +189,62 @@ class _GraphTimer:
     launched there would be captured in the place of being run.
     """
 
-    def __init__(self, device: str, gap_us: float) -> None:
+    def __init__(self, device: str, profile: DeviceProfile, *, cold: bool) -> None:
         self._stream = capture_stream(device)
-        self._gap_us = gap_us
+        self._profile = profile
         self._kept: torch.cuda.CUDAGraph | None = None
+        self._ballast: Tensor | None = None
+        if cold:  # reading and writing this much leaves nothing else in the cache
+            with torch.cuda.stream(self._stream):
+                self._ballast = torch.zeros(2 * profile.cache_bytes, dtype=torch.uint8, device=device)
 
-    def __call__(self, call: Call, expected_us: float) -> float:
-        """Time one call without the gap that follows it, µs."""
+    def __call__(self, call: Call, expected_us: float) -> Record:
+        """Time one call without the edge that follows it."""
         # The inputs were enqueued on the caller's stream. The way back needs no wait: this returns when all is done.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            each_us, copies = self._time(call, expected_us)
+            each_us, copies, busy = self._warm(call, expected_us)
             if each_us * copies < _REPLAY_US / 2 and copies < _MAX_COPIES:
-                each_us, _ = self._time(call, each_us)
-        # The gap is known roughly; what it leaves of a very short kernel should not be nothing.
-        return max(each_us - self._gap_us, each_us / 2)
+                each_us, _, busy = self._warm(call, each_us)
+            record = {"warm_us": self._alone_us(each_us)}
+            if self._ballast is not None:
+                record["cold_us"] = self._alone_us(self._behind_ballast_us(call) - self._ballast_us)
+        return record | ({"busy_share": busy} if busy else {})
 
-    def _time(self, call: Call, expected_us: float) -> tuple[float, int]:
+    def _alone_us(self, each_us: float) -> float:
+        # Edges are known roughly; what they leave of a very short kernel should not be nothing.
+        return max(each_us - self._profile.same_stream_edge_us, self._profile.kernel_us)
+
+    def _warm(self, call: Call, expected_us: float) -> tuple[float, int, float]:
+        """What a call takes with the edge, µs; how many were timed; and the share of the device that it keeps busy."""
         copies = min(_MAX_COPIES, math.ceil(_REPLAY_US / max(expected_us, 1.0)))
         # A first run loads kernels and chooses algorithms, which no capture may.
         call()
-        graph, _ = capture(lambda: _repeat(call, copies), self._stream, self._kept and self._kept.pool())
+        graph = self._captured(lambda: _repeat(call, copies))
+        kernels = kernels_of(graph)
+        busy = max((busy_share(kernel, self._profile.multiprocessors) for kernel in kernels), default=0.0)
+        return (replay_us(graph) - self._profile.replay_us) / copies, copies, busy
+
+    def _behind_ballast_us(self, call: Call) -> float:
+        """What a call takes that finds nothing in the cache, with the ballast that sees to it, µs."""
+        assert self._ballast is not None
+        ballast = self._ballast
+
+        def once() -> None:
+            ballast.add_(1)
+            call()
+
+        return replay_us(self._captured(lambda: _repeat(once, _COLD_COPIES))) / _COLD_COPIES
+
+    @functools.cached_property
+    def _ballast_us(self) -> float:
+        return self._behind_ballast_us(lambda: None)
+
+    def _captured(self, run: Call) -> torch.cuda.CUDAGraph:
+        graph, _ = capture(run, self._stream, self._kept and self._kept.pool(), keep_nodes=True)
         # A pool lives as long as a graph of it does: the first one is kept, so that all use the same memory.
         self._kept = self._kept or graph
-        return _replay_us(graph) / copies, copies
+        return graph
 
 
 def _repeat(call: Call, copies: int) -> None:
@@ -167,38 +252,23 @@ def _repeat(call: Call, copies: int) -> None:
         call()
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """The median time of a replay on the current stream, µs; the first is not counted: it uploads the graph."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]  # type: ignore[no-untyped-call]
-    for event in events:
-        graph.replay()
-        event.record()
-    events[-1].synchronize()
-    times_ms: list[float] = [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
-    return 1e3 * median(times_ms)
-
-
-def _time_calls(call: Call, expected_us: float) -> float:
-    """The median time of a few calls on the CPU, µs; one long call is enough."""
+def _time_calls(call: Call, expected_us: float) -> Record:
+    """The median time of a few calls on the CPU; one long call is enough."""
     call()
     times_s: list[float] = []
     while len(times_s) < _CPU_CALLS and sum(times_s) < _CPU_CALL_BUDGET_S:
         start = time.perf_counter()
         call()
         times_s.append(time.perf_counter() - start)
-    return 1e6 * median(times_s)
+    return {"warm_us": 1e6 * median(times_s)}
 
 
 def _current(device: str) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
 
-def _share_filled(target: Any, args: tuple[Any, ...], device: str, profile: DeviceProfile) -> float | None:
-    """Of the multiprocessors, where the call is a kernel's that says what its launch takes."""
-    footprint = target.footprint(*args) if isinstance(target, Kernel) else None
-    if footprint is None:
-        return None
-    return share_filled(footprint, multiprocessor_of(device), profile.multiprocessors)
+def _timeable(graph: OpGraph) -> dict[str, Op]:
+    return {name: op for name, op in graph.ops.items() if _is_timeable(op, graph.device)}
 
 
 def _is_timeable(op: Op, device: str) -> bool:
@@ -207,14 +277,31 @@ def _is_timeable(op: Op, device: str) -> bool:
     return op.device == device and capturable and op.orders <= {"rng"}
 
 
-def _signature(value: object) -> Hashable:
-    """What an op's time depends on: layout and dtype of tensors, and everything else by value."""
+def _expected_keys(program: Program, graph: OpGraph) -> dict[str, str]:
+    """The keys of a program's ops by the values that tracing gave its nodes; ``""`` where it gave none."""
+    timeable, keys = _timeable(graph), dict[str, str]()
+    for node in program.module.graph.nodes:
+        if node.name in timeable:
+            traced = all("val" in source.meta for source in node.all_input_nodes)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+            keys[node.name] = _key(node.target, args, kwargs) if traced else ""
+    return keys
+
+
+def _key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What an op's time depends on: the kernel, layouts and dtypes of tensors, everything else by value, settings."""
+    kernel = target.content if isinstance(target, Kernel) else ""
+    settings = repr((numerics(), torch.get_num_threads()))
+    return key_of(str(target), kernel, _content(args), _content(kwargs), settings)
+
+
+def _content(value: object) -> Hashable:
     if isinstance(value, Tensor):
-        return ("tensor", tuple(value.shape), value.stride(), str(value.dtype), str(value.device))
+        return ("tensor", tuple(value.shape), value.stride(), str(value.dtype), value.device.type)
     if isinstance(value, list | tuple):
-        return tuple(_signature(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((name, _signature(item)) for name, item in sorted(value.items()))
+        return tuple(_content(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((name, _content(item)) for name, item in sorted(value.items()))
     return repr(value)
 
 

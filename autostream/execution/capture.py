@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 def capture(
-    run: Callable[[], Result], stream: torch.cuda.Stream, pool: Any = None
+    run: Callable[[], Result], stream: torch.cuda.Stream, pool: Any = None, *, keep_nodes: bool = False
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture what a function launches, on a stream that must live as long as the graph.
 
@@ -35,6 +35,7 @@ def capture(
         stream: to capture on; not the default stream.
         pool: of :func:`torch.cuda.graph_pool_handle`, to share memory with other graphs; by default the graph's own. It
             must have a living graph or be new: one whose last graph is gone, or failed, cannot be captured into again.
+        keep_nodes: keep what was captured beside what is replayed, to be looked at.
 
     Returns:
         The graph, and what the function returned.
@@ -44,7 +45,7 @@ def capture(
             and capture as before.
     """
     pool = pool or torch.cuda.graph_pool_handle()
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True) if keep_nodes else torch.cuda.CUDAGraph()
     stream.synchronize()
     with (
         torch.cuda.device(stream.device),

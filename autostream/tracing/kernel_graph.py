@@ -31,7 +31,7 @@ from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.utils import LineContext
 from torch._inductor.virtualized import V
 
-from autostream.kernels import Footprint, Kernel
+from autostream.kernels import Kernel
 
 
 @contextmanager
@@ -94,6 +94,7 @@ class Converter(FxConverter):
 
     def generate(self) -> fx.GraphModule:
         """As in the class that this overrides, but nodes get the user's lines, and no values: kernels have none."""
+        self._sources: dict[str, str] = {}
         self._generate_graph_inputs()
         self._generate_graph_constants()
         self._generate_subgm_getattrs()
@@ -144,13 +145,15 @@ class Converter(FxConverter):
         )
         module = PyCodeCache.load(f"{self.prologue}\n{code}")
         self.kernels[line.kernel_name] = getattr(module, line.kernel_name)
+        self._sources[line.kernel_name] = line.kernel_body
 
     def _generate_triton_call(self, line: Any) -> None:
         kernels: dict[str, Any] = self.kernels
         name = line.kernel_name
         if not isinstance(kernels[name], Kernel):
             mutated = [at for at, argument in enumerate(line.call_args) if argument in V.graph.mutated_buffers]
-            kernels[name] = triton_kernel(name, kernels[name], line.triton_meta["signature"], line.device, mutated)
+            signature, source = line.triton_meta["signature"], self._sources[name]
+            kernels[name] = triton_kernel(name, kernels[name], signature, line.device, mutated, source)
         arguments = self._lookup_args(line.call_args)
         self.gm.graph.call_function(kernels[name], tuple(map(_number, arguments)))
 
@@ -183,7 +186,7 @@ def extern_kernel(name: str, inputs: int, kwargs: Mapping[str, Any]) -> Kernel:
     def launch(*args: Any) -> None:
         function(*args[:inputs], **kwargs, out=args[inputs])
 
-    return Kernel(name, launch, frozenset({inputs}), frozenset({inputs}))
+    return Kernel(name, launch, frozenset({inputs}), frozenset({inputs}), repr((name, kwargs)))
 
 
 _OUTPUTS, _SCRATCH, _UPDATED = "out_ptr", ("ws_ptr", "sem_ptr"), "in_out_ptr"
@@ -193,7 +196,12 @@ _POINTERS = ("in_ptr", _OUTPUTS, _UPDATED, *_SCRATCH, _TEMPLATE)
 
 
 def triton_kernel(
-    name: str, compiled: Any, signature: Mapping[str, str], device: torch.device, mutated: Collection[int] = ()
+    name: str,
+    compiled: Any,
+    signature: Mapping[str, str],
+    device: torch.device,
+    mutated: Collection[int] = (),
+    content: str = "",
 ) -> Kernel:
     """A Triton kernel, which may still be compiling, as one that says what it writes.
 
@@ -204,6 +212,7 @@ def triton_kernel(
         device: where to launch it.
         mutated: positions of buffers that are written somewhere after they have been made. The names of a template's
             arguments do not say whether it is there.
+        content: its source code.
     """
     names = list(signature)
     foreign = [name for name in names if signature[name].startswith("*") and not name.startswith(_POINTERS)]
@@ -213,7 +222,7 @@ def triton_kernel(
     updated = [at for at, argument in enumerate(names) if argument.startswith((_UPDATED, *_SCRATCH))]
     updated += [at for at in mutated if names[at].startswith(_TEMPLATE)]
     triton = _Triton(compiled, device)
-    return Kernel(name, triton.launch, frozenset([*overwritten, *updated]), frozenset(overwritten), triton.footprint)
+    return Kernel(name, triton.launch, frozenset([*overwritten, *updated]), frozenset(overwritten), content)
 
 
 class _Triton:
@@ -228,19 +237,6 @@ class _Triton:
             self._compiled = self._compiled.result()
         with torch.cuda.device(self._device):
             self._compiled.run(*args, stream=torch.cuda.current_stream(self._device).cuda_stream)
-
-    def footprint(self, *args: Any) -> Footprint | None:
-        """Of a launch with these arguments: known once it is compiled, loaded and tuned, that is, has been launched."""
-        launchers: Sequence[Any] = getattr(self._compiled, "launchers", ())
-        if len(launchers) != 1:
-            return None
-        (launcher,) = launchers
-        try:
-            _, (x, y, z) = self._compiled._interpret_args_grid(args, launcher.config)
-            return Footprint(x * y * z, launcher.config.num_warps, int(launcher.n_regs), int(launcher.shared))
-        except Exception:
-            # All this is Inductor's own affair; where it is otherwise, sizes say how much of the device an op fills.
-            return None
 
 
 def _numbers(sizes: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,154 @@
+"""A device's profile, measured with kernels that do nothing but take part in the graphs that are about them.
+
+    chain        k ─ k ─ k ─ …                      edge within a stream; what a replay takes besides
+    ladder       k ─ k ─ k ─ …                      each kernel waits for one of its own stream and one of
+                   ╳   ╳   ╳                        the next: edge between streams, for 2 streams and for 8
+                 k ─ k ─ k ─ …
+    fork, join   k ┬ k ┬ k ┬ k ┬ k …                what a side stream costs that comes and goes
+                   └ k ┘   └ k ┘
+    fan          8 chains side by side              how fast the front end starts kernels
+    copy, products of matrices                      bandwidth, operations per µs by dtype
+
+Two lengths of each are captured and their times subtracted, so that what is the same in both does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from autostream.costs.replay import replay_us
+from autostream.execution.capture import capture
+from autostream.execution.streams import capture_stream, fork, record, restored, use, wait
+from autostream.ir import DeviceProfile
+
+_SHORT, _LONG = 20, 60
+_MANY = 8
+_LAUNCHES = 200
+_WIDTH = 4096
+_REPEATS = 3
+
+
+def measure_profile(device: str, looked_up: DeviceProfile) -> DeviceProfile:
+    """Measure what a profile says of a GPU; takes about a second, and some hundred megabytes of its memory.
+
+    Args:
+        device: e.g. ``"cuda:0"``, which should have nothing else to do.
+        looked_up: what is known of it; what cannot be measured (name, size, dtypes that no product takes) is from here.
+
+    Raises:
+        RuntimeError: the device failed, or has not enough memory.
+    """
+    stream = capture_stream(device)
+    with torch.cuda.device(device), torch.no_grad(), torch.cuda.stream(stream):
+        bench = _Bench(device, stream)
+        chain_us, fan_us = bench.slope_us(bench.chains, 1), bench.slope_us(bench.chains, _MANY) / _MANY
+        ladder_us, wide_us = bench.slope_us(bench.ladder, 2), bench.slope_us(bench.ladder, _MANY)
+        stage_us, forked_us = bench.slope_us(bench.forks, 1), bench.slope_us(bench.forks, 2)
+        side_us = max(0.0, (forked_us - stage_us) / 2)
+        return replace(
+            looked_up,
+            bandwidth=bench.bandwidth(max(4 * looked_up.cache_bytes, 1 << 28)),
+            flops={**looked_up.flops, **{dtype: bench.flops(dtype) for dtype in _PRODUCTS}},
+            same_stream_edge_us=chain_us,
+            cross_stream_edge_us=max(ladder_us, chain_us),
+            fork_us=side_us,
+            join_us=side_us,
+            per_stream_us=max(0.0, (wide_us - ladder_us) / (_MANY - 2)),
+            dispatch_us=min(fan_us, chain_us),
+            launch_us=bench.launch_us(),
+            replay_us=max(0.0, bench.time_us(lambda: bench.chains(1, _LONG)) - _LONG * chain_us),
+            source="measured",
+        )
+
+
+_PRODUCTS = ("float64", "float32", "float16", "bfloat16")
+
+
+class _Bench:
+    """Captures and times small graphs; each stream has a tensor of its own for its kernels."""
+
+    def __init__(self, device: str, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self._stream = stream
+        self._tiny = [torch.zeros(1, device=device) for _ in range(_MANY)]
+
+    def time_us(self, run: Callable[[], object]) -> float:
+        """What a replay of what is launched takes, µs: the least of a few, since whatever disturbs adds to it."""
+        run()
+        graph, _ = capture(run, self._stream)
+        return min(replay_us(graph) for _ in range(_REPEATS))
+
+    def slope_us(self, run: Callable[[int, int], object], streams: int) -> float:
+        """What a graph over so many streams takes longer for each step that it is longer, µs."""
+        short, long = (self.time_us(partial(run, streams, length)) for length in (_SHORT, _LONG))
+        return (long - short) / (_LONG - _SHORT)
+
+    def chains(self, streams: int, length: int) -> None:
+        """Chains side by side."""
+        with restored(self._device):
+            lanes = fork(self._device, streams)
+            begin = record(lanes, 0)
+            for lane in range(1, streams):
+                wait(lanes, lane, begin)
+            for lane in [lane for _ in range(length) for lane in range(streams)]:
+                use(lanes, lane)
+                self._tiny[lane].add_(1)
+            for lane in range(1, streams):
+                wait(lanes, 0, record(lanes, lane))
+
+    def ladder(self, streams: int, length: int) -> None:
+        """Chains each of whose kernels waits for the last one of the next chain too."""
+        with restored(self._device):
+            lanes = fork(self._device, streams)
+            ends = [record(lanes, 0)] * streams
+            for _ in range(length):
+                for lane in range(streams):
+                    wait(lanes, lane, ends[(lane + 1) % streams])
+                    use(lanes, lane)
+                    self._tiny[lane].add_(1)
+                ends = [record(lanes, lane) for lane in range(streams)]
+            for end in ends[1:]:
+                wait(lanes, 0, end)
+
+    def forks(self, streams: int, length: int) -> None:
+        """A kernel, then one on each stream, and so on."""
+        with restored(self._device):
+            lanes = fork(self._device, streams)
+            for _ in range(length):
+                self._tiny[0].add_(1)
+                begin = record(lanes, 0)
+                for lane in reversed(range(streams)):
+                    if lane:
+                        wait(lanes, lane, begin)
+                    use(lanes, lane)
+                    self._tiny[lane].add_(1)
+                for lane in range(1, streams):
+                    wait(lanes, 0, record(lanes, lane))
+
+    def launch_us(self) -> float:
+        """What the host needs to launch an op, µs."""
+        times_s = []
+        for _ in range(_REPEATS):
+            torch.cuda.synchronize(self._device)
+            start = time.perf_counter()
+            for _ in range(_LAUNCHES):
+                self._tiny[0].add_(1)
+            times_s.append(time.perf_counter() - start)
+        return 1e6 * min(times_s) / _LAUNCHES
+
+    def bandwidth(self, size: int) -> float:
+        """Bytes per µs that a copy of this many bytes reads and writes."""
+        source = torch.zeros(size // 4, device=self._device)
+        target = torch.empty_like(source)
+        return 2 * size / self.time_us(lambda: target.copy_(source))
+
+    def flops(self, dtype: str) -> float:
+        """Operations per µs of a large product."""
+        a = torch.ones(_WIDTH, _WIDTH, device=self._device, dtype=getattr(torch, dtype))
+        out = torch.empty_like(a)
+        return 2 * _WIDTH**3 / self.time_us(lambda: torch.mm(a, a, out=out))
