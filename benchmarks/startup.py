@@ -84,6 +84,7 @@ def _in_a_process(workload: str, mode: str, caches: str) -> float:
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
         "TRITON_CACHE_DIR": f"{caches}/triton",
+        "AUTOSTREAM_CACHE_DIR": f"{caches}/autostream",
     }
     program = f"from benchmarks.startup import first; first({workload!r}, {mode!r})"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=environment, stdout=subprocess.PIPE)
