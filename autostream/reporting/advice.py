@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autostream.options import MAX_STREAMS
 from autostream.reporting.layout import us
-from autostream.reporting.summary import Summary
+from autostream.reporting.summary import Summary, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def advise(
         *_lighten(report, numbers),
         *_widen(numbers, chain, parts),
         *_spread_out(report, numbers, parts),
+        *_free(report),
         *_measure(report),
     )
     return found or tuple(_nothing(numbers, chain, parts.predicted_us if parts else sequential_us))
@@ -98,6 +99,15 @@ def _spread_out(report: Report, numbers: Summary, parts: Breakdown | None) -> It
     used = report.chosen.schedule.streams if report.chosen else 1
     if parts and parts.share(Cause.TURNS) > _LARGE and used == most < streams:
         yield f"streams={streams}: ops wait for their turn on {used}, and up to {numbers.width} are independent"
+
+
+def _free(report: Report) -> Iterator[str]:
+    """A schedule over several streams holds more at once, and some did not fit."""
+    refused = [candidate for candidate in report.candidates if "out of memory" in candidate.refusal.lower()]
+    best = min(refused, key=lambda candidate: candidate.predicted_us, default=None)
+    if best and report.chosen and best.predicted_us < report.chosen.predicted_us:
+        gain_us = report.chosen.predicted_us - best.predicted_us
+        yield f"more free memory: {named(best.schedule)} did not fit, and is predicted to take {us(gain_us)} less"
 
 
 def _measure(report: Report) -> Iterator[str]:

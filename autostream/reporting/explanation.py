@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from autostream.ir import Candidate, Costs, DeviceProfile, OpGraph, Schedule
 from autostream.reporting.advice import advise
 from autostream.reporting.layout import count, few, us
-from autostream.reporting.summary import Summary, baselines, gain
+from autostream.reporting.summary import Summary, baselines, gain, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, one_stream_us, wait_us
 from autostream.scheduling.overlap import Company, companies, concurrency
 from autostream.scheduling.simulate import simulate
@@ -167,16 +167,6 @@ def best_rival(report: Report, chosen: Candidate) -> Candidate | None:
     """The best candidate over several streams that is captured like the chosen one."""
     rivals = [c for c in report.candidates if c.schedule.streams > 1 and c.captured == chosen.captured]
     return max(rivals, key=lambda candidate: gain(candidate, chosen), default=None)
-
-
-def named(schedule: Schedule) -> str:
-    """A schedule in a few words.
-
-    Example:
-        >>> named(Schedule("sequential", 1, ()))
-        'sequential on 1 stream'
-    """
-    return f"{schedule.policy} {'on 1 stream' if schedule.streams == 1 else f'over {schedule.streams} streams'}"
 
 
 def _gains(report: Report, chosen: Candidate) -> Iterator[Gain]:

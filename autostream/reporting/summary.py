@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, Costs, OpGraph
+from autostream.ir import Candidate, Costs, OpGraph, Schedule
 from autostream.scheduling import structure
 
 if TYPE_CHECKING:
@@ -85,3 +85,13 @@ def gain(chosen: Candidate, other: Candidate) -> float:
     if chosen.measured_us is not None and other.measured_us is not None:
         return other.measured_us / chosen.measured_us
     return other.predicted_us / chosen.predicted_us if chosen.predicted_us > 0 else 1.0
+
+
+def named(schedule: Schedule) -> str:
+    """A schedule in a few words.
+
+    Example:
+        >>> named(Schedule("sequential", 1, ()))
+        'sequential on 1 stream'
+    """
+    return f"{schedule.policy} {'on 1 stream' if schedule.streams == 1 else f'over {schedule.streams} streams'}"

@@ -12,9 +12,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from autostream.ir import Candidate, Costs, Decision, OpGraph, Timeline
-from autostream.reporting.explanation import Explanation, Gain, best_rival, explanation_of, named
+from autostream.reporting.explanation import Explanation, Gain, best_rival, explanation_of
 from autostream.reporting.layout import count, few, line, pairs, source, table, us
-from autostream.reporting.summary import Summary, gain, summary_of
+from autostream.reporting.summary import Summary, gain, named, summary_of
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
@@ -241,8 +241,8 @@ def _candidates(report: Report) -> str:
     if not report.candidates:
         return ""
     rows = [_candidate(candidate, report) for candidate in report.candidates]
-    head = ("", "policy", "streams", "captured", "waits", "predicted µs", "measured µs", "remark")
-    return table("Candidates", head, rows, right="streams waits predicted measured")
+    head = ("", "policy", "streams", "captured", "waits", "MB", "predicted µs", "measured µs", "remark")
+    return table("Candidates", head, rows, right="streams waits MB predicted measured")
 
 
 def _candidate(candidate: Candidate, report: Report) -> tuple[str, ...]:
@@ -253,6 +253,7 @@ def _candidate(candidate: Candidate, report: Report) -> tuple[str, ...]:
         str(schedule.streams),
         "CUDA graph" if candidate.captured else "no",
         str(schedule.wait_count),
+        f"{candidate.memory_bytes / 1e6:,.1f}",
         f"{candidate.predicted_us:,.1f}",
         "" if candidate.measured_us is None else f"{candidate.measured_us:,.1f}",
         "chosen" if candidate == report.chosen else line(candidate.refusal),

@@ -143,16 +143,15 @@ def _without_contention(costs: Costs) -> Costs:
 
 
 def _without_launches(profile: DeviceProfile) -> DeviceProfile:
-    """Any number of kernels start at once."""
-    return replace(profile, dispatch_us=0.0, launch_us=0.0)
+    """The front end starts any number of kernels of a CUDA graph at once."""
+    return replace(profile, dispatch_us=0.0)
 
 
 def _without_waits(profile: DeviceProfile) -> DeviceProfile:
     """Another stream is as near as the own one, and side streams come and go for nothing."""
     near_us = profile.same_stream_edge_us
-    return replace(
-        _without_launches(profile), cross_stream_edge_us=near_us, per_stream_us=0.0, fork_us=0.0, join_us=0.0
-    )
+    free = _without_launches(profile)
+    return replace(free, cross_stream_edge_us=near_us, per_stream_us=0.0, fork_us=0.0, join_us=0.0)
 
 
 _NONE = 1e-9

@@ -30,10 +30,16 @@ TWO_STREAMS = Schedule(
 )
 ONE_STREAM = Schedule("sequential", streams=1, launches=tuple(Launch(name, 0) for name in "abcde"))
 
-CHOSEN = Candidate(TWO_STREAMS, captured=True, predicted_us=13.0, measured_us=14.0)
-GRAPHED = Candidate(ONE_STREAM, captured=True, predicted_us=19.5, measured_us=21.0)
+CHOSEN = Candidate(TWO_STREAMS, captured=True, predicted_us=13.0, measured_us=14.0, memory_bytes=4_500_000)
+GRAPHED = Candidate(ONE_STREAM, captured=True, predicted_us=19.5, measured_us=21.0, memory_bytes=3_100_000)
 UNCAPTURED = Candidate(ONE_STREAM, captured=False, predicted_us=26.0, measured_us=42.0)
-REFUSED = Candidate(replace(TWO_STREAMS, policy="path_cover"), True, 13.5, refusal="predicted to be no faster")
+REFUSED = replace(
+    CHOSEN,
+    schedule=replace(TWO_STREAMS, policy="path_cover"),
+    predicted_us=13.5,
+    measured_us=None,
+    refusal="predicted to be no faster",
+)
 
 REPORT = Report(
     model="Net",

@@ -134,6 +134,16 @@ def test_ops_that_wait_for_their_turn_call_for_more_streams() -> None:
     assert not starting(advice(**fields | {"candidates": (chosen, more)}), "streams="), "more were tried"
 
 
+def test_what_did_not_fit_into_memory_calls_for_more() -> None:
+    refusal = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    refused = replace(CHOSEN, predicted_us=10.5, refusal=refusal)
+    assert starting(advice(candidates=(GRAPHED, CHOSEN, refused)), "more free memory") == [
+        "more free memory: critical_path over 2 streams did not fit, and is predicted to take 2.5 µs less"
+    ]
+    assert not starting(advice(candidates=(CHOSEN, replace(refused, predicted_us=13.5))), "more free memory")
+    assert not starting(advice(candidates=(CHOSEN, replace(refused, refusal="slow"))), "more free memory")
+
+
 def test_a_prediction_is_to_be_measured() -> None:
     assert advice(mode="dry run")[-1] == "autostream bench on the device itself: this is a prediction"
     assert not starting(advice(mode="dry run", graph=replace(DIAMOND, device="cpu")), "autostream bench")

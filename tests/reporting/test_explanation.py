@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autostream.ir import FORK, Decision, Launch, OpCost, OpGraph, Schedule
-from autostream.reporting.explanation import Ceiling, Explanation, Gain, Reason, explanation_of, named
+from autostream.ir import FORK, Decision, Launch, OpCost, Schedule
+from autostream.reporting.explanation import Ceiling, Explanation, Gain, Reason, explanation_of
 from autostream.reporting.report import Report
 from autostream.reporting.summary import summarize, summary_of
 from tests.reporting.reports import (
@@ -16,7 +16,6 @@ from tests.reporting.reports import (
     COSTS,
     DIAMOND,
     GRAPHED,
-    ONE_STREAM,
     PLAIN,
     REFUSED,
     REPORT,
@@ -82,6 +81,16 @@ def test_where_room_is_short_the_gain_is_uncertain_too() -> None:
     assert spread.times == pytest.approx((20 / 16.2, 2.0))
 
 
+@pytest.mark.parametrize(("sm_share", "bandwidth_share"), [(1.0, 0.1), (0.1, 1.0)])
+def test_no_op_takes_more_than_all_of_a_device(sm_share: float, bandwidth_share: float) -> None:
+    """18 µs of work one after the other, or 35 % more."""
+    chosen = replace(CHOSEN, measured_us=None)
+    spread = explain(replace(REPORT, costs=with_costs(sm_share, bandwidth_share), chosen=chosen)).spread
+    assert spread is not None
+    assert spread.us[1] == pytest.approx(18 * 1.35)
+    assert spread.times[0] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     ("sm_share", "bandwidth_share", "tightest"),
     [
@@ -131,6 +140,8 @@ def test_reasons_and_the_ideal_make_up_the_measured_time() -> None:
 def test_a_device_that_is_faster_than_predicted_is_told_of_with_a_negative_share() -> None:
     (chain, rest) = explain(replace(REPORT, chosen=replace(CHOSEN, measured_us=11.0))).reasons
     assert (chain.us, rest.us, chain.share + rest.share) == (3.0, -1.0, 1.0)
+    ideal = explain(replace(REPORT, chosen=replace(CHOSEN, measured_us=9.0))).reasons
+    assert [(reason.us, reason.share) for reason in ideal] == [(3.0, 0.0), (-3.0, 0.0)], "nothing is lost in all"
 
 
 def test_ops_that_fill_the_device_are_counted_and_named() -> None:
@@ -138,13 +149,15 @@ def test_ops_that_fill_the_device_are_counted_and_named() -> None:
     (full, *_) = explain(replace(REPORT, costs=with_costs(sm_share=1.0))).reasons
     assert (full.cause, full.us) == ("ops that fill the device", pytest.approx(6.0))
     assert full.why.startswith("5 of 5 ops alone, 100% of the work (a, b, c +2)")
+    (nearly, *_) = explain(replace(REPORT, costs=with_costs(sm_share=0.95))).reasons
+    assert nearly.why.startswith("5 of 5 ops alone")
 
 
 def test_ops_that_are_shorter_than_a_wait_are_counted_and_named() -> None:
-    """The end of d reaches e at 3 + 2 + 6 + 3 = 14, 2 µs after c's."""
-    profile = profile_with(cross_stream_edge_us=3.0)
+    """The end of d reaches e at 2 + 4 + 6 + 4 = 16; those that take as long as a wait are not shorter."""
+    profile = profile_with(cross_stream_edge_us=4.0)
     waits = next(r for r in explain(replace(REPORT, profile=profile)).reasons if r.cause == "waits between streams")
-    assert (waits.us, waits.why) == (4.0, "2 waits, 3.0 µs each; 2 of 5 ops are shorter than one (a, e)")
+    assert (waits.us, waits.why) == (6.0, "2 waits, 4.0 µs each; 2 of 5 ops are shorter than one (a, e)")
 
 
 def test_where_one_stream_was_kept_the_best_over_several_is_explained() -> None:
@@ -157,7 +170,9 @@ def test_what_is_not_captured_is_launched_by_the_host_and_says_why() -> None:
     """The last op is launched at 20 µs and takes 2."""
     profile, chosen = profile_with(launch_us=5.0), replace(CHOSEN, captured=False, measured_us=None)
     refusal = Decision("d", "not captured", "aten.item: it synchronizes (net.py:3)")
-    launches, _ = explain(replace(REPORT, profile=profile, chosen=chosen, refusals=(refusal,))).reasons
+    found = explain(replace(REPORT, profile=profile, chosen=chosen, refusals=(refusal,)))
+    launches, _ = found.reasons
+    assert found.ideal_us == 11.5, "one stream takes 23 µs: d(6), launched at 15, holds up the last op"
     assert (launches.cause, launches.us) == ("launches, one after the other", 10.0)
     assert launches.why == ("the host launches 5 ops, 5.0 µs each; not captured: aten.item: it synchronizes (net.py:3)")
     asked_for = explain(replace(REPORT, profile=profile, chosen=chosen, refusals=())).reasons[0]
@@ -170,6 +185,8 @@ def test_a_graph_starts_one_kernel_after_the_other() -> None:
     assert found.ceilings[0] == Ceiling("5 kernels start one after the other, 4.00 µs apart", 16.0, 20 / 16)
     (launches,) = (reason for reason in found.reasons if reason.cause == "launches, one after the other")
     assert launches.why == "5 kernels start 4.00 µs apart, on whatever streams"
+    uncaptured = replace(REPORT, profile=profile_with(dispatch_us=4.0), chosen=replace(CHOSEN, captured=False))
+    assert explain(uncaptured).ceilings[0].us == 12.0, "then the host launches them"
 
 
 def test_every_op_says_why_it_is_on_its_stream() -> None:
@@ -180,6 +197,19 @@ def test_every_op_says_why_it_is_on_its_stream() -> None:
         "c": "needs b, which is there",
         "e": "needs c, which is there",
     }
+
+
+def test_of_what_an_op_needs_on_its_stream_the_last_is_named() -> None:
+    """Op c needs both a and b.
+
+    stream 0   a ── b ── c
+    stream 1   d
+    """
+    graph = graph_of("a-c b-c", names="abcd")
+    launches = (*(Launch(name, 0) for name in "abc"), Launch("d", 1, waits=(FORK,)))
+    chosen = replace(CHOSEN, schedule=Schedule("test", 2, launches, join_waits=("d",)))
+    report = replace(REPORT, graph=graph, costs=costs_of(graph), chosen=chosen, timeline=None)
+    assert explain(report).placements["c"] == "needs b, which is there"
 
 
 def test_an_op_without_company_on_a_side_stream_found_it_free() -> None:
@@ -197,14 +227,6 @@ def test_the_timeline_says_what_runs_beside_what() -> None:
     assert explain(replace(REPORT, timeline=None)).companies == ()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "said"), [(ONE_STREAM, "sequential on 1 stream"), (TWO_STREAMS, "critical_path over 2 streams")]
-)
-def test_schedules_have_names(schedule: Schedule, said: str) -> None:
-    assert named(schedule) == said
-
-
 def test_the_uncaptured_are_no_rivals_of_the_captured() -> None:
-    beside: OpGraph = DIAMOND
-    found = explain(replace(REPORT, graph=beside, chosen=UNCAPTURED, candidates=(UNCAPTURED, CHOSEN)))
+    found = explain(replace(REPORT, chosen=UNCAPTURED, candidates=(UNCAPTURED, CHOSEN)))
     assert found.explained is None

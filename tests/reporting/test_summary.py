@@ -6,8 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from autostream.reporting.summary import baselines, gain, summarize, summary_of
-from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, GRAPHED, PLAIN, REFUSED, REPORT, UNCAPTURED
+from autostream.ir import Schedule
+from autostream.reporting.summary import baselines, gain, named, summarize, summary_of
+from tests.reporting.reports import (
+    CHOSEN,
+    COSTS,
+    DIAMOND,
+    GRAPHED,
+    ONE_STREAM,
+    PLAIN,
+    REFUSED,
+    REPORT,
+    TWO_STREAMS,
+    UNCAPTURED,
+)
 from tests.scheduling.graphs import costs_of, graph_of
 
 
@@ -41,3 +53,10 @@ def test_the_baseline_captured_alike_comes_first() -> None:
 def test_gain_compares_like_with_like() -> None:
     assert gain(CHOSEN, UNCAPTURED) == 3.0, "42 over 14, both measured"
     assert gain(REFUSED, UNCAPTURED) == pytest.approx(26 / 13.5), "both predicted, as only one was measured"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"), [(ONE_STREAM, "sequential on 1 stream"), (TWO_STREAMS, "critical_path over 2 streams")]
+)
+def test_schedules_have_names(schedule: Schedule, said: str) -> None:
+    assert named(schedule) == said

@@ -171,10 +171,10 @@ def test_of_many_refusals_of_a_kind_the_first_are_shown() -> None:
 
 def test_candidates_are_listed_and_the_chosen_one_is_marked() -> None:
     assert rows(render(REPORT), "Candidates") == [
-        ["", "sequential", "1", "no", "0", "26.0", "42.0", ""],
-        ["", "sequential", "1", "CUDA graph", "0", "19.5", "21.0", ""],
-        ["*", "critical_path", "2", "CUDA graph", "2", "13.0", "14.0", "chosen"],
-        ["", "path_cover", "2", "CUDA graph", "2", "13.5", "", "predicted to be no faster"],
+        ["", "sequential", "1", "no", "0", "0.0", "26.0", "42.0", ""],
+        ["", "sequential", "1", "CUDA graph", "0", "3.1", "19.5", "21.0", ""],
+        ["*", "critical_path", "2", "CUDA graph", "2", "4.5", "13.0", "14.0", "chosen"],
+        ["", "path_cover", "2", "CUDA graph", "2", "4.5", "13.5", "", "predicted to be no faster"],
     ]
 
 

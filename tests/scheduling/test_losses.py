@@ -111,6 +111,15 @@ def test_what_starts_one_after_the_other_is_late(fields: dict[str, float], captu
     assert parts_of(other) == {}, "either the host launches the ops or the device the kernels of a graph"
 
 
+def test_what_more_streams_add_to_a_wait_is_part_of_it() -> None:
+    """Side streams start 1 + 2 µs late, and the join is as late again."""
+    three = graph_of((), names="abc")
+    sides = (Launch("a", 0), Launch("b", 1, waits=(FORK,)), Launch("c", 2, waits=(FORK,)))
+    profile = profile_with(fork_us=1.0, join_us=1.0, per_stream_us=2.0)
+    found = break_down(three, Schedule("test", 3, sides, join_waits=("b", "c")), costs_of(three, 10.0), profile)
+    assert (found.predicted_us, parts_of(found)) == (16.0, {Cause.WAITS: 6.0})
+
+
 def test_waits_cost_more_where_more_streams_are_in_use() -> None:
     profile = profile_with(cross_stream_edge_us=2.0, per_stream_us=0.5)
     assert [wait_us(profile, streams) for streams in (1, 2, 3, 4)] == [2.0, 2.0, 2.5, 3.0]
