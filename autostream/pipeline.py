@@ -31,7 +31,7 @@ from autostream.scheduling.check import check_costs
 from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.search import search_by_streams
-from autostream.scheduling.simulate import simulate
+from autostream.scheduling.simulate import run_us, simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.tracing.export import Traced, trace
@@ -54,7 +54,7 @@ they searched, unless that is asked for: there would be time for a few changes o
 MEASURE_SHARE = 0.5
 """Of the seconds for tuning, what timing ops may take; ops for which none are left keep their estimates."""
 
-SEARCH_SHARE = 0.1
+SEARCH_SHARE = 0.2
 """Of the seconds for tuning, what a search may take. Nothing is left to the clock there, so that it can be repeated."""
 
 TUNING = ("price", "search", "select")
@@ -125,7 +125,7 @@ def price_program(
         if tensors is None or not _measures(options, graph):
             costs = price(graph, profile)
         else:
-            budget_s = MEASURE_SHARE * options.tuning_seconds
+            budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
             costs, faults = costs_here(program, graph, profile, tensors, budget_s)
             remarks = tuple(dict.fromkeys((*remarks, *faults)))
     return Priced(graph, profile, costs, _capture_refusals(graph), remarks)
@@ -150,8 +150,7 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
 
     def planned(assignment: Assignment) -> Candidate:
         schedule = synchronize(graph, assignment)
-        makespan_us = simulate(schedule, costs, profile, captured=capture).makespan_us
-        return Candidate(schedule, capture, makespan_us + (profile.replay_us if capture else 0.0))
+        return Candidate(schedule, capture, run_us(schedule, costs, profile, captured=capture))
 
     def complete(candidate: Candidate) -> Candidate:
         schedule = place_releases(graph, candidate.schedule)

@@ -134,7 +134,7 @@ def test_a_cpu_and_large_graphs_are_searched_only_when_that_is_asked_for(monkeyp
     candidates(given=on_cpu, policy="search", streams=3)
     monkeypatch.setattr(pipeline, "_LARGE", len(BRANCHES.ops))
     candidates(tuning_seconds=20.0, seed=7)
-    assert searched == [(3, 3.0, 0, True), (8, 6.0, 7, True)]
+    assert searched == [(3, 2.0, 0, True), (8, 4.0, 7, True)]
 
 
 def test_candidates_say_what_memory_they_take() -> None:
@@ -297,14 +297,19 @@ def test_costs_are_measured_where_asked_for_or_on_a_gpu(
     case = sample("towers")
     program = replace(case.program, device=device)
 
-    def measure(program: object, graph: OpGraph, profile: object, args: object) -> Mapping[str, Any]:
-        return {name: replace(cost, source="measured") for name, cost in costs_of(graph).items()}
+    budgets = []
 
-    monkeypatch.setattr(pipeline, "measure", measure)
+    def here(program: object, graph: OpGraph, profile: object, args: object, budget_s: float) -> Any:
+        budgets.append(budget_s)
+        return {name: replace(cost, source="measured") for name, cost in costs_of(graph).items()}, ()
+
+    monkeypatch.setattr(pipeline, "costs_here", here)
     args = case.args() if tensors else None
-    result = price_program(program, Options(costs=costs), Stopwatch(), H200, args)
+    stopwatch = Stopwatch({"trace": 20.0, "price": 3.0, "search": 4.0})
+    result = price_program(program, Options(costs=costs), stopwatch, H200, args)
     assert {cost.source for cost in result.costs.values()} == {source}
     assert result.profile is H200
+    assert budgets == ([3.0] if source == "measured" else []), "of ten seconds, seven are gone"
 
 
 def test_without_a_profile_the_programs_device_is_planned_for() -> None:
@@ -346,7 +351,7 @@ def test_the_best_by_prediction_is_chosen() -> None:
     report = dry_run(Towers())
     assert report.chosen is min(report.candidates, key=lambda candidate: candidate.predicted_us)
     assert report.timeline is not None
-    assert report.timeline.makespan_us == report.chosen.predicted_us
+    assert report.timeline.makespan_us + H200.replay_us == report.chosen.predicted_us
     assert all(candidate.measured_us is None for candidate in report.candidates)
 
 
