@@ -9,6 +9,7 @@ from autostream.options import MAX_STREAMS
 from autostream.reporting.layout import us
 from autostream.reporting.summary import Summary, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain
+from autostream.scheduling.simulate import replay_us
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
@@ -44,7 +45,7 @@ def advise(
         *_free(report),
         *_measure(report),
     )
-    return found or tuple(_nothing(numbers, chain, parts.predicted_us if parts else sequential_us))
+    return found or tuple(_nothing(report, numbers, chain, parts.predicted_us if parts else sequential_us))
 
 
 def _capture(report: Report) -> Iterator[str]:
@@ -115,7 +116,10 @@ def _measure(report: Report) -> Iterator[str]:
         yield "autostream bench on the device itself: this is a prediction"
 
 
-def _nothing(numbers: Summary, chain: Chain, predicted_us: float) -> Iterator[str]:
+def _nothing(report: Report, numbers: Summary, chain: Chain, predicted_us: float) -> Iterator[str]:
+    assert report.profile is not None
+    assert report.chosen is not None
     floor_us = max(chain.us, numbers.sm_us, numbers.bandwidth_us)
     if floor_us > 0:
-        yield f"nothing: no schedule of these ops would be more than {predicted_us / floor_us:.2f}× as fast"
+        times = predicted_us / (floor_us + replay_us(report.profile, report.chosen.captured))
+        yield f"nothing: no schedule of these ops would be more than {times:.2f}× as fast"

@@ -19,9 +19,9 @@ from autostream.ir import Candidate, Costs, DeviceProfile, OpGraph, Schedule
 from autostream.reporting.advice import advise
 from autostream.reporting.layout import count, few, us
 from autostream.reporting.summary import Summary, baselines, gain, named
-from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, one_stream_us, wait_us
+from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, one_stream, wait_us
 from autostream.scheduling.overlap import Company, companies, concurrency
-from autostream.scheduling.simulate import simulate
+from autostream.scheduling.simulate import replay_us, run_us
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
@@ -145,14 +145,14 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
         return None
     explained = chosen if chosen.schedule.streams > 1 else best_rival(report, chosen)
     chain = longest_chain(graph, costs, profile)
-    sequential_us = one_stream_us(graph, costs, profile, captured=chosen.captured)
+    sequential_us = run_us(one_stream(graph), costs, profile, captured=chosen.captured)
     parts = None
     if explained:
         parts = break_down(graph, explained.schedule, costs, profile, captured=explained.captured)
     return Explanation(
         gains=tuple(_gains(report, chosen)),
         spread=_spread(graph, chosen, costs, profile),
-        ceilings=_ceilings(numbers, chain, sequential_us, profile.dispatch_us * chosen.captured),
+        ceilings=_ceilings(numbers, chain, sequential_us, profile, chosen.captured),
         explained=named(explained.schedule) if explained else None,
         ideal_us=parts.ideal_us if parts else None,
         reasons=_reasons(report, explained, parts, chain, numbers) if explained and parts else (),
@@ -185,8 +185,10 @@ def _spread(graph: OpGraph, chosen: Candidate, costs: Costs, profile: DeviceProf
     sources = sorted({cost.source for cost in costs.values()})
     error = max(ERRORS.get(source, ERRORS["roofline"]) for source in sources)
     corners = [_scaled(costs, *factors) for factors in product((1 - error, 1 + error), repeat=2)]
-    own_us = [simulate(chosen.schedule, each, profile, captured=chosen.captured).makespan_us for each in corners]
-    one_us = [one_stream_us(graph, each, profile, captured=chosen.captured) for each in corners]
+    own_us, one_us = (
+        [run_us(schedule, each, profile, captured=chosen.captured) for each in corners]
+        for schedule in (chosen.schedule, one_stream(graph))
+    )
     times = [one / own if own else 1.0 for one, own in zip(one_us, own_us, strict=True)]
     return Spread(error, "/".join(sources), (min(own_us), max(own_us)), (min(times), max(times)))
 
@@ -203,21 +205,28 @@ def _scaled(costs: Costs, time: float, room: float) -> Costs:
     }
 
 
-def _ceilings(numbers: Summary, chain: Chain, sequential_us: float, dispatch_us: float) -> tuple[Ceiling, ...]:
+def _ceilings(
+    numbers: Summary, chain: Chain, sequential_us: float, profile: DeviceProfile, captured: bool
+) -> tuple[Ceiling, ...]:
     """Each is a floor under the time of any schedule; ops that fill the device gain nothing from company."""
     if numbers.work_us <= 0:
         return ()
     if numbers.width <= 1:
         return (Ceiling("the ops form a chain (width 1): nothing can run beside anything else", sequential_us, 1.0),)
-    ops = len(numbers.slack_us)
+    ops, always_us = len(numbers.slack_us), replay_us(profile, captured)
+    dispatch_us = profile.dispatch_us if captured else 0.0
     floors = {
         f"{count(len(chain.ops), 'op')} are in line, each of which needs the one before": chain.us,
         f"the ops keep {numbers.sm_us / numbers.work_us:.0%} of the device busy one after the other": numbers.sm_us,
         f"they use {numbers.bandwidth_us / numbers.work_us:.0%} of the memory bandwidth": numbers.bandwidth_us,
-        f"at most {numbers.width} ops are independent (width)": sequential_us / numbers.width,
+        f"at most {numbers.width} ops are independent (width)": (sequential_us - always_us) / numbers.width,
         f"{count(ops, 'kernel')} start one after the other, {dispatch_us:.2f} µs apart": (ops - 1) * dispatch_us,
     }
-    ceilings = (Ceiling(why, floor_us, sequential_us / floor_us) for why, floor_us in floors.items() if floor_us > 0)
+    ceilings = (
+        Ceiling(why, floor_us + always_us, sequential_us / (floor_us + always_us))
+        for why, floor_us in floors.items()
+        if floor_us > 0
+    )
     return tuple(sorted(ceilings, key=lambda ceiling: ceiling.times))
 
 

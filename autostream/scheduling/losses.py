@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 
 from autostream.ir import Costs, DeviceProfile, Launch, OpGraph, Schedule
 from autostream.scheduling import structure
-from autostream.scheduling.simulate import simulate
+from autostream.scheduling.simulate import replay_us, simulate
 
 
 class Cause(Enum):
@@ -54,7 +54,7 @@ class Breakdown:
     """What a schedule's predicted time is made of: ``predicted_us`` is ``ideal_us`` and the sum of ``losses_us``.
 
     Attributes:
-        predicted_us: the simulated time, µs.
+        predicted_us: of a run, µs.
         ideal_us: what it would take if every stream were always busy and ops did not disturb each other, µs.
         losses_us: what each cause adds, µs, 0 or more.
     """
@@ -99,7 +99,7 @@ def break_down(
     """
     at_once, near = _without_launches(profile), _without_waits(profile)
     unlimited, alone = _without_bandwidth(costs), _without_contention(costs)
-    ideal_us = one_stream_us(graph, costs, profile, captured=captured) / schedule.streams
+    ideal_us = simulate(one_stream(graph), costs, profile, captured=captured).makespan_us / schedule.streams
     levels = [
         simulate(schedule, costs, profile, captured=captured).makespan_us,
         *(simulate(schedule, each, at_once).makespan_us for each in (costs, unlimited, alone)),
@@ -111,13 +111,13 @@ def break_down(
     falling = [*accumulate(levels, min)]
     causes = (Cause.LAUNCHES, Cause.BANDWIDTH, Cause.MULTIPROCESSORS, Cause.WAITS, Cause.TURNS, Cause.CHAIN)
     saved = {cause: before - after for cause, (before, after) in zip(causes, pairwise(falling), strict=True)}
-    return Breakdown(levels[0], falling[-1], {cause: saved[cause] for cause in Cause})
+    always_us = replay_us(profile, captured)
+    return Breakdown(always_us + levels[0], always_us + falling[-1], {cause: saved[cause] for cause in Cause})
 
 
-def one_stream_us(graph: OpGraph, costs: Costs, profile: DeviceProfile, *, captured: bool = True) -> float:
-    """What the ops take one after the other, µs."""
-    alone = Schedule("sequential", 1, tuple(Launch(name, 0) for name in graph.ops))
-    return simulate(alone, costs, profile, captured=captured).makespan_us
+def one_stream(graph: OpGraph) -> Schedule:
+    """The ops one after the other."""
+    return Schedule("sequential", 1, tuple(Launch(name, 0) for name in graph.ops))
 
 
 def longest_chain(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Chain:

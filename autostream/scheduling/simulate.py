@@ -70,6 +70,24 @@ def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captur
     return Timeline(tuple(Slice(name, streams.get(name, 0), device.starts[name], device.ends[name]) for name in edges))
 
 
+def run_us(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captured: bool = True) -> float:
+    """What a run takes, µs: the makespan and, as a CUDA graph, what a replay takes besides.
+
+    Example:
+        >>> from autostream.ir import Launch
+        >>> profile = DeviceProfile("GPU", 132, 4.8e6, {}, 2.0, 1.0, 2.0, 0.5, 0.5, "table", replay_us=1.5)
+        >>> run_us(Schedule("sequential", 1, (Launch("a", 0),)), {"a": OpCost(10.0, 0.4, 0.1, "roofline")}, profile)
+        11.5
+    """
+    makespan_us = simulate(schedule, costs, profile, captured=captured).makespan_us
+    return makespan_us + replay_us(profile, captured)
+
+
+def replay_us(profile: DeviceProfile, captured: bool) -> float:
+    """What a run takes whatever its ops are, µs."""
+    return profile.replay_us if captured else 0.0
+
+
 def _edges(schedule: Schedule, profile: DeviceProfile) -> dict[str, dict[str, float]]:
     """The launches in order, between ``FORK`` and ``JOIN`` where there are side streams to fork and join."""
     edges: dict[str, dict[str, float]] = {}

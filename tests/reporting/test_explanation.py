@@ -113,6 +113,13 @@ def test_gaps_between_the_ops_of_a_chain_are_part_of_it() -> None:
     assert explain(replace(REPORT, profile=profile)).ceilings[0].times == 22 / 15
 
 
+def test_what_a_replay_takes_is_part_of_every_time() -> None:
+    """20 µs on one stream, 14 at least and 16 measured."""
+    found = explain(replace(REPORT, profile=profile_with(replay_us=2.0), chosen=replace(CHOSEN, measured_us=16.0)))
+    assert (found.ceilings[0].us, found.ceilings[0].times, found.ceilings[-1].times) == (14.0, 20 / 14, 20 / 6.5)
+    assert (found.ideal_us, [reason.us for reason in found.reasons]) == (11.0, [3.0, 2.0])
+
+
 def test_a_chain_needs_no_other_reason() -> None:
     chain = graph_of("a-b b-c")
     report = replace(REPORT, graph=chain, costs=costs_of(chain), chosen=GRAPHED, candidates=(GRAPHED,))

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from autostream.ir import FORK, Launch, OpCost, OpGraph, Schedule
 from autostream.scheduling import POLICIES
-from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, one_stream_us, wait_us
-from autostream.scheduling.simulate import simulate
+from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, one_stream, wait_us
+from autostream.scheduling.simulate import run_us, simulate
 from autostream.scheduling.synchronize import synchronize
 from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_costs, random_graphs
 
 FREE = profile_with()
 PRICED = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=2.0, fork_us=3.0, join_us=4.0)
-GPU = replace(PRICED, per_stream_us=0.5, dispatch_us=1.5)
+GPU = replace(PRICED, per_stream_us=0.5, dispatch_us=1.5, replay_us=2.0)
 """With a front end that some of the ops have to wait for."""
 
 PAIR = graph_of((), names="ab")
@@ -111,6 +111,13 @@ def test_what_starts_one_after_the_other_is_late(fields: dict[str, float], captu
     assert parts_of(other) == {}, "either the host launches the ops or the device the kernels of a graph"
 
 
+def test_what_a_replay_takes_is_lost_to_nothing() -> None:
+    costs = costs_of(PAIR, 10.0)
+    found = break_down(PAIR, SIDE_BY_SIDE, costs, profile_with(replay_us=3.0))
+    assert (found.predicted_us, found.ideal_us, found.lost_us) == (13.0, 13.0, 0.0)
+    assert break_down(PAIR, SIDE_BY_SIDE, costs, profile_with(replay_us=3.0), captured=False).predicted_us == 10.0
+
+
 def test_what_more_streams_add_to_a_wait_is_part_of_it() -> None:
     """Side streams start 1 + 2 µs late, and the join is as late again."""
     three = graph_of((), names="abc")
@@ -128,7 +135,6 @@ def test_waits_cost_more_where_more_streams_are_in_use() -> None:
 def test_gaps_are_part_of_a_chain() -> None:
     chain = graph_of("a-b b-c")
     assert longest_chain(chain, costs_of(chain, 10.0), PRICED) == Chain(("a", "b", "c"), 30.0, 32.0)
-    assert one_stream_us(chain, costs_of(chain, 10.0), PRICED) == 32.0
     assert longest_chain(graph_of(()), {}, PRICED) == Chain((), 0.0, 0.0)
 
 
@@ -152,8 +158,9 @@ def planned(draw: st.DrawFn) -> tuple[OpGraph, Schedule, dict[str, OpCost]]:
 def test_the_parts_add_up_to_what_is_predicted(plan: tuple[OpGraph, Schedule, dict[str, OpCost]]) -> None:
     graph, schedule, costs = plan
     found = break_down(graph, schedule, costs, GPU)
-    assert found.predicted_us == simulate(schedule, costs, GPU).makespan_us
+    assert found.predicted_us == run_us(schedule, costs, GPU)
     assert found.ideal_us + sum(found.losses_us.values()) == pytest.approx(found.predicted_us)
     assert all(us >= 0 for us in found.losses_us.values())
     assert longest_chain(graph, costs, GPU).us <= found.predicted_us + 1e-6, "no schedule is faster than its chain"
-    assert found.ideal_us <= one_stream_us(graph, costs, GPU) / schedule.streams
+    one_us = simulate(one_stream(graph), costs, GPU).makespan_us
+    assert found.ideal_us <= one_us / schedule.streams + GPU.replay_us
