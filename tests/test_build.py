@@ -56,8 +56,7 @@ def freezes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         outputs = tuple(node.name for node in module.graph.output_node().args[0])
         return replace(program, module=module, outputs=outputs, frozen=frozenset(constants))
 
-    for module in (tuning, inductor):
-        monkeypatch.setattr(module, "obstacle", lambda device: "")
+    monkeypatch.setattr(inductor, "obstacle", lambda device: "")
     monkeypatch.setattr(tuning, "fuse", fuse)
     return {"kernels": "inductor", "inductor_options": {"freezing": True}}
 
@@ -173,7 +172,9 @@ def test_weights_and_bound_inputs_are_used_where_they_are(monkeypatch: pytest.Mo
     """The order is that of the placeholders: the weight, then the inputs, of which the second one stays put."""
     seen: list[Sequence[bool]] = []
 
-    def spy(program: Any, graph: Any, candidates: Any, tensors: Sequence[Tensor], bound: Sequence[bool]) -> Selection:
+    def spy(
+        program: Any, graph: Any, candidates: Any, tensors: Sequence[Tensor], bound: Sequence[bool], seconds: float
+    ) -> Selection:
         seen.append(bound)
         assert [tensor is given for tensor, given in zip(tensors, [model.w, x, y], strict=True)] == list(bound)
         return Selection(program.module.forward, candidates[0], tuple(candidates))
