@@ -1,147 +1,89 @@
-"""Reachability, transitive reduction and bipartite matching, with sets of ops kept as the bits of integers.
+"""Reachability and transitive reduction, with sets of ops kept as the bits of integers.
 
-Bit ``i`` of a set is the op at position ``i`` of program order, and a relation is a tuple of such sets, one per op.
-Python works on some thirty bits at a time, so the union of two sets of 10,000 ops takes a fraction of a microsecond,
-and the closure of their graph fits into 13 MB. (A ``networkx`` closure would hold up to 50 million edges; its
-matching recurses, and visits nodes in the order of their hashes, which differs from run to run.)
+An op is its position in program order. Python works on some thirty bits at a time, so the union of two sets of 4,096
+ops takes a tenth of a microsecond. The closure of 100,000 ops would need a gigabyte, so it is made of one *block* of
+ops at a time: what comes before, and what leads to, these 4,096 and no others. (A ``networkx`` closure would hold up to
+five billion edges.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from autostream.ir import OpGraph
 
+BLOCK = 4096
+"""Ops whose ancestors are found together: the sets of a block take up to 600 bytes an op, 60 MB for 100,000 ops."""
 
-def descendants(graph: OpGraph) -> tuple[int, ...]:
-    """What must come after each op, directly or not. O(E·V/30) digit operations.
 
-    Example:
-        >>> from autostream.ir import Dependency, Hazard, Op
-        >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset({name})) for name in "abc"}
-        >>> chain = OpGraph(ops, tuple(Dependency(x, y, Hazard.RAW, x) for x, y in ("ab", "bc", "ac")), {}, (), "cpu")
-        >>> [f"{after:03b}" for after in descendants(chain)]
-        ['110', '100', '000']
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Which ops from ``start`` on, up to the block's last, come after each op up to there, directly or not.
+
+    Attributes:
+        start: the block's first op.
+        after: for each op up to the block's last, a set in which bit ``i`` is the op at ``start + i``.
     """
-    after = [0] * len(graph.ops)
-    for at, successors in reversed(list(enumerate(successor_positions(graph)))):
-        for successor in successors:
-            after[at] |= after[successor] | 1 << successor
-    return tuple(after)
+
+    start: int
+    after: Sequence[int]
 
 
-def ancestors(graph: OpGraph) -> tuple[int, ...]:
-    """What must come before each op, directly or not. O(E·V/30) digit operations."""
-    before = [0] * len(graph.ops)
-    for at, successors in enumerate(successor_positions(graph)):
-        for successor in successors:
-            before[successor] |= before[at] | 1 << at
-    return tuple(before)
-
-
-def reduction(graph: OpGraph) -> tuple[int, ...]:
-    """The direct successors of each op that no longer path leads to: the minimum equivalent graph.
-
-    Successors are visited in program order: a longer path to one leads through an earlier one. O(E·V/30) digit
-    operations (Aho, Garey & Ullman 1972: the transitive reduction of an acyclic graph is unique).
-    """
-    after = descendants(graph)
-    kept = []
-    for successors in successor_positions(graph):
-        direct = reached = 0
-        for successor in sorted(successors):
-            if not reached >> successor & 1:
-                direct |= 1 << successor
-                reached |= after[successor]
-        kept.append(direct)
-    return tuple(kept)
-
-
-def maximum_matching(rows: Sequence[int]) -> dict[int, int]:
-    """Match as many left vertices as possible, each to one right vertex of its row and none to the same.
-
-    Hopcroft & Karp 1973: at most O(√V) rounds, each of which finds the shortest augmenting paths and flips as many
-    disjoint ones as it can, in O(V²/30) digit operations.
+def closure(successors: Sequence[Sequence[int]], size: int = BLOCK) -> Iterator[Block]:
+    """The transitive closure, block by block. O(E·V/30) digit operations and V·size/8 bytes.
 
     Args:
-        rows: for each left vertex, the set of right vertices it may be matched to.
-
-    Returns:
-        Left vertex to right vertex. Where there is a choice, the same matching every time.
+        successors: of each op, all of them at later positions.
+        size: ops in a block.
 
     Example:
-        >>> maximum_matching([0b11, 0b01])
-        {0: 1, 1: 0}
+        >>> [[f"{after:02b}" for after in block.after] for block in closure([[1], [2], []], size=2)]
+        [['10', '00'], ['01', '01', '00']]
     """
-    left_of: dict[int, int] = {}
-    free = [left for left, row in enumerate(rows) if row]
-    while layers := _layers(rows, left_of, free):
-        free = [left for left in free if not _augment(rows, left_of, layers, left)]
-    return {left: right for right, left in sorted(left_of.items(), key=lambda pair: pair[1])}
+    for start in range(0, len(successors), size):
+        after = [0] * min(start + size, len(successors))
+        for at in reversed(range(len(after))):
+            for successor in successors[at]:
+                if successor < len(after):
+                    after[at] |= after[successor]
+                    if successor >= start:
+                        after[at] |= 1 << successor - start
+        yield Block(start, after)
 
 
-def members(bits: int) -> Iterator[int]:
-    """The elements of a set, in ascending order.
+def reduction(successors: Sequence[Sequence[int]], size: int = BLOCK) -> list[list[int]]:
+    """The direct successors of each op that no longer path leads to, in order: the minimum equivalent graph.
+
+    A successor that comes after another one is left out. O(E·V/30) digit operations and V·size/8 bytes (Aho, Garey &
+    Ullman 1972: the transitive reduction of an acyclic graph is unique).
 
     Example:
-        >>> list(members(0b10110))
-        [1, 2, 4]
+        >>> reduction([[1, 2], [2], []])
+        [[1], [2], []]
     """
-    while bits:
-        lowest = bits & -bits
-        yield lowest.bit_length() - 1
-        bits ^= lowest
+    kept: list[list[int]] = [[] for _ in successors]
+    for block in closure(successors, size):
+        start, stop = block.start, len(block.after)
+        for at in range(stop):
+            reached = 0
+            if len(successors[at]) > 1:
+                for successor in successors[at]:
+                    reached |= block.after[successor] if successor < stop else 0
+            kept[at] += sorted(s for s in successors[at] if start <= s < stop and not reached >> s - start & 1)
+    return kept
+
+
+def closure_sizes(successors: Sequence[Sequence[int]], size: int = BLOCK) -> list[int]:
+    """How many ops come after each op, directly or not. O(E·V/30) digit operations and V·size/8 bytes."""
+    sizes = [0] * len(successors)
+    for block in closure(successors, size):
+        for at, after in enumerate(block.after):
+            sizes[at] += after.bit_count()
+    return sizes
 
 
 def successor_positions(graph: OpGraph) -> list[list[int]]:
     """The direct successors of each op, as positions in program order."""
     position = {name: at for at, name in enumerate(graph.ops)}
     return [[position[after] for after in graph.digraph.successors(name)] for name in graph.ops]
-
-
-def _layers(rows: Sequence[int], left_of: dict[int, int], free: Sequence[int]) -> list[int]:
-    """Right vertices by their distance from the free left ones, up to the first unmatched; empty if there are none."""
-    layers: list[int] = []
-    seen, frontier = 0, free
-    while reached := _reached(rows, frontier) & ~seen:
-        seen |= reached
-        frontier, unmatched = [], 0
-        for right in members(reached):
-            if right in left_of:
-                frontier.append(left_of[right])
-            else:
-                unmatched |= 1 << right
-        if unmatched:
-            return [*layers, unmatched]
-        layers.append(reached)
-    return []
-
-
-def _reached(rows: Sequence[int], frontier: Sequence[int]) -> int:
-    reached = 0
-    for left in frontier:
-        reached |= rows[left]
-    return reached
-
-
-def _augment(rows: Sequence[int], left_of: dict[int, int], layers: list[int], root: int) -> bool:
-    """Flip one augmenting path from ``root``, one right vertex per layer, if there is one left.
-
-    Vertices that were tried leave their layer: a path through them either was taken or leads nowhere.
-    """
-    lefts, rights = [root], list[int]()
-    while lefts:
-        depth = len(rights)
-        candidates = rows[lefts[-1]] & layers[depth]
-        if not candidates:
-            lefts.pop()
-            del rights[-1:]
-            continue
-        right = (candidates & -candidates).bit_length() - 1
-        layers[depth] ^= 1 << right
-        rights.append(right)
-        if depth == len(layers) - 1:
-            left_of.update(zip(rights, lefts, strict=True))
-            return True
-        lefts.append(left_of[right])
-    return False

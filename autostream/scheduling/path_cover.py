@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
-from autostream.scheduling.bitsets import maximum_matching, reduction
+from autostream.scheduling.bitsets import reduction, successor_positions
+from autostream.scheduling.matching import maximum_matching
 from autostream.scheduling.structure import top_levels
 
 
@@ -25,7 +26,7 @@ def path_cover(
 ) -> Assignment:
     """Cover the graph with paths over at most ``streams`` streams; ``pinned`` ops leave their path for stream 0.
 
-    O(V^2.5/30) digit operations at worst, for the matching.
+    O(E·V/30) digit operations for the reduction, and O(E·√V) steps at worst for the matching.
 
     Example:
         >>> from autostream.ir import Op, OpCost
@@ -53,7 +54,7 @@ def path_cover(
 def minimum_path_cover(graph: OpGraph) -> tuple[tuple[str, ...], ...]:
     """The fewest disjoint paths of the minimum equivalent graph that hold every op, in order of their first ops."""
     names = list(graph.ops)
-    following = maximum_matching(reduction(graph))
+    following = maximum_matching(reduction(successor_positions(graph)))
     heads = sorted(set(range(len(names))) - set(following.values()))
     return tuple(tuple(names[at] for at in _walk(head, following)) for head in heads)
 

@@ -8,12 +8,13 @@ Terms: the *bottom level* of an op is the longest path from its start to the end
 longest path from the start of the run to its start (Adam, Chandy & Dickson 1974: "A comparison of list schedules for
 parallel processing systems"). Edges between streams cost nothing here: these are bounds.
 
-All is linear in ops and dependencies, except :func:`independent_counts` and :func:`width`, which need the closure.
+All is linear in ops and dependencies, except :func:`independent_counts` and :func:`width`, which are about the closure;
+memory is linear in all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ import networkx as nx
 
 from autostream.ir import FORK, JOIN, Costs, OpGraph
 from autostream.scheduling import bitsets
+from autostream.scheduling.matching import maximum_chain_matching
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +98,22 @@ def gain_bound(graph: OpGraph, costs: Costs) -> float:
 
 def independent_counts(graph: OpGraph) -> Mapping[str, int]:
     """How many ops are neither before nor after each op. O(E·V/30) digit operations, tens of ms for 10,000 ops."""
-    before, after = bitsets.ancestors(graph), bitsets.descendants(graph)
-    others = len(graph.ops) - 1
-    return {name: others - before[at].bit_count() - after[at].bit_count() for at, name in enumerate(graph.ops)}
+    successors = bitsets.successor_positions(graph)
+    last = len(successors) - 1
+    # The same graph with the order of its ops turned round: what comes after, there, comes before, here.
+    predecessors = [[last - before for before in row] for row in reversed(_transposed(successors))]
+    after, before = bitsets.closure_sizes(successors), bitsets.closure_sizes(predecessors)
+    return {name: last - after[at] - before[last - at] for at, name in enumerate(graph.ops)}
 
 
 def width(graph: OpGraph) -> int:
     """The largest number of ops no two of which depend on each other: more streams are never busy.
 
     By Dilworth's theorem it is the smallest number of chains that hold every op, which is the number of ops less a
-    maximum matching in the closure (Fulkerson 1956). O(V^2.5/30) digit operations at worst, where enumerating
-    antichains is exponential.
+    maximum matching in the closure (Fulkerson 1956); enumerating antichains would be exponential. Takes memory linear
+    in ops and dependencies; for time, see :func:`~autostream.scheduling.matching.maximum_chain_matching`.
     """
-    return len(graph.ops) - len(bitsets.maximum_matching(bitsets.descendants(graph)))
+    return len(graph.ops) - len(maximum_chain_matching(bitsets.successor_positions(graph)))
 
 
 def cuts(graph: OpGraph) -> tuple[str, ...]:
@@ -151,6 +156,15 @@ def regions(graph: OpGraph) -> tuple[Region, ...]:
             inner[fork].append(name)
     found = (Region(fork, join, _branches(graph, inner[fork])) for fork, join in pairwise(bounds))
     return tuple(region for region in found if len(region.branches) > 1)
+
+
+def _transposed(successors: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The predecessors of each op, in program order."""
+    predecessors: list[list[int]] = [[] for _ in successors]
+    for at, after in enumerate(successors):
+        for successor in after:
+            predecessors[successor].append(at)
+    return predecessors
 
 
 def _branches(graph: OpGraph, names: list[str]) -> tuple[tuple[str, ...], ...]:
