@@ -1,4 +1,4 @@
-"""The command line: ``autostream schedule``, ``inspect``, ``bench`` and ``demo``.
+"""The command line: ``autostream schedule``, ``inspect``, ``profile``, ``bench`` and ``demo``.
 
 Exit codes: 0 all is well, 1 a check failed, 2 the command line or the model that it names cannot be used, 130
 interrupted.
@@ -14,10 +14,11 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import torch
 from torch import nn
@@ -30,9 +31,13 @@ from autostream.bench.inference import Inference, subject_of
 from autostream.bench.isolation import hold_isolated
 from autostream.bench.modes import AUTOSTREAM, SLOW, modes_of
 from autostream.bench.table import cells_table
+from autostream.build import lowered
 from autostream.costs.cache import read
-from autostream.costs.device import known_names, profile_named
-from autostream.errors import AutostreamError, OptionError, TargetError, TraceError
+from autostream.costs.device import known_names, profile_named, profile_of
+from autostream.costs.here import profile_anew
+from autostream.costs.measured import METHOD
+from autostream.costs.records import Measurements, check_context, context_of, to_json
+from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
 from autostream.ir import DeviceProfile
 from autostream.options import CostSource, KernelLevel, Options, PolicyName
 from autostream.pipeline import versions
@@ -46,6 +51,11 @@ how much faster, how sure that is, at most how much, why not more, what would ru
 
 _INSPECT = """Show a model's plan op by op, without running the model: all that schedule says, all candidates,
 and for each op its cost, stream, waits, slack and source line.
+"""
+
+_PROFILE = """Measure what the cost model knows of this machine's GPU: bandwidth, throughput, and what edges, forks and
+launches cost. That takes seconds, and the GPU should have nothing else to do. With --out FILE.json, other machines can
+plan for it: autostream schedule TARGET --device FILE.json
 """
 
 _BENCH = """Time a model in every mode there is, side by side, in interleaved rounds, after checking what each computes.
@@ -108,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_schedule(commands)
     _add_inspect(commands)
+    _add_profile(commands)
     _add_bench(commands)
     _add_demo(commands)
     return parser
@@ -147,7 +158,23 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
     form = inspect.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="everything, as JSON")
     form.add_argument("--dot", action="store_true", help="the scheduled graph, for Graphviz")
+    form.add_argument(
+        "--code", action="store_true", help="the graph that runs, as Python: its streams, records and waits"
+    )
     inspect.set_defaults(run=_plan, face=_tables)
+
+
+def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
+    profile = commands.add_parser(
+        "profile",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="measure this machine's GPU, so that others can plan for it",
+        description=_PROFILE,
+        epilog="example: autostream profile --out my-gpu.json",
+    )
+    profile.add_argument("--device", help=_HERE)
+    profile.add_argument("--out", metavar="FILE.json", type=Path, help="write what --device FILE.json reads")
+    profile.set_defaults(run=_profile)
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
@@ -221,8 +248,17 @@ def _plan(arguments: argparse.Namespace) -> int:
         model, args = prepare(arguments.target, inputs, device)
         with torch.no_grad(), _quiet_torch():
             report = _planned(model, args, options, profile)
-    _write(arguments.face(report, arguments), arguments.out)
+            shown = arguments.face(_Plan(model, args, report), arguments)
+    _write(shown, arguments.out)
     return 0
+
+
+class _Plan(NamedTuple):
+    """What was planned, and its report."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    report: Report
 
 
 def _planned_for(text: str | None) -> tuple[torch.device, DeviceProfile | None]:
@@ -236,10 +272,13 @@ def _planned_for(text: str | None) -> tuple[torch.device, DeviceProfile | None]:
         return parse_device(text), None
     if not text.endswith(".json"):
         return torch.device("cpu"), profile_named(text)
-    profile = read(Path(text)).profile
-    if profile is None:
+    found = read(Path(text))
+    # Where it is planned, other versions may well be installed than where it was measured; its numbers mean the same.
+    here = replace(found.context, versions={**found.context.versions, "method": str(METHOD)})
+    check_context(found.context, here, text)
+    if found.profile is None:
         raise TargetError(f"--device {text}: no device was measured in it: use one of {', '.join(known_names())}")
-    return torch.device("cpu"), profile
+    return torch.device("cpu"), found.profile
 
 
 def _planned(model: nn.Module, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None) -> Report:
@@ -264,19 +303,46 @@ def _quiet_torch() -> Iterator[None]:
         logging.disable(before)
 
 
-def _answers(report: Report, arguments: argparse.Namespace) -> str:
-    return report.to_json() if arguments.json else text.answers(report, ops=arguments.ops)
+def _answers(plan: _Plan, arguments: argparse.Namespace) -> str:
+    return plan.report.to_json() if arguments.json else text.answers(plan.report, ops=arguments.ops)
 
 
-def _tables(report: Report, arguments: argparse.Namespace) -> str:
+def _tables(plan: _Plan, arguments: argparse.Namespace) -> str:
+    model, args, report = plan
     if arguments.json:
         return report.to_json()
+    if arguments.code:
+        return lowered(model, args, {}, report).code
     if not arguments.dot:
         return text.render(report, ops=arguments.ops)
     if report.graph is None or report.chosen is None:
         reasons = "; ".join(refusal.reason for refusal in report.refusals)
         raise TargetError(f"{arguments.target} has no graph to draw: {reasons}")
     return dot.render(report.graph, report.chosen.schedule, report.costs)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    device = parse_device(arguments.device)
+    if device.type == "cpu":
+        raise TargetError("--device cpu: a processor is not measured: run it where the GPU is")
+    if arguments.out:
+        if arguments.out.suffix != ".json":
+            raise TargetError(f"--out {arguments.out}: name a file that ends in .json, as --device does")
+        _require_writable(arguments.out)
+    try:
+        measured, remarks = profile_anew(str(device))
+    except RuntimeError as error:
+        raise TargetError(
+            f"--device {device}: it could not be measured: {first_line(error)}; free it and try again"
+        ) from error
+    for remark in remarks:
+        print(f"autostream: {remark.choice}: {remark.reason}", file=sys.stderr)
+    if arguments.out:
+        context = context_of(str(device), profile_of(str(device)), METHOD)
+        _write(to_json(Measurements(context, measured)), arguments.out)
+    else:
+        _write(text.profile(measured))
+    return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,10 @@ from autostream import cli, pipeline
 from autostream.bench.contest import Cell, Contest, Status
 from autostream.bench.isolation import MakeContest, Outcome
 from autostream.costs.device import profile_named
+from autostream.costs.measured import METHOD
 from autostream.costs.records import Context, Measurements, to_json
+from autostream.ir import Decision, DeviceProfile
+from autostream.reporting import text
 from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
 from tests.reporting.reports import PLAIN, REPORT
@@ -122,7 +125,7 @@ def test_schedule_says_as_json_what_inspect_does(
 
 def test_a_gpu_that_was_measured_is_planned_for_by_its_file(model: str, planned: SimpleNamespace) -> None:
     measured = replace(profile_named("h200"), name="NVIDIA H300", source="measured")
-    context = Context("NVIDIA H300", 132, {"torch": "2.11.0"})
+    context = Context("NVIDIA H300", 132, {"torch": "2.0.0", "method": str(METHOD)})
     Path("h300.json").write_text(to_json(Measurements(context, measured)), encoding="utf-8")
     assert cli.main(["schedule", model, "--device", "h300.json"]) == 0
     assert planned.profile == measured
@@ -132,9 +135,75 @@ def test_a_gpu_that_was_measured_is_planned_for_by_its_file(model: str, planned:
 def test_a_file_without_a_device_is_one_line(
     capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
 ) -> None:
-    Path("costs.json").write_text(to_json(Measurements(Context("NVIDIA H200", 132))), encoding="utf-8")
+    context = Context("NVIDIA H200", 132, {"method": str(METHOD)})
+    Path("costs.json").write_text(to_json(Measurements(context)), encoding="utf-8")
     said = error_of(capsys, "schedule", model, "--device", "costs.json")
     assert said.startswith("--device costs.json: no device was measured in it: use one of h200, ")
+
+
+def test_a_file_of_an_older_way_to_measure_is_refused_with_both_named(
+    capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
+) -> None:
+    context = Context("NVIDIA H200", 132, {"torch": "2.0.0", "method": "0"})
+    Path("old.json").write_text(to_json(Measurements(context, profile_named("h200"))), encoding="utf-8")
+    said = error_of(capsys, "schedule", model, "--device", "old.json")
+    assert said == (
+        "old.json was measured on NVIDIA H200 (132 multiprocessors, method 0), and this is NVIDIA H200 "
+        f"(132 multiprocessors, method {METHOD}): measure again here"
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
+    """A machine with a GPU, to be measured."""
+    measured = replace(profile_named("h200"), name="NVIDIA H300", source="measured")
+    monkeypatch.setattr(cli, "parse_device", lambda text: torch.device("cuda", 0))
+    monkeypatch.setattr(cli, "profile_of", lambda device: measured)
+    monkeypatch.setattr(cli, "profile_anew", lambda device: (measured, (Decision("", "not kept", "the disk is full"),)))
+    return measured
+
+
+def test_a_gpu_is_measured_and_shown(capsys: pytest.CaptureFixture[str], gpu: DeviceProfile) -> None:
+    assert cli.main(["profile"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{text.profile(gpu)}\n"
+    assert err == "autostream: not kept: the disk is full\n"
+
+
+def test_a_gpu_is_measured_for_others(
+    monkeypatch: pytest.MonkeyPatch, model: str, planned: SimpleNamespace, gpu: DeviceProfile
+) -> None:
+    monkeypatch.setattr(
+        cli, "context_of", lambda device, profile, method: Context(profile.name, 1, {"method": f"{method}"})
+    )
+    assert cli.main(["profile", "--out", "mine.json"]) == 0
+    assert cli.main(["schedule", model, "--device", "mine.json"]) == 0
+    assert planned.profile == gpu
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_cannot_be_measured_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: str) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nLong story.")
+
+    assert error_of(capsys, "profile", "--out", "gpu.txt").startswith("--out gpu.txt: name a file that ends in .json")
+    monkeypatch.setattr(cli, "profile_anew", fail)
+    assert error_of(capsys, "profile") == (
+        "--device cuda:0: it could not be measured: OutOfMemoryError: CUDA out of memory.; free it and try again"
+    )
+
+
+def test_a_processor_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_of(capsys, "profile", "--device", "cpu").startswith("--device cpu: a processor is not measured")
+
+
+def test_the_graph_that_runs_is_shown_as_code(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert cli.main(["inspect", model, "--device", "h200", "--code", "--policy", "path_cover"]) == 0
+    shown = capsys.readouterr().out
+    assert "def forward(self" in shown
+    assert "wait" in shown
 
 
 @pytest.mark.parametrize(
@@ -228,7 +297,7 @@ def test_nothing_to_draw_is_told_with_the_reason(
     assert said == f"{model} has no graph to draw: forward branches on the value of a tensor (net.py:7)"
 
 
-@pytest.mark.parametrize("command", ["", "schedule", "inspect", "demo"])
+@pytest.mark.parametrize("command", ["", "schedule", "inspect", "profile", "demo"])
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as raised:
         cli.main([*command.split(), "--help"])

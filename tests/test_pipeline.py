@@ -258,7 +258,7 @@ def test_stages_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(pipeline, name, stage)
 
-    stages = ["trace", "analyze", "price", "synchronize", "simulate", "place_releases", "verify"]
+    stages = ["trace", "analyze", "price", "synchronize", "run_us", "place_releases", "verify", "simulate"]
     for name in stages:
         logged(name)
     report = plan(Towers(), (X,), {}, Options(policy="sequential"), H200)

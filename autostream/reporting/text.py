@@ -3,6 +3,7 @@
 summary    what runs, and how fast
 answers    that, why it is not faster, what runs beside what and why, and what to try: ``autostream.explain``
 render     that, and all candidates and ops in tables: ``autostream inspect``
+profile    what is known of a device: ``autostream profile``
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, Costs, Decision, OpGraph, Timeline
+from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Timeline
 from autostream.reporting.explanation import Explanation, Gain, best_rival, explanation_of
 from autostream.reporting.layout import count, few, line, pairs, source, table, us
 from autostream.reporting.summary import Summary, gain, named, summary_of
@@ -88,6 +89,39 @@ def render(report: Report, *, ops: int | None = None) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def profile(device: DeviceProfile) -> str:
+    """Say what the cost model knows of a device.
+
+    Example:
+        >>> edges = {"same_stream_edge_us": 0.9, "cross_stream_edge_us": 1.6, "fork_us": 1.2, "join_us": 1.1}
+        >>> gpu = DeviceProfile("GPU", 132, 4.8e6, {"float16": 700e6}, kernel_us=2.0, source="table", **edges)
+        >>> print(profile(gpu))
+        device      GPU: 132 SMs (table)
+        bandwidth   4,800 GB/s
+        TFLOP/s     float16 700.0
+        kernel      2.00 µs at least
+        edges       0.90 µs within a stream, 1.60 µs between two, 0.00 µs for each one more
+        fork, join  1.20 µs, 1.10 µs
+        launches    0.00 µs apart in a CUDA graph, 0.00 µs from the host
+        replay      0.00 µs besides its kernels
+    """
+    near, far, more = device.same_stream_edge_us, device.cross_stream_edge_us, device.per_stream_us
+    graph, host, replay = device.dispatch_us, device.launch_us, device.replay_us
+    peaks = ", ".join(f"{dtype} {peak / 1e6:,.1f}" for dtype, peak in device.flops.items())
+    return pairs(
+        [
+            ("device", f"{line(device.name)}: {device.multiprocessors} SMs ({device.source})"),
+            ("bandwidth", f"{device.bandwidth / 1e3:,.0f} GB/s"),
+            ("TFLOP/s", peaks),
+            ("kernel", f"{device.kernel_us:.2f} µs at least"),
+            ("edges", f"{near:.2f} µs within a stream, {far:.2f} µs between two, {more:.2f} µs for each one more"),
+            ("fork, join", f"{device.fork_us:.2f} µs, {device.join_us:.2f} µs"),
+            ("launches", f"{graph:.2f} µs apart in a CUDA graph, {host:.2f} µs from the host"),
+            ("replay", f"{replay:.2f} µs besides its kernels"),
+        ]
+    )
+
+
 def _facts(report: Report) -> tuple[Summary | None, Explanation | None]:
     numbers = summary_of(report)
     return numbers, explanation_of(report, numbers)
@@ -152,10 +186,10 @@ def _side_by_side(explanation: Explanation) -> Iterator[str]:
 
 def _device(report: Report) -> str:
     assert report.profile is not None
-    profile = report.profile
+    known = report.profile
     units = "cores" if report.graph and report.graph.device == "cpu" else "SMs"
-    bandwidth = f"{profile.bandwidth / 1e3:,.0f} GB/s"
-    return f"{line(profile.name)}: {profile.multiprocessors} {units}, {bandwidth} (profile: {profile.source})"
+    bandwidth = f"{known.bandwidth / 1e3:,.0f} GB/s"
+    return f"{line(known.name)}: {known.multiprocessors} {units}, {bandwidth} (profile: {known.source})"
 
 
 def _runs_as(report: Report) -> str:
