@@ -61,10 +61,10 @@ def section(workload: str) -> str:
     cuda = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", 0), torch.float16) if cuda else (torch.device("cpu"), torch.float32)
 
-    def reported(batch: int, **options: str) -> tuple[str, Report]:
+    def reported(batch: int, policy: str = "auto", kernels: str = "auto") -> tuple[str, Report]:
         subject = zoo.prepare(zoo.INFERENCE[workload], batch, device, dtype)
         with torch.no_grad():
-            fast = optimize(subject.model, subject.args, **options)
+            fast = optimize(subject.model, subject.args, policy=policy, kernels=kernels)
         return explain(fast, ops=OPS), reports_of(fast)[0]
 
     text, report = reported(1)
