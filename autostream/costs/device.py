@@ -183,7 +183,7 @@ def profile_named(name: str) -> DeviceProfile:
         >>> profile_named("H200").multiprocessors
         132
         >>> profile_named("NVIDIA A100-SXM4-40GB").bandwidth
-        1555000.0
+        1321750.0
     """
     if name.casefold() == "cpu":
         return _cpu()

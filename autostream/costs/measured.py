@@ -15,7 +15,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any
@@ -87,10 +87,10 @@ def measure(
         Exception: whatever the program itself raises when it runs.
     """
     missed = missed_share(graph, profile) if program.device != "cpu" else 0.0
-    known = {key: record for key, record in known.items() if not missed or "cold_us" in record}
+    settled = {key for key, record in known.items() if not missed or not record or "cold_us" in record}
     keys, found = _expected_keys(program, graph), dict[str, Record]()
-    if not known.keys() >= set(keys.values()):
-        measurement = _run(program, graph, profile, args, known, budget_s, cold=missed > 0)
+    if not settled.issuperset(keys.values()):
+        measurement = _run(program, graph, profile, args, settled, budget_s, cold=missed > 0)
         keys, found = measurement.keys, measurement.found
     records, costs = {**known, **found}, dict(price(graph, profile))
     for name, key in keys.items():
@@ -111,19 +111,19 @@ def _run(
     graph: OpGraph,
     profile: DeviceProfile,
     args: Sequence[Tensor],
-    known: Mapping[str, Record],
+    settled: Collection[str],
     budget_s: float,
     *,
     cold: bool,
 ) -> _Measurement:
-    """Run the program once and time what is not known, with an empty cache as well if that is asked for."""
+    """Run the program once and time what is not settled, with an empty cache as well if that is asked for."""
     cuda = program.device.startswith("cuda")
     random = torch.random.fork_rng(devices=[program.device] if cuda else [], device_type="cuda")
     # An op that launches nothing makes an empty graph, which torch warns of; the user cannot do anything about that.
     with torch.no_grad(), random, _current(program.device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         timer = _GraphTimer(program.device, profile, cold=cold) if cuda else _time_calls
-        measurement = _Measurement(program, graph, profile, timer, known, budget_s)
+        measurement = _Measurement(program, graph, profile, timer, settled, budget_s)
         measurement.run(*_with_copies(program.placeholders, args, _written(graph)), enable_io_processing=False)
     return measurement
 
@@ -142,7 +142,7 @@ class _Measurement(Interpreter):
         graph: OpGraph,
         profile: DeviceProfile,
         timer: Timer,
-        known: Mapping[str, Record],
+        settled: Collection[str],
         budget_s: float,
     ) -> None:
         super().__init__(program.module, garbage_collect_values=True)
@@ -151,7 +151,7 @@ class _Measurement(Interpreter):
         self._ops = _timeable(graph)
         self._estimates = price(graph, profile)
         self._timer = timer
-        self._known = known
+        self._settled = settled
         self._left_s = budget_s
 
     def run_node(self, n: Node) -> Any:
@@ -160,7 +160,7 @@ class _Measurement(Interpreter):
         if op is not None:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             key = self.keys[op.name] = _key(n.target, args, kwargs)
-            if key not in self._known and key not in self.found and self._left_s > 0:
+            if key not in self._settled and key not in self.found and self._left_s > 0:
                 start = time.perf_counter()
                 record = self._time(op, n, args, kwargs)
                 if record is not None:

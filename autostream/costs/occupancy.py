@@ -19,9 +19,10 @@ import ctypes
 from collections.abc import Iterator
 from functools import cache
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Kernel(NamedTuple):
