@@ -43,6 +43,27 @@ class TestFlops:
         work = work_of(tape, aten.conv2d.default, x, w, None, [1, 1], [0, 0], [1, 1], 4)
         assert work.flops == 2 * (4 * 6 * 6) * (3 * 3)
 
+    def test_a_convolution_as_inductor_calls_it(self, tape: Tape) -> None:
+        """By name, but for the first two arguments. Each of the 1·4·4·4 results sums 3·3·3 products."""
+        settings = {"stride": [2, 2], "padding": [1, 1], "dilation": [1, 1]}
+        rest: dict[str, object] = {"transposed": False, "output_padding": [0, 0], "groups": 1, "bias": None}
+        x, w = tape.input(1, 3, 8, 8), tape.input(4, 3, 3, 3)
+        work = work_of(tape, aten.convolution.default, x, w, **settings, **rest)
+        assert work.flops == 2 * (4 * 4 * 4) * (3 * 3 * 3)
+
+    def test_a_transposed_convolution_by_name(self, tape: Tape) -> None:
+        """Each of the 1·3·8·8 inputs is multiplied with 4·3·3 weights."""
+        settings = {"stride": [2, 2], "padding": [0, 0], "dilation": [1, 1]}
+        rest: dict[str, object] = {"transposed": True, "output_padding": [0, 0], "groups": 1, "bias": None}
+        x, w = tape.input(1, 3, 8, 8), tape.input(3, 4, 3, 3)
+        work = work_of(tape, aten.convolution.default, x, w, **settings, **rest)
+        assert work.flops == 2 * (3 * 8 * 8) * (4 * 3 * 3)
+
+    def test_arguments_by_name_count_as_those_by_position(self, tape: Tape) -> None:
+        """``beta`` can be given by name only."""
+        bias, one, other = tape.input(5), tape.input(8, 16), tape.input(16, 5)
+        assert work_of(tape, aten.addmm.default, bias, mat2=other, mat1=one, beta=2).flops == 2 * 8 * 16 * 5
+
     @pytest.mark.parametrize("key_heads", [4, 2])
     def test_attention(self, tape: Tape, key_heads: int) -> None:
         """Scores and weighted sum: 2·heads·queries·keys·width each; keys may be shared by several heads."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +14,10 @@ from torch import fx
 from torch._inductor.codegen import common
 from torch._inductor.codegen.wrapper import WrapperLine
 from torch._inductor.codegen.wrapper_fxir import FxConverter
-from torch._inductor.runtime import triton_compat
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner, FixedGrid
 from torch._inductor.utils import LineContext
 from torch._inductor.virtualized import V
 
-from autostream.kernels import Footprint, Kernel
+from autostream.kernels import Kernel
 from autostream.tracing import kernel_graph
 from autostream.tracing.kernel_graph import Converter, Wrapper, graphs_of_kernels, triton_kernel
 
@@ -100,6 +97,7 @@ def test_two_calls_of_one_kernel_are_of_the_same_kernel() -> None:
     x, out = made.gm.graph.placeholder("x"), made.gm.graph.placeholder("out")
     made.buffer_to_node |= {"x": x, "out": out}
     made.kernels["triton_0"] = object()  # type: ignore[assignment]
+    made._sources = {"triton_0": "out = x"}
     line = SimpleNamespace(
         kernel_name="triton_0",
         call_args=("x", "out", sympy.Integer(24)),
@@ -114,6 +112,7 @@ def test_two_calls_of_one_kernel_are_of_the_same_kernel() -> None:
     assert type(first.args[2]) is int
     assert isinstance(first.target, Kernel)
     assert first.target.written == {1}
+    assert first.target.content == "out = x"
 
 
 def test_a_template_writes_those_of_its_arguments_that_are_written_anywhere() -> None:
@@ -122,6 +121,7 @@ def test_a_template_writes_those_of_its_arguments_that_are_written_anywhere() ->
     names = ("query", "sums", "out")
     made.buffer_to_node |= {name: made.gm.graph.placeholder(name) for name in names}
     made.kernels["triton_tem_0"] = object()  # type: ignore[assignment]
+    made._sources = {"triton_tem_0": "out = attention"}
     types = {"arg_Q": "*fp32", "arg_LSE": "*fp32", "out_ptr0": "*fp32"}
     line = SimpleNamespace(
         kernel_name="triton_tem_0", call_args=(*names, 4, 1, 1), triton_meta={"signature": types}, device=GPU
@@ -252,28 +252,13 @@ class Compiling:
         return self.compiled
 
 
-def launcher(registers: int | None = 40, **kwargs: int) -> SimpleNamespace:
-    """As the classes of ``torch._inductor.runtime.triton_heuristics`` make them."""
-    config: Any = SimpleNamespace if triton_compat.Config is object else triton_compat.Config
-    return SimpleNamespace(config=config(kwargs=kwargs, num_warps=4, num_stages=1), n_regs=registers, shared=512)
-
-
 class Tuner:
-    """As much of a ``CachingAutotuner`` as a GPU is not needed for; its grids are the real one's."""
+    """As much of a ``CachingAutotuner`` as is called."""
 
-    grid_mode = "python"
-
-    def __init__(self, *candidates: SimpleNamespace, grid: str = "Grid1D") -> None:
-        self.candidates = candidates
-        self.inductor_meta = {"grid_type": grid}
-        self.triton_meta = {"signature": {"in_ptr0": "*fp32", "xnumel": "i32", "ynumel": "i32", "XBLOCK": "constexpr"}}
-        self.fn = SimpleNamespace(params=[SimpleNamespace(num=3, is_constexpr=True)])
-        self.launchers: list[SimpleNamespace] = []
+    def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
-        self._interpret_args_grid = partial(CachingAutotuner._interpret_args_grid, self)  # type: ignore[arg-type]
 
     def run(self, *args: Any, stream: int) -> None:
-        self.launchers = [*self.candidates]
         self.launched.append((*args, stream))
 
 
@@ -292,53 +277,3 @@ def test_a_kernel_is_waited_for_once_when_it_is_first_launched() -> None:
     kernel(1)
     kernel(2)
     assert (compiling.waited, tuner.launched) == (1, [(1, 7), (2, 7)])
-
-
-@pytest.mark.usefixtures("stream")
-def test_a_footprint_is_known_once_launched_and_waits_for_nothing() -> None:
-    compiling = Compiling(Tuner(launcher(XBLOCK=128)))
-    kernel = triton_kernel("triton_0", compiling, signature("in_ptr0"), GPU)
-    assert kernel.footprint(None, 1000, 3) is None
-    assert compiling.waited == 0
-    kernel(None, 1000, 3)
-    assert kernel.footprint(None, 1000, 3) == Footprint(blocks=8, warps=4, registers=40, shared_bytes=512)
-    assert kernel.footprint(None, 100, 3) == Footprint(blocks=1, warps=4, registers=40, shared_bytes=512)
-
-
-@pytest.mark.usefixtures("stream")
-def test_a_grid_may_have_several_dimensions() -> None:
-    kernel = triton_kernel("triton_0", Tuner(launcher(XBLOCK=128, YBLOCK=2), grid="Grid2D"), signature("in_ptr0"), GPU)
-    kernel(None, 1000, 3)
-    footprint = kernel.footprint(None, 1000, 3)
-    assert footprint is not None
-    assert footprint.blocks == 8 * 2
-
-
-@pytest.mark.usefixtures("stream")
-def test_a_template_is_told_its_grid() -> None:
-    tuner = Tuner(launcher(BLOCK_M=64))
-    tuner.inductor_meta = FixedGrid.setup_grid_as_args()
-    tuner.triton_meta = {"signature": {"arg_A": "*fp32", "arg_B": "*fp32", "out_ptr0": "*fp32"}}
-    tuner.fn = SimpleNamespace(params=[])
-    kernel = triton_kernel("triton_tem_0", tuner, signature("arg_ptr"), GPU)
-    kernel(None, None, None, 49, 2, 1)
-    footprint = kernel.footprint(None, None, None, 49, 2, 1)
-    assert footprint is not None
-    assert footprint.blocks == 98
-
-
-@pytest.mark.usefixtures("stream")
-@pytest.mark.parametrize(
-    "tuner",
-    [
-        Tuner(launcher(XBLOCK=128), launcher(XBLOCK=256)),
-        Tuner(launcher(XBLOCK=128, registers=None)),
-        Tuner(launcher(XBLOCK=128), grid="A grid of tomorrow"),
-        SimpleNamespace(run=lambda *args, stream: None),
-    ],
-    ids=["not tuned", "registers not told", "another grid", "another class"],
-)
-def test_a_footprint_that_inductor_does_not_tell_is_not_known(tuner: Any) -> None:
-    kernel = triton_kernel("triton_0", tuner, signature("in_ptr0"), GPU)
-    kernel(None, 1000, 3)
-    assert kernel.footprint(None, 1000, 3) is None

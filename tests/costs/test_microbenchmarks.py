@@ -1,0 +1,207 @@
+"""Profiles measured on a device of ours, of which all is known: what is measured must be what it is made of.
+
+It runs what is launched at once, on paper: a launch ends an edge after the last one on its lane, or an edge between
+lanes after an event that its lane waits for, whichever is later, and not before the front end has got to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autostream.costs import microbenchmarks
+from autostream.costs.device import profile_named, profile_of
+from autostream.costs.microbenchmarks import measure_profile
+from autostream.ir import DeviceProfile
+
+OURS = replace(
+    profile_named("h200"),
+    same_stream_edge_us=1.0,
+    cross_stream_edge_us=1.75,
+    per_stream_us=0.25,
+    dispatch_us=0.1875,
+    launch_us=4.0,
+    replay_us=1.5,
+    bandwidth=4e6,
+    flops={"float64": 50e6, "float32": 40e6, "float16": 800e6, "bfloat16": 700e6},
+)
+
+Event = float
+"""When it happens, µs."""
+
+
+class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs ops on tensors without data; a graph is how long it takes, µs."""
+
+    def __init__(self, profile: DeviceProfile) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.profile = profile
+        self.launched = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.lanes = 1
+        self.current = 0
+        self.started = 0
+        self.last: dict[int, float] = {}
+        self.waited: dict[int, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.launched += 1
+        self.started += 1
+        ready_us = self.waited.pop(self.current, 0.0)
+        if self.current in self.last:
+            ready_us = max(ready_us, self.last[self.current] + self.profile.same_stream_edge_us)
+        ready_us = max(ready_us, self.started * self.profile.dispatch_us)
+        self.last[self.current] = ready_us + self._duration_us(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _duration_us(self, func: Any, args: Any, kwargs: Any) -> float:
+        if func is torch.ops.aten.copy_.default:
+            return 2 * int(args[0].nbytes) / self.profile.bandwidth
+        if func is torch.ops.aten.mm.out:
+            (rows, inner), columns = args[0].shape, args[1].shape[1]
+            return 2 * rows * inner * columns / self.profile.flops[str(args[0].dtype).removeprefix("torch.")]
+        return 0.0
+
+    # What stands in for autostream.execution
+
+    def capture(self, run: Callable[[], object], stream: object) -> tuple[Any, None]:
+        self._begin()
+        run()
+        assert not self.waited.keys() - {0}, "a lane that nothing is launched on need not wait"
+        ends_us = max(*self.last.values(), self.waited.get(0, 0.0))
+        return SimpleNamespace(us=ends_us + self.profile.replay_us, disturbed_us=100.0), None
+
+    def fork(self, device: str, count: int) -> int:
+        self.lanes = count
+        return count
+
+    def record(self, lanes: int, lane: int) -> Event:
+        return self.last.get(lane, 0.0)
+
+    def wait(self, lanes: int, lane: int, event: Event) -> None:
+        edge_us = self.profile.over(lanes).cross_stream_edge_us if event else 0.0
+        self.waited[lane] = max(self.waited.get(lane, 0.0), event + edge_us)
+
+    def use(self, lanes: int, lane: int) -> None:
+        assert lane < lanes
+        self.current = lane
+
+    @contextmanager
+    def restored(self, device: str) -> Iterator[None]:
+        yield
+        self.current = 0
+
+    # What stands in for clocks
+
+    def replay_us(self, graph: Any) -> float:
+        """The first time, somebody else has the device as well."""
+        us, graph.disturbed_us = graph.us + graph.disturbed_us, 0.0
+        return float(us)
+
+    def perf_counter(self) -> float:
+        return 1e-6 * self.launched * self.profile.launch_us
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[DeviceProfile], DeviceProfile]:
+    """Measures a device that is like this, of which nothing is known but its size."""
+
+    def measure(profile: DeviceProfile) -> DeviceProfile:
+        device = Device(profile)
+        for name in ("capture", "fork", "record", "wait", "use", "restored", "replay_us"):
+            monkeypatch.setattr(microbenchmarks, name, getattr(device, name))
+        monkeypatch.setattr(microbenchmarks, "capture_stream", lambda device: None)
+        monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=device.perf_counter))
+        for name in ("device", "stream"):
+            monkeypatch.setattr(torch.cuda, name, nullcontext)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        with device:
+            return measure_profile("meta", profile_named("l4"))
+
+    return measure
+
+
+Measured = Callable[[DeviceProfile], DeviceProfile]
+
+
+def test_edges_are_what_the_device_is_made_of(measured: Measured) -> None:
+    found = measured(OURS)
+    assert found.same_stream_edge_us == pytest.approx(1.0)
+    assert found.cross_stream_edge_us == pytest.approx(1.75)
+    assert found.per_stream_us == pytest.approx(0.25)
+    assert found.dispatch_us == pytest.approx(0.1875)
+    assert found.launch_us == pytest.approx(4.0)
+    assert found.source == "measured"
+
+
+def test_a_replay_takes_what_is_left_of_a_chain_without_its_edges(measured: Measured) -> None:
+    """Between 60 kernels there are 59 edges; the first one starts when the front end has got to it."""
+    assert measured(OURS).replay_us == pytest.approx(1.5 - 1.0 + 0.1875)
+    assert measured(replace(OURS, replay_us=0.0)).replay_us == 0.0, "a little less than nothing is nothing"
+
+
+def test_a_fork_and_a_join_cost_what_a_side_stream_makes_a_stage_longer(measured: Measured) -> None:
+    """Two edges between streams in the place of two within one, a half for each.
+
+    k ┬ k ┬ k
+      └ k ┘
+    """
+    found = measured(OURS)
+    assert found.fork_us == found.join_us == pytest.approx(1.75 - 1.0)
+
+
+def test_a_front_end_that_does_not_hold_up_chains_is_taken_for_as_fast_as_one_needs(measured: Measured) -> None:
+    """Eight chains side by side are as long as one: an eighth of an edge for each kernel is all that is seen."""
+    assert measured(replace(OURS, dispatch_us=0.01)).dispatch_us == pytest.approx(1.0 / 8)
+
+
+def test_edges_between_streams_are_no_shorter_than_within_one(measured: Measured) -> None:
+    """Each kernel of a ladder waits for its own stream too."""
+    found = measured(replace(OURS, cross_stream_edge_us=0.5, per_stream_us=0.0, dispatch_us=0.01))
+    assert found.cross_stream_edge_us == found.same_stream_edge_us == pytest.approx(1.0)
+    assert found.fork_us == pytest.approx(0.0)
+    assert found.per_stream_us == pytest.approx(0.0)
+
+
+def test_rates_are_those_of_large_copies_and_products(measured: Measured) -> None:
+    """They come with the replay, which takes a hundredth of their time."""
+    found = measured(OURS)
+    assert found.bandwidth == pytest.approx(4e6, rel=0.02)
+    assert {name: found.flops[name] for name in OURS.flops} == pytest.approx(dict(OURS.flops), rel=0.02)
+
+
+def test_what_cannot_be_measured_stays_as_it_was_looked_up(measured: Measured) -> None:
+    found, l4 = measured(OURS), profile_named("l4")
+    assert (found.name, found.multiprocessors, found.cache_bytes) == (l4.name, l4.multiprocessors, l4.cache_bytes)
+    assert found.kernel_us == l4.kernel_us
+    assert found.flops["float8_e4m3fn"] == l4.flops["float8_e4m3fn"]
+
+
+@pytest.mark.gpu
+def test_the_profile_of_this_gpu_is_measured_in_seconds_and_can_be() -> None:
+    looked_up = profile_of("cuda:0")
+    measure_profile("cuda:0", looked_up)
+    start = time.perf_counter()
+    found = measure_profile("cuda:0", looked_up)
+    assert time.perf_counter() - start < 10
+    assert found.source == "measured"
+    assert 0.3 < found.same_stream_edge_us < 5
+    assert found.same_stream_edge_us <= found.cross_stream_edge_us < 10
+    assert 0 <= found.fork_us < 10
+    assert 0 <= found.per_stream_us < 2
+    assert 0 < found.dispatch_us <= found.same_stream_edge_us
+    assert 1 < found.launch_us < 100
+    assert 0 <= found.replay_us < 20
+    assert 0.5 < found.bandwidth / looked_up.bandwidth < 2
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert 0.3 < found.flops[dtype] / looked_up.flops[dtype] < 2
