@@ -44,6 +44,7 @@ def advise(
         *_spread_out(report, numbers, parts),
         *_free(report),
         *_measure(report),
+        *_calibrate(report),
     )
     return found or tuple(_nothing(report, numbers, chain, parts.predicted_us if parts else sequential_us))
 
@@ -70,14 +71,19 @@ def _lighten(report: Report, numbers: Summary) -> Iterator[str]:
     """Where the device has no time to spare, only less work helps."""
     if numbers.work_us <= 0:
         return
-    busy, memory = numbers.sm_us / numbers.work_us, numbers.bandwidth_us / numbers.work_us
-    if max(busy, memory) < _FULL:
-        return
-    what = "multiprocessors" if busy >= memory else "memory bandwidth"
     assert report.graph is not None
-    half = "float16 or bfloat16, " if any(op.dtype == "float32" for op in report.graph.ops.values()) else ""
-    use = f"one after the other, the ops use {max(busy, memory):.0%} of the {what}"
-    yield f"less work rather than more streams: {half}fused kernels, a smaller model; {use}"
+    on_gpu, ops = report.graph.device != "cpu", report.graph.ops.values()
+    units = "multiprocessors" if on_gpu else "cores"
+    busy, what = max((numbers.sm_us, units), (numbers.bandwidth_us, "memory bandwidth"))
+    if busy < _FULL * numbers.work_us:
+        return
+    ways = [
+        *(["float16 or bfloat16"] if on_gpu and any(op.dtype == "float32" for op in ops) else []),
+        *(["fused kernels"] if on_gpu and report.level == "aten" else []),
+        "a smaller model",
+    ]
+    use = f"one after the other, the ops use {busy / numbers.work_us:.0%} of the {what}"
+    yield f"less work rather than more streams, by {' or '.join(ways)}: {use}"
 
 
 def _widen(numbers: Summary, chain: Chain, parts: Breakdown | None) -> Iterator[str]:
@@ -114,6 +120,15 @@ def _free(report: Report) -> Iterator[str]:
 def _measure(report: Report) -> Iterator[str]:
     if report.mode == "dry run" and report.graph and report.graph.device != "cpu":
         yield "autostream bench on the device itself: this is a prediction"
+
+
+def _calibrate(report: Report) -> Iterator[str]:
+    """Shares of a time that is far from the real one are no more than a hint."""
+    chosen, estimated = report.chosen, any(cost.source == "roofline" for cost in report.costs.values())
+    if chosen and chosen.measured_us and estimated:
+        times = chosen.measured_us / chosen.predicted_us if chosen.predicted_us > 0 else 1.0
+        if abs(times - 1) > _LARGE:
+            yield f'costs="measured": it takes {times:.2f} times what was estimated, so the shares are a hint at most'
 
 
 def _nothing(report: Report, numbers: Summary, chain: Chain, predicted_us: float) -> Iterator[str]:

@@ -92,16 +92,26 @@ def test_a_dry_run_has_not_tried_to_fuse() -> None:
     [(0.8, 0.1, "80% of the multiprocessors"), (0.1, 0.9, "90% of the memory bandwidth")],
 )
 def test_a_full_device_calls_for_less_work(sm_share: float, bandwidth_share: float, use: str) -> None:
-    (said,) = starting(
-        advice(costs=with_shares(sm_share, bandwidth_share)), "less work rather than more streams: fused"
-    )
-    assert said.endswith(f"one after the other, the ops use {use}")
+    (said,) = starting(advice(costs=with_shares(sm_share, bandwidth_share)), "less work rather than more streams")
+    assert said.endswith(f": one after the other, the ops use {use}")
+    assert not starting(advice(costs=with_shares(0.65, 0.65)), "less work"), "then there is room"
 
 
-def test_float32_on_a_full_device_may_be_halved() -> None:
-    ops = {name: replace(op, dtype="float32") for name, op in DIAMOND.ops.items()}
-    found = advice(costs=with_shares(0.8), graph=replace(DIAMOND, ops=ops))
-    assert starting(found, "less work rather than more streams: float16 or bfloat16, fused kernels")
+@pytest.mark.parametrize(
+    ("dtype", "level", "device", "ways"),
+    [
+        ("float32", "aten", "cuda:0", "float16 or bfloat16 or fused kernels or a smaller model"),
+        ("float32", "inductor", "cuda:0", "float16 or bfloat16 or a smaller model"),
+        ("float16", "inductor", "cuda:0", "a smaller model"),
+        ("float32", "aten", "cpu", "a smaller model"),
+    ],
+)
+def test_work_is_made_less_by_what_has_not_been_done(dtype: str, level: str, device: str, ways: str) -> None:
+    ops = {name: replace(op, dtype=dtype) for name, op in DIAMOND.ops.items()}
+    graph = replace(DIAMOND, ops=ops, device=device)
+    (said,) = starting(advice(costs=with_shares(0.8), graph=graph, level=level), "less work")
+    assert f", by {ways}: " in said
+    assert said.endswith("80% of the cores" if device == "cpu" else "80% of the multiprocessors")
 
 
 def test_a_chain_leaves_room_for_others() -> None:
@@ -144,6 +154,17 @@ def test_what_did_not_fit_into_memory_calls_for_more() -> None:
     ]
     assert not starting(advice(candidates=(CHOSEN, replace(refused, predicted_us=13.5))), "more free memory")
     assert not starting(advice(candidates=(CHOSEN, replace(refused, refusal="slow"))), "more free memory")
+
+
+@pytest.mark.parametrize(("measured_us", "times"), [(26.0, "2.00"), (6.5, "0.50"), (14.0, ""), (None, "")])
+def test_a_time_far_from_its_estimate_is_no_basis(measured_us: float | None, times: str) -> None:
+    """13 µs were predicted."""
+    chosen = replace(CHOSEN, measured_us=measured_us)
+    found = starting(advice(chosen=chosen), 'costs="measured"')
+    assert bool(found) == bool(times)
+    assert all(f"it takes {times} times what was estimated" in said for said in found)
+    exact = {name: replace(cost, source="measured") for name, cost in COSTS.items()}
+    assert not starting(advice(chosen=chosen, costs=exact), 'costs="measured"'), "they are measured already"
 
 
 def test_a_prediction_is_to_be_measured() -> None:
