@@ -7,6 +7,7 @@
     synchronize, releases                    Assignment ─▶ Schedule (where streams wait, where memory is given back)
     verify                                   Schedule ─▶ nothing, or ScheduleError; shares no code with the above
     simulate                                 Schedule ─▶ Timeline
+    losses, overlap                          Schedule ─▶ where its time goes; Timeline ─▶ what runs beside what
     peak                                     Schedule ─▶ bytes
     check                                    Costs ─▶ nothing, or CostError
 
