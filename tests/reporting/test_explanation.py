@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from autostream.ir import FORK, Decision, Launch, OpCost, Schedule
+from autostream.ir import FORK, Candidate, Decision, DeviceProfile, Launch, OpCost, OpGraph, Schedule
 from autostream.reporting.explanation import Ceiling, Explanation, Gain, Reason, explanation_of
 from autostream.reporting.report import Report
 from autostream.reporting.summary import summarize, summary_of
+from autostream.scheduling.simulate import run_us, simulate
 from tests.reporting.reports import (
     CHOSEN,
     COSTS,
@@ -23,6 +27,15 @@ from tests.reporting.reports import (
     UNCAPTURED,
 )
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
+from tests.scheduling.test_losses import GPU, planned
+
+SIDE_BY_SIDE = replace(
+    CHOSEN, schedule=Schedule("test", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,))), join_waits=("b",))
+)
+
+
+NEAR = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0)
+"""A device on which another stream is as near as the own one."""
 
 
 def explain(report: Report) -> Explanation:
@@ -72,8 +85,7 @@ def test_where_room_is_short_the_gain_is_uncertain_too() -> None:
     stream 1   b 10
     """
     graph = graph_of((), names="ab")
-    beside = Schedule("test", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,))), join_waits=("b",))
-    chosen = replace(CHOSEN, schedule=beside, measured_us=None)
+    chosen = replace(SIDE_BY_SIDE, measured_us=None)
     report = replace(REPORT, graph=graph, costs=costs_of(graph, 10.0, sm_share=0.6), chosen=chosen)
     spread = explain(report).spread
     assert spread is not None
@@ -104,6 +116,13 @@ def test_the_tightest_ceiling_comes_first(sm_share: float, bandwidth_share: floa
     assert ceilings[0] == tightest
     assert len(ceilings) == 4
     assert Ceiling("at most 2 ops are independent (width)", 9.0, 2.0) in ceilings
+
+
+def test_there_is_no_gap_between_ops_that_are_independent() -> None:
+    """Two ops side by side take 10 µs, one after the other 21."""
+    graph = graph_of((), names="ab")
+    found = explain(replace(REPORT, graph=graph, costs=costs_of(graph, 10.0), profile=NEAR, chosen=SIDE_BY_SIDE))
+    assert Ceiling("at most 2 ops are independent (width)", 10.0, 2.1) in found.ceilings
 
 
 def test_gaps_between_the_ops_of_a_chain_are_part_of_it() -> None:
@@ -237,3 +256,27 @@ def test_the_timeline_says_what_runs_beside_what() -> None:
 def test_the_uncaptured_are_no_rivals_of_the_captured() -> None:
     found = explain(replace(REPORT, chosen=UNCAPTURED, candidates=(UNCAPTURED, CHOSEN)))
     assert found.explained is None
+
+
+@given(planned(), st.sampled_from([GPU, NEAR]), st.sampled_from([None, 1.0, 1000.0]), st.booleans())
+def test_whatever_is_planned_is_explained_to_the_last_microsecond(
+    plan: tuple[OpGraph, Schedule, Mapping[str, OpCost]],
+    profile: DeviceProfile,
+    measured_us: float | None,
+    captured: bool,
+) -> None:
+    graph, schedule, costs = plan
+    predicted_us = run_us(schedule, costs, profile, captured=captured)
+    chosen = Candidate(schedule, captured, predicted_us, measured_us)
+    timeline = simulate(schedule, costs, profile, captured=captured)
+    report = replace(
+        REPORT, graph=graph, costs=costs, profile=profile, chosen=chosen, timeline=timeline, candidates=(chosen,)
+    )
+    found = explain(report)
+    if found.ideal_us is not None:
+        parts = found.ideal_us + sum(reason.us for reason in found.reasons)
+        assert parts == pytest.approx(predicted_us if measured_us is None else measured_us)
+    assert all(ceiling.us <= predicted_us + 1e-6 for ceiling in found.ceilings), "no schedule is faster"
+    assert all(found.placements.values())
+    assert found.advice or not any(cost.duration_us for cost in costs.values())
+    assert json.loads(report.to_json())["explanation"]["explained"] == found.explained
