@@ -1,28 +1,33 @@
-"""Measuring: every distinct op once, on its real inputs, with nothing of the caller's changed.
+"""Measuring: every distinct op once, on its real inputs, with nothing of the caller's changed; what is known, never.
 
 Programs are built by hand, so that each test shows the graph that it is about. No test reads a clock: a timer that
-counts stands in for the real one, except where only the fact that something was measured matters.
+counts stands in for the real one, except where only the fact that something was measured matters. A GPU of ours, which
+adds up what is launched, stands in for one.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autostream.costs import measured
-from autostream.costs.device import profile_of
+from autostream.costs import measured, occupancy
+from autostream.costs.device import profile_named, profile_of
 from autostream.costs.measured import _is_timeable, measure
-from autostream.costs.occupancy import Multiprocessor
+from autostream.costs.records import Record
 from autostream.costs.roofline import price
-from autostream.ir import Op, OpGraph, Placeholder, Program, Role
-from autostream.kernels import Footprint, Kernel
+from autostream.ir import Costs, DeviceProfile, Op, OpGraph, Placeholder, Program, Role, Storage
+from autostream.kernels import Kernel
+from tests.execution.programs import MODELS, Case, fused_case, sample
 
 aten = torch.ops.aten
 
@@ -71,9 +76,9 @@ class _Counting:
     def __init__(self) -> None:
         self.results: list[Any] = []
 
-    def __call__(self, call: Callable[[], Any], expected_us: float) -> float:
+    def __call__(self, call: Callable[[], Any], expected_us: float) -> Record:
         self.results.append(call())
-        return float(len(self.results))
+        return {"warm_us": float(len(self.results))}
 
 
 @pytest.fixture
@@ -83,8 +88,18 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> _Counting:
     return counting
 
 
+def _measured(
+    program: Program,
+    graph: OpGraph,
+    args: Sequence[Tensor],
+    known: Mapping[str, Record] | None = None,
+    budget_s: float = 1000.0,
+) -> tuple[Costs, Mapping[str, Record]]:
+    return measure(program, graph, profile_of("cpu"), args, known or {}, budget_s)
+
+
 def _measure(program: Program, graph: OpGraph, args: Sequence[Tensor]) -> dict[str, tuple[float, str]]:
-    costs = measure(program, graph, profile_of("cpu"), args)
+    costs, _ = _measured(program, graph, args)
     assert list(costs) == list(graph.ops)
     return {name: (cost.duration_us, cost.source) for name, cost in costs.items()}
 
@@ -230,23 +245,6 @@ def test_an_undeclared_write_to_an_intermediate_is_timed_on_a_copy(timer: _Count
     assert timer.results[2].tolist() == [-0.5, -0.5, -0.5]
 
 
-@pytest.mark.parametrize(("tells", "share"), [(True, 66 / (2 * 132)), (False, 1 / 132)])
-def test_a_kernel_fills_what_its_launch_takes_as_far_as_it_tells(
-    timer: _Counting, monkeypatch: pytest.MonkeyPatch, tells: bool, share: float
-) -> None:
-    """It tells once it has been launched: x0 ─▶ triton"""
-    launched: list[Tensor] = []
-
-    def footprint(x: Tensor) -> Footprint | None:
-        return Footprint(blocks=66, warps=32, registers=32, shared_bytes=0) if tells and launched else None
-
-    kernel = Kernel("triton.sum", launched.append, frozenset(), frozenset(), footprint)
-    program, graph = _program(lambda graph, x: (graph.call_function(kernel, (x,)),), 1)
-    monkeypatch.setattr(measured, "multiprocessor_of", lambda device: Multiprocessor())
-    (cost,) = measure(program, graph, replace(profile_of("cpu"), multiprocessors=132), [torch.ones(4)]).values()
-    assert (cost.source, cost.sm_share) == ("measured", share)
-
-
 def test_random_numbers_are_drawn_as_if_nothing_had_been_measured() -> None:
     """x0 ─▶ native_dropout"""
     program, graph = _program(_dropout, 1)
@@ -267,8 +265,7 @@ def test_random_numbers_are_drawn_as_if_nothing_had_been_measured() -> None:
 def test_what_cannot_be_repeated_keeps_its_estimate(timer: _Counting, changes: dict[str, Any]) -> None:
     program, graph = _program(lambda graph, x: (graph.call_function(aten.relu.default, (x,)),), 1)
     graph = _with_op(graph, "relu_default", **changes)
-    costs = measure(program, graph, profile_of("cpu"), [torch.ones(3)])
-    assert costs == price(graph, profile_of("cpu"))
+    assert _measured(program, graph, [torch.ones(3)]) == (price(graph, profile_of("cpu")), {})
     assert timer.results == []
 
 
@@ -279,20 +276,32 @@ def test_what_cannot_be_captured_is_timed_where_nothing_is_captured(device: str,
     assert _is_timeable(op, device) is timeable
 
 
-def test_an_op_that_cannot_be_timed_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(call: Callable[[], Any], expected_us: float) -> float:
-        raise RuntimeError("out of memory")
+@pytest.mark.parametrize(
+    ("error", "remembered"),
+    [(RuntimeError("it cannot be captured"), True), (torch.OutOfMemoryError("another time there may be more"), False)],
+)
+def test_an_op_that_cannot_be_timed_keeps_its_estimate_and_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, remembered: bool
+) -> None:
+    tried: list[float] = []
+
+    def failing(call: Callable[[], Any], expected_us: float) -> Record:
+        tried.append(expected_us)
+        raise error
 
     monkeypatch.setattr(measured, "_time_calls", failing)
     program, graph = _program(lambda graph, x: (graph.call_function(aten.relu.default, (x,)),), 1)
-    costs = measure(program, graph, profile_of("cpu"), [torch.ones(3)])
+    costs, found = _measured(program, graph, [torch.ones(3)])
     assert costs == price(graph, profile_of("cpu"))
+    assert list(found.values()) == [{}] * remembered
+    assert _measured(program, graph, [torch.ones(3)], found)[0] == costs
+    assert len(tried) == (1 if remembered else 2)
 
 
 def test_the_program_s_own_failure_reaches_the_caller() -> None:
     program, graph = _program(lambda graph, x0, x1: (graph.call_function(aten.mm.default, (x0, x1)),), 2)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        measure(program, graph, profile_of("cpu"), [torch.ones(2, 3), torch.ones(2, 3)])
+        _measured(program, graph, [torch.ones(2, 3), torch.ones(2, 3)])
 
 
 def test_when_the_time_is_spent_the_rest_keeps_its_estimates(timer: _Counting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,9 +315,9 @@ def test_when_the_time_is_spent_the_rest_keeps_its_estimates(timer: _Counting, m
         return (graph.call_function(aten.relu.default, (neg,)),)
 
     program, graph = _program(build, 1)
-    monkeypatch.setattr(measured, "_BUDGET_S", 1.0)
-    costs = _measure(program, graph, [torch.ones(3)])
-    assert [source for _, source in costs.values()] == ["measured", "roofline", "measured"]
+    costs, found = _measured(program, graph, [torch.ones(3)], budget_s=1.0)
+    assert [cost.source for cost in costs.values()] == ["measured", "roofline", "measured"]
+    assert len(found) == 1
 
 
 def test_no_gradients_are_recorded(timer: _Counting) -> None:
@@ -322,7 +331,9 @@ def test_the_median_of_five_short_calls_counts_and_one_long_call_is_enough(monke
         clock = iter([tick for duration in durations for tick in (0.0, duration)])
         calls: list[None] = []
         monkeypatch.setattr(measured.time, "perf_counter", lambda: next(clock))
-        return measured._time_calls(lambda: calls.append(None), 1.0), len(calls)
+        record = measured._time_calls(lambda: calls.append(None), 1.0)
+        assert record.keys() == {"warm_us"}
+        return record["warm_us"], len(calls)
 
     assert timed([1e-6, 9e-6, 2e-6, 3e-6, 5e-6]) == (pytest.approx(3.0), 1 + 5)
     assert timed([0.5]) == (pytest.approx(5e5), 1 + 1)
@@ -347,9 +358,252 @@ def test_a_copy_has_the_same_values_and_strides_elsewhere(tensor: Tensor) -> Non
     assert tensor.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
 
 
+# What is known
+
+
+def _relu(graph: Graph, x: Node) -> tuple[Node, ...]:
+    return (graph.call_function(aten.relu.default, (x,)),)
+
+
+def test_what_is_known_is_not_timed_again(timer: _Counting) -> None:
+    """x0 ─▶ relu, then another program: x0 ─▶ relu ─▶ neg"""
+
+    def build(graph: Graph, x: Node) -> tuple[Node, ...]:
+        return (graph.call_function(aten.neg.default, _relu(graph, x)),)
+
+    _, known = _measured(*_program(_relu, 1), [torch.ones(3)])
+    costs, found = _measured(*_program(build, 1), [torch.ones(3)], known)
+    assert [cost.duration_us for cost in costs.values()] == [1.0, 2.0]
+    assert (list(known.values()), list(found.values())) == ([{"warm_us": 1.0}], [{"warm_us": 2.0}])
+    assert not known.keys() & found.keys()
+
+
+def test_what_is_known_counts_when_no_time_is_left(timer: _Counting) -> None:
+    _, known = _measured(*_program(_relu, 1), [torch.ones(3)])
+    costs, found = _measured(*_program(_relu, 1), [torch.ones(3)], known, budget_s=0.0)
+    assert (costs["relu_default"].source, found) == ("measured", {})
+
+
+CASES = {**{name: lambda name=name: sample(name) for name in MODELS}, "fused": fused_case}
+
+
+@pytest.mark.parametrize("case_of", CASES.values(), ids=CASES.keys())
+def test_a_program_whose_ops_are_known_does_not_run(
+    timer: _Counting, monkeypatch: pytest.MonkeyPatch, case_of: Callable[[], Case]
+) -> None:
+    """Tracing tells what ops will be given: the same as what they are given."""
+    case = case_of()
+    costs, known = _measured(case.program, case.graph, case.args())
+    assert known
+    monkeypatch.setattr(measured, "_run", None)
+    again = case_of()
+    assert _measured(again.program, again.graph, again.args(), known) == (costs, {})
+
+
+def test_settings_that_change_kernels_are_content(timer: _Counting) -> None:
+    """x0 ─▶ relu, with one thread and with two"""
+    threads = torch.get_num_threads()
+    program, graph = _program(_relu, 1)
+    known: dict[str, Record] = {}
+    try:
+        for count in (1, 2, 1):
+            torch.set_num_threads(count)
+            known |= _measured(program, graph, [torch.ones(3)], known)[1]
+    finally:
+        torch.set_num_threads(threads)
+    assert list(known.values()) == [{"warm_us": 1.0}, {"warm_us": 2.0}]
+
+
+def test_a_kernel_is_known_by_its_content(timer: _Counting) -> None:
+    """Inductor numbers its kernels anew in each graph, and each process makes its own."""
+
+    def program(content: str) -> tuple[Program, OpGraph]:
+        kernel = Kernel("triton.poi_0", lambda x: None, frozenset(), frozenset(), content)
+        return _program(lambda graph, x: (graph.call_function(kernel, (x,)),), 1)
+
+    known: dict[str, Record] = {}
+    for content in ("relu", "exp", "relu"):
+        known |= _measured(*program(content), [torch.ones(3)], known)[1]
+    assert len(known) == len(timer.results) == 2
+
+
+# A GPU of ours
+
+
+GPU = replace(profile_named("h200"), multiprocessors=100, same_stream_edge_us=1.0, kernel_us=0.25, replay_us=1.5)
+
+
+class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the time of what is launched, µs; whatever is added to empties the cache, and that takes 20 µs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_us = 0.0
+        self.is_cold = False
+        self.graphs: list[float] = []
+        self.pools: list[object] = []
+        self.kernels: tuple[occupancy.Kernel, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "add_" in str(func):
+            self.is_cold = True
+            self.now_us += 20.0 + GPU.same_stream_edge_us
+        return func(*args, **(kwargs or {}))
+
+    def op(self, warm_us: float, cold_us: float) -> Callable[[], None]:
+        def call() -> None:
+            self.now_us += (cold_us if self.is_cold else warm_us) + GPU.same_stream_edge_us
+            self.is_cold = False
+
+        return call
+
+    def capture(self, run: Callable[[], object], stream: Any, pool: Any, *, keep_nodes: bool) -> tuple[Any, None]:
+        assert keep_nodes
+        self.pools.append(pool)
+        begin_us, self.is_cold = self.now_us, False
+        run()
+        self.graphs.append(self.now_us - begin_us)
+        its_pool = f"pool of graph {len(self.graphs)}"
+        return SimpleNamespace(us=self.graphs[-1], pool=lambda: its_pool), None
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    gpu = Gpu()
+    stream = SimpleNamespace(device="cpu", wait_stream=lambda other: None)
+    monkeypatch.setattr(measured, "capture_stream", lambda device: stream)
+    monkeypatch.setattr(measured, "capture", gpu.capture)
+    monkeypatch.setattr(measured, "replay_us", lambda graph: graph.us + GPU.replay_us)
+    monkeypatch.setattr(measured, "kernels_of", lambda graph: gpu.kernels)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    with gpu:
+        yield gpu
+
+
+def _timer(*, cold: bool = False) -> measured._GraphTimer:
+    return measured._GraphTimer("cpu", replace(GPU, cache_bytes=8), cold=cold)
+
+
+@pytest.mark.parametrize(
+    ("expected_us", "copies"),
+    [(9.0, [12]), (50.0, [2, 10]), (1000.0, [1, 10]), (0.0, [20]), (3.0, [20])],
+    ids=["as expected", "shorter", "much shorter", "unknown", "longer"],
+)
+def test_as_many_copies_are_timed_as_hide_the_launch(gpu: Gpu, expected_us: float, copies: list[int]) -> None:
+    """Replays should take 100 µs; one of less than half of that is not believed."""
+    assert _timer()(gpu.op(warm_us=9.0, cold_us=30.0), expected_us) == {"warm_us": pytest.approx(9.0)}
+    assert [us / (9.0 + 1.0) for us in gpu.graphs] == pytest.approx(copies)
+
+
+def test_what_is_left_of_a_short_kernel_is_not_nothing(gpu: Gpu) -> None:
+    assert _timer()(gpu.op(warm_us=0.0, cold_us=0.0), 1.0) == {"warm_us": GPU.kernel_us}
+
+
+def test_cold_is_what_an_op_takes_behind_a_kernel_that_empties_the_cache(gpu: Gpu) -> None:
+    timer = _timer(cold=True)
+    assert timer(gpu.op(warm_us=10.0, cold_us=14.0), 10.0) == pytest.approx({"warm_us": 10.0, "cold_us": 14.0})
+    assert timer(gpu.op(warm_us=100.0, cold_us=101.0), 100.0) == pytest.approx({"warm_us": 100.0, "cold_us": 101.0})
+    emptying = [us for us in gpu.graphs if us == pytest.approx(3 * 21.0)]
+    assert len(emptying) == 1, "how long that kernel takes is measured once"
+
+
+def test_all_captures_share_the_memory_of_the_first(gpu: Gpu) -> None:
+    timer = _timer(cold=True)
+    timer(gpu.op(10.0, 14.0), 10.0)
+    assert gpu.pools == [None, "pool of graph 1", "pool of graph 1"]
+
+
+@pytest.mark.parametrize("blocks", [(), (25,), (1, 100, 25)])
+def test_an_op_keeps_busy_what_the_largest_of_its_kernels_does(gpu: Gpu, blocks: tuple[int, ...]) -> None:
+    gpu.kernels = tuple(occupancy.Kernel(count, resident=1) for count in blocks)
+    shares = {25: 0.5 * (0.7 + 0.3 / 4), 100: 1.0}
+    record = _timer()(gpu.op(10.0, 14.0), 10.0)
+    assert record.get("busy_share") == (pytest.approx(shares[max(blocks)]) if blocks else None)
+
+
+class _Timer:
+    """Stands in for a timer of a GPU: says what it is asked for."""
+
+    asked: list[bool]
+
+    def __init__(self, device: str, profile: DeviceProfile, *, cold: bool) -> None:
+        self.asked.append(cold)
+        self.record = {"warm_us": 10.0, "busy_share": 0.5} | ({"cold_us": 14.0} if cold else {})
+
+    def __call__(self, call: Callable[[], object], expected_us: float) -> Record:
+        return self.record
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether ops were to be timed cold too, for each program that ran."""
+    monkeypatch.setattr(_Timer, "asked", [], raising=False)
+    monkeypatch.setattr(measured, "_GraphTimer", _Timer)
+    monkeypatch.setattr(measured, "_current", lambda device: nullcontext())
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: nullcontext())
+    return _Timer.asked
+
+
+def _with_weights(size: int, known: Mapping[str, Record] | None = None, budget_s: float = 60.0) -> Any:
+    """The cost of a relu, and what was found, in a program with weights of so many bytes: 100 are the cache."""
+    program, graph = _program(_relu, 1, "cuda:0")
+    graph = replace(graph, storages={"w": Storage("w", Role.PARAMETER, size, ("w",))})
+    costs, found = measure(program, graph, replace(GPU, cache_bytes=100), [torch.ones(3)], known or {}, budget_s)
+    return costs["relu_default"], found
+
+
+@pytest.mark.parametrize(("size", "cold", "duration_us"), [(50, False, 10.0), (65, True, 12.0), (80, True, 14.0)])
+def test_ops_are_timed_cold_only_where_something_is_missed(
+    asked: list[bool], size: int, cold: bool, duration_us: float
+) -> None:
+    """Half of the cache is kept, four fifths are not; between them, an op costs its share of both times."""
+    cost, found = _with_weights(size)
+    (record,) = found.values()
+    assert asked == [cold]
+    assert ("cold_us" in record) is cold
+    assert (cost.duration_us, cost.sm_share, cost.source) == (pytest.approx(duration_us), 0.5, "measured")
+
+
+def test_what_is_known_warm_is_timed_anew_where_something_is_missed(asked: list[bool]) -> None:
+    """And what is known cold serves both."""
+    _, warm = _with_weights(0)
+    cost, cold = _with_weights(80, warm)
+    assert (cost.duration_us, warm.keys() == cold.keys(), asked) == (14.0, True, [False, True])
+    assert _with_weights(80, cold)[1] == _with_weights(0, cold)[1] == {}
+    assert _with_weights(0, cold)[0].duration_us == 10.0
+
+
+def test_a_warm_time_is_better_than_none(asked: list[bool]) -> None:
+    _, warm = _with_weights(0)
+    cost, found = _with_weights(80, warm, budget_s=0.0)
+    assert (cost.duration_us, cost.source, found) == (10.0, "measured", {})
+
+
+def test_what_cannot_be_timed_is_not_tried_again_where_something_is_missed(
+    asked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr(_Timer, "__call__", lambda self, call, expected_us: tried.append(call) or {})
+    _, known = _with_weights(80)
+    assert list(known.values()) == [{}]
+    cost, found = _with_weights(80, known)
+    assert (cost.source, found, len(tried)) == ("roofline", {}, 1)
+
+
+def test_a_cold_cache_makes_nothing_faster(asked: list[bool]) -> None:
+    _, known = _with_weights(80)
+    shorter = {key: {**record, "cold_us": 9.0} for key, record in known.items()}
+    assert _with_weights(80, shorter)[0].duration_us == 10.0
+
+
+# A GPU
+
+
 def _on_gpu(build: Callable[..., Any], args: Sequence[Tensor]) -> dict[str, Any]:
     program, graph = _program(build, len(args), "cuda:0")
-    return dict(measure(program, graph, profile_of("cuda:0"), args))
+    costs, _ = measure(program, graph, profile_of("cuda:0"), args, {}, 60.0)
+    return dict(costs)
 
 
 def _mlp(graph: Graph, x: Node, w0: Node, b0: Node, w1: Node, b1: Node) -> tuple[Node, ...]:
