@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autostream.ir import Assignment, OpCost, OpGraph
 from autostream.scheduling import POLICIES, Policy, in_chains
 from autostream.scheduling.coarsen import coarsen, expand
+from autostream.scheduling.critical_path import critical_path
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from tests.scheduling.graphs import check_assignment, costs_of, graph_of, profile_with, random_costs, random_graphs
@@ -109,6 +110,20 @@ def test_no_policy_splits_a_chain(policy: Policy, data: st.DataObject, streams: 
     assignment = policy(graph, costs, PROFILE, streams, graph.pinned)
     for chain in coarsen(graph, costs, PROFILE, graph.pinned).chains.values():
         assert len({assignment.stream[name] for name in chain}) == 1
+
+
+def test_list_scheduling_would_split_one() -> None:
+    """When u is done, z takes its stream, since it has more behind it than v; v would go where x has just ended.
+
+    x ─ y     u ─ v ─┬─ s     z
+                     └─ t
+    """
+    graph = graph_of("x-y u-v v-s v-t", names="xuzyvst")
+    costs = costs_of(graph, {"x": 15.0, "u": 10.0, "z": 22.0, "y": 20.0, "v": 1.0, "s": 20.0, "t": 20.0})
+    alone = critical_path(graph, costs, PROFILE, 2, NONE).stream
+    assert alone["u"] != alone["v"]
+    kept = POLICIES["critical_path"](graph, costs, PROFILE, 2, NONE).stream
+    assert kept["u"] == kept["v"]
 
 
 @given(data=st.data(), streams=st.integers(1, 4))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from autostream.ir import Assignment, Costs, DeviceProfile, OpCost, OpGraph
 from autostream.scheduling import POLICIES
 from autostream.scheduling import search as module
+from autostream.scheduling.coarsen import coarsen
 from autostream.scheduling.search import LAUNCHES_PER_S, search, search_by_streams
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.structure import critical_path_us
@@ -107,6 +108,7 @@ def test_what_is_found_is_right_and_no_worse_than_anything_known(data: st.DataOb
     for streams in range(1, 5):
         found = search(graph, costs, profile, streams, pinned)
         check_assignment(graph, found, streams, pinned)
+        assert set(found.stream.values()) == set(range(found.streams)), "no stream is left out"
         verify(graph, synchronize(graph, found), pinned=pinned)
         time_us = makespan(graph, costs, found, profile)
         assert time_us <= last, "more streams are no worse"
@@ -151,6 +153,29 @@ def towers(count: int = 5, length: int = 6) -> tuple[OpGraph, Mapping[str, OpCos
     edges = [(before, after) for before, after in pairwise(names) if before[:2] == after[:2]]
     graph = graph_of(edges, names)
     return graph, costs_of(graph, {name: 4.0 + 7 * at % 8 for at, name in enumerate(names)}, sm_share=0.3)
+
+
+def test_the_critical_chain_leads_back_from_the_last_end() -> None:
+    """Op d waits for c, which waits for its stream, where b is; a ends earlier.
+
+    stream 0   ─ a ────── d ─
+    stream 1   ─── b ─ c ─┘
+    """
+    graph = graph_of("a-d c-d", names="abcd")
+    costs = costs_of(graph, {"a": 3.0, "b": 4.0, "c": 5.0, "d": 1.0})
+    chains = Assignment("mine", 2, ("a", "b", "c", "d"), {"a": 0, "b": 1, "c": 1, "d": 0})
+    space = module._Space(graph, costs, FREE, coarsen(graph, costs, FREE, NONE), captured=True)
+    assert space.simulated(chains).critical == (("d", "c"), ("c", "b"))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_what_is_to_be_captured_is_simulated_so(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    graph, costs = towers()
+    how = []
+    monkeypatch.setattr(module, "simulate", lambda *args, **kwargs: how.append(kwargs) or simulate(*args, **kwargs))
+    search(graph, costs, PRICED, 2, NONE, 0.1, captured=captured)
+    assert how[0] == {"captured": captured}
+    assert all(kwargs == how[0] for kwargs in how)
 
 
 # Effort
