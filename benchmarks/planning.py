@@ -4,6 +4,10 @@
 
 No device is needed: models of eight chains, joined now and then, are planned for an H200 with default options. Of
 tracing, nearly all is ``torch.export``'s own: it is also timed alone.
+
+Scheduling is timed without a model too, for graphs as large as no model is: from a graph and its costs to one verified
+and simulated schedule of each policy but ``search``, which takes the time that it is given. Each graph has a process of
+its own, whose peak memory is told.
 """
 
 from __future__ import annotations
@@ -11,9 +15,13 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,12 +32,19 @@ from torch import Tensor, nn
 
 from autostream import pipeline
 from autostream.costs.device import known_names, profile_named
-from autostream.ir import DeviceProfile
+from autostream.ir import Dependency, DeviceProfile, Hazard, Op, OpCost, OpGraph, Role, Storage
 from autostream.options import Options
+from autostream.scheduling import POLICIES
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.simulate import simulate
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
 from benchmarks.stamp import RESULTS, save, stamp
 
 STAGES = ("trace", "analyze", "price", "schedule", "verify")
 SIZES = (1_000, 2_000, 5_000, 10_000)
+GRAPH_SIZES = (10_000, 100_000)
+STREAMS = 8
 WIDTH = 8
 IMPORTS = 7
 
@@ -68,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__.splitlines()[0])
     parser.add_argument("sizes", nargs="*", type=int, metavar="OPS", help=f"default: {' '.join(map(str, SIZES))}")
     parser.add_argument("--profile", default="h200", choices=known_names(), help="plan for this device (default: h200)")
+    parser.add_argument(
+        "--graphs", nargs="*", type=int, default=GRAPH_SIZES, metavar="OPS", help="schedule graphs of so many ops alone"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="measure so many times, keep the medians (default: 3)")
     parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the tables")
     options = parser.parse_args(argv)
@@ -80,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         "stamp": stamp(),
         "profile": profile.name,
         "rows": rows,
+        "scheduling": [scheduled_alone(shape, ops, profile) for shape in SHAPES for ops in options.graphs],
         "exponents": {column: round(exponent(rows, column), 2) for column in (*STAGES, "export", "total")},
         **imports,
         "import_ratio": round(imports["import_autostream_s"] / imports["import_torch_s"], 2),
@@ -101,6 +120,93 @@ def planned(ops: int, profile: DeviceProfile) -> dict[str, float]:
     assert report.graph is not None
     seconds = {stage: report.seconds[stage] for stage in STAGES}
     return {"ops": len(report.graph.ops), **seconds, "total": sum(seconds.values()), "export": export_s}
+
+
+def chains(ops: int) -> list[list[int]]:
+    """Eight chains of 16 ops, added up and forked off again and again: what each op reads, as positions."""
+    reads: list[list[int]] = []
+    joined: list[int] = []
+    while len(reads) < ops:
+        ends = []
+        for _ in range(WIDTH):
+            start = len(reads)
+            reads += [joined, *([at] for at in range(start, start + 15))]
+            ends.append(len(reads) - 1)
+        total = ends[0]
+        for end in ends[1:]:
+            reads.append([total, end])
+            total = len(reads) - 1
+        joined = [total]
+    return reads
+
+
+def layers(ops: int) -> list[list[int]]:
+    """Each op reads one to three of the forty before it, always the same ones."""
+    draw = random.Random(0)
+    return [sorted({draw.randrange(max(0, at - 40), at) for _ in range(draw.randint(1, 3)) if at}) for at in range(ops)]
+
+
+def towers(ops: int) -> list[list[int]]:
+    """A thousand chains that never meet."""
+    return [[at - 1000] if at >= 1000 else [] for at in range(ops)]
+
+
+SHAPES: Mapping[str, Callable[[int], list[list[int]]]] = {"chains": chains, "layers": layers, "towers": towers}
+"""Graphs by name: from a number of ops to what each op reads, as positions in program order."""
+
+
+def graph_of(reads: Sequence[Sequence[int]]) -> OpGraph:
+    """The graph of ops that each read what these ones wrote, and write a storage of their own; the last one escapes."""
+    names = [f"op{at}" for at in range(len(reads))]
+    own = [frozenset({name}) for name in names]
+    none = frozenset[str]()
+    return OpGraph(
+        ops={
+            name: Op(
+                name, "aten.relu.default", (name,), none.union(*(own[other] for other in reads[at])), own[at], own[at]
+            )
+            for at, name in enumerate(names)
+        },
+        dependencies=tuple(
+            Dependency(names[other], name, Hazard.RAW, names[other])
+            for at, name in enumerate(names)
+            for other in reads[at]
+        ),
+        storages={name: Storage(name, Role.INTERMEDIATE, 1024, (name,), escapes=name == names[-1]) for name in names},
+        prelude=(),
+        device="cuda:0",
+    )
+
+
+def scheduled(shape: str, ops: int, profile: DeviceProfile) -> dict[str, Any]:
+    """Seconds that each policy takes from a graph to a verified and simulated schedule, and this process's peak, MB."""
+    graph = graph_of(SHAPES[shape](ops))
+    costs = {name: OpCost(2.0 + at % 7, 0.2, 0.1, "roofline") for at, name in enumerate(graph.ops)}
+    seconds = {}
+    for policy in POLICIES:
+        if policy != "search":
+            gc.collect()
+            start = time.perf_counter()
+            schedule = synchronize(graph, POLICIES[policy](graph, costs, profile, STREAMS, frozenset()))
+            simulate(schedule, costs, profile)
+            verify(graph, place_releases(graph, schedule))
+            seconds[policy] = round(time.perf_counter() - start, 3)
+    return {"shape": shape, "ops": len(graph.ops), **seconds, "peak_mb": peak_mb()}
+
+
+def peak_mb() -> int:
+    """The most memory that this process has held so far, MB; on Linux.
+
+    ``getrusage`` would not do: what it says of a new process goes back to before it was one, to the parent's memory.
+    """
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) // 1024
+
+
+def scheduled_alone(shape: str, ops: int, profile: DeviceProfile) -> dict[str, Any]:
+    """The same, in a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(scheduled, shape, ops, profile).result()
 
 
 def exponent(rows: list[dict[str, float]], column: str) -> float:
@@ -131,7 +237,16 @@ def _tables(result: dict[str, Any]) -> str:
     rows.append(["exponent", *(result["exponents"][column] for column in columns[1:])])
     headers = ["ops", *(f"{column} (s)" for column in columns[1:-1]), "torch.export alone (s)"]
     times = f"importing autostream {result['import_autostream_s']} s, torch {result['import_torch_s']} s"
-    return f"{tabulate(rows, headers, tablefmt='github', floatfmt='.3g')}\n\n{times}: ratio {result['import_ratio']}"
+    alone = {"shape": "graph", "ops": "ops", "peak_mb": "peak memory (MB)"}
+    graphs = [{alone.get(key, f"{key} (s)"): value for key, value in row.items()} for row in result["scheduling"]]
+    return "\n\n".join(
+        (
+            tabulate(rows, headers, tablefmt="github", floatfmt=".3g"),
+            f"One schedule of each policy, from a graph and its costs, for up to {STREAMS} streams; PyTorch is loaded:",
+            tabulate(graphs, "keys", tablefmt="github", floatfmt=".3g"),
+            f"{times}: ratio {result['import_ratio']}",
+        )
+    )
 
 
 if __name__ == "__main__":

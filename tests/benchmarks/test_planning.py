@@ -11,8 +11,22 @@ import torch
 
 from autostream.costs.device import profile_named
 from autostream.reporting.report import Report
+from autostream.scheduling.structure import width
 from benchmarks import planning
-from benchmarks.planning import STAGES, Chains, exponent, main, planned
+from benchmarks.planning import (
+    SHAPES,
+    STAGES,
+    Chains,
+    exponent,
+    graph_of,
+    main,
+    planned,
+    scheduled,
+    scheduled_alone,
+)
+
+BOUNDED = ["sequential", "critical_path", "path_cover"]
+"""Policies that take no time that they are given."""
 
 
 @pytest.mark.parametrize("ops", [1, 135, 136, 1000])
@@ -50,17 +64,40 @@ def test_results_are_written_as_json_and_as_tables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(planning, "import_seconds", lambda: {"torch": 1.0, "autostream": 1.25})
-    assert main(["1", "200", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(planning, "scheduled_alone", scheduled)
+    assert main(["1", "200", "--rounds", "1", "--graphs", "300", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "planning.json").read_text())
     assert [row["ops"] for row in result["rows"]] == [135, 270]
     assert set(result["exponents"]) == {*STAGES, "total", "export"}
     assert result["import_ratio"] == 1.25
     assert result["profile"] == "NVIDIA H200"
     assert result["stamp"]["torch"] == str(torch.__version__)
+    assert [(row["shape"], row["ops"]) for row in result["scheduling"]] == [
+        ("chains", 405),
+        ("layers", 300),
+        ("towers", 300),
+    ]
+    assert all(set(row) == {*BOUNDED, "shape", "ops", "peak_mb"} for row in result["scheduling"])
     table = (tmp_path / "planning.md").read_text()
     assert table.strip() in capsys.readouterr().out
     assert "ratio 1.25" in table
     assert "| 270" in table
+
+
+def test_shapes_are_as_wide_as_they_say() -> None:
+    """Chains are joined by sums, which eight chains come before; towers never meet."""
+    assert width(graph_of(planning.chains(270))) == 8
+    assert width(graph_of(planning.towers(3_000))) == 1000
+    assert planning.layers(100) == planning.layers(100)
+    assert all(max(row) < at for shape in SHAPES.values() for at, row in enumerate(shape(2_000)) if row)
+
+
+def test_scheduling_is_measured_in_a_process_of_its_own() -> None:
+    """Its peak is not that of this one, which has held a gigabyte more."""
+    held_mb = len(bytearray(b"x") * (1 << 30)) >> 20
+    row = scheduled_alone("layers", 50, profile_named("h200"))
+    assert 50 < row["peak_mb"] < held_mb < planning.peak_mb()
+    assert all(row[policy] > 0 for policy in BOUNDED)
 
 
 def test_what_takes_next_to_no_time_is_not_zero() -> None:
