@@ -158,6 +158,13 @@ def test_an_input_in_memory_that_the_model_only_reads_is_fine() -> None:
     same(scheduled(model, t(2))([model.b[2:]]), model.b[2:] * model.b[:2])
 
 
+@torch.no_grad()
+def test_the_report_tells_what_was_wrong_with_keeping_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Decision("", "not cached", "the disk is full")
+    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named(device), (kept,)))
+    assert kept in scheduled(Model(lambda s, x: x.sin() + x.cos()), t(3, 4)).report.refusals
+
+
 def test_gradients_that_would_be_recorded_are_unsuitable() -> None:
     model = Model(lambda s, x: x * s.w, w=t(4).requires_grad_())
     with torch.no_grad():

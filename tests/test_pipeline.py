@@ -106,6 +106,14 @@ def test_the_search_mends_what_the_others_find() -> None:
     assert [(c.schedule.policy, c.predicted_us) for c in found[:2]] == [("sequential", 120.0), ("search", 60.0)]
 
 
+@pytest.mark.parametrize(("capture", "more_us"), [(True, 1.5), (False, 0.0)])
+def test_a_replay_is_part_of_what_is_predicted(capture: bool, more_us: float) -> None:
+    """It comes once, whatever is replayed; what is launched op by op is not replayed."""
+    profile = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0)
+    free, dear = (candidates(capture, priced(profile=replace(profile, replay_us=us))) for us in (0.0, 1.5))
+    assert [c.predicted_us for c in dear] == [c.predicted_us + more_us for c in free]
+
+
 def test_the_best_of_each_policy_is_on_the_shortlist_however_promising_others_are() -> None:
     """Six of the search's come first by prediction."""
 
@@ -314,6 +322,14 @@ def test_costs_are_measured_where_asked_for_or_on_a_gpu(
 
 def test_without_a_profile_the_programs_device_is_planned_for() -> None:
     assert price_program(sample("towers").program, Options(), Stopwatch()).profile == profile_of("cpu")
+
+
+def test_what_was_wrong_with_keeping_measurements_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles and costs are kept in one file."""
+    guessed, kept = Decision("", "not measured", "measuring failed"), Decision("", "not cached", "the disk is full")
+    monkeypatch.setattr(pipeline, "profile_here", lambda device: (profile_of(device), (guessed, kept)))
+    monkeypatch.setattr(pipeline, "costs_here", lambda program, graph, *_: (costs_of(graph), (kept,)))
+    assert dry_run(Towers(), profile=None, costs="measured").refusals == (guessed, kept)
 
 
 # Dry runs

@@ -5,8 +5,58 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+
+from autostream.execution.capture import capture
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked of graphs that capture nothing."""
+    log: list[Any] = []
+
+    class Graph:
+        def __init__(self, **settings: object) -> None:
+            log.append(settings)
+
+        def capture_begin(self, **settings: object) -> None:
+            log.append(("begin", settings.get("pool")))
+
+        def capture_end(self) -> None:
+            log.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "new pool")
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: None, raising=False)
+    monkeypatch.setattr("autostream.execution.capture.idle_capture_stream", lambda device: STREAM)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
+    return log
+
+
+STREAM: Any = SimpleNamespace(device=torch.device("cuda:0"), synchronize=lambda: None)
+
+
+def test_what_a_function_launches_and_returns_is_between_begin_and_end(log: list[Any]) -> None:
+    _, result = capture(lambda: log.append("run") or 7, STREAM, "a pool")  # type: ignore[func-returns-value]
+    assert (log, result) == ([{}, ("begin", "a pool"), "run", "end"], 7)
+
+
+def test_nodes_are_kept_where_they_are_asked_for(log: list[Any]) -> None:
+    """They take memory, and instantiating waits for the first replay: not for what is run again and again."""
+    capture(lambda: None, STREAM, keep_nodes=True)
+    assert log == [{"keep_graph": True}, ("begin", "new pool"), "end"]
+
+
+def test_a_capture_that_fails_is_ended_and_followed_by_one_of_nothing(log: list[Any]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        capture(lambda: 1 / 0, STREAM)
+    assert log == [{}, ("begin", "new pool"), "end", {}, ("begin", None), "end"]
 
 
 def run_alone(program: str) -> None:
@@ -58,6 +108,28 @@ def test_after_a_failed_capture_all_goes_on() -> None:
         assert torch.equal(first, y)
         torch.cuda.manual_seed(7)
         assert torch.equal(torch.rand(4, device="cuda"), expected[0])
+        """
+    )
+
+
+@pytest.mark.gpu
+def test_a_graph_whose_nodes_are_kept_is_replayed_like_any_other() -> None:
+    run_alone(
+        """
+        import torch
+        from autostream.costs.occupancy import kernels_of
+        from autostream.execution.capture import capture
+        from autostream.execution.streams import capture_stream
+
+        x, stream = torch.zeros(1024, device="cuda"), capture_stream("cuda:0")
+        x.add_(1)
+        graph, _ = capture(lambda: x.add_(1), stream, keep_nodes=True)
+        assert len(kernels_of(graph)) == 1
+        for _ in range(3):
+            graph.replay()
+        assert x.eq(4).all().item()
+        plain, _ = capture(lambda: x.add_(1), stream)
+        assert kernels_of(plain) == ()
         """
     )
 
