@@ -45,8 +45,10 @@ def busy_share(kernel: Kernel, multiprocessors: int) -> float:
         multiprocessors: how many there are.
 
     Example:
-        >>> busy_share(Kernel(blocks=132, resident=1), 132), busy_share(Kernel(blocks=33, resident=25), 132)
-        (1.0, 0.353)
+        >>> busy_share(Kernel(blocks=132, resident=1), 132)
+        1.0
+        >>> round(busy_share(Kernel(blocks=33, resident=1), 132), 4)
+        0.3875
     """
     blocks = max(kernel.blocks, 1)
     active, waves = min(1.0, blocks / multiprocessors), min(1.0, blocks / (max(kernel.resident, 1) * multiprocessors))

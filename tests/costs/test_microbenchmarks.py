@@ -34,8 +34,8 @@ OURS = replace(
     flops={"float64": 50e6, "float32": 40e6, "float16": 800e6, "bfloat16": 700e6},
 )
 
-Event = float
-"""When it happens, µs."""
+Event = tuple[int, float]
+"""A lane, and when what was launched on it so far has ended, µs."""
 
 
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,6 +53,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.started = 0
         self.last: dict[int, float] = {}
         self.waited: dict[int, float] = {}
+        self.joined: dict[int, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.launched += 1
@@ -77,7 +78,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def capture(self, run: Callable[[], object], stream: object) -> tuple[Any, None]:
         self._begin()
         run()
-        assert not self.waited.keys() - {0}, "a lane that nothing is launched on need not wait"
+        assert self.joined == {lane: end_us for lane, end_us in self.last.items() if lane}, "all lanes are joined"
         ends_us = max(*self.last.values(), self.waited.get(0, 0.0))
         return SimpleNamespace(us=ends_us + self.profile.replay_us, disturbed_us=100.0), None
 
@@ -86,11 +87,15 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return count
 
     def record(self, lanes: int, lane: int) -> Event:
-        return self.last.get(lane, 0.0)
+        return lane, self.last.get(lane, 0.0)
 
     def wait(self, lanes: int, lane: int, event: Event) -> None:
-        edge_us = self.profile.over(lanes).cross_stream_edge_us if event else 0.0
-        self.waited[lane] = max(self.waited.get(lane, 0.0), event + edge_us)
+        other, end_us = event
+        if end_us and other != lane:
+            ready_us = end_us + self.profile.over(lanes).cross_stream_edge_us
+            self.waited[lane] = max(self.waited.get(lane, 0.0), ready_us)
+        if lane == 0 and other != 0:
+            self.joined[other] = end_us
 
     def use(self, lanes: int, lane: int) -> None:
         assert lane < lanes
