@@ -26,7 +26,7 @@ from autostream.execution.capture import capture
 from autostream.execution.streams import capture_stream, fork, record, restored, use, wait
 from autostream.ir import DeviceProfile
 
-_SHORT, _LONG = 20, 60
+_SHORT, _LONG = 20, 120
 _MANY = 8
 _LAUNCHES = 200
 _WIDTH = 4096
@@ -46,6 +46,7 @@ def measure_profile(device: str, looked_up: DeviceProfile) -> DeviceProfile:
     stream = capture_stream(device)
     with torch.cuda.device(device), torch.no_grad(), torch.cuda.stream(stream):
         bench = _Bench(device, stream)
+        flops = {dtype: bench.flops(dtype) for dtype in _PRODUCTS}  # first, for clocks rise with such work
         chain_us, fan_us = bench.slope_us(bench.chains, 1), bench.slope_us(bench.chains, _MANY) / _MANY
         ladder_us, wide_us = bench.slope_us(bench.ladder, 2), bench.slope_us(bench.ladder, _MANY)
         stage_us, forked_us = bench.slope_us(bench.forks, 1), bench.slope_us(bench.forks, 2)
@@ -53,7 +54,7 @@ def measure_profile(device: str, looked_up: DeviceProfile) -> DeviceProfile:
         return replace(
             looked_up,
             bandwidth=bench.bandwidth(max(4 * looked_up.cache_bytes, 1 << 28)),
-            flops={**looked_up.flops, **{dtype: bench.flops(dtype) for dtype in _PRODUCTS}},
+            flops={**looked_up.flops, **flops},
             same_stream_edge_us=chain_us,
             cross_stream_edge_us=max(ladder_us, chain_us),
             fork_us=side_us,
@@ -61,7 +62,7 @@ def measure_profile(device: str, looked_up: DeviceProfile) -> DeviceProfile:
             per_stream_us=max(0.0, (wide_us - ladder_us) / (_MANY - 2)),
             dispatch_us=min(fan_us, chain_us),
             launch_us=bench.launch_us(),
-            replay_us=max(0.0, bench.time_us(lambda: bench.chains(1, _LONG)) - _LONG * chain_us),
+            replay_us=max(0.0, bench.time_us(partial(bench.chains, 1, _SHORT)) - _SHORT * chain_us),
             source="measured",
         )
 
@@ -149,6 +150,8 @@ class _Bench:
 
     def flops(self, dtype: str) -> float:
         """Operations per µs of a large product."""
-        a = torch.ones(_WIDTH, _WIDTH, device=self._device, dtype=getattr(torch, dtype))
+        # Numbers of all sorts: with equal ones a device needs less power, and runs faster than in earnest.
+        numbers = torch.arange(_WIDTH**2, device=self._device).mul_(7919).remainder_(1009).sub_(504)
+        a = numbers.view(_WIDTH, _WIDTH).to(getattr(torch, dtype)) / 504
         out = torch.empty_like(a)
         return 2 * _WIDTH**3 / self.time_us(lambda: torch.mm(a, a, out=out))
