@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import nn
 
 from autostream import optimize
@@ -141,12 +142,27 @@ def test_a_gpu_that_is_not_here_is_refused() -> None:
             profile("cuda:97")
 
 
-def test_what_was_wrong_with_the_cache_is_told(device: PutIn, folder: Path) -> None:
-    context = device(UNKNOWN).context
+@pytest.mark.parametrize(("looked_up", "profile"), [(H200, H200), (UNKNOWN, MEASURED)])
+def test_what_was_wrong_with_the_cache_is_told(
+    device: PutIn, folder: Path, looked_up: DeviceProfile, profile: DeviceProfile
+) -> None:
+    context = device(looked_up).context
     folder.mkdir()
     path_of(context).write_text("half of a fi")
-    assert [decision.choice for decision in profile_here(GPU)[1]] == ["cache rebuilt"]
-    assert profile_here(GPU) == (MEASURED, ())
+    found, (decision,) = profile_here(GPU)
+    assert (found, decision.choice) == (profile, "cache rebuilt")
+    assert profile_here(GPU) == (profile, ())
+
+
+def test_a_profile_that_cannot_be_saved_though_the_cache_can_be_read_is_reported(
+    device: PutIn, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = device(UNKNOWN).context
+    folder.mkdir()
+    monkeypatch.setattr(cache, "_PATIENCE_S", 0.0)
+    with FileLock(f"{path_of(context)}.lock"):
+        profile, (decision,) = profile_here(GPU)
+    assert (profile, decision.choice) == (MEASURED, "not cached")
 
 
 def test_what_cannot_be_kept_is_measured_each_time(device: PutIn, folder: Path) -> None:
