@@ -127,8 +127,8 @@ def price_program(
         else:
             budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
             costs, faults = costs_here(program, graph, profile, tensors, budget_s)
-            remarks = tuple(dict.fromkeys((*remarks, *faults)))
-    return Priced(graph, profile, costs, _capture_refusals(graph), remarks)
+            remarks = (*remarks, *faults)
+    return Priced(graph, profile, costs, _capture_refusals(graph), tuple(dict.fromkeys(remarks)))
 
 
 def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: Stopwatch) -> tuple[Candidate, ...]:

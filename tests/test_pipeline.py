@@ -324,12 +324,13 @@ def test_without_a_profile_the_programs_device_is_planned_for() -> None:
     assert price_program(sample("towers").program, Options(), Stopwatch()).profile == profile_of("cpu")
 
 
-def test_what_was_wrong_with_keeping_measurements_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles and costs are kept in one file."""
+@pytest.mark.parametrize("costs", ["measured", "roofline"])
+def test_what_was_wrong_with_keeping_measurements_is_reported_once(monkeypatch: pytest.MonkeyPatch, costs: str) -> None:
+    """Profiles and costs are kept in one file, which is first read and then written."""
     guessed, kept = Decision("", "not measured", "measuring failed"), Decision("", "not cached", "the disk is full")
-    monkeypatch.setattr(pipeline, "profile_here", lambda device: (profile_of(device), (guessed, kept)))
+    monkeypatch.setattr(pipeline, "profile_here", lambda device: (profile_of(device), (kept, guessed, kept)))
     monkeypatch.setattr(pipeline, "costs_here", lambda program, graph, *_: (costs_of(graph), (kept,)))
-    assert dry_run(Towers(), profile=None, costs="measured").refusals == (guessed, kept)
+    assert dry_run(Towers(), profile=None, costs=costs).refusals == (kept, guessed)
 
 
 # Dry runs
