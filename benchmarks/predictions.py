@@ -185,8 +185,9 @@ def table(result: dict[str, Any]) -> str:
         f"{text}\n\n"
         f"Mean error of the schedules kept: {s['error']:.1%} with measured costs, {s['roofline_error']:.1%} with the "
         f"roofline; of all {sum(len(row['candidates']) for row in result['rows'])} schedules: "
-        f"{s['error_of_all_schedules']:.1%} and {s['roofline_error_of_all_schedules']:.1%}. Rank correlation of predicted "
-        f"and measured gains: {s['gain_rank_correlation']:.2f} and {s['roofline_gain_rank_correlation']:.2f}. Slowest "
+        f"{s['error_of_all_schedules']:.1%} and {s['roofline_error_of_all_schedules']:.1%}. Rank correlation of "
+        f"predicted and measured gains: {s['gain_rank_correlation']:.2f} and "
+        f"{s['roofline_gain_rank_correlation']:.2f}. Slowest "
         f"schedule kept, against one stream: {s['worst_against_one_stream']:.3f} times its time."
     )
 
@@ -221,7 +222,7 @@ def _alone(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _error(lines: Iterable[dict[str, Any]], key: str) -> float:
-    return mean(abs(line[key] / line["measured_us"] - 1) for line in lines)
+    return float(mean(abs(line[key] / line["measured_us"] - 1) for line in lines))
 
 
 def _from_a_process(what: str, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
