@@ -294,9 +294,9 @@ def _expected_keys(program: Program, graph: OpGraph) -> dict[str, str]:
 
 def _key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """What an op's time depends on: the kernel, layouts and dtypes of tensors, everything else by value, settings."""
-    kernel = target.content if isinstance(target, Kernel) else ""
+    kernel = target.content if isinstance(target, Kernel) and target.content else str(target)
     settings = repr((numerics(), torch.get_num_threads()))
-    return key_of(str(target), kernel, _content(args), _content(kwargs), settings)
+    return key_of(kernel, _content(args), _content(kwargs), settings)
 
 
 def _content(value: object) -> Hashable:

@@ -145,7 +145,8 @@ class Converter(FxConverter):
         )
         module = PyCodeCache.load(f"{self.prologue}\n{code}")
         self.kernels[line.kernel_name] = getattr(module, line.kernel_name)
-        self._sources[line.kernel_name] = line.kernel_body
+        # Without its name: that has a number, which depends on the kernels before it.
+        self._sources[line.kernel_name] = line.kernel_body.replace(line.kernel_name, "kernel")
 
     def _generate_triton_call(self, line: Any) -> None:
         kernels: dict[str, Any] = self.kernels
