@@ -1,0 +1,365 @@
+"""How close autostream's schedule comes to the best that a long random search finds on the device itself.
+
+    python -m benchmarks.random_search googlenet inception_v3 --seconds 600 --out benchmarks/results/latest
+
+autostream optimizes a workload as it does by default. The ops of the level that it chose are then scheduled at random
+for the given time: a quarter of the schedules are *fresh*, the others *changed*, which is what a few random moves make
+of one of the best known so far. Those that autostream measured are known from the start. The simulator has no say.
+
+Each schedule is verified, captured, and meets autostream's in interleaved rounds. The luckiest of thousands of noisy
+measurements would pass for a gain, so there are several looks, each with rounds of its own:
+
+    first look ── faster than the worst kept? ─▶ careful look ── still? ─▶ one of the few that are kept
+                                                                                  │ when the time is over
+    reported ◀── final look at the best of them, captured again ◀── final look at each
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import inf, isfinite
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from autostream.bench.clock import Clock, clock_of
+from autostream.bench.ratios import spread
+from autostream.errors import CaptureError
+from autostream.execution.cuda_graph import CapturedGraph
+from autostream.ir import Assignment, Candidate, OpGraph, Role, Schedule
+from autostream.options import Options
+from autostream.pipeline import Stopwatch, arguments_of
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.simulate import run_us
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
+from autostream.select import Execution, build, interleaved, written
+from autostream.tracing.export import trace
+from autostream.tracing.tree import flatten
+from autostream.tuning import Tuned, tune, undone
+from benchmarks import zoo
+from benchmarks.stamp import RESULTS, save, stamp
+
+WORKLOADS = ("googlenet", "inception_v3")
+
+FRESH = 0.25
+"""The share of schedules that are drawn from nothing."""
+
+MOST_STREAMS = 8
+MOST_MOVES = 4
+LONGEST_MOVE = 8
+"""Ops, one after another on their stream, that a move gives to another one."""
+
+KEPT = 5
+CAREFUL, FINAL = 9, 33
+"""Duels in a look, each of several interleaved rounds; the first look is one duel."""
+
+Duel = tuple[float, float]
+"""What autostream's schedule and another one took side by side, µs."""
+
+Look = Callable[[Assignment, float], float]
+"""How many times as long as autostream's schedule another one takes: by a first look, or, where that is below a bar, by
+a careful one; infinity where it cannot run."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, save and print the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.random_search", description=__doc__.splitlines()[0])
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"default: {' '.join(WORKLOADS)}")
+    parser.add_argument("--seconds", type=float, default=600.0, help="search for so long each (default: 600)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
+    options = parser.parse_args(argv)
+    unknown = set(options.workloads) - set(zoo.INFERENCE)
+    if unknown:
+        parser.error(f"{min(unknown)}: use {', '.join(zoo.INFERENCE)}")
+    if not (isfinite(options.seconds) and options.seconds > 0):
+        parser.error(f"--seconds {options.seconds}: use a finite number above 0")
+    rows = [row(name, options.seconds, options.seed) for name in options.workloads or WORKLOADS]
+    result: dict[str, Any] = {
+        "schema": 1,
+        "stamp": stamp(),
+        "seconds": options.seconds,
+        "seed": options.seed,
+        "fresh": FRESH,
+        "rows": rows,
+    }
+    save("random_search", result, table(rows), options.out)
+    return 0
+
+
+def row(workload: str, seconds: float, seed: int) -> dict[str, Any]:
+    """What autostream chose for a workload, and the best that is found in so many seconds."""
+    with torch.no_grad():
+        arena = _arena(workload)
+        program, graph = arena.tuned.program, arena.tuned.priced.graph
+        with undone(arena.arguments, written(program, graph), program.device):
+            found = explore(graph, arena.pinned, arena.known(), arena.look, seconds, seed)
+            best, duels = champion(found.kept, arena.duels)
+    ratio = spread([ours / theirs for ours, theirs in duels])
+    ours_us, theirs_us = map(median, zip(*duels, strict=True))
+    return {
+        "workload": workload,
+        "level": program.level,
+        "ops": len(graph.ops),
+        "tried": dict(found.tried),
+        "refused": found.refused,
+        "autostream": _line(arena.tuned.selection.chosen, ours_us),
+        "best": _line(arena.candidate(best), theirs_us),
+        "ratio": round(ratio.median, 4),
+        "standard_error": round(ratio.standard_error, 4),
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each workload; the ratio says how many times as long as the best one autostream's schedule takes."""
+    lines = [
+        [
+            measured["workload"],
+            measured["level"],
+            measured["ops"],
+            sum(measured["tried"].values()),
+            measured["refused"],
+            *(
+                value
+                for schedule in (measured["autostream"], measured["best"])
+                for value in (f"{schedule['policy']} {schedule['streams']}", schedule["measured_us"])
+            ),
+            f"{measured['ratio']:.3f}× ±{measured['standard_error']:.3f}",
+        ]
+        for measured in rows
+    ]
+    headers = ["workload", "level", "ops", "tried", "refused", "autostream", "µs", "best found", "µs", "ratio"]
+    return tabulate(lines, headers, tablefmt="github", floatfmt=".1f")
+
+
+def fresh(graph: OpGraph, pinned: frozenset[str], random: Random) -> Assignment:
+    """Ops in any order that their dependencies allow, on any streams.
+
+    An op stays on the stream of one of its producers with a probability that is drawn for the whole schedule, so that
+    long chains come up as well as an edge at every op.
+    """
+    streams, loyalty = random.randint(2, MOST_STREAMS), random.random()
+    missing = {name: graph.digraph.in_degree(name) for name in graph.ops}
+    ready = [name for name, count in missing.items() if not count]
+    stream: dict[str, int] = {}
+    while ready:
+        name = ready.pop(random.randrange(len(ready)))
+        before = list(graph.digraph.predecessors(name))
+        stays = before and random.random() < loyalty
+        stream[name] = stream[random.choice(before)] if stays else random.randrange(streams)
+        for after in graph.digraph.successors(name):
+            missing[after] -= 1
+            if not missing[after]:
+                ready.append(after)
+    return _assignment("fresh", tuple(stream), stream, pinned)
+
+
+def changed(graph: OpGraph, pinned: frozenset[str], parent: Assignment, random: Random) -> Assignment:
+    """An assignment after a few moves: ops in a row go to another stream, or one is launched at another time."""
+    order, stream = parent.order, dict(parent.stream)
+    streams = min(parent.streams + 1, MOST_STREAMS)
+    for _ in range(random.randint(1, MOST_MOVES)):
+        name = random.choice(order)
+        if random.random() < 0.5:
+            behind = (other for other in order[order.index(name) :] if stream[other] == stream[name])
+            ops = list(islice(behind, random.randint(1, LONGEST_MOVE)))
+            stream |= dict.fromkeys(ops, random.randrange(streams))
+        else:
+            order = _relaunched(graph, order, name, random)
+    return _assignment("changed", order, stream, pinned)
+
+
+def _relaunched(graph: OpGraph, order: Sequence[str], name: str, random: Random) -> tuple[str, ...]:
+    """The order with one op anywhere between the last that it depends on and the first that depends on it."""
+    rest = [other for other in order if other != name]
+    place = {other: at for at, other in enumerate(rest)}
+    after = max((place[other] for other in graph.digraph.predecessors(name)), default=-1)
+    until = min((place[other] for other in graph.digraph.successors(name)), default=len(rest))
+    at = random.randint(after + 1, until)
+    return (*rest[:at], name, *rest[at:])
+
+
+def _assignment(policy: str, order: tuple[str, ...], stream: Mapping[str, int], pinned: frozenset[str]) -> Assignment:
+    """Pinned ops on stream 0, and streams numbered without gaps."""
+    wanted = {**stream, **dict.fromkeys(pinned, 0)}
+    number = {used: at for at, used in enumerate(sorted(set(wanted.values())))}
+    return Assignment(policy, len(number), order, {name: number[at] for name, at in wanted.items()})
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        kept: the best assignments, the fastest first.
+        tried: how many were drawn, by ``"fresh"`` and ``"changed"``.
+        refused: how many of these could not run.
+    """
+
+    kept: tuple[Assignment, ...]
+    tried: Mapping[str, int]
+    refused: int
+
+
+def explore(
+    graph: OpGraph, pinned: frozenset[str], known: Sequence[Assignment], look: Look, seconds: float, seed: int
+) -> Found:
+    """Draw schedules for some seconds, each one once, and keep the fastest.
+
+    Args:
+        graph: the ops.
+        pinned: those that must be on stream 0.
+        known: what to start from; at least one of them can run.
+        look: measures.
+        seconds: after these, nothing more is drawn.
+        seed: of the random choices; which schedules are drawn depends on what is measured, too.
+    """
+    random, end = Random(seed), time.perf_counter() + seconds
+    kept = _fastest([(look(assignment, inf), assignment) for assignment in known])
+    seen = {_key(assignment) for assignment in known}
+    tried: Counter[str] = Counter()
+    refused = 0
+    while time.perf_counter() < end:
+        parent = random.choice(kept)[1]
+        drawn = fresh(graph, pinned, random) if random.random() < FRESH else changed(graph, pinned, parent, random)
+        if _key(drawn) in seen:
+            continue
+        seen.add(_key(drawn))
+        relative = look(drawn, kept[-1][0] if len(kept) == KEPT else inf)
+        tried[drawn.policy] += 1
+        refused += relative == inf
+        best, kept = kept[0], _fastest([*kept, (relative, drawn)])
+        if kept[0] is not best:
+            print(f"schedule {tried.total()}: {relative:.3f} × autostream's time", file=sys.stderr, flush=True)
+    return Found(tuple(assignment for _, assignment in kept), tried, refused)
+
+
+Measured = tuple[float, Assignment]
+
+
+def _fastest(measured: Iterable[Measured]) -> list[Measured]:
+    return sorted((pair for pair in measured if pair[0] < inf), key=lambda pair: pair[0])[:KEPT]
+
+
+def _key(assignment: Assignment) -> tuple[tuple[str, int], ...]:
+    return tuple((name, assignment.stream[name]) for name in assignment.order)
+
+
+def champion(
+    kept: Sequence[Assignment], duels: Callable[[Assignment], Iterator[Duel]]
+) -> tuple[Assignment, list[Duel]]:
+    """The best of those kept by a final look at each, and a further look at that one, which chose nothing."""
+    best = min(kept, key=lambda assignment: _times_as_long(islice(duels(assignment), FINAL)))
+    return best, list(islice(duels(best), FINAL))
+
+
+def _times_as_long(duels: Iterable[Duel]) -> float:
+    return median(theirs / ours for ours, theirs in duels)
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Where schedules of one program meet the one that autostream chose.
+
+    Attributes:
+        tuned: the program as autostream runs it.
+        arguments: its tensors.
+        bound: which of them a captured graph may use where they are.
+        clock: of its device.
+    """
+
+    tuned: Tuned
+    arguments: Sequence[Tensor]
+    bound: Sequence[bool]
+    clock: Clock
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Ops that must be on stream 0."""
+        return frozenset() if self.tuned.selection.chosen.captured else self.tuned.priced.graph.pinned
+
+    def known(self) -> list[Assignment]:
+        """What autostream has measured, as the assignments that they were made of."""
+        measured = [each.schedule for each in self.tuned.selection.candidates if each.measured_us is not None]
+        return [_assignment_of(schedule) for schedule in measured]
+
+    def candidate(self, assignment: Assignment) -> Candidate:
+        """A verified schedule, captured if the one that autostream chose is."""
+        priced, captured = self.tuned.priced, self.tuned.selection.chosen.captured
+        schedule = place_releases(priced.graph, synchronize(priced.graph, assignment))
+        verify(priced.graph, schedule, pinned=self.pinned)
+        return Candidate(schedule, captured, run_us(schedule, priced.costs, priced.profile, captured=captured))
+
+    def duels(self, assignment: Assignment) -> Iterator[Duel]:
+        """What autostream's schedule and this one take, again and again; this one lives as long as the iterator.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        # A graph's memory pool is its own: what is left of the last one's is of use to none that follows.
+        torch.cuda.empty_cache()
+        tuned = self.tuned
+        rival = build(tuned.program, tuned.priced.graph, self.candidate(assignment), self.arguments, self.bound)
+        timers = [self._timer(tuned.selection.execution), self._timer(rival)]
+        while True:
+            ours, theirs = interleaved(timers)
+            yield ours, theirs
+
+    def look(self, assignment: Assignment, bar: float) -> float:
+        """As :data:`Look` says."""
+        duels = self.duels(assignment)
+        try:
+            first = _times_as_long([next(duels)])
+            return first if first >= bar else _times_as_long(islice(duels, CAREFUL))
+        except (CaptureError, torch.OutOfMemoryError):
+            return inf
+
+    def _timer(self, execution: Execution) -> Callable[[], float]:
+        run = execution.replay if isinstance(execution, CapturedGraph) else partial(execution, *self.arguments)
+        return partial(self.clock.once_us, run)
+
+
+def _arena(workload: str) -> Arena:
+    """A workload as :func:`autostream.optimize` makes it ready by default."""
+    cuda = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda", 0), torch.float16) if cuda else (torch.device("cpu"), torch.float32)
+    subject = zoo.prepare(zoo.INFERENCE[workload], 1, device, dtype)
+    tensors, structure = flatten((subject.args, {}))
+    traced = trace(subject.model, tensors, structure)
+    arguments = arguments_of(traced, subject.model, tensors)
+    bound = [placeholder.role is not Role.INPUT for placeholder in traced.program.placeholders]
+    tuned = tune(traced.program, arguments, bound, Options(), Stopwatch())
+    return Arena(tuned, arguments, bound, clock_of(device))
+
+
+def _assignment_of(schedule: Schedule) -> Assignment:
+    order = tuple(launch.op for launch in schedule.launches)
+    return Assignment(schedule.policy, schedule.streams, order, schedule.stream_of)
+
+
+def _line(candidate: Candidate, measured_us: float) -> dict[str, Any]:
+    return {
+        "policy": candidate.schedule.policy,
+        "streams": candidate.schedule.streams,
+        "waits": candidate.schedule.wait_count,
+        "captured": candidate.captured,
+        "predicted_us": round(candidate.predicted_us, 2),
+        "measured_us": round(measured_us, 2),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
