@@ -5,7 +5,7 @@
 
 A program that runs again and again goes round in its memory, and a cache that gives up what was used least recently
 keeps nothing of a round that is larger than itself, so there is not much between all and nothing. The two ends are
-where the times of 42 models on an H200, one op after the other, left those of their ops timed with warm caches and
+where the times of 26 models on an H200, one op after the other, left those of their ops timed with warm caches and
 came to those timed with cold ones.
 """
 

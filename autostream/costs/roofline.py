@@ -7,7 +7,7 @@ Communications of the ACM 52(4), 2009. The lowered roofs follow Little's law: th
 given bandwidth and latency needs must come from somewhere, and a kernel with few threads does not have them. What is in
 the last-level cache comes faster, as far as the program as a whole fits into it (``locality.py``).
 
-Constants were fitted to the kernels of 42 models (fused by TorchInductor, float16, batch 1 to 32) on an H200. Added up,
+Constants were fitted to the kernels of 26 models (fused by TorchInductor, float16, batch 1 to 32) on an H200. Added up,
 the estimates were wrong by 15 % on average of what these models take on one stream.
 """
 

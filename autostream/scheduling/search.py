@@ -18,7 +18,8 @@
 The same arguments give the same result. Effort is therefore counted in simulated launches, :data:`LAUNCHES_PER_S` for
 each second asked for, which any machine of these years does in that time; the clock is but a last resort, for one that
 does not. The effort for a number of streams does not depend on how many more are allowed, and the search for more
-starts from what was found with fewer, so that more streams never make it worse.
+starts from what was found with fewer, so that more streams never make it worse. Only a graph so large that there is no
+time to try all numbers gets what is best for the largest alone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 
 STEPS = (2, 3, 4, 6, 8, 12, 16)
-"""The numbers of streams that are searched, up to what is allowed and to what any policy would use."""
+"""The numbers of streams that are searched, up to what is allowed and to what any policy would use.
+
+For the numbers between, only the other policies are asked, which takes no search."""
 
 LAUNCHES_PER_S = 40_000
 """What a second buys, in launches that are synchronized and simulated: a third of what a core of 2020 does."""
@@ -50,7 +53,7 @@ _PATIENCE = 400
 
 _POLICIES = (critical_path, path_cover)
 
-_LEAST = len(_POLICIES) * len(STEPS)
+_LEAST = len(_POLICIES) * (STEPS[-1] - 1)
 """Simulations that starting at every number of streams takes."""
 
 Placement = tuple[Sequence[str], Mapping[str, int]]
@@ -109,11 +112,13 @@ def search_by_streams(
     deadline = time.perf_counter() + seconds
     simulations = int(seconds * LAUNCHES_PER_S / max(len(graph.ops), 1))
     steps = space.steps() if simulations >= _LEAST else (streams,)
-    for count in (count for count in steps if count <= streams):
+    counts = range(steps[0], steps[-1] + 1) if steps else ()
+    changes = (simulations - len(_POLICIES) * len(counts)) // max(len(steps), 1)
+    for count in (count for count in counts if count <= streams):
         known = [(plan, plan) for plan in (space.known(policy, count) for policy in _POLICIES)]
         plan, origin = min([(best, start), *known], key=lambda pair: pair[0].price)
-        changes = simulations // len(steps) - len(known)
-        end = space.climb(plan, count, changes, Random(f"{seed}, {count} streams"), deadline)
+        random = Random(f"{seed}, {count} streams")
+        end = space.climb(plan, count, changes, random, deadline) if count in steps else plan
         if end.price < best.price:
             best, start = end, origin
             found.append(space.assignment(best, start))
