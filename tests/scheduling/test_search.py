@@ -147,6 +147,22 @@ def test_each_is_better_than_the_one_before() -> None:
     assert fewer == found[: len(fewer)]
 
 
+@pytest.mark.parametrize("count", [5, 7, 11])
+def test_numbers_of_streams_that_are_not_searched_are_used_all_the_same(count: int) -> None:
+    """As many ops as streams, none of which needs another: all run side by side."""
+    assert count not in module.STEPS
+    graph = graph_of((), names="abcdefghijk"[:count])
+    costs = costs_of(graph, 10.0, sm_share=0.01)
+    assert makespan(graph, costs, search(graph, costs, FREE, count, NONE)) == 10.0
+
+
+def test_more_streams_are_no_worse_whether_or_not_their_number_is_searched() -> None:
+    graph, costs = towers(9, 3)
+    found = [search(graph, costs, PRICED, streams, NONE, 0.2) for streams in range(1, 11)]
+    times = [makespan(graph, costs, assignment, PRICED) for assignment in found]
+    assert times == sorted(times, reverse=True)
+
+
 def towers(count: int = 5, length: int = 6) -> tuple[OpGraph, Mapping[str, OpCost]]:
     """Chains side by side whose ops take from 4 to 11 µs and fill a third of the device."""
     names = [f"t{tower}_{at}" for tower in range(count) for at in range(length)]
@@ -231,4 +247,4 @@ def test_a_machine_that_is_too_slow_stops_in_time(monkeypatch: pytest.MonkeyPatc
     simulated = []
     monkeypatch.setattr(module, "simulate", lambda *args, **how: simulated.append(1) or simulate(*args, **how))
     assert search(graph, costs, PRICED, 6, NONE, seconds=3.0).streams > 1
-    assert len(simulated) <= 1 + 2 * 4 + 3
+    assert len(simulated) <= 1 + 2 * 5 + 3
