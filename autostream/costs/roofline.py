@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from autostream.costs.locality import missed_share
 from autostream.costs.occupancy import Kernel, busy_share
+from autostream.errors import CostError
 from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph
 
 _FLOPS = 0.7
@@ -64,6 +65,9 @@ def price(graph: OpGraph, profile: DeviceProfile) -> Costs:
 
     Returns:
         Op name to cost, in program order; durations in µs.
+
+    Raises:
+        CostError: the profile lists neither an op's dtype nor float32.
 
     Example:
         >>> from autostream.ir import Op, OpGraph
@@ -149,7 +153,12 @@ def _share(used: float, available: float) -> float:
 
 
 def _peak(op: Op, profile: DeviceProfile) -> float:
-    return profile.flops.get(op.dtype, profile.flops["float32"])
+    peak = profile.flops.get(op.dtype) or profile.flops.get("float32")
+    if peak is None:
+        raise CostError(
+            f"the profile of {profile.name} has no throughput of {op.dtype}, nor of float32: measure it again"
+        )
+    return peak
 
 
 def _bytes_read(op: Op) -> int:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.costs.roofline import cost_of, fill, price, traffic
+from autostream.errors import CostError
 from autostream.ir import DeviceProfile, Op, OpCost, OpGraph, Role, Storage
 
 # 100 SMs; 1e6 bytes per µs; 1e8 float16 operations per µs: numbers to reckon with by hand.
@@ -118,6 +119,8 @@ def test_a_dtype_that_the_device_does_not_list_counts_as_float32() -> None:
     product = _matmul(4096, 4096, 4096)
     assert _price(replace(product, dtype="complex64")) == _price(replace(product, dtype="float32"))
     assert _price(replace(product, dtype="float32")).duration_us > 9 * _price(product).duration_us
+    with pytest.raises(CostError, match="the profile of GPU has no throughput of int64, nor of float32: measure"):
+        _price(replace(product, dtype="int64"), replace(GPU, flops={"float16": 1e8}))
 
 
 def test_an_op_of_the_host_takes_no_time_of_the_gpu() -> None:
