@@ -119,6 +119,18 @@ def test_ops_of_the_same_shapes_are_timed_once(timer: _Counting) -> None:
     assert len(timer.results) == 2
 
 
+def test_a_record_without_a_time_is_measured_again(timer: _Counting) -> None:
+    """x0 ─▶ relu   (the file of the cache says only how busy it keeps the device)"""
+    program, graph = _program(lambda graph, x: (graph.call_function(aten.relu.default, (x,)),), 1)
+    _, found = _measured(program, graph, [torch.ones(4)])
+    known = {key: {"busy_share": 0.5} for key in found}
+    costs, again = _measured(program, graph, [torch.ones(4)], known)
+    assert again.keys() == found.keys()
+    assert costs["relu_default"].source == "measured"
+    costs, _ = _measured(program, graph, [torch.ones(4)], known, budget_s=0.0)
+    assert costs["relu_default"].source == "roofline"
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
