@@ -60,7 +60,9 @@ def _capture(report: Report) -> Iterator[str]:
 def _fuse(report: Report, numbers: Summary, sequential_us: float) -> Iterator[str]:
     """Kernels that Inductor fused are fewer, and it was not tried."""
     assert report.graph is not None
-    gaps_us = sequential_us - numbers.work_us
+    assert report.profile is not None
+    assert report.chosen is not None
+    gaps_us = sequential_us - replay_us(report.profile, report.chosen.captured) - numbers.work_us
     tried = report.mode != "dry run" and any(refusal.choice == "not fused" for refusal in report.refusals)
     if report.level == "aten" and report.graph.device != "cpu" and not tried and gaps_us > _WORTH * sequential_us:
         ops = len(report.graph.ops)

@@ -66,6 +66,10 @@ def test_many_gaps_call_for_fewer_kernels() -> None:
     assert starting(advice(profile=GAPS, refusals=()), "kernels=") == [
         'kernels="inductor": on one stream, 4.0 µs of 22.0 µs are gaps between 5 kernels'
     ]
+    replayed = replace(GAPS, replay_us=9.0)
+    assert starting(advice(profile=replayed, refusals=()), "kernels=") == [
+        'kernels="inductor": on one stream, 4.0 µs of 31.0 µs are gaps between 5 kernels'
+    ], "what a replay takes is no gap"
     few = profile_with(same_stream_edge_us=0.4)
     assert not starting(advice(profile=few, refusals=()), "kernels="), "1.6 of 19.6 µs are few"
 
