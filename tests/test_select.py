@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -118,6 +118,20 @@ def test_what_there_is_no_time_for_is_refused_but_not_the_sequential_one(monkeyp
     result = workshop.select(seconds=0.0)
     assert result.execution.place == 0  # type: ignore[union-attr]
     assert [candidate.measured_us for candidate in result.candidates] == [100.0, None, None, None]
+
+
+def test_a_winner_that_the_sequential_one_beats_in_the_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clocks are up when they meet once more: both take 80 µs then."""
+    workshop = Workshop(monkeypatch, [100.0, 90.0], [1, 2])
+
+    def timer(execution: Execution, *_: object) -> Callable[[], float]:
+        return lambda: execution.time_us if workshop.built == [0, 1] else 80.0
+
+    monkeypatch.setattr(selection, "_timer", timer)
+    result = workshop.select()
+    assert workshop.built == [0, 1, 0]
+    assert result.execution.place == 0  # type: ignore[union-attr]
+    assert [candidate.measured_us for candidate in result.candidates] == [80.0, 80.0]
 
 
 def test_little_gains_do_not_add_up_to_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
