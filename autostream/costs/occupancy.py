@@ -6,8 +6,8 @@
 
 A multiprocessor is nearly as busy with one block of a good kernel as with all that it holds, so what counts is on how
 many there is one; and a kernel on a quarter of them takes more than a quarter of what they share (caches, the way to
-memory). The formula was fitted on an H200 to 1,008 pairs of kernels that ran side by side, whose slow-down it predicts to
-0.14 on average (between 1 and 2; by occupancy: 0.20), and to 436 schedules of 26 models. ``docs/cost-model.md`` says how.
+memory). The formula was fitted on an H200 to 1,008 pairs of kernels that ran side by side, whose slow-down it predicts
+to 0.14 on average (between 1 and 2; by occupancy: 0.20), and to 436 schedules of 26 models: see ``docs/cost-model.md``.
 
 Grids are read from the graph's nodes through the CUDA driver, and how many blocks one multiprocessor holds is for the
 driver's own calculator to say, which knows the registers and shared memory of kernels that are nobody's to look into.

@@ -21,10 +21,10 @@ SCHEMA = 1
 def dump(report: Report) -> dict[str, Any]:
     """Turn a report into dicts, lists, strings, numbers and ``None``: what :func:`json.dumps` takes and gives back.
 
-    The keys are the fields of :class:`autostream.reporting.report.Report`, and so on inward; sets become sorted lists, enum members
-    their values, numbers that are not finite ``None``. Added are ``schema``; ``summary``, with the fields of
-    :class:`autostream.reporting.summary.Summary`, or ``None`` where nothing was priced; and ``explanation``, with those
-    of :class:`autostream.reporting.explanation.Explanation`, or ``None`` where nothing was scheduled.
+    The keys are the fields of :class:`autostream.reporting.report.Report`, and so on inward; sets become sorted lists,
+    enum members their values, numbers that are not finite ``None``. Added are ``schema``; ``summary``, with the fields
+    of :class:`autostream.reporting.summary.Summary`, or ``None`` where nothing was priced; and ``explanation``, with
+    those of :class:`autostream.reporting.explanation.Explanation`, or ``None`` where nothing was scheduled.
 
     Example:
         >>> from autostream.reporting.report import Report
