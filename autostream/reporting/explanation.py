@@ -214,15 +214,15 @@ def _ceilings(
     if numbers.width <= 1:
         return (Ceiling("the ops form a chain (width 1): nothing can run beside anything else", sequential_us, 1.0),)
     ops, always_us = len(numbers.slack_us), replay_us(profile, captured)
-    dispatch_us = profile.dispatch_us if captured else 0.0
+    launch_us = profile.dispatch_us if captured else profile.launch_us
     # So many chains hold all ops (Dilworth), and there is no gap between the end of one and the start of the next.
-    chains_us = sequential_us - always_us - (numbers.width - 1) * profile.same_stream_edge_us
+    chains_us = numbers.work_us + (ops - numbers.width) * profile.same_stream_edge_us
     floors = {
         f"{count(len(chain.ops), 'op')} are in line, each of which needs the one before": chain.us,
         f"the ops keep {numbers.sm_us / numbers.work_us:.0%} of the device busy one after the other": numbers.sm_us,
         f"they use {numbers.bandwidth_us / numbers.work_us:.0%} of the memory bandwidth": numbers.bandwidth_us,
         f"at most {numbers.width} ops are independent (width)": chains_us / numbers.width,
-        f"{count(ops, 'kernel')} start one after the other, {dispatch_us:.2f} µs apart": (ops - 1) * dispatch_us,
+        f"{count(ops, 'kernel')} start one after the other, {launch_us:.2f} µs apart": (ops - 1) * launch_us,
     }
     ceilings = (
         Ceiling(why, floor_us + always_us, sequential_us / (floor_us + always_us))

@@ -211,8 +211,14 @@ def test_a_graph_starts_one_kernel_after_the_other() -> None:
     assert found.ceilings[0] == Ceiling("5 kernels start one after the other, 4.00 µs apart", 16.0, 20 / 16)
     (launches,) = (reason for reason in found.reasons if reason.cause == "launches, one after the other")
     assert launches.why == "5 kernels start 4.00 µs apart, on whatever streams"
-    uncaptured = replace(REPORT, profile=profile_with(dispatch_us=4.0), chosen=replace(CHOSEN, captured=False))
-    assert explain(uncaptured).ceilings[0].us == 12.0, "then the host launches them"
+
+
+def test_what_is_not_captured_is_no_faster_than_the_host_launches_it() -> None:
+    """The last of five is launched at 20 µs; on one stream, it ends at 23. The width is for their work: 18 µs."""
+    profile = profile_with(dispatch_us=4.0, launch_us=5.0)
+    ceilings = explain(replace(REPORT, profile=profile, chosen=replace(CHOSEN, captured=False))).ceilings
+    assert ceilings[0] == Ceiling("5 kernels start one after the other, 5.00 µs apart", 20.0, 23 / 20)
+    assert Ceiling("at most 2 ops are independent (width)", 9.0, 23 / 9) in ceilings
 
 
 def test_every_op_says_why_it_is_on_its_stream() -> None:
