@@ -27,7 +27,7 @@ def test_a_diamond_is_two_paths() -> None:
     assert assignment.stream == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 0}
     assert assignment.decisions == (
         Decision("", "2 streams", "2 paths hold every op, and no fewer do"),
-        Decision("d", "stream 1", "begins a path of 1 op, up to d"),
+        Decision("d", "stream 1", "begins path 2 of 2"),
     )
 
 
