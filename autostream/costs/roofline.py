@@ -155,9 +155,7 @@ def _share(used: float, available: float) -> float:
 def _peak(op: Op, profile: DeviceProfile) -> float:
     peak = profile.flops.get(op.dtype) or profile.flops.get("float32")
     if peak is None:
-        raise CostError(
-            f"the profile of {profile.name} has no throughput of {op.dtype}, nor of float32: measure it again"
-        )
+        raise CostError(f"the profile of {profile.name} has no throughput of float32: measure it again")
     return peak
 
 

@@ -91,7 +91,7 @@ def _decisions(
     paths: tuple[tuple[str, ...], ...], stream_of_path: tuple[int, ...], stream: Mapping[str, int], used: int
 ) -> tuple[Decision, ...]:
     whole = Decision("", f"{used} stream{'s' * (used > 1)}", f"{len(paths)} paths hold every op, and no fewer do")
-    # How long a path is and where it ends is not said: its ops may be chains, of which only the first ops are known here.
+    # Not how long a path is nor where it ends: its ops may be chains, of which only the first ops are known here.
     begun = tuple(
         Decision(path[0], f"stream {at}", f"begins path {number} of {len(paths)}")
         for number, (path, at) in enumerate(zip(paths, stream_of_path, strict=True), 1)
