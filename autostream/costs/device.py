@@ -34,10 +34,10 @@ _GPU_EDGES: dict[str, Any] = {
     # Measured on an H200 (microbenchmarks.py); other GPUs are taken for alike.
     "kernel_us": 0.1,
     "same_stream_edge_us": 0.9,
-    "cross_stream_edge_us": 1.75,
+    "cross_stream_edge_us": 1.3,
     "fork_us": 0.15,
     "join_us": 0.15,
-    "per_stream_us": 0.2,
+    "per_stream_us": 0.07,
     "dispatch_us": 0.18,
     "launch_us": 9.0,
     "replay_us": 1.5,

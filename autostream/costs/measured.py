@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Interpreter, Node
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
 
 from autostream.costs.locality import missed_share
 from autostream.costs.occupancy import busy_share, kernels_of
 from autostream.costs.records import Record, key_of
 from autostream.costs.replay import replay_us
-from autostream.costs.roofline import cost_of, price
+from autostream.costs.roofline import cost_of, fill, price
 from autostream.execution.capture import capture
 from autostream.execution.streams import capture_stream
 from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder, Program
@@ -106,10 +107,14 @@ def measure(
 
 
 def _cost(op: Op, profile: DeviceProfile, record: Record, missed: float) -> OpCost:
-    """An op's cost where this share of what it reads is not in the cache."""
+    """An op's cost where this share of what it reads is not in the cache.
+
+    What it takes longer for that, it waits: meanwhile the multiprocessors are there for others.
+    """
     warm_us = record["warm_us"]
     duration_us = warm_us + missed * max(0.0, record.get("cold_us", warm_us) - warm_us)
-    return cost_of(op, profile, duration_us, "measured", record.get("busy_share"))
+    busy = record.get("busy_share") or fill(op, profile)
+    return cost_of(op, profile, duration_us, "measured", busy * (warm_us / duration_us if duration_us else 1.0))
 
 
 def _run(
@@ -284,11 +289,12 @@ def _is_timeable(op: Op, device: str) -> bool:
 
 
 def _expected_keys(program: Program, graph: OpGraph) -> dict[str, str]:
-    """The keys of a program's ops by the values that tracing gave its nodes; ``""`` where it gave none."""
+    """The keys of a program's ops by the values that tracing gave its nodes; ``""`` where they do not tell."""
     timeable, keys = _timeable(graph), dict[str, str]()
     for node in program.module.graph.nodes:
         if node.name in timeable:
-            traced = all("val" in source.meta for source in node.all_input_nodes)
+            given = [source.meta for source in node.all_input_nodes]
+            traced = all("val" in meta and _is_concrete(meta["val"]) for meta in given)
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
             keys[node.name] = _key(node.target, args, kwargs) if traced else ""
     return keys
@@ -299,6 +305,12 @@ def _key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     kernel = target.content if isinstance(target, Kernel) and target.content else str(target)
     settings = repr((numerics(), torch.get_num_threads()))
     return key_of(kernel, _content(args), _content(kwargs), settings)
+
+
+def _is_concrete(value: object) -> bool:
+    """Whether sizes are numbers, not symbols for what data will tell."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return all(isinstance(size, int) for tensor in tensors for size in (*tensor.shape, *tensor.stride()))
 
 
 def _content(value: object) -> Hashable:

@@ -1,17 +1,15 @@
-"""A device's profile, measured with kernels that do as little as possible in the graphs that are about them.
+"""A device's profile, measured with kernels that do nothing but take part in the graphs that are about them.
 
     chain        k ─ k ─ k ─ …                      edge within a stream; what a replay takes besides
-    fan          8 chains side by side              how fast the front end starts kernels
-    ladder       K ─ K ─ K ─ …                      each kernel waits for one of its own stream and one of
+    ladder       k ─ k ─ k ─ …                      each kernel waits for one of its own stream and one of
                    ╳   ╳   ╳                        the next: edge between streams, for 2 streams and for 8
-                 K ─ K ─ K ─ …
-    fork, join   K ┬ K ┬ K ┬ K ┬ K …                what a side stream costs that comes and goes
-                   └ K ┘   └ K ┘
+                 k ─ k ─ k ─ …
+    fork, join   k ┬ k ┬ k ┬ k ┬ k …                what a side stream costs that comes and goes
+                   └ k ┘   └ k ┘
+    fan          8 chains side by side              how fast the front end starts kernels
     copy, products of matrices                      bandwidth, operations per µs by dtype
 
-``k`` is as good as empty; ``K`` keeps one multiprocessor busy for some microseconds, for behind empty kernels the edges
-between streams are partly hidden. Two lengths of each are captured and their times subtracted, so that what is the same
-in both does not count.
+Two lengths of each are captured and their times subtracted, so that what is the same in both does not count.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ _SHORT, _LONG = 20, 120
 _MANY = 8
 _LAUNCHES = 200
 _WIDTH = 4096
-_ROW = 16_384
 _REPEATS = 3
 
 
@@ -51,7 +48,7 @@ def measure_profile(device: str, looked_up: DeviceProfile) -> DeviceProfile:
         bench = _Bench(device, stream)
         flops = {dtype: bench.flops(dtype) for dtype in _PRODUCTS}  # first, for clocks rise with such work
         chain_us, fan_us = bench.slope_us(bench.chains, 1), bench.slope_us(bench.chains, _MANY) / _MANY
-        row_us, ladder_us, wide_us = (bench.slope_us(bench.ladder, streams) for streams in (1, 2, _MANY))
+        ladder_us, wide_us = bench.slope_us(bench.ladder, 2), bench.slope_us(bench.ladder, _MANY)
         stage_us, forked_us = bench.slope_us(bench.forks, 1), bench.slope_us(bench.forks, 2)
         side_us = max(0.0, (forked_us - stage_us) / 2)
         return replace(
@@ -59,7 +56,7 @@ def measure_profile(device: str, looked_up: DeviceProfile) -> DeviceProfile:
             bandwidth=bench.bandwidth(max(4 * looked_up.cache_bytes, 1 << 28)),
             flops={**looked_up.flops, **flops},
             same_stream_edge_us=chain_us,
-            cross_stream_edge_us=chain_us + max(0.0, ladder_us - row_us),
+            cross_stream_edge_us=max(ladder_us, chain_us),
             fork_us=side_us,
             join_us=side_us,
             per_stream_us=max(0.0, (wide_us - ladder_us) / (_MANY - 2)),
@@ -74,13 +71,12 @@ _PRODUCTS = ("float64", "float32", "float16", "bfloat16")
 
 
 class _Bench:
-    """Captures and times small graphs; each stream has tensors of its own for its kernels."""
+    """Captures and times small graphs; each stream has a tensor of its own for its kernels."""
 
     def __init__(self, device: str, stream: torch.cuda.Stream) -> None:
         self._device = device
         self._stream = stream
         self._tiny = [torch.zeros(1, device=device) for _ in range(_MANY)]
-        self._rows = [torch.zeros(1, _ROW, device=device) for _ in range(_MANY)]
 
     def time_us(self, run: Callable[[], object]) -> float:
         """What a replay of what is launched takes, µs: the least of a few, since whatever disturbs adds to it."""
@@ -115,7 +111,7 @@ class _Bench:
                 for lane in range(streams):
                     wait(lanes, lane, ends[(lane + 1) % streams])
                     use(lanes, lane)
-                    self._work(lane)
+                    self._tiny[lane].add_(1)
                 ends = [record(lanes, lane) for lane in range(streams)]
             for end in ends[1:]:
                 wait(lanes, 0, end)
@@ -125,19 +121,15 @@ class _Bench:
         with restored(self._device):
             lanes = fork(self._device, streams)
             for _ in range(length):
-                self._work(0)
+                self._tiny[0].add_(1)
                 begin = record(lanes, 0)
                 for lane in reversed(range(streams)):
                     if lane:
                         wait(lanes, lane, begin)
                     use(lanes, lane)
-                    self._work(lane)
+                    self._tiny[lane].add_(1)
                 for lane in range(1, streams):
                     wait(lanes, 0, record(lanes, lane))
-
-    def _work(self, lane: int) -> None:
-        """A kernel of one block that takes a while: the softmax of one row."""
-        torch.softmax(self._rows[lane], -1, out=self._rows[lane])
 
     def launch_us(self) -> float:
         """What the host needs to launch an op, µs."""

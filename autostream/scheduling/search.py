@@ -15,8 +15,8 @@
    Mitchell 1992, "A new method for solving hard satisfiability problems"); on graphs of this size neither annealing nor
    late acceptance found better schedules in as many steps.
 
-The same arguments give the same result. Effort is therefore counted in simulated launches, :data:`LAUNCHES_PER_S` for
-each second asked for, which any machine of these years does in that time; the clock is but a last resort, for one that
+The same arguments give the same result. Effort is therefore counted in simulated events, :data:`EVENTS_PER_S` for each
+second asked for, which any machine of these years does in that time; the clock is but a last resort, for one that
 does not. The effort for a number of streams does not depend on how many more are allowed, and the search for more
 starts from what was found with fewer, so that more streams never make it worse. Only a graph so large that there is no
 time to try all numbers gets what is best for the largest alone.
@@ -43,8 +43,9 @@ STEPS = (2, 3, 4, 6, 8, 12, 16)
 
 For the numbers between, only the other policies are asked, which takes no search."""
 
-LAUNCHES_PER_S = 40_000
-"""What a second buys, in launches that are synchronized and simulated: a third of what a core of 2020 does."""
+EVENTS_PER_S = 100_000
+"""What a second buys, in launches and dependencies that are synchronized and simulated: a third of what a core of 2020
+does."""
 
 SECONDS = 3.0
 
@@ -73,12 +74,12 @@ def search(
     """The fastest assignment found for at most ``streams`` streams; never slower than the other policies', simulated.
 
     Args:
-        graph: V ops.
-        costs: of each.
+        graph: V ops and E dependencies.
+        costs: of each op.
         profile: of the device.
         streams: the largest number.
         pinned: ops that must be on stream 0.
-        seconds: effort: that of ``seconds * LAUNCHES_PER_S / V`` simulations, shared by the numbers of streams tried.
+        seconds: effort: that of ``seconds * EVENTS_PER_S / (V + E)`` simulations, shared by the numbers of streams.
             Where these are too few to try all of these numbers, ``streams`` alone is tried.
         seed: of the random choices.
         captured: whether the result is to run as a CUDA graph, or launched op by op.
@@ -110,7 +111,7 @@ def search_by_streams(
     best = start = space.known(sequential, 1)
     found = [space.assignment(best, start)]
     deadline = time.perf_counter() + seconds
-    simulations = int(seconds * LAUNCHES_PER_S / max(len(graph.ops), 1))
+    simulations = int(seconds * EVENTS_PER_S / max(len(graph.ops) + len(graph.dependencies), 1))
     steps = space.steps() if simulations >= _LEAST else (streams,)
     counts = range(steps[0], steps[-1] + 1) if steps else ()
     changes = (simulations - len(_POLICIES) * len(counts)) // max(len(steps), 1)

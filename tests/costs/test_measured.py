@@ -579,7 +579,12 @@ def test_ops_are_timed_cold_only_where_something_is_missed(
     (record,) = found.values()
     assert asked == [cold]
     assert ("cold_us" in record) is cold
-    assert (cost.duration_us, cost.sm_share, cost.source) == (pytest.approx(duration_us), 0.5, "measured")
+    busy = 0.5 * 10.0 / duration_us  # while it waits for memory, it keeps nothing busy
+    assert (cost.duration_us, cost.sm_share, cost.source) == (
+        pytest.approx(duration_us),
+        pytest.approx(busy),
+        "measured",
+    )
 
 
 def test_what_is_known_warm_is_timed_anew_where_something_is_missed(asked: list[bool]) -> None:
@@ -693,3 +698,31 @@ def test_measuring_leaves_no_memory_in_use() -> None:
     before = torch.cuda.memory_allocated()
     _on_gpu(build, args)
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_sizes_that_data_will_tell_have_no_key_yet(timer: _Counting) -> None:
+    """x0 ─▶ nonzero ─▶ relu: only the run knows how many rows the relu gets."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def build(graph: Graph, x: Node) -> tuple[Node, ...]:
+        nonzero = graph.call_function(aten.nonzero.default, (x,))
+        return (graph.call_function(aten.relu.default, (nonzero,)),)
+
+    program, graph = _program(build, 1)
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        x, nonzero, relu, _ = program.module.graph.nodes
+        x.meta["val"] = mode.from_tensor(torch.ones(4))
+        nonzero.meta["val"] = aten.nonzero.default(x.meta["val"])
+        relu.meta["val"] = aten.relu.default(nonzero.meta["val"])
+    assert measured._expected_keys(program, graph)["relu_default"] == ""
+    assert _measure(program, graph, [torch.ones(4)])["relu_default"][1] == "measured"
+
+
+def test_while_an_op_waits_for_memory_the_multiprocessors_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as long again with a cold cache: as much work in more time."""
+    relu = Op("relu", "aten.relu.default", ("relu",), frozenset({"x"}), frozenset({"relu"}), elements=8)
+    record = {"warm_us": 10.0, "cold_us": 15.0, "busy_share": 0.6}
+    cost = measured._cost(relu, profile_named("h200"), record, missed=1.0)
+    assert (cost.duration_us, cost.sm_share) == (15.0, pytest.approx(0.4))
+    assert measured._cost(relu, profile_named("h200"), record, missed=0.0).sm_share == pytest.approx(0.6)

@@ -14,7 +14,7 @@ from autostream.ir import Assignment, Costs, DeviceProfile, OpCost, OpGraph
 from autostream.scheduling import POLICIES
 from autostream.scheduling import search as module
 from autostream.scheduling.coarsen import coarsen
-from autostream.scheduling.search import LAUNCHES_PER_S, search, search_by_streams
+from autostream.scheduling.search import EVENTS_PER_S, search, search_by_streams
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.structure import critical_path_us
 from autostream.scheduling.synchronize import synchronize
@@ -197,20 +197,21 @@ def test_what_is_to_be_captured_is_simulated_so(monkeypatch: pytest.MonkeyPatch,
 # Effort
 
 
-def test_effort_is_counted_in_simulated_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_effort_is_counted_in_simulated_launches_and_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, costs = towers()
-    launches = 0
+    each = len(graph.ops) + len(graph.dependencies)
+    events = 0
 
     def counted(*args: Any, **how: Any) -> object:
-        nonlocal launches
-        launches += len(graph.ops)
+        nonlocal events
+        events += each
         return simulate(*args, **how)
 
     monkeypatch.setattr(module, "simulate", counted)
     for seconds in (0.1, 0.4):
-        launches = 0
+        events = 0
         search(graph, costs, PRICED, 16, NONE, seconds)
-        assert seconds * LAUNCHES_PER_S / 2 < launches <= seconds * LAUNCHES_PER_S + len(graph.ops)
+        assert seconds * EVENTS_PER_S / 2 < events <= seconds * EVENTS_PER_S + each
 
 
 def test_the_effort_for_some_streams_does_not_depend_on_how_many_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +235,7 @@ def test_the_effort_for_some_streams_does_not_depend_on_how_many_are_allowed(mon
 def test_a_graph_too_large_to_be_searched_gets_the_best_of_the_others() -> None:
     """There is time for one simulation, so nothing can be changed."""
     graph, costs = towers()
-    found = search(graph, costs, PRICED, 5, NONE, seconds=len(graph.ops) / LAUNCHES_PER_S)
+    found = search(graph, costs, PRICED, 5, NONE, seconds=(len(graph.ops) + len(graph.dependencies)) / EVENTS_PER_S)
     known = [POLICIES[name](graph, costs, PRICED, 5, NONE) for name in ("critical_path", "path_cover")]
     assert makespan(graph, costs, found, PRICED) == min(makespan(graph, costs, each, PRICED) for each in known)
 
