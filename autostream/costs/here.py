@@ -11,6 +11,7 @@ from autostream.costs.device import profile_of
 from autostream.costs.measured import METHOD, measure
 from autostream.costs.microbenchmarks import measure_profile
 from autostream.costs.records import Measurements, context_of
+from autostream.costs.roofline import price
 from autostream.errors import first_line
 from autostream.ir import Costs, Decision, DeviceProfile, OpGraph, Program
 
@@ -60,6 +61,8 @@ def costs_here(
 ) -> tuple[Costs, Remarks]:
     """The costs of a program's ops by the clock; ops that were timed in an earlier run are not timed again.
 
+    Where measuring fails they are estimates, and a remark says why: a schedule made of those is better than none.
+
     Args:
         program: what to run, at most once.
         graph: its ops.
@@ -69,5 +72,10 @@ def costs_here(
     """
     context = context_of(program.device, profile, METHOD)
     known, faults = load(context)
-    costs, found = measure(program, graph, profile, tensors, known.records, budget_s)
-    return costs, (*faults, *(save(Measurements(context, records=found)) if found else ()))
+    try:
+        costs, found = measure(program, graph, profile, tensors, known.records, budget_s)
+        hindrances = save(Measurements(context, records=found)) if found else ()
+    except Exception as error:
+        reason = f"costs are estimates, for measuring failed: {first_line(error)}"
+        return price(graph, profile), (*faults, Decision("", "not measured", reason))
+    return costs, (*faults, *hindrances)

@@ -21,6 +21,7 @@ from autostream.costs.device import profile_named, profile_of
 from autostream.costs.here import costs_here, profile_anew, profile_here
 from autostream.costs.measured import METHOD
 from autostream.costs.records import Context, Measurements, Record, context_of
+from autostream.costs.roofline import price
 from autostream.errors import TargetError
 from autostream.ir import Costs, DeviceProfile
 from tests.execution.programs import Towers, sample
@@ -230,6 +231,20 @@ def test_what_there_was_no_time_for_is_timed_the_next_time(timed: list[float]) -
     costs, remarks = _costs("views", budget_s=0.0)
     assert ({cost.source for cost in costs.values()}, remarks, timed) == ({"roofline"}, [], [])
     assert {cost.source for cost in _costs("views")[0].values()} == {"measured"}
+
+
+def test_where_measuring_fails_costs_are_estimates_and_that_is_told(
+    timed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        raise TypeError("no key for this")
+
+    monkeypatch.setattr(here, "measure", fails)
+    case = sample("towers")
+    costs, (remark,) = costs_here(case.program, case.graph, profile_of("cpu"), case.args(), 1000.0)
+    assert costs == price(case.graph, profile_of("cpu"))
+    assert remark.choice == "not measured"
+    assert remark.reason == "costs are estimates, for measuring failed: TypeError: no key for this"
 
 
 def test_costs_that_cannot_be_kept_are_measured_each_time(timed: list[float], folder: Path) -> None:
