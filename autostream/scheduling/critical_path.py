@@ -53,7 +53,7 @@ def critical_path(
         streams=board.opened,
         order=tuple(sorted(board.start, key=board.start.__getitem__)),
         stream={name: board.stream[name] for name in graph.ops},
-        decisions=(_summary(board, costs, streams), *board.decisions),
+        decisions=(_summary(board, streams), *board.decisions),
     )
 
 
@@ -81,13 +81,12 @@ def _fill(board: _Board, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -
 class _Inputs:
     """When an op's inputs have arrived: at ``near`` on its home stream, at ``far`` on any other, µs.
 
-    ``last`` is the predecessor that finishes last, or ``""``; the home of an op without predecessors is stream 0.
+    The home is the stream of the predecessor that finishes last; that of an op without predecessors is stream 0.
     """
 
     home: int = 0
     near: float = 0.0
     far: float = 0.0
-    last: str = ""
 
 
 @dataclass(slots=True)
@@ -111,7 +110,7 @@ class _Board:
         home, end = self.stream[last], self.finish[last]
         foreign = max((self.finish[name] for name in names if self.stream[name] != home), default=-inf)
         near, far = self.profile.same_stream_edge_us, self.profile.cross_stream_edge_us
-        return _Inputs(home, max(end + near, foreign + far), end + far, last)
+        return _Inputs(home, max(end + near, foreign + far), end + far)
 
     def start_on(self, stream: int, inputs: _Inputs) -> float:
         """The earliest start at the end of a stream, µs."""
@@ -133,7 +132,7 @@ class _Board:
         start = self.start_on(stream, inputs)
         if stream != inputs.home:
             gain = None if pinned else self.start_on(inputs.home, inputs) - start
-            self.decisions.append(_explain(name, stream, inputs, gain))
+            self.decisions.append(_explain(name, stream, inputs.home, gain))
         self.opened = max(self.opened, stream + 1)
         self.stream[name], self.start[name], self.finish[name] = stream, start, start + duration_us
         self.free[stream] = start + duration_us + self.profile.same_stream_edge_us
@@ -171,18 +170,15 @@ class _Queues:
             heappush(self.pinned if pinned else self.others, rank)
 
 
-def _explain(name: str, stream: int, inputs: _Inputs, gain_us: float | None) -> Decision:
-    after = f", after {inputs.last}" if inputs.last else ""
+def _explain(name: str, stream: int, home: int, gain_us: float | None) -> Decision:
     if gain_us is None:
-        return Decision(name, f"stream {stream}", f"must be on the caller's stream{after} on stream {inputs.home}")
-    return Decision(name, f"stream {stream}", f"starts {gain_us:.1f} µs earlier than on stream {inputs.home}{after}")
+        return Decision(name, f"stream {stream}", f"must be on the caller's stream; what it needs is on stream {home}")
+    return Decision(name, f"stream {stream}", f"starts {gain_us:.1f} µs earlier than on stream {home}")
 
 
-def _summary(board: _Board, costs: Costs, streams: int) -> Decision:
+def _summary(board: _Board, streams: int) -> Decision:
     if streams == 1:
         return Decision("", "1 stream", "no more are allowed")
     if board.opened == 1:
         return Decision("", "1 stream", "no op would start earlier on another by more than the edges cost")
-    total, length = sum(costs[name].duration_us for name in board.start), max(board.finish.values())
-    reason = f"{total:.1f} µs of ops end after {length:.1f} µs, if they do not slow each other down"
-    return Decision("", f"{board.opened} streams", reason)
+    return Decision("", f"{board.opened} streams", "some ops start earlier on another by more than the edges cost")

@@ -137,7 +137,6 @@ class _Plan:
         makespan_us: how long the run takes, µs.
         waits: how many of them there are.
         critical: chains whose starts decided the makespan, from the last back, each with what it waited for.
-        decisions: of the policy.
     """
 
     policy: str
@@ -147,7 +146,6 @@ class _Plan:
     makespan_us: float
     waits: int
     critical: tuple[tuple[str, str], ...]
-    decisions: tuple[Decision, ...]
 
     @property
     def streams(self) -> int:
@@ -196,7 +194,6 @@ class _Space:
             makespan_us=timeline.makespan_us,
             waits=schedule.wait_count,
             critical=critical,
-            decisions=chains.decisions,
         )
 
     def climb(self, plan: _Plan, streams: int, changes: int, random: Random, deadline: float) -> _Plan:
@@ -226,18 +223,18 @@ class _Space:
         return order, _without_gaps({**stream, **dict.fromkeys(self.coarse.pinned, 0)})
 
     def assignment(self, plan: _Plan, start: _Plan) -> Assignment:
-        """A plan as the policy's result, with reasons: those of the start where they still hold."""
-        moved = {name for name in plan.order if plan.stream[name] != start.stream[name]}
-        gain = f"{start.makespan_us:.1f} µs by {start.policy}, {plan.makespan_us:.1f} µs after the search"
-        whole = Decision("", f"{plan.streams} stream{'s' * (plan.streams > 1)}", gain)
-        kept = (decision for decision in start.decisions if decision.op and decision.op not in moved)
-        changed = (
-            Decision(name, f"stream {plan.stream[name]}", f"moved from stream {start.stream[name]}: {gain}")
-            for name in plan.order
-            if name in moved
-        )
-        chains = Assignment("search", plan.streams, plan.order, plan.stream, (whole, *kept, *changed))
-        return expand(self.coarse, chains)
+        """A plan as the policy's result. The start's reasons for each op are gone: they hold for that plan alone."""
+        whole = Decision("", f"{plan.streams} stream{'s' * (plan.streams > 1)}", _gain(plan, start))
+        return expand(self.coarse, Assignment("search", plan.streams, plan.order, plan.stream, (whole,)))
+
+
+def _gain(plan: _Plan, start: _Plan) -> str:
+    """What a plan is better by than the one that it was made of."""
+    if (gain_us := round(start.makespan_us - plan.makespan_us, 1)) > 0:
+        return f"{gain_us:.1f} µs less than by {start.policy}"
+    if plan.waits < start.waits:
+        return f"as fast as by {start.policy}, with {plan.waits} waits instead of {start.waits}"
+    return f"no change makes it faster than by {start.policy}"
 
 
 def _critical(schedule: Schedule, timeline: Timeline, coarse: Coarse) -> Iterator[tuple[str, str]]:
