@@ -207,7 +207,7 @@ def test_the_graph_that_runs_is_shown_as_code(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("flags", "start"), [([], "model "), (["--json"], '{\n "schema": 1'), (["--dot"], "digraph {\n  node [")]
+    ("flags", "start"), [([], "model "), (["--json"], '{\n "schema": 2'), (["--dot"], "digraph {\n  node [")]
 )
 def test_three_faces_to_the_terminal_or_to_a_file(
     capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace, flags: list[str], start: str

@@ -11,10 +11,10 @@ came to those timed with cold ones.
 
 from __future__ import annotations
 
-from autostream.ir import Assignment, DeviceProfile, OpGraph, Role
+from autostream.ir import DeviceProfile, OpGraph, Role
 from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.releases import place_releases
-from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.sequential import one_stream
 
 _FITS = 0.5
 _EXCEEDS = 0.8
@@ -42,7 +42,5 @@ def missed_share(graph: OpGraph, profile: DeviceProfile) -> float:
 
 def footprint_bytes(graph: OpGraph) -> int:
     """The memory that a program goes through in a run on one stream: what is given to it, and its blocks in turn."""
-    order = tuple(graph.ops)
-    alone = place_releases(graph, synchronize(graph, Assignment("sequential", 1, order, dict.fromkeys(order, 0))))
     given = sum(storage.bytes for storage in graph.storages.values() if storage.role is not Role.INTERMEDIATE)
-    return given + peak_bytes(graph, alone)
+    return given + peak_bytes(graph, place_releases(graph, one_stream(graph)))

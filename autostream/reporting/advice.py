@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autostream.options import MAX_STREAMS
-from autostream.reporting.layout import us
+from autostream.reporting.layout import count, us
 from autostream.reporting.summary import Summary, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain
 from autostream.scheduling.simulate import replay_us
@@ -65,8 +65,11 @@ def _fuse(report: Report, numbers: Summary, sequential_us: float) -> Iterator[st
     gaps_us = sequential_us - replay_us(report.profile, report.chosen.captured) - numbers.work_us
     tried = report.mode != "dry run" and any(refusal.choice == "not fused" for refusal in report.refusals)
     if report.level == "aten" and report.graph.device != "cpu" and not tried and gaps_us > _WORTH * sequential_us:
-        ops = len(report.graph.ops)
-        yield f'kernels="inductor": on one stream, {us(gaps_us)} of {us(sequential_us)} are gaps between {ops} kernels'
+        # Kernels are fused for the GPU that is there.
+        where = "on the device itself, " if report.mode == "dry run" else ""
+        ops = count(len(report.graph.ops), "kernel")
+        idle = f"gaps between {ops}" if report.chosen.captured else f"spent waiting for the host to launch {ops}"
+        yield f'{where}kernels="inductor": on one stream, {us(gaps_us)} of {us(sequential_us)} are {idle}'
 
 
 def _lighten(report: Report, numbers: Summary) -> Iterator[str]:
@@ -120,7 +123,7 @@ def _free(report: Report) -> Iterator[str]:
 
 
 def _measure(report: Report) -> Iterator[str]:
-    if report.mode == "dry run" and report.graph and report.graph.device != "cpu":
+    if report.mode == "dry run" and report.graph and report.graph.ops and report.graph.device != "cpu":
         yield "autostream bench on the device itself: this is a prediction"
 
 

@@ -14,7 +14,7 @@ from autostream.reporting.summary import summary_of
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
-SCHEMA = 1
+SCHEMA = 2
 """Grows when a key changes its name or meaning or goes; new keys may come without that."""
 
 
@@ -30,7 +30,7 @@ def dump(report: Report) -> dict[str, Any]:
         >>> from autostream.reporting.report import Report
         >>> dumped = dump(Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain"))
         >>> dumped["schema"], dumped["model"], dumped["refusals"], dumped["summary"]
-        (1, 'Net', [], None)
+        (2, 'Net', [], None)
     """
     numbers, parts = summary_of(report), [dump(part) for part in report.parts]
     answers = _plain(explanation_of(report, numbers))

@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, Costs, DeviceProfile, OpGraph, Schedule
+from autostream.ir import Candidate, Costs, DeviceProfile, Schedule
 from autostream.reporting.advice import advise
 from autostream.reporting.layout import count, few, us
+from autostream.reporting.placements import placements
 from autostream.reporting.summary import Summary, baselines, gain, named
-from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, one_stream, wait_us
+from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, wait_us
 from autostream.scheduling.overlap import Company, companies, concurrency
+from autostream.scheduling.sequential import one_stream
 from autostream.scheduling.simulate import replay_us, run_us
 
 if TYPE_CHECKING:
@@ -56,19 +58,21 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What a prediction comes to if all ops take less or more than was estimated, in time and in room on the device.
+    """What a prediction comes to if what it is made of is less or more than was estimated.
 
     Attributes:
         error: by this share less or more.
-        costs: where the estimates are from.
+        costs: where the ops' times and their room on the device are from.
+        edges: where the times of edges, forks, joins, launches and replays are from; measured ones are not varied.
         us: the least and the most time, µs.
-        times: the least and the most gain over one stream.
+        times: the least and the most gain over one stream; ``None`` where one stream is what was chosen.
     """
 
     error: float
     costs: str
+    edges: str
     us: tuple[float, float]
-    times: tuple[float, float]
+    times: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,8 @@ class Ceiling:
 
     Attributes:
         why: what it is.
-        us: the time that no schedule is below, µs.
-        times: how many times faster than one stream that would be.
+        us: what that takes at least, µs; what a replay takes besides is no part of it.
+        times: how many times faster than one stream a run would then be.
     """
 
     why: str
@@ -110,6 +114,7 @@ class Explanation:
     Attributes:
         gains: how much faster the chosen schedule is, against what; measured ones first.
         spread: how far the prediction may be off; ``None`` where the chosen schedule was measured.
+        chain: the ops that take longest in line.
         ceilings: the most that streams could give, the tightest first.
         explained: the schedule that the reasons are about: the chosen one, or the best over several streams where one
             stream was chosen; ``None`` where there is none.
@@ -123,6 +128,7 @@ class Explanation:
 
     gains: tuple[Gain, ...]
     spread: Spread | None
+    chain: Chain
     ceilings: tuple[Ceiling, ...]
     explained: str | None
     ideal_us: float | None
@@ -144,21 +150,22 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
     if graph is None or chosen is None or profile is None or numbers is None:
         return None
     explained = chosen if chosen.schedule.streams > 1 else best_rival(report, chosen)
-    chain = longest_chain(graph, costs, profile)
-    sequential_us = run_us(one_stream(graph), costs, profile, captured=chosen.captured)
+    chain, alone = longest_chain(graph, costs, profile), one_stream(graph)
+    sequential_us = run_us(alone, costs, profile, captured=chosen.captured)
     parts = None
     if explained:
         parts = break_down(graph, explained.schedule, costs, profile, captured=explained.captured)
     return Explanation(
         gains=tuple(_gains(report, chosen)),
-        spread=_spread(graph, chosen, costs, profile),
+        spread=_spread(chosen, alone, costs, profile),
+        chain=chain,
         ceilings=_ceilings(numbers, chain, sequential_us, profile, chosen.captured),
         explained=named(explained.schedule) if explained else None,
         ideal_us=parts.ideal_us if parts else None,
         reasons=_reasons(report, explained, parts, chain, numbers) if explained and parts else (),
         concurrency=concurrency(report.timeline) if report.timeline else {},
         companies=companies(report.timeline, _COMPANIES) if report.timeline else (),
-        placements=_placements(graph, chosen.schedule),
+        placements=placements(graph, chosen, report.timeline),
         advice=advise(report, numbers, chain, parts, sequential_us),
     )
 
@@ -178,19 +185,28 @@ def _gains(report: Report, chosen: Candidate) -> Iterator[Gain]:
                 yield Gain(against, other_us / own_us, own_us, other_us, measured)
 
 
-def _spread(graph: OpGraph, chosen: Candidate, costs: Costs, profile: DeviceProfile) -> Spread | None:
-    """By simulation with all costs scaled: errors of an estimate are alike for all ops, and do not cancel out."""
-    if chosen.measured_us is not None:
+def _spread(chosen: Candidate, alone: Schedule, costs: Costs, profile: DeviceProfile) -> Spread | None:
+    """By simulation with all costs scaled: errors of an estimate are alike for all ops, and do not cancel out.
+
+    The edges of a profile that was looked up are estimates as well: mostly they were measured on another GPU.
+    """
+    if chosen.measured_us is not None or not costs:
         return None
     sources = sorted({cost.source for cost in costs.values()})
     error = max(ERRORS.get(source, ERRORS["roofline"]) for source in sources)
-    corners = [_scaled(costs, *factors) for factors in product((1 - error, 1 + error), repeat=2)]
+    off = (1 - error, 1 + error)
+    edges = (1.0,) if profile.source == "measured" else off
+    corners = [
+        (costs, profile),  # for on some schedules both less and more work take longer (Graham 1966)
+        *((_scaled(costs, time, room), _slowed(profile, edge)) for time, room, edge in product(off, off, edges)),
+    ]
     own_us, one_us = (
-        [run_us(schedule, each, profile, captured=chosen.captured) for each in corners]
-        for schedule in (chosen.schedule, one_stream(graph))
+        [run_us(schedule, *corner, captured=chosen.captured) for corner in corners]
+        for schedule in (chosen.schedule, alone)
     )
     times = [one / own if own else 1.0 for one, own in zip(one_us, own_us, strict=True)]
-    return Spread(error, "/".join(sources), (min(own_us), max(own_us)), (min(times), max(times)))
+    gains = (min(times), max(times)) if chosen.schedule.streams > 1 else None
+    return Spread(error, "/".join(sources), profile.source, (min(own_us), max(own_us)), gains)
 
 
 def _scaled(costs: Costs, time: float, room: float) -> Costs:
@@ -205,15 +221,31 @@ def _scaled(costs: Costs, time: float, room: float) -> Costs:
     }
 
 
+def _slowed(profile: DeviceProfile, times: float) -> DeviceProfile:
+    """The device with edges, forks, joins, launches and replays that take so many times as long."""
+    return replace(
+        profile,
+        same_stream_edge_us=profile.same_stream_edge_us * times,
+        cross_stream_edge_us=profile.cross_stream_edge_us * times,
+        per_stream_us=profile.per_stream_us * times,
+        fork_us=profile.fork_us * times,
+        join_us=profile.join_us * times,
+        dispatch_us=profile.dispatch_us * times,
+        launch_us=profile.launch_us * times,
+        replay_us=profile.replay_us * times,
+    )
+
+
 def _ceilings(
     numbers: Summary, chain: Chain, sequential_us: float, profile: DeviceProfile, captured: bool
 ) -> tuple[Ceiling, ...]:
     """Each is a floor under the time of any schedule; ops that fill the device gain nothing from company."""
     if numbers.work_us <= 0:
         return ()
-    if numbers.width <= 1:
-        return (Ceiling("the ops form a chain (width 1): nothing can run beside anything else", sequential_us, 1.0),)
     ops, always_us = len(numbers.slack_us), replay_us(profile, captured)
+    if numbers.width <= 1:
+        why = "the ops form a chain (width 1): nothing can run beside anything else"
+        return (Ceiling(why, sequential_us - always_us, 1.0),)
     launch_us = profile.dispatch_us if captured else profile.launch_us
     # So many chains hold all ops (Dilworth), and there is no gap between the end of one and the start of the next.
     chains_us = numbers.work_us + (ops - numbers.width) * profile.same_stream_edge_us
@@ -225,7 +257,7 @@ def _ceilings(
         f"{count(ops, 'kernel')} start one after the other, {launch_us:.2f} µs apart": (ops - 1) * launch_us,
     }
     ceilings = (
-        Ceiling(why, floor_us + always_us, sequential_us / (floor_us + always_us))
+        Ceiling(why, floor_us, sequential_us / (floor_us + always_us))
         for why, floor_us in floors.items()
         if floor_us > 0
     )
@@ -271,20 +303,3 @@ def _launches(report: Report, explained: Candidate, ops: int) -> str:
         return f"{count(ops, 'kernel')} start {report.profile.dispatch_us:.2f} µs apart, on whatever streams"
     refused = next((f": {refusal.reason}" for refusal in report.refusals if refusal.choice == "not captured"), "")
     return f"the host launches {count(ops, 'op')}, {us(report.profile.launch_us)} each; not captured{refused}"
-
-
-def _placements(graph: OpGraph, schedule: Schedule) -> dict[str, str]:
-    """The policy's own reasons, and for ops that it had no need to move, what keeps them where they are."""
-    if schedule.streams == 1:
-        return {}
-    told = {decision.op: decision.reason for decision in schedule.decisions if decision.op}
-    place = {launch.op: at for at, launch in enumerate(schedule.launches)}
-    return {op: told.get(op) or _stays(graph, schedule, place, op) for op in place}
-
-
-def _stays(graph: OpGraph, schedule: Schedule, place: Mapping[str, int], op: str) -> str:
-    stream = schedule.stream_of
-    near = [before for before in graph.digraph.predecessors(op) if stream[before] == stream[op]]
-    if near:
-        return f"needs {max(near, key=place.__getitem__)}, which is there"
-    return "the caller's stream, where nothing need be waited for" if not stream[op] else "its stream is free then"

@@ -1,4 +1,4 @@
-"""What every face of a report says about its graph: how much work, how much of it in line, how much could be gained."""
+"""What every face of a report says about its graph: how much work there is, how much of it in line, how wide it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Summary:
         critical_path_us: their duration: no schedule is shorter, µs.
         sm_us: what the work would take if every op kept all multiprocessors busy, µs.
         bandwidth_us: the same for the memory bandwidth, µs.
-        bound: how many times faster than one op after the other any schedule can be: work over critical path.
         width: the most ops that are independent of one another.
         regions: stretches whose branches are independent.
         slack_us: op name to how much later it could start without lengthening the critical path, µs.
@@ -34,7 +33,6 @@ class Summary:
     critical_path_us: float
     sm_us: float
     bandwidth_us: float
-    bound: float
     width: int
     regions: tuple[structure.Region, ...]
     slack_us: Mapping[str, float]
@@ -48,8 +46,8 @@ def summarize(graph: OpGraph, costs: Costs) -> Summary:
         >>> ops = {n: Op(n, "aten.relu.default", (n,), frozenset(), frozenset({n})) for n in ("a", "b")}
         >>> costs = {n: OpCost(3.0, sm_share=0.5, bandwidth_share=0.1, source="roofline") for n in ops}
         >>> summary = summarize(OpGraph(ops, (), {}, (), "cuda:0"), costs)
-        >>> summary.work_us, summary.critical_path_us, summary.sm_us, summary.width, summary.bound
-        (6.0, 3.0, 3.0, 2, 2.0)
+        >>> summary.work_us, summary.critical_path_us, summary.sm_us, summary.width
+        (6.0, 3.0, 3.0, 2)
     """
     ours = [costs[name] for name in graph.ops]
     return Summary(
@@ -58,7 +56,6 @@ def summarize(graph: OpGraph, costs: Costs) -> Summary:
         critical_path_us=structure.critical_path_us(graph, costs),
         sm_us=sum(cost.duration_us * cost.sm_share for cost in ours),
         bandwidth_us=sum(cost.duration_us * cost.bandwidth_share for cost in ours),
-        bound=structure.gain_bound(graph, costs),
         width=structure.width(graph),
         regions=structure.regions(graph),
         # Sums in another order differ in the last digit, which must not print as -0.0.
@@ -68,7 +65,8 @@ def summarize(graph: OpGraph, costs: Costs) -> Summary:
 
 def summary_of(report: Report) -> Summary | None:
     """The summary of a report's graph; ``None`` where it was refused before it was priced."""
-    return summarize(report.graph, report.costs) if report.graph and report.costs else None
+    graph, costs = report.graph, report.costs
+    return summarize(graph, costs) if graph is not None and graph.ops.keys() <= costs.keys() else None
 
 
 def baselines(report: Report) -> tuple[Candidate, ...]:

@@ -13,9 +13,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Timeline
-from autostream.reporting.explanation import Explanation, Gain, best_rival, explanation_of
+from autostream.reporting.explanation import Explanation, Gain, Spread, best_rival, explanation_of
 from autostream.reporting.layout import count, few, line, pairs, source, table, us
 from autostream.reporting.summary import Summary, gain, named, summary_of
+from autostream.scheduling.losses import Chain
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
@@ -143,7 +144,8 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
         yield from (("at most", f"{c.times:.2f}×: {c.why}, {us(c.us)}") for c in explanation.ceilings[:_CEILINGS])
     if report.graph and numbers:
         yield "graph", _graph(report, report.graph, numbers)
-        yield "work", _work(report.costs, numbers)
+    if explanation and numbers and report.costs:
+        yield "work", _work(report.costs, numbers, explanation.chain)
     yield from (("refused", refusal) for refusal in _refusals(report))
     if report.seconds:
         yield "prepared in", ", ".join(f"{stage} {took:.2f} s" for stage, took in report.seconds.items())
@@ -213,12 +215,17 @@ def _times(report: Report, chosen: Candidate, explanation: Explanation) -> Itera
         yield "measured", "nothing: the times below are predicted"
     yield "predicted", _compared(chosen.predicted_us, predicted)
     if spread := explanation.spread:
-        ranges = (
-            f"{spread.us[0]:,.1f} to {us(spread.us[1])}, {spread.times[0]:.2f}× to {spread.times[1]:.2f}× one stream"
-        )
-        yield "uncertain", f"{ranges}, if ops take {spread.error:.0%} less or more time and room ({spread.costs} costs)"
+        yield "uncertain", _uncertain(spread)
     if chosen.schedule.streams == 1:
         yield "gain", _no_gain(report, chosen)
+
+
+def _uncertain(spread: Spread) -> str:
+    low, high = spread.us
+    gains = f", {spread.times[0]:.2f}× to {spread.times[1]:.2f}× one stream" if spread.times else ""
+    ops = f"if ops take {spread.error:.0%} less or more time and room ({spread.costs} costs)"
+    edges = "what was measured" if spread.edges == "measured" else "as much less or more time"
+    return f"{low:,.1f} to {us(high)}{gains}, {ops}, and edges and launches {edges} (profile: {spread.edges})"
 
 
 def _compared(own_us: float, gains: Sequence[Gain]) -> str:
@@ -229,6 +236,8 @@ def _compared(own_us: float, gains: Sequence[Gain]) -> str:
 def _no_gain(report: Report, chosen: Candidate) -> str:
     """One stream was kept: the number that the best of several streams came to."""
     best = best_rival(report, chosen)
+    if report.graph and not report.graph.ops:
+        return "none: the model launches nothing, so there is nothing to schedule"
     if best is None:
         return "none from streams: no schedule over several streams was a candidate"
     measured = best.measured_us is not None and chosen.measured_us is not None
@@ -250,9 +259,10 @@ def _graph(report: Report, graph: OpGraph, numbers: Summary) -> str:
     return ", ".join(facts)
 
 
-def _work(costs: Costs, numbers: Summary) -> str:
+def _work(costs: Costs, numbers: Summary, chain: Chain) -> str:
     sources = "/".join(sorted({cost.source for cost in costs.values()}))
-    return f"{us(numbers.work_us)} ({sources} costs), {us(numbers.critical_path_us)} of it on the critical path"
+    gaps = f", {us(chain.us)} with its gaps" if chain.us > chain.work_us else ""
+    return f"{us(numbers.work_us)} ({sources} costs), {us(chain.work_us)} of it on the critical path{gaps}"
 
 
 def _refusals(report: Report) -> Iterator[str]:
@@ -337,6 +347,8 @@ def _starts(timeline: Timeline | None) -> dict[str, str]:
 
 def _placements(report: Report, explanation: Explanation, shown: frozenset[str]) -> Iterator[str]:
     """Why on which stream: what is about the whole first, then the ops shown, in launch order."""
+    if not explanation.placements:
+        return  # there is one stream
     assert report.chosen is not None
     schedule = report.chosen.schedule
     rows = [("", line(d.choice), line(d.reason)) for d in schedule.decisions if not d.op]

@@ -74,15 +74,6 @@ def reduction(successors: Sequence[Sequence[int]], size: int = BLOCK) -> list[li
     return kept
 
 
-def closure_sizes(successors: Sequence[Sequence[int]], size: int = BLOCK) -> list[int]:
-    """How many ops come after each op, directly or not. O(E·V/30) digit operations and V·size/8 bytes."""
-    sizes = [0] * len(successors)
-    for block in closure(successors, size):
-        for at, after in enumerate(block.after):
-            sizes[at] += after.bit_count()
-    return sizes
-
-
 def successor_positions(graph: OpGraph) -> list[list[int]]:
     """The direct successors of each op, as positions in program order."""
     position = {name: at for at, name in enumerate(graph.ops)}

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, pairwise
 
-from autostream.ir import Costs, DeviceProfile, Launch, OpGraph, Schedule
+from autostream.ir import Costs, DeviceProfile, OpGraph, Schedule
 from autostream.scheduling import structure
+from autostream.scheduling.sequential import one_stream
 from autostream.scheduling.simulate import replay_us, simulate
 
 
@@ -88,7 +89,7 @@ def break_down(
     Example:
         Two ops that each need three quarters of the device take 12 µs side by side instead of 8:
 
-        >>> from autostream.ir import FORK, Op, OpCost
+        >>> from autostream.ir import FORK, Launch, Op, OpCost
         >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset({name})) for name in "ab"}
         >>> costs = {name: OpCost(8.0, sm_share=0.75, bandwidth_share=0.1, source="roofline") for name in ops}
         >>> beside = Schedule("path_cover", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,))), join_waits=("b",))
@@ -113,11 +114,6 @@ def break_down(
     saved = {cause: before - after for cause, (before, after) in zip(causes, pairwise(falling), strict=True)}
     always_us = replay_us(profile, captured)
     return Breakdown(always_us + levels[0], always_us + falling[-1], {cause: saved[cause] for cause in Cause})
-
-
-def one_stream(graph: OpGraph) -> Schedule:
-    """The ops one after the other."""
-    return Schedule("sequential", 1, tuple(Launch(name, 0) for name in graph.ops))
 
 
 def longest_chain(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Chain:

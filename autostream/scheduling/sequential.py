@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
+from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph, Schedule
+from autostream.scheduling.synchronize import synchronize
 
 
 def sequential(
@@ -16,6 +17,21 @@ def sequential(
         >>> sequential(graph, {}, None, 4, frozenset()).stream
         {'a': 0}
     """
+    return _in_program_order(graph)
+
+
+def one_stream(graph: OpGraph) -> Schedule:
+    """The baseline's schedule, without releases.
+
+    Example:
+        >>> from autostream.ir import Op
+        >>> one_stream(OpGraph({"a": Op("a", "f", ("a",), frozenset(), frozenset({"a"}))}, (), {}, (), "cpu")).launches
+        (Launch(op='a', stream=0, waits=(), releases=()),)
+    """
+    return synchronize(graph, _in_program_order(graph))
+
+
+def _in_program_order(graph: OpGraph) -> Assignment:
     reason = "program order on the caller's stream: nothing to wait for, and memory is reused at once"
     return Assignment(
         policy="sequential",

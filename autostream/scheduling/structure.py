@@ -8,13 +8,12 @@ Terms: the *bottom level* of an op is the longest path from its start to the end
 longest path from the start of the run to its start (Adam, Chandy & Dickson 1974: "A comparison of list schedules for
 parallel processing systems"). Edges between streams cost nothing here: these are bounds.
 
-All is linear in ops and dependencies, except :func:`independent_counts` and :func:`width`, which are about the closure;
-memory is linear in all of them.
+All is linear in ops and dependencies, except the time of :func:`width`, which is about the closure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -90,22 +89,6 @@ def slack(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
     return {name: length - top[name] - bottom[name] for name in graph.ops}
 
 
-def gain_bound(graph: OpGraph, costs: Costs) -> float:
-    """How many times faster than one stream any schedule can be: total cost over critical path; 1 if there is none."""
-    length = critical_path_us(graph, costs)
-    return sum(costs[name].duration_us for name in graph.ops) / length if length else 1.0
-
-
-def independent_counts(graph: OpGraph) -> Mapping[str, int]:
-    """How many ops are neither before nor after each op. O(E·V/30) digit operations, tens of ms for 10,000 ops."""
-    successors = bitsets.successor_positions(graph)
-    last = len(successors) - 1
-    # The same graph with the order of its ops turned round: what comes after, there, comes before, here.
-    predecessors = [[last - before for before in row] for row in reversed(_transposed(successors))]
-    after, before = bitsets.closure_sizes(successors), bitsets.closure_sizes(predecessors)
-    return {name: last - after[at] - before[last - at] for at, name in enumerate(graph.ops)}
-
-
 def width(graph: OpGraph) -> int:
     """The largest number of ops no two of which depend on each other: more streams are never busy.
 
@@ -143,8 +126,7 @@ def cuts(graph: OpGraph) -> tuple[str, ...]:
 def regions(graph: OpGraph) -> tuple[Region, ...]:
     """The stretches between neighbouring cuts that consist of two or more branches, in program order.
 
-    Branches that exchange values count as one: where a whole graph is entangled, this is empty and
-    :func:`independent_counts` says more.
+    Branches that exchange values count as one: where a whole graph is entangled, this is empty, however wide it is.
     """
     bounds = [FORK, *cuts(graph), JOIN]
     inner: dict[str, list[str]] = {bound: [] for bound in bounds}
@@ -156,15 +138,6 @@ def regions(graph: OpGraph) -> tuple[Region, ...]:
             inner[fork].append(name)
     found = (Region(fork, join, _branches(graph, inner[fork])) for fork, join in pairwise(bounds))
     return tuple(region for region in found if len(region.branches) > 1)
-
-
-def _transposed(successors: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The predecessors of each op, in program order."""
-    predecessors: list[list[int]] = [[] for _ in successors]
-    for at, after in enumerate(successors):
-        for successor in after:
-            predecessors[successor].append(at)
-    return predecessors
 
 
 def _branches(graph: OpGraph, names: list[str]) -> tuple[tuple[str, ...], ...]:

@@ -11,7 +11,8 @@ from autostream.ir import FORK, Decision, Launch, OpGraph, Schedule
 from autostream.reporting.advice import advise
 from autostream.reporting.report import Report
 from autostream.reporting.summary import summary_of
-from autostream.scheduling.losses import break_down, longest_chain, one_stream
+from autostream.scheduling.losses import break_down, longest_chain
+from autostream.scheduling.sequential import one_stream
 from autostream.scheduling.simulate import run_us
 from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, GRAPHED, REPORT
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
@@ -27,8 +28,8 @@ def advice(**fields: Any) -> tuple[str, ...]:
     assert chosen is not None
     several = chosen.schedule.streams > 1
     parts = break_down(graph, chosen.schedule, report.costs, profile) if several else None
-    chain, sequential_us = longest_chain(graph, report.costs, profile), run_us(one_stream(graph), report.costs, profile)
-    return advise(report, numbers, chain, parts, sequential_us)
+    sequential_us = run_us(one_stream(graph), report.costs, profile, captured=chosen.captured)
+    return advise(report, numbers, longest_chain(graph, report.costs, profile), parts, sequential_us)
 
 
 def with_shares(sm_share: float, bandwidth_share: float = 0.0) -> Any:
@@ -88,7 +89,17 @@ def test_fusing_is_not_advised_where_it_is_of_no_use(fields: dict[str, Any]) -> 
 
 def test_a_dry_run_has_not_tried_to_fuse() -> None:
     refusal = Decision("", "not fused", "a dry run plans ATen ops")
-    assert starting(advice(profile=GAPS, mode="dry run", refusals=(refusal,)), "kernels=")
+    found = advice(profile=GAPS, mode="dry run", refusals=(refusal,))
+    assert starting(found, 'on the device itself, kernels="inductor": on one stream, 4.0 µs of 22.0 µs are gaps')
+    assert not starting(found, "kernels="), "a plan for a GPU that is not here cannot fuse for it"
+
+
+def test_what_the_host_launches_one_by_one_has_no_gaps_but_waits_for_it() -> None:
+    """Five launches 9 µs apart: the last op ends at 38, after 18 µs of work."""
+    profile, chosen = profile_with(launch_us=9.0), replace(GRAPHED, captured=False)
+    assert starting(advice(profile=profile, refusals=(), chosen=chosen, candidates=(chosen,)), "kernels=") == [
+        'kernels="inductor": on one stream, 20.0 µs of 38.0 µs are spent waiting for the host to launch 5 kernels'
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from autostream.ir import FORK, Candidate, Decision, DeviceProfile, Launch, OpCo
 from autostream.reporting.explanation import Ceiling, Explanation, Gain, Reason, explanation_of
 from autostream.reporting.report import Report
 from autostream.reporting.summary import summarize, summary_of
+from autostream.scheduling.losses import Chain
+from autostream.scheduling.sequential import one_stream
 from autostream.scheduling.simulate import run_us, simulate
 from tests.reporting.reports import (
     CHOSEN,
@@ -23,7 +25,6 @@ from tests.reporting.reports import (
     PLAIN,
     REFUSED,
     REPORT,
-    TWO_STREAMS,
     UNCAPTURED,
 )
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
@@ -76,6 +77,29 @@ def test_a_prediction_is_as_uncertain_as_its_costs(source: str, error: float, us
     spread = explain(replace(REPORT, costs=costs, chosen=replace(CHOSEN, measured_us=None))).spread
     assert spread is not None
     assert (spread.error, spread.us, spread.times) == (error, pytest.approx(us), pytest.approx((1.5, 1.5)))
+
+
+@pytest.mark.parametrize(
+    ("source", "us"), [("table", (14.3, 29.7)), ("properties", (14.3, 29.7)), ("measured", (17.8, 26.2))]
+)
+def test_edges_and_launches_are_as_uncertain_as_the_profile(source: str, us: tuple[float, float]) -> None:
+    """Of 22 µs, 12 are ops in line, 6 the three edges between them, and 4 the replay."""
+    profile = profile_with(same_stream_edge_us=2.0, cross_stream_edge_us=2.0, replay_us=4.0, source=source)
+    costs = with_costs(sm_share=0.1)
+    spread = explain(replace(REPORT, costs=costs, profile=profile, chosen=replace(CHOSEN, measured_us=None))).spread
+    assert spread is not None
+    assert (spread.edges, spread.us) == (source, pytest.approx(us))
+
+
+def test_where_ops_take_next_to_nothing_edges_are_what_is_uncertain() -> None:
+    """All of the 8 µs are two gaps and the replay; against one stream there is no gain to be uncertain of."""
+    profile = profile_with(same_stream_edge_us=2.0, cross_stream_edge_us=2.0, replay_us=4.0)
+    graph = graph_of("a-b b-c")
+    chosen = replace(GRAPHED, schedule=one_stream(graph), measured_us=None)
+    fields = {"graph": graph, "costs": costs_of(graph, 0.0), "chosen": chosen, "candidates": (chosen,)}
+    spread = explain(replace(REPORT, profile=profile, **fields)).spread  # type: ignore[arg-type]
+    assert spread is not None
+    assert (spread.us, spread.times) == (pytest.approx((5.2, 10.8)), None)
 
 
 def test_where_room_is_short_the_gain_is_uncertain_too() -> None:
@@ -133,9 +157,10 @@ def test_gaps_between_the_ops_of_a_chain_are_part_of_it() -> None:
 
 
 def test_what_a_replay_takes_is_part_of_every_time() -> None:
-    """20 µs on one stream, 14 at least and 16 measured."""
+    """20 µs on one stream, 14 at least, 12 of them in line, and 16 measured."""
     found = explain(replace(REPORT, profile=profile_with(replay_us=2.0), chosen=replace(CHOSEN, measured_us=16.0)))
-    assert (found.ceilings[0].us, found.ceilings[0].times, found.ceilings[-1].times) == (14.0, 20 / 14, 20 / 6.5)
+    assert (found.ceilings[0].us, found.ceilings[0].times, found.ceilings[-1].times) == (12.0, 20 / 14, 20 / 6.5)
+    assert found.chain == Chain(("a", "b", "c", "e"), 12.0, 12.0)
     assert (found.ideal_us, [reason.us for reason in found.reasons]) == (11.0, [3.0, 2.0])
 
 
@@ -231,25 +256,6 @@ def test_every_op_says_why_it_is_on_its_stream() -> None:
     }
 
 
-def test_of_what_an_op_needs_on_its_stream_the_last_is_named() -> None:
-    """Op c needs both a and b.
-
-    stream 0   a ── b ── c
-    stream 1   d
-    """
-    graph = graph_of("a-c b-c", names="abcd")
-    launches = (*(Launch(name, 0) for name in "abc"), Launch("d", 1, waits=(FORK,)))
-    chosen = replace(CHOSEN, schedule=Schedule("test", 2, launches, join_waits=("d",)))
-    report = replace(REPORT, graph=graph, costs=costs_of(graph), chosen=chosen, timeline=None)
-    assert explain(report).placements["c"] == "needs b, which is there"
-
-
-def test_an_op_without_company_on_a_side_stream_found_it_free() -> None:
-    launches = tuple(replace(launch, stream=int(launch.op == "d")) for launch in TWO_STREAMS.launches)
-    chosen = replace(CHOSEN, schedule=replace(TWO_STREAMS, launches=launches, decisions=()))
-    assert explain(replace(REPORT, chosen=chosen)).placements["d"] == "its stream is free then"
-
-
 def test_the_timeline_says_what_runs_beside_what() -> None:
     found = explain(REPORT)
     assert [(company.op, company.shared_us, [*company.beside]) for company in found.companies] == [
@@ -282,7 +288,11 @@ def test_whatever_is_planned_is_explained_to_the_last_microsecond(
     if found.ideal_us is not None:
         parts = found.ideal_us + sum(reason.us for reason in found.reasons)
         assert parts == pytest.approx(predicted_us if measured_us is None else measured_us)
-    assert all(ceiling.us <= predicted_us + 1e-6 for ceiling in found.ceilings), "no schedule is faster"
+    one_us = run_us(one_stream(graph), costs, profile, captured=captured)
+    assert all(one_us <= predicted_us * ceiling.times + 1e-6 for ceiling in found.ceilings), "no schedule is faster"
+    if found.spread:
+        assert found.spread.us[0] <= predicted_us + 1e-6
+        assert predicted_us <= found.spread.us[1] + 1e-6
     assert all(found.placements.values())
     assert found.advice or not any(cost.duration_us for cost in costs.values())
     assert json.loads(report.to_json())["explanation"]["explained"] == found.explained

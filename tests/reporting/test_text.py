@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autostream.ir import FORK, Decision, Launch, Schedule
+from autostream.ir import FORK, Candidate, Decision, Launch, Schedule, Timeline
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers, render, summary
 from tests.reporting.reports import (
@@ -20,7 +20,7 @@ from tests.reporting.reports import (
     UNCAPTURED,
     with_source,
 )
-from tests.scheduling.graphs import costs_of, graph_of
+from tests.scheduling.graphs import costs_of, graph_of, profile_with
 
 
 def values(text: str) -> dict[str, list[str]]:
@@ -89,7 +89,12 @@ def test_how_uncertain_a_prediction_is_stands_beneath_it() -> None:
     dry = replace(REPORT, chosen=replace(CHOSEN, measured_us=None))
     (said,) = values(summary(dry))["uncertain"]
     assert said == (
-        "7.8 to 19.0 µs, 1.28× to 1.50× one stream, if ops take 35% less or more time and room (roofline costs)"
+        "7.8 to 19.0 µs, 1.28× to 1.50× one stream, if ops take 35% less or more time and room (roofline costs), "
+        "and edges and launches as much less or more time (profile: table)"
+    )
+    exact = replace(dry, profile=profile_with(source="measured"))
+    assert values(summary(exact))["uncertain"][0].endswith(
+        ", and edges and launches what was measured (profile: measured)"
     )
     keys = [*values(summary(dry))]
     assert keys.index("uncertain") == keys.index("predicted") + 1
@@ -131,6 +136,39 @@ def test_no_gain_says_why_the_best_rival_was_refused() -> None:
         "none from streams: the best, path_cover over 2 streams, is predicted at 1.44× the speed of one "
         "and was refused: predicted to be no faster"
     ]
+
+
+def test_one_stream_is_not_compared_with_itself() -> None:
+    dry = replace(GRAPHED, measured_us=None)
+    text = answers(replace(REPORT, chosen=dry, candidates=(dry,)))
+    assert values(text)["uncertain"][0].startswith("11.7 to 24.3 µs, if ops take 35% less or more time")
+    assert "Why on which stream" not in text
+
+
+def test_where_nothing_is_launched_there_is_nothing_to_schedule() -> None:
+    """Outputs are inputs, or constants."""
+    schedule = Schedule("sequential", 1, (), decisions=(Decision("", "1 stream", "program order"),))
+    chosen = Candidate(schedule, captured=True, predicted_us=1.5)
+    empty = replace(
+        REPORT, graph=graph_of(()), costs={}, chosen=chosen, candidates=(chosen,), timeline=Timeline(()), mode="dry run"
+    )
+    found = values(render(empty))
+    assert found["predicted"] == ["1.5 µs"]
+    assert found["gain"] == ["none: the model launches nothing, so there is nothing to schedule"]
+    assert found["graph"] == ["0 ops (ATen), width 0, 1 stream, 0 waits"]
+    assert not {"uncertain", "at most", "work"} & found.keys()
+    assert [part.split()[0] for part in render(empty).split("\n\n")] == ["model", "Candidates"]
+
+
+def test_gaps_are_told_apart_from_work() -> None:
+    """Three gaps of 1 µs between the four ops of the chain; what a replay takes is told nowhere but in its total."""
+    gaps = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0, replay_us=2.0)
+    text = answers(replace(REPORT, profile=gaps))
+    assert values(text)["work"] == [
+        "18.0 µs (roofline costs), 12.0 µs of it on the critical path, 15.0 µs with its gaps"
+    ]
+    assert values(text)["at most"][0] == "1.41×: 4 ops are in line, each of which needs the one before, 15.0 µs"
+    assert "4 ops in line take 15.0 µs, 3.0 µs of it gaps between them" in text
 
 
 def test_no_gain_without_rivals() -> None:

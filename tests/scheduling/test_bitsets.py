@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import OpGraph
-from autostream.scheduling.bitsets import closure, closure_sizes, reduction, successor_positions
+from autostream.scheduling.bitsets import closure, reduction, successor_positions
 from tests.scheduling.graphs import graph_of, random_graphs
 
 sizes = st.integers(1, 13)
@@ -29,12 +29,6 @@ def test_closure_is_that_of_networkx(graph: OpGraph, size: int) -> None:
             found[at] |= {block.start + bit for bit in range(size) if after >> bit & 1}
             assert after >> size == 0
     assert found == {at: nx.descendants(positions(graph), at) for at in found}
-
-
-@given(random_graphs(), sizes)
-def test_sizes_of_the_closure_are_those_of_networkx(graph: OpGraph, size: int) -> None:
-    counts = closure_sizes(successor_positions(graph), size)
-    assert counts == [len(nx.descendants(positions(graph), at)) for at in range(len(graph.ops))]
 
 
 @given(random_graphs(), sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 
 from autostream.ir import OpGraph
-from autostream.scheduling.sequential import sequential
+from autostream.scheduling.sequential import one_stream, sequential
 from autostream.scheduling.simulate import simulate
 from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_graphs, schedule_of
 
@@ -17,6 +17,13 @@ def test_everything_on_stream_0_in_program_order(graph: OpGraph) -> None:
     assert set(assignment.stream.values()) == {0}
     assert assignment.streams == 1
     assert [decision.op for decision in assignment.decisions] == [""]
+
+
+@given(random_graphs())
+def test_its_schedule_waits_for_nothing(graph: OpGraph) -> None:
+    schedule = one_stream(graph)
+    assert [launch.op for launch in schedule.launches] == [*graph.ops]
+    assert (schedule.policy, schedule.streams, schedule.wait_count) == ("sequential", 1, 0)
 
 
 def test_it_takes_the_sum_of_its_ops_and_gaps() -> None:
