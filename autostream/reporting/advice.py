@@ -25,7 +25,7 @@ _FULL = 0.7
 
 
 def advise(
-    report: Report, numbers: Summary, chain: Chain, parts: Breakdown | None, sequential_us: float
+    report: Report, numbers: Summary, chain: Chain, parts: Breakdown | None, sequential_us: float, most: float | None
 ) -> tuple[str, ...]:
     """What to try, the most promising first; or how little is left to gain.
 
@@ -35,6 +35,7 @@ def advise(
         chain: its longest chain.
         parts: where the time of the schedule over several streams goes, if there is one.
         sequential_us: the time of one stream, µs.
+        most: how many times faster than one stream any schedule can be; ``None`` where nothing is known to bound it.
     """
     found = (
         *_capture(report),
@@ -46,7 +47,7 @@ def advise(
         *_measure(report),
         *_calibrate(report),
     )
-    return found or tuple(_nothing(report, numbers, chain, parts.predicted_us if parts else sequential_us))
+    return found or tuple(_nothing(report, parts, sequential_us, most))
 
 
 def _capture(report: Report) -> Iterator[str]:
@@ -136,10 +137,8 @@ def _calibrate(report: Report) -> Iterator[str]:
             yield f'costs="measured": it takes {times:.2f} times what was estimated, so the shares are a hint at most'
 
 
-def _nothing(report: Report, numbers: Summary, chain: Chain, predicted_us: float) -> Iterator[str]:
-    assert report.profile is not None
+def _nothing(report: Report, parts: Breakdown | None, sequential_us: float, most: float | None) -> Iterator[str]:
     assert report.chosen is not None
-    floor_us = max(chain.us, numbers.sm_us, numbers.bandwidth_us)
-    if floor_us > 0:
-        times = predicted_us / (floor_us + replay_us(report.profile, report.chosen.captured))
-        yield f"nothing: no schedule of these ops would be more than {times:.2f}× as fast"
+    if most is not None and sequential_us > 0:
+        own_us = parts.predicted_us if parts and report.chosen.schedule.streams > 1 else sequential_us
+        yield f"nothing: no schedule of these ops would be more than {most * own_us / sequential_us:.2f}× as fast"

@@ -152,6 +152,7 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
     explained = chosen if chosen.schedule.streams > 1 else best_rival(report, chosen)
     chain, alone = longest_chain(graph, costs, profile), one_stream(graph)
     sequential_us = run_us(alone, costs, profile, captured=chosen.captured)
+    ceilings = _ceilings(numbers, chain, sequential_us, profile, chosen.captured)
     parts = None
     if explained:
         parts = break_down(graph, explained.schedule, costs, profile, captured=explained.captured)
@@ -159,14 +160,14 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
         gains=tuple(_gains(report, chosen)),
         spread=_spread(chosen, alone, costs, profile),
         chain=chain,
-        ceilings=_ceilings(numbers, chain, sequential_us, profile, chosen.captured),
+        ceilings=ceilings,
         explained=named(explained.schedule) if explained else None,
         ideal_us=parts.ideal_us if parts else None,
         reasons=_reasons(report, explained, parts, chain, numbers) if explained and parts else (),
         concurrency=concurrency(report.timeline) if report.timeline else {},
         companies=companies(report.timeline, _COMPANIES) if report.timeline else (),
         placements=placements(graph, chosen, report.timeline),
-        advice=advise(report, numbers, chain, parts, sequential_us),
+        advice=advise(report, numbers, chain, parts, sequential_us, ceilings[0].times if ceilings else None),
     )
 
 
