@@ -71,6 +71,9 @@ The module is imported and the factory called: TARGET RUNS CODE, so name only wh
 _INPUT = f"""one example input, random, such as 1x3x224x224:float16 or scalar; once for each input. Without DTYPE it is
 that of the model; with a floating-point one the model is cast to it. DTYPE is one of {", ".join(DTYPES)}"""
 
+_PLANNING = ("policy", "streams", "costs", "kernels", "tuning_seconds", "seed")
+"""The options of :func:`autostream.optimize` that a plan can be told."""
+
 _HERE = "cpu, cuda or cuda:N (default: the GPU if there is one)"
 
 _DEVICE = f"""plan for this: cpu, cuda, cuda:N, or a GPU that need not be here: {", ".join(known_names()[:-1])} or a
@@ -183,6 +186,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policy", default="auto", help=f"{_either(PolicyName)} (default: auto)")
     add("--streams", type=_streams, default="auto", metavar="N", help="how many streams, or auto (default: auto)")
+    add("--tuning-seconds", type=positive, default=10.0, metavar="SECONDS", help="for the search (default: 10)")
+    add("--seed", type=_whole, default=0, metavar="N", help="of the random choices of the search (default: 0)")
     add("--costs", default="auto", help=f"{_either(CostSource)} (default: auto)")
     add("--kernels", default="auto", help=f"{_either(KernelLevel)}, the last where the GPU is (default: auto)")
     add("--out", metavar="FILE", type=Path, help="write there instead of to the terminal")
@@ -241,7 +246,7 @@ def _whole(text: str) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    options = Options.parse({name: getattr(arguments, name) for name in ("policy", "streams", "costs", "kernels")})
+    options = Options.parse({name: getattr(arguments, name) for name in _PLANNING})
     device, profile = _planned_for(arguments.device)
     inputs = [parse_input(text) for text in arguments.input]
     with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer

@@ -25,6 +25,7 @@ from autostream.costs.device import profile_named
 from autostream.costs.measured import METHOD
 from autostream.costs.records import Context, Measurements, to_json
 from autostream.ir import Decision, DeviceProfile
+from autostream.options import Options
 from autostream.reporting import text
 from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
@@ -222,13 +223,20 @@ def test_three_faces_to_the_terminal_or_to_a_file(
 
 def test_inspect_asks_for_what_it_was_told(model: str, planned: SimpleNamespace) -> None:
     argv = "inspect net.py:Diamond --input 2x64:float16 --device h200 --policy path_cover --streams 3"
-    assert cli.main([*argv.split(), "--costs", "roofline", "--kernels", "eager"]) == 0
+    more = "--costs roofline --kernels eager --tuning-seconds 0.5 --seed 7"
+    assert cli.main([*argv.split(), *more.split()]) == 0
     assert planned.profile.name == "NVIDIA H200"
     assert (planned.options.policy, planned.options.streams) == ("path_cover", 3)
     assert (planned.options.costs, planned.options.kernels) == ("roofline", "eager")
+    assert (planned.options.tuning_seconds, planned.options.seed) == (0.5, 7)
     assert [(tuple(x.shape), x.dtype) for x in planned.args] == [((2, 64), torch.float16)]
     assert planned.model.left.weight.dtype == torch.float16
     assert not planned.grad
+
+
+def test_what_is_not_told_is_as_for_optimize(model: str, planned: SimpleNamespace) -> None:
+    assert cli.main(["schedule", model]) == 0
+    assert planned.options == Options()
 
 
 def test_ops_limits_the_table(capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace) -> None:
@@ -261,6 +269,11 @@ def test_ops_limits_the_table(capsys: pytest.CaptureFixture[str], model: str, pl
         ("inspect net.py:with_inputs --device cuda:99", "--device cuda:99: PyTorch sees "),
         ("inspect net.py:with_inputs --policy fast", 'policy=\'fast\' is not allowed: use "auto" or "sequential"'),
         ("inspect net.py:with_inputs --streams 0", 'streams=0 is not allowed: use "auto" or a whole number'),
+        (
+            "inspect net.py:with_inputs --tuning-seconds 0",
+            "argument --tuning-seconds: '0' is not allowed: use a positive",
+        ),
+        ("inspect net.py:with_inputs --seed one", "argument --seed: 'one' is not allowed: use a whole number"),
         ("inspect net.py:with_inputs --streams two", "streams='two' is not allowed: use \"auto\" or a whole number"),
         ("inspect net.py:with_inputs --costs free", 'costs=\'free\' is not allowed: use "auto" or "roofline"'),
         ("inspect net.py:with_inputs --ops -1", "argument --ops: "),
