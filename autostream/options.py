@@ -122,7 +122,8 @@ def cache_folder() -> Path:
     shared = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG Base Directory Specification: a path that is not absolute is to be ignored.
     folder = asked or os.path.join(shared if os.path.isabs(shared) else os.path.join("~", ".cache"), "autostream")
-    found = os.path.expanduser(folder)
+    # An empty HOME says no more than none, but is taken for the root of the file system.
+    found = folder if os.environ.get("HOME") == "" else os.path.expanduser(folder)
     if found.startswith("~"):
         raise FileNotFoundError(f"there is no home directory for {folder}: set AUTOSTREAM_CACHE_DIR")
     return Path(found)

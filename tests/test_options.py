@@ -137,3 +137,15 @@ def test_without_a_home_it_must_be_said_where_measurements_are_kept(monkeypatch:
         cache_folder()
     monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", "/fast/costs")
     assert cache_folder() == Path("/fast/costs")
+
+
+@pytest.mark.parametrize("asked", ["", "~/costs"])
+def test_an_empty_home_is_none(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    """It is not the root of the file system."""
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", asked)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(FileNotFoundError, match=r"no home directory for ~/.*: set AUTOSTREAM_CACHE_DIR"):
+        cache_folder()
+    monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", "/fast/costs")
+    assert cache_folder() == Path("/fast/costs")

@@ -45,8 +45,9 @@ def load(context: Context) -> tuple[Measurements, tuple[Decision, ...]]:
     try:
         path = path_of(context)
         kept, faults = _kept(path, context)
-    except OSError as error:
-        return Measurements(context), (_not_kept(error),)
+    except OSError:
+        # Saving is hindered by the same, and says so: one fault is told in one way.
+        return Measurements(context), save(Measurements(context))
     if not faults:
         return kept, ()
     # Saving finds the same damage, unless somebody was faster.
@@ -114,7 +115,8 @@ def _kept(path: Path, context: Context) -> tuple[Measurements, tuple[str, ...]]:
     except FileNotFoundError:
         return Measurements(context), ()
     except CostError as error:
-        return Measurements(context), (str(error),)
+        # That is done anyway: nobody needs to be told to.
+        return Measurements(context), (str(error).partition(": measure again")[0],)
     return found, faults
 
 

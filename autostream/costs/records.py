@@ -183,6 +183,7 @@ def from_json(text: str | bytes, name: str) -> tuple[Measurements, tuple[str, ..
         case {"schema": schema} if schema != SCHEMA:
             raise CostError(f"{name} has schema {schema}, and only {SCHEMA} can be read: measure again")
         case {
+            "schema": int(),
             "device": str(device),
             "multiprocessors": int(multiprocessors),
             "versions": dict(versions),

@@ -196,6 +196,8 @@ def test_a_damaged_file_is_reported_once_and_rebuilt(text: str, caplog: pytest.L
     assert kept == of()
     assert decision.choice == "cache rebuilt"
     assert decision.reason.startswith(f"{path_of(H200)} was damaged (it ")
+    assert decision.reason.endswith("); what it has lost is measured again")
+    assert decision.reason.count("measure again") == 0, "it is done, and need not be asked for"
     assert [record.getMessage() for record in caplog.records] == [decision.reason]
     assert load(H200) == (of(), ())
     assert save(of(add=ADD)) == ()
@@ -262,6 +264,12 @@ def test_what_cannot_be_saved_is_reported_and_stops_nobody(
     assert save(of(relu=RELU)) == (first,), "every report tells"
     assert [record.getMessage() for record in caplog.records] == [first.reason], "the log tells once"
     assert load(H200)[0] == of()
+
+
+@pytest.mark.parametrize("obstruct", [_a_file_is_in_the_way, _a_folder_has_its_name, _it_is_read_only])
+def test_a_place_that_cannot_be_used_is_told_of_in_one_way(folder: Path, obstruct: Callable[[Path], None]) -> None:
+    obstruct(folder)
+    assert {*load(H200)[1], *save(of(relu=RELU))} == {*save(of(relu=RELU))}, "whether it is read or written"
 
 
 def test_a_damaged_file_that_cannot_be_rebuilt_is_reported_with_the_reason(folder: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_file_of_another_make_is_refused(changes: dict[str, object], reason: s
         from_json(json.dumps({**json.loads(to_json(KEPT)), **changes}), "costs.json")
 
 
-@pytest.mark.parametrize("missing", ["device", "multiprocessors", "versions", "profile", "records"])
+@pytest.mark.parametrize("missing", ["schema", "device", "multiprocessors", "versions", "profile", "records"])
 def test_a_file_that_lacks_something_is_refused(missing: str) -> None:
     data = json.loads(to_json(KEPT))
     del data[missing]
