@@ -232,9 +232,8 @@ def _gain(plan: _Plan, start: _Plan) -> str:
     """What a plan is better by than the one that it was made of."""
     if (gain_us := round(start.makespan_us - plan.makespan_us, 1)) > 0:
         return f"{gain_us:.1f} µs less than by {start.policy}"
-    if plan.waits < start.waits:
-        return f"as fast as by {start.policy}, with {plan.waits} waits instead of {start.waits}"
-    return f"no change makes it faster than by {start.policy}"
+    fewer = f", with {plan.waits} waits instead of {start.waits}" if plan.waits < start.waits else ""
+    return f"as fast as by {start.policy}{fewer}"
 
 
 def _critical(schedule: Schedule, timeline: Timeline, coarse: Coarse) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -70,6 +71,20 @@ def test_the_reason_is_what_the_search_gained_and_no_other_policys() -> None:
     assert found.decisions == (Decision("", "2 streams", "1.0 µs less than by critical_path"),)
 
 
+@pytest.mark.parametrize(
+    ("makespan_us", "waits", "reason"),
+    [
+        (8.4, 5, "1.6 µs less than by critical_path"),
+        (9.99, 5, "as fast as by critical_path"),
+        (10.0, 3, "as fast as by critical_path, with 3 waits instead of 5"),
+    ],
+)
+def test_what_is_gained_is_told_as_a_difference(makespan_us: float, waits: int, reason: str) -> None:
+    """What a replay takes is in neither time, and the same in both."""
+    start = module._Plan("critical_path", (), (), {}, 10.0, 5, ())
+    assert module._gain(replace(start, makespan_us=makespan_us, waits=waits), start) == reason
+
+
 def test_a_schedule_that_cannot_be_improved_is_kept_as_it_is() -> None:
     """Of plans that take equally long, the one with fewer waits is found first: where there is none, nothing moves.
 
@@ -81,7 +96,7 @@ def test_a_schedule_that_cannot_be_improved_is_kept_as_it_is() -> None:
     start = POLICIES["critical_path"](graph, costs, PRICED, 2, NONE)
     found = search(graph, costs, PRICED, 2, NONE)
     assert (found.order, found.stream) == (start.order, start.stream)
-    assert found.decisions[0].reason == "no change makes it faster than by critical_path"
+    assert found.decisions[0].reason == "as fast as by critical_path"
 
 
 def test_a_chain_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
