@@ -186,7 +186,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policy", default="auto", help=f"{_either(PolicyName)} (default: auto)")
     add("--streams", type=_streams, default="auto", metavar="N", help="how many streams, or auto (default: auto)")
-    add("--tuning-seconds", type=positive, default=10.0, metavar="SECONDS", help="for the search (default: 10)")
+    add("--tuning-seconds", type=positive, default=10.0, metavar="SECONDS", help="to time ops and search (default: 10)")
     add("--seed", type=_whole, default=0, metavar="N", help="of the random choices of the search (default: 0)")
     add("--costs", default="auto", help=f"{_either(CostSource)} (default: auto)")
     add("--kernels", default="auto", help=f"{_either(KernelLevel)}, the last where the GPU is (default: auto)")
