@@ -320,10 +320,10 @@ def _tables(plan: _Plan, arguments: argparse.Namespace) -> str:
         return lowered(model, args, {}, report).code
     if not arguments.dot:
         return text.render(report, ops=arguments.ops)
-    if report.graph is None or report.chosen is None:
+    if report.graph is None or report.chosen is None or report.profile is None:
         reasons = "; ".join(refusal.reason for refusal in report.refusals)
         raise TargetError(f"{arguments.target} has no graph to draw: {reasons}")
-    return dot.render(report.graph, report.chosen.schedule, report.costs)
+    return dot.render(report.graph, report.chosen.schedule, report.costs, report.profile)
 
 
 def _profile(arguments: argparse.Namespace) -> int:

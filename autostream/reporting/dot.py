@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from autostream.ir import FORK, JOIN, Costs, Hazard, OpGraph, Schedule
-from autostream.reporting.summary import summarize
+from autostream.ir import FORK, JOIN, Costs, DeviceProfile, Hazard, OpGraph, Schedule
+from autostream.scheduling.losses import longest_chain
 
 _GOLDEN = 0.618034
 """Steps of the golden ratio spread hues evenly for any number of streams."""
@@ -14,7 +14,7 @@ _GOLDEN = 0.618034
 _CRITICAL = 'color="red" penwidth=3'
 
 
-def render(graph: OpGraph, schedule: Schedule, costs: Costs) -> str:
+def render(graph: OpGraph, schedule: Schedule, costs: Costs, profile: DeviceProfile) -> str:
     r"""Draw ops as boxes, coloured by stream, and hazards as arrows; the critical path is red and thick.
 
     Dashed arrows are hazards that an event wait covers, solid ones those that the order within a stream covers or
@@ -25,13 +25,14 @@ def render(graph: OpGraph, schedule: Schedule, costs: Costs) -> str:
         >>> from autostream.ir import Launch, Op, OpCost
         >>> relu = Op("a", "aten.relu.default", ("a",), reads=frozenset({"x"}), writes=frozenset({"a"}))
         >>> graph, costs = OpGraph({"a": relu}, (), {}, (), "cuda:0"), {"a": OpCost(2.0, 0.5, 0.1, "roofline")}
-        >>> print(render(graph, Schedule("sequential", 1, (Launch("a", 0),)), costs))
+        >>> gpu = DeviceProfile("GPU", 132, 4.8e6, {}, 2.0, 1.0, 2.0, 1.0, 1.0, "table")
+        >>> print(render(graph, Schedule("sequential", 1, (Launch("a", 0),)), costs, gpu))
         digraph {
           node [shape=box style="filled,rounded" fontname="sans-serif"]
           "a" [label="a\naten.relu.default\nstream 0, 2.0 µs" fillcolor="0.000 0.300 1.000" color="red" penwidth=3]
         }
     """
-    path = summarize(graph, costs).critical_path
+    path = longest_chain(graph, costs, profile).ops
     waits = {(before, launch.op) for launch in schedule.launches for before in launch.waits}
     waits |= {(before, JOIN) for before in schedule.join_waits}
     lines = [

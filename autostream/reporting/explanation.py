@@ -20,7 +20,7 @@ from autostream.reporting.advice import advise
 from autostream.reporting.layout import count, few, us
 from autostream.reporting.placements import placements
 from autostream.reporting.summary import Summary, baselines, gain, named
-from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, wait_us
+from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, wait_us
 from autostream.scheduling.overlap import Company, companies, concurrency
 from autostream.scheduling.sequential import one_stream
 from autostream.scheduling.simulate import replay_us, run_us
@@ -114,7 +114,6 @@ class Explanation:
     Attributes:
         gains: how much faster the chosen schedule is, against what; measured ones first.
         spread: how far the prediction may be off; ``None`` where the chosen schedule was measured.
-        chain: the ops that take longest in line.
         ceilings: the most that streams could give, the tightest first.
         explained: the schedule that the reasons are about: the chosen one, or the best over several streams where one
             stream was chosen; ``None`` where there is none.
@@ -128,7 +127,6 @@ class Explanation:
 
     gains: tuple[Gain, ...]
     spread: Spread | None
-    chain: Chain
     ceilings: tuple[Ceiling, ...]
     explained: str | None
     ideal_us: float | None
@@ -150,7 +148,7 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
     if graph is None or chosen is None or profile is None or numbers is None:
         return None
     explained = chosen if chosen.schedule.streams > 1 else best_rival(report, chosen)
-    chain, alone = longest_chain(graph, costs, profile), one_stream(graph)
+    chain, alone = numbers.critical_path, one_stream(graph)
     sequential_us = run_us(alone, costs, profile, captured=chosen.captured)
     ceilings = _ceilings(numbers, chain, sequential_us, profile, chosen.captured)
     parts = None
@@ -159,7 +157,6 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
     return Explanation(
         gains=tuple(_gains(report, chosen)),
         spread=_spread(chosen, alone, costs, profile),
-        chain=chain,
         ceilings=ceilings,
         explained=named(explained.schedule) if explained else None,
         ideal_us=parts.ideal_us if parts else None,

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, Costs, OpGraph, Schedule
+from autostream.ir import Candidate, Costs, DeviceProfile, OpGraph, Schedule
 from autostream.scheduling import structure
+from autostream.scheduling.losses import Chain, longest_chain, with_gaps
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
@@ -15,12 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Numbers that follow from a graph and its costs alone, whatever the schedule; edges between ops cost nothing here.
+    """Numbers that follow from a graph and its costs on a device, whatever the schedule.
 
     Attributes:
         work_us: duration of all ops one after the other, µs.
-        critical_path: the ops of a longest path, in order.
-        critical_path_us: their duration: no schedule is shorter, µs.
+        critical_path: the longest chain of ops, with the gaps between them: no schedule is shorter.
         sm_us: what the work would take if every op kept all multiprocessors busy, µs.
         bandwidth_us: the same for the memory bandwidth, µs.
         width: the most ops that are independent of one another.
@@ -29,8 +29,7 @@ class Summary:
     """
 
     work_us: float
-    critical_path: tuple[str, ...]
-    critical_path_us: float
+    critical_path: Chain
     sm_us: float
     bandwidth_us: float
     width: int
@@ -38,35 +37,37 @@ class Summary:
     slack_us: Mapping[str, float]
 
 
-def summarize(graph: OpGraph, costs: Costs) -> Summary:
+def summarize(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Summary:
     """Sum up a graph whose ops are all priced.
 
     Example:
         >>> from autostream.ir import Op, OpCost
         >>> ops = {n: Op(n, "aten.relu.default", (n,), frozenset(), frozenset({n})) for n in ("a", "b")}
         >>> costs = {n: OpCost(3.0, sm_share=0.5, bandwidth_share=0.1, source="roofline") for n in ops}
-        >>> summary = summarize(OpGraph(ops, (), {}, (), "cuda:0"), costs)
-        >>> summary.work_us, summary.critical_path_us, summary.sm_us, summary.width
-        (6.0, 3.0, 3.0, 2)
+        >>> gpu = DeviceProfile("GPU", 132, 4.8e6, {}, 2.0, 1.0, 2.0, 1.0, 1.0, "table")
+        >>> summary = summarize(OpGraph(ops, (), {}, (), "cuda:0"), costs, gpu)
+        >>> summary.work_us, summary.critical_path, summary.sm_us, summary.width
+        (6.0, Chain(ops=('a',), work_us=3.0, us=3.0), 3.0, 2)
     """
     ours = [costs[name] for name in graph.ops]
     return Summary(
         work_us=sum(cost.duration_us for cost in ours),
-        critical_path=structure.critical_path(graph, costs),
-        critical_path_us=structure.critical_path_us(graph, costs),
+        critical_path=longest_chain(graph, costs, profile),
         sm_us=sum(cost.duration_us * cost.sm_share for cost in ours),
         bandwidth_us=sum(cost.duration_us * cost.bandwidth_share for cost in ours),
         width=structure.width(graph),
         regions=structure.regions(graph),
         # Sums in another order differ in the last digit, which must not print as -0.0.
-        slack_us={name: max(us, 0.0) for name, us in structure.slack(graph, costs).items()},
+        slack_us={name: max(us, 0.0) for name, us in structure.slack(graph, with_gaps(costs, profile)).items()},
     )
 
 
 def summary_of(report: Report) -> Summary | None:
     """The summary of a report's graph; ``None`` where it was refused before it was priced."""
-    graph, costs = report.graph, report.costs
-    return summarize(graph, costs) if graph is not None and graph.ops.keys() <= costs.keys() else None
+    graph, costs, profile = report.graph, report.costs, report.profile
+    if graph is None or profile is None or not graph.ops.keys() <= costs.keys():
+        return None
+    return summarize(graph, costs, profile)
 
 
 def baselines(report: Report) -> tuple[Candidate, ...]:

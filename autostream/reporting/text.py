@@ -16,7 +16,6 @@ from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Ti
 from autostream.reporting.explanation import Explanation, Gain, Spread, best_rival, explanation_of
 from autostream.reporting.layout import count, few, line, pairs, source, table, us
 from autostream.reporting.summary import Summary, gain, named, summary_of
-from autostream.scheduling.losses import Chain
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
@@ -144,8 +143,8 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
         yield from (("at most", f"{c.times:.2f}×: {c.why}, {us(c.us)}") for c in explanation.ceilings[:_CEILINGS])
     if report.graph and numbers:
         yield "graph", _graph(report, report.graph, numbers)
-    if explanation and numbers and report.costs:
-        yield "work", _work(report.costs, numbers, explanation.chain)
+    if report.costs and numbers:
+        yield "work", _work(report.costs, numbers)
     yield from (("refused", refusal) for refusal in _refusals(report))
     if report.seconds:
         yield "prepared in", ", ".join(f"{stage} {took:.2f} s" for stage, took in report.seconds.items())
@@ -259,7 +258,8 @@ def _graph(report: Report, graph: OpGraph, numbers: Summary) -> str:
     return ", ".join(facts)
 
 
-def _work(costs: Costs, numbers: Summary, chain: Chain) -> str:
+def _work(costs: Costs, numbers: Summary) -> str:
+    chain = numbers.critical_path
     sources = "/".join(sorted({cost.source for cost in costs.values()}))
     gaps = f", {us(chain.us)} with its gaps" if chain.us > chain.work_us else ""
     return f"{us(numbers.work_us)} ({sources} costs), {us(chain.work_us)} of it on the critical path{gaps}"

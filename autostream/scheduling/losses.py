@@ -118,16 +118,24 @@ def break_down(
 
 def longest_chain(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Chain:
     """The longest path of the graph, with the cheapest edge there is between its ops: no schedule is faster."""
-    gap_us = min(profile.same_stream_edge_us, profile.cross_stream_edge_us)
-    delayed = {name: replace(costs[name], duration_us=costs[name].duration_us + gap_us) for name in graph.ops}
-    ops = structure.critical_path(graph, delayed)
+    ops = structure.critical_path(graph, with_gaps(costs, profile))
     work_us = sum(costs[name].duration_us for name in ops)
-    return Chain(ops, work_us, work_us + gap_us * max(len(ops) - 1, 0))
+    return Chain(ops, work_us, work_us + _gap_us(profile) * max(len(ops) - 1, 0))
+
+
+def with_gaps(costs: Costs, profile: DeviceProfile) -> Costs:
+    """The costs of ops that are followed by the cheapest edge there is."""
+    gap_us = _gap_us(profile)
+    return {name: replace(cost, duration_us=cost.duration_us + gap_us) for name, cost in costs.items()}
 
 
 def wait_us(profile: DeviceProfile, streams: int) -> float:
     """What it costs to take a value to another of so many streams, µs: an op that is shorter gains nothing there."""
     return profile.over(streams).cross_stream_edge_us
+
+
+def _gap_us(profile: DeviceProfile) -> float:
+    return min(profile.same_stream_edge_us, profile.cross_stream_edge_us)
 
 
 def _without_bandwidth(costs: Costs) -> Costs:

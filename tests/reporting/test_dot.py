@@ -8,6 +8,9 @@ from dataclasses import replace
 from autostream.ir import FORK, JOIN, Dependency, Hazard, Launch, OpGraph, Schedule
 from autostream.reporting.dot import render
 from tests.reporting.reports import COSTS, DIAMOND, TWO_STREAMS, with_source
+from tests.scheduling.graphs import profile_with
+
+FREE = profile_with()
 
 STRING = r'"(?:[^"\\\n]|\\.)*"'
 ATTRIBUTES = rf"\[((?:\w+=(?:{STRING}|\w+) ?)*)\]"
@@ -33,14 +36,14 @@ def parse(text: str) -> tuple[dict[str, dict[str, str]], dict[tuple[str, str], d
 
 
 def test_every_op_and_hazard_is_drawn() -> None:
-    nodes, edges = parse(render(DIAMOND, TWO_STREAMS, COSTS))
+    nodes, edges = parse(render(DIAMOND, TWO_STREAMS, COSTS, FREE))
     assert set(nodes) == set("abcde")
     assert set(edges) == {("a", "b"), ("a", "d"), ("b", "c"), ("c", "e"), ("d", "e")}
     assert nodes["d"]["label"] == r'"d\naten.relu.default\nstream 1, 6.0 µs"'
 
 
 def test_one_colour_for_each_stream() -> None:
-    nodes, _ = parse(render(DIAMOND, TWO_STREAMS, COSTS))
+    nodes, _ = parse(render(DIAMOND, TWO_STREAMS, COSTS, FREE))
     colours = {name: attributes["fillcolor"] for name, attributes in nodes.items()}
     assert len({colours[name] for name in "abce"}) == 1
     assert colours["d"] != colours["a"]
@@ -49,12 +52,20 @@ def test_one_colour_for_each_stream() -> None:
 def test_sixteen_streams_have_sixteen_colours() -> None:
     wide = OpGraph({f"n{at}": replace(DIAMOND.ops["a"], name=f"n{at}") for at in range(16)}, (), {}, (), "cuda:0")
     schedule = Schedule("drawn", 16, tuple(Launch(f"n{at}", at) for at in range(16)))
-    nodes, _ = parse(render(wide, schedule, dict.fromkeys(wide.ops, COSTS["a"])))
+    nodes, _ = parse(render(wide, schedule, dict.fromkeys(wide.ops, COSTS["a"]), FREE))
     assert len({attributes["fillcolor"] for attributes in nodes.values()}) == 16
 
 
+def test_gaps_make_a_path_of_many_ops_critical() -> None:
+    """The 6.5 µs of d outlast the 6 of b and c, but not the gap between those as well."""
+    costs = {**COSTS, **{name: replace(COSTS[name], duration_us=us) for name, us in (("b", 3), ("c", 3), ("d", 6.5))}}
+    for profile, critical in ((FREE, "ade"), (profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0), "abce")):
+        nodes, _ = parse(render(DIAMOND, TWO_STREAMS, costs, profile))
+        assert {name for name, attributes in nodes.items() if attributes.get("color") == '"red"'} == set(critical)
+
+
 def test_the_critical_path_is_marked() -> None:
-    nodes, edges = parse(render(DIAMOND, TWO_STREAMS, COSTS))
+    nodes, edges = parse(render(DIAMOND, TWO_STREAMS, COSTS, FREE))
     assert {name for name, attributes in nodes.items() if attributes.get("color") == '"red"'} == set("abce")
     assert {pair for pair, attributes in edges.items() if attributes.get("color") == '"red"'} == {
         ("a", "b"),
@@ -66,7 +77,7 @@ def test_the_critical_path_is_marked() -> None:
 def test_waits_are_dashed_also_those_without_a_hazard_of_their_own() -> None:
     launches = (Launch("a", 1, waits=(FORK,)), Launch("b", 0, waits=("a",)), Launch("d", 1), Launch("c", 0))
     schedule = Schedule("drawn", 2, (*launches, Launch("e", 1, waits=("c", "b"))), join_waits=("e",))
-    nodes, edges = parse(render(DIAMOND, schedule, COSTS))
+    nodes, edges = parse(render(DIAMOND, schedule, COSTS, FREE))
     dashed = {pair for pair, attributes in edges.items() if attributes.get("style") == "dashed"}
     assert dashed == {(FORK, "a"), ("a", "b"), ("c", "e"), ("b", "e"), ("e", JOIN)}
     assert (nodes[FORK]["label"], nodes[JOIN]["label"]) == ('"fork"', '"join"')
@@ -78,7 +89,7 @@ def test_other_hazards_carry_their_names_once() -> None:
         Dependency("b", "d", Hazard.ORDER, "rng"),
         Dependency("a", "b", Hazard.WAW, "s"),
     )
-    _, edges = parse(render(replace(DIAMOND, dependencies=DIAMOND.dependencies + more), TWO_STREAMS, COSTS))
+    _, edges = parse(render(replace(DIAMOND, dependencies=DIAMOND.dependencies + more), TWO_STREAMS, COSTS, FREE))
     assert edges["b", "d"]["label"] == '"WAR, ORDER"'
     assert edges["a", "b"]["label"] == '"WAW"'
     assert "label" not in edges["a", "d"]
@@ -86,13 +97,13 @@ def test_other_hazards_carry_their_names_once() -> None:
 
 def test_text_from_the_model_is_escaped() -> None:
     graph = with_source(DIAMOND, "a", 'net.py:1: s = "\\N" + "]; b -> c [" + \x1b\n}')
-    nodes, edges = parse(render(graph, TWO_STREAMS, COSTS))
+    nodes, edges = parse(render(graph, TWO_STREAMS, COSTS, FREE))
     assert nodes["a"]["tooltip"] == r'"net.py:1: s = \"\\N\" + \"]; b -> c [\" +  \n}"'
     assert len(edges) == 5
 
 
 def test_a_name_with_quotes_is_one_name() -> None:
     odd = OpGraph({'"x" -> y': replace(DIAMOND.ops["a"], name='"x" -> y')}, (), {}, (), "cuda:0")
-    nodes, edges = parse(render(odd, Schedule("drawn", 1, (Launch('"x" -> y', 0),)), {'"x" -> y': COSTS["a"]}))
+    nodes, edges = parse(render(odd, Schedule("drawn", 1, (Launch('"x" -> y', 0),)), {'"x" -> y': COSTS["a"]}, FREE))
     assert list(nodes) == [r"\"x\" -> y"]
     assert edges == {}

@@ -49,7 +49,8 @@ def test_values_keep_their_meaning() -> None:
 
 def test_the_numbers_of_the_text_are_there() -> None:
     summary = dump(REPORT)["summary"]
-    assert (summary["work_us"], summary["critical_path_us"], summary["width"]) == (18.0, 12.0, 2)
+    assert (summary["work_us"], summary["width"]) == (18.0, 2)
+    assert summary["critical_path"] == {"ops": ["a", "b", "c", "e"], "work_us": 12.0, "us": 12.0}
     assert summary["slack_us"]["d"] == 2.0
     assert summary["regions"] == [{"fork": "a", "join": "e", "branches": [["b", "c"], ["d"]]}]
 

@@ -8,6 +8,7 @@ import pytest
 
 from autostream.ir import Schedule
 from autostream.reporting.summary import baselines, gain, named, summarize, summary_of
+from autostream.scheduling.losses import Chain
 from tests.reporting.reports import (
     CHOSEN,
     COSTS,
@@ -20,21 +21,30 @@ from tests.reporting.reports import (
     TWO_STREAMS,
     UNCAPTURED,
 )
-from tests.scheduling.graphs import costs_of, graph_of
+from tests.scheduling.graphs import costs_of, graph_of, profile_with
+
+FREE = profile_with()
 
 
 def test_a_diamond_has_work_a_path_and_floors() -> None:
-    summary = summarize(DIAMOND, COSTS)
-    assert (summary.work_us, summary.critical_path_us, summary.width) == (18.0, 12.0, 2)
-    assert summary.critical_path == ("a", "b", "c", "e")
+    summary = summarize(DIAMOND, COSTS, FREE)
+    assert (summary.work_us, summary.width) == (18.0, 2)
+    assert summary.critical_path == Chain(("a", "b", "c", "e"), 12.0, 12.0)
     assert (summary.sm_us, summary.bandwidth_us) == (4.5, 9.0)
     assert summary.slack_us == {"a": 0.0, "b": 0.0, "c": 0.0, "d": 2.0, "e": 0.0}
     assert [set(region.branches) for region in summary.regions] == [{("b", "c"), ("d",)}]
 
 
+def test_gaps_are_part_of_the_critical_path_and_of_what_is_left_beside_it() -> None:
+    """With gaps of 1 µs the path takes 15 µs, and d(6) with the two around it may start 3 µs later."""
+    summary = summarize(DIAMOND, COSTS, profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=2.0))
+    assert summary.critical_path == Chain(("a", "b", "c", "e"), 12.0, 15.0)
+    assert summary.slack_us == {"a": 0.0, "b": 0.0, "c": 0.0, "d": 3.0, "e": 0.0}
+
+
 def test_slack_is_never_below_zero_where_sums_round_differently() -> None:
     chain = graph_of("a-b b-c c-d")
-    slack = summarize(chain, costs_of(chain, 0.1)).slack_us
+    slack = summarize(chain, costs_of(chain, 0.1), FREE).slack_us
     assert min(slack.values()) >= 0.0
     assert all(f"{us:.1f}" == "0.0" for us in slack.values())
 
@@ -42,6 +52,7 @@ def test_slack_is_never_below_zero_where_sums_round_differently() -> None:
 def test_nothing_is_summed_up_where_nothing_was_priced() -> None:
     assert summary_of(PLAIN) is None
     assert summary_of(replace(REPORT, costs={})) is None
+    assert summary_of(replace(REPORT, profile=None)) is None
 
 
 def test_the_baseline_captured_alike_comes_first() -> None:
