@@ -77,11 +77,6 @@ def critical_path(graph: OpGraph, costs: Costs) -> tuple[str, ...]:
     return tuple(path)
 
 
-def critical_path_us(graph: OpGraph, costs: Costs) -> float:
-    """The length of the longest path, µs: no schedule of any number of streams is shorter."""
-    return max(bottom_levels(graph, costs).values(), default=0.0)
-
-
 def slack(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
     """How much later than its earliest start each op may start without prolonging the longest path, µs."""
     bottom, top = bottom_levels(graph, costs), top_levels(graph, costs)

@@ -25,6 +25,7 @@ from autostream.ir import (
     Schedule,
     Storage,
 )
+from autostream.scheduling.structure import bottom_levels
 
 Edge = tuple[str, str]
 
@@ -82,6 +83,11 @@ def profile_with(**fields: Any) -> DeviceProfile:
     free = {"same_stream_edge_us": 0.0, "cross_stream_edge_us": 0.0, "fork_us": 0.0, "join_us": 0.0}
     plain = {"name": "test", "multiprocessors": 100, "bandwidth": 1e6, "flops": {"float16": 1e6}, "kernel_us": 1.0}
     return DeviceProfile(**{**plain, "source": "table", **free, **fields})
+
+
+def critical_path_us(graph: OpGraph, costs: Mapping[str, OpCost]) -> float:
+    """The length of the longest path, µs: no schedule of any number of streams is shorter."""
+    return max(bottom_levels(graph, costs).values(), default=0.0)
 
 
 def costs_of(

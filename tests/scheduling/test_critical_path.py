@@ -10,8 +10,16 @@ from autostream.ir import Costs, Decision, OpGraph
 from autostream.scheduling import critical_path as module
 from autostream.scheduling.critical_path import critical_path
 from autostream.scheduling.simulate import simulate
-from autostream.scheduling.structure import critical_path_us, width
-from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_costs, random_graphs, schedule_of
+from autostream.scheduling.structure import width
+from tests.scheduling.graphs import (
+    costs_of,
+    critical_path_us,
+    graph_of,
+    profile_with,
+    random_costs,
+    random_graphs,
+    schedule_of,
+)
 
 FREE = profile_with()
 PRICED = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=2.0, fork_us=1.0, join_us=1.0)

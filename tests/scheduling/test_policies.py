@@ -12,10 +12,10 @@ from autostream.ir import DeviceProfile
 from autostream.options import PolicyName
 from autostream.scheduling import POLICIES, Policy
 from autostream.scheduling.simulate import simulate
-from autostream.scheduling.structure import critical_path_us
 from tests.scheduling.graphs import (
     check_assignment,
     costs_of,
+    critical_path_us,
     graph_of,
     profile_with,
     random_costs,

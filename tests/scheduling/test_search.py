@@ -17,10 +17,17 @@ from autostream.scheduling import search as module
 from autostream.scheduling.coarsen import coarsen
 from autostream.scheduling.search import EVENTS_PER_S, search, search_by_streams
 from autostream.scheduling.simulate import simulate
-from autostream.scheduling.structure import critical_path_us
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from tests.scheduling.graphs import check_assignment, costs_of, graph_of, profile_with, random_costs, random_graphs
+from tests.scheduling.graphs import (
+    check_assignment,
+    costs_of,
+    critical_path_us,
+    graph_of,
+    profile_with,
+    random_costs,
+    random_graphs,
+)
 
 NONE: frozenset[str] = frozenset()
 FREE = profile_with()
