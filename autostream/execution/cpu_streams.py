@@ -255,9 +255,13 @@ def _modes() -> Callable[[], AbstractContextManager[None]]:
     """What puts another thread into the calling thread's modes."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    threads = torch.get_num_threads()
 
     @contextmanager
     def entered() -> Iterator[None]:
+        # OpenMP counts threads for each thread anew, and what a product comes to depends on how many it takes.
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         with (
             torch.inference_mode(inference),
             torch.set_grad_enabled(grad),

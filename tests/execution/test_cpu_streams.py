@@ -325,6 +325,34 @@ def test_all_lanes_run_in_the_callers_modes(mode: Callable[[], Any]) -> None:
             assert seen.pop() == modes(torch.ones(2))
 
 
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_all_lanes_use_as_many_threads_for_an_op_as_the_caller() -> None:
+    """OpenMP counts for each thread anew, and products round differently for another number."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 32)
+    seen: list[int] = []
+    hand = Hand(2)
+    hand.use(1)
+    value = hand.call(lambda x: (seen.append(torch.get_num_threads()), linear(x))[1], hand.x)
+    done = hand.record(1)
+    hand.wait(0, done)
+    program = ThreadedProgram(hand.module(value))
+    x = torch.randn(6, 16)
+    for threads in (1, 2, 1):
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            (result,) = program(x)
+            torch.testing.assert_close(result, linear(x), rtol=0, atol=0)
+        assert seen.pop() == threads
+
+
 def test_memory_is_given_back_where_the_schedule_releases_it() -> None:
     made: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
