@@ -107,10 +107,10 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 def test_the_cpu_suite_is_measured_end_to_end(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For real. Compiling for the CPU takes a C++ compiler, and without one it is that cell that has no times."""
     modes = ("eager", "compile_default", "autostream")
-    assert run(out, "--timeout", "120", "--modes", ",".join(modes)) == 0
+    assert run(out, "--timeout", "120", "--modes", ",".join(modes), "--workloads", "mm_small") == 0
     found = result.load(out)
     check(found)
-    assert [result.key(row) for row in found["rows"]] == [result.key(row) for row in SUITES["cpu"].rows]
+    assert [result.key(row) for row in found["rows"]] == [result.key(row) for row in SUITES["cpu"].rows[:1]]
     for measured in found["rows"]:
         assert measured["failure"] == ""
         assert measured["seconds"] > 0
@@ -121,7 +121,7 @@ def test_the_cpu_suite_is_measured_end_to_end(out: Path, capsys: pytest.CaptureF
         assert cells["compile_default"]["status"] in ("ok", "failed")
     printed, said = capsys.readouterr()
     assert printed.splitlines()[0].split() == ["workload", "eager", "µs", *modes[1:]]
-    assert [line.split(":")[0] for line in said.splitlines()] == ["mm_small", "towers8"]
+    assert [line.split(":")[0] for line in said.splitlines()] == ["mm_small"]
 
 
 def test_rows_are_stored_as_they_were_asked_for(lab: Lab, out: Path) -> None:
