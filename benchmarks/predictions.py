@@ -5,6 +5,8 @@
 
 Workloads are optimized one after the other, as a user would. All schedules that were measured then count, not only the
 one that was kept. Kernels may be compiled beforehand, by many processes at a time, which measure nothing.
+
+Other rows that the same commit left in the folder, on the same machine, are kept: a long run can be made in parts.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import nan
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -29,7 +32,7 @@ from autostream.ir import Candidate
 from autostream.reporting.report import Report
 from autostream.scheduling.simulate import simulate
 from benchmarks import zoo
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 from benchmarks.suites import SUITES
 
 ROWS = tuple(f"{row.workload}:{row.batch}" for row in SUITES["inference"].rows)
@@ -50,8 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.processes > 1:
         with ThreadPoolExecutor(options.processes) as pool:
             list(pool.map(lambda row: list(_from_a_process("prepare", [row])), wanted))
-    rows = list(measured(wanted))
-    result: dict[str, Any] = {"schema": 1, "stamp": stamp(), "summary": summary(rows), "rows": rows}
+    now = stamp()
+    found = {row["row"]: row for row in (*earlier_rows("predictions", options.out, now), *measured(wanted))}
+    rows = list(found.values())
+    result: dict[str, Any] = {"schema": 1, "stamp": now, "summary": summary(rows), "rows": rows}
     save("predictions", result, table(result), options.out)
     plot(rows, options.out / "predictions.svg")
     return 0
@@ -144,12 +149,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: 1 where both put the same things in the same order.
+    """Spearman's: 1 where both put the same things in the same order, NaN where there is no order.
 
     Example:
         >>> round(rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0]), 2)
         0.5
     """
+    if len(first) < 2:
+        return nan
     pairs = torch.tensor([_ranks(first), _ranks(second)], dtype=torch.float64)
     return torch.corrcoef(pairs)[0, 1].item()
 

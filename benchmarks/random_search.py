@@ -5,6 +5,7 @@
 autostream optimizes a workload as it does by default. The ops of the level that it chose are then scheduled at random
 for the given time: a quarter of the schedules are *fresh*, the others *changed*, which is what a few random moves make
 of one of the best known so far. Those that autostream measured are known from the start. The simulator has no say.
+Other workloads that the same commit left in the folder, on the same machine, with the same settings, are kept.
 
 Each schedule is verified, captured, and meets autostream's in interleaved rounds. The luckiest of thousands of noisy
 measurements would pass for a gain, so there are several looks, each with rounds of its own:
@@ -50,7 +51,7 @@ from autostream.tracing.export import trace
 from autostream.tracing.tree import flatten
 from autostream.tuning import Tuned, tune, undone
 from benchmarks import zoo
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 
 WORKLOADS = ("googlenet", "inception_v3")
 
@@ -87,16 +88,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{min(unknown)}: use {', '.join(zoo.INFERENCE)}")
     if not (isfinite(options.seconds) and options.seconds > 0):
         parser.error(f"--seconds {options.seconds}: use a finite number above 0")
-    rows = [row(name, options.seconds, options.seed) for name in options.workloads or WORKLOADS]
-    result: dict[str, Any] = {
-        "schema": 1,
-        "stamp": stamp(),
-        "seconds": options.seconds,
-        "seed": options.seed,
-        "fresh": FRESH,
-        "rows": rows,
-    }
-    save("random_search", result, table(rows), options.out)
+    now, settings = stamp(), {"seconds": options.seconds, "seed": options.seed, "fresh": FRESH}
+    rows = {found["workload"]: found for found in earlier_rows("random_search", options.out, now, **settings)}
+    rows |= {name: row(name, options.seconds, options.seed) for name in options.workloads or WORKLOADS}
+    result: dict[str, Any] = {"schema": 1, "stamp": now, **settings, "rows": list(rows.values())}
+    save("random_search", result, table(result["rows"]), options.out)
     return 0
 
 

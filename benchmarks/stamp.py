@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -36,6 +37,24 @@ def stamp() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **_versions(),
     }
+
+
+def earlier_rows(name: str, folder: Path, now: Mapping[str, Any], **same: Any) -> list[dict[str, Any]]:
+    """The rows of ``name.json`` in a folder, where an earlier run of the same commit on the same machine left some.
+
+    Args:
+        name: of the benchmark.
+        folder: where results are written to.
+        now: the stamp of this run; all of it but the date must be that of the earlier one.
+        same: what else the file must say, by key.
+    """
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    found, wanted = ({**stamped, "date": None} for stamped in (earlier["stamp"], now))
+    alike = found == wanted and all(earlier[key] == value for key, value in same.items())
+    return list(earlier["rows"]) if alike else []
 
 
 def save(name: str, result: dict[str, Any], table: str, folder: Path) -> None:

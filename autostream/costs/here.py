@@ -36,7 +36,7 @@ def profile_here(device: str) -> tuple[DeviceProfile, Remarks]:
         return known.profile or looked_up, faults
     try:
         measured, hindrances = profile_anew(device)
-    except RuntimeError as error:
+    except Exception as error:
         reason = (
             f"the profile of {looked_up.name} is guessed from its properties: measuring failed: {first_line(error)}"
         )

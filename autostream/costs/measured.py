@@ -41,12 +41,14 @@ Call = Callable[[], object]
 Timer = Callable[[Call, float], Record]
 """Takes a call and the time that it is expected to take, µs; returns what was measured.
 
-``warm_us`` is its time with its inputs in the cache, ``cold_us`` without, ``busy_share`` the share of the
-multiprocessors that it keeps busy. What was not measured is absent.
+``warm_us`` is its time with its inputs in the cache, ``cold_us`` without, as the clock says: where ``copies`` of it
+were timed in one CUDA graph, with the edge that follows each, and the warm ones with a share of what the replay itself
+takes. ``busy_share`` is the share of the multiprocessors that it keeps busy. What was not measured is absent.
 """
 
-METHOD = 1
-"""Grows when what is measured changes its meaning: older measurements are of no use then."""
+METHOD = 2
+"""Grows when what is kept of a measurement changes its meaning, ``occupancy.py``'s formula included: older ones are of
+no use then. What is derived from the device's profile is not kept, for a better profile may come."""
 
 _REPLAY_US = 100.0
 """A replay at least this long hides the launch of the next one: that takes the host about 10 µs."""
@@ -79,7 +81,7 @@ def measure(
     Args:
         program: what to run.
         graph: its ops.
-        profile: of ``program.device``; its edge within a stream is taken off the times.
+        profile: of ``program.device``; its replay and its edge within a stream are taken off the times.
         args: one tensor per placeholder, in order, on their devices.
         known: what was measured before, by :func:`~autostream.costs.records.key_of` each op.
         budget_s: once timing has taken this long, ops not yet seen keep their estimates.
@@ -111,10 +113,20 @@ def _cost(op: Op, profile: DeviceProfile, record: Record, missed: float) -> OpCo
 
     What it takes longer for that, it waits: meanwhile the multiprocessors are there for others.
     """
-    warm_us = record["warm_us"]
-    duration_us = warm_us + missed * max(0.0, record.get("cold_us", warm_us) - warm_us)
+    warm_us = _alone_us(record["warm_us"], record, profile, replays=1)
+    cold_us = _alone_us(record["cold_us"], record, profile, replays=0) if "cold_us" in record else warm_us
+    duration_us = warm_us + missed * max(0.0, cold_us - warm_us)
     busy = record.get("busy_share") or fill(op, profile)
     return cost_of(op, profile, duration_us, "measured", busy * (warm_us / duration_us if duration_us else 1.0))
+
+
+def _alone_us(clock_us: float, record: Record, profile: DeviceProfile, *, replays: int) -> float:
+    """What an op itself took of what the clock says, behind an op other than itself, µs."""
+    if "copies" not in record:  # not in a CUDA graph
+        return clock_us
+    # Edges are known roughly; what they leave of a very short kernel should not be nothing.
+    rest_us = clock_us - replays * profile.replay_us / record["copies"] - profile.same_stream_edge_us
+    return max(rest_us, profile.kernel_us) + _BEHIND_ANOTHER_US
 
 
 def _run(
@@ -202,7 +214,7 @@ class _GraphTimer:
 
     def __init__(self, device: str, profile: DeviceProfile, *, cold: bool) -> None:
         self._stream = capture_stream(device)
-        self._profile = profile
+        self._multiprocessors = profile.multiprocessors
         self._kept: torch.cuda.CUDAGraph | None = None
         self._ballast: Tensor | None = None
         if cold:  # reading and writing this much leaves nothing else in the cache
@@ -210,31 +222,25 @@ class _GraphTimer:
                 self._ballast = torch.zeros(2 * profile.cache_bytes, dtype=torch.uint8, device=device)
 
     def __call__(self, call: Call, expected_us: float) -> Record:
-        """Time one call without the edge that follows it."""
+        """Time one call."""
         # The inputs were enqueued on the caller's stream. The way back needs no wait: this returns when all is done.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            each_us, copies, busy = self._warm(call, expected_us)
-            if each_us * copies < _REPLAY_US / 2 and copies < _MAX_COPIES:
-                each_us, _, busy = self._warm(call, each_us)
-            record = {"warm_us": self._alone_us(each_us)}
+            record = self._warm(call, expected_us)
+            if record["warm_us"] * record["copies"] < _REPLAY_US / 2 and record["copies"] < _MAX_COPIES:
+                record = self._warm(call, record["warm_us"])
             if self._ballast is not None:
-                record["cold_us"] = self._alone_us(self._behind_ballast_us(call) - self._ballast_us)
-        return record | ({"busy_share": busy} if busy else {})
+                record["cold_us"] = max(0.0, self._behind_ballast_us(call) - self._ballast_us)
+        return record
 
-    def _alone_us(self, each_us: float) -> float:
-        # Edges are known roughly; what they leave of a very short kernel should not be nothing.
-        return max(each_us - self._profile.same_stream_edge_us, self._profile.kernel_us) + _BEHIND_ANOTHER_US
-
-    def _warm(self, call: Call, expected_us: float) -> tuple[float, int, float]:
-        """What a call takes with the edge, µs; how many were timed; and the share of the device that it keeps busy."""
+    def _warm(self, call: Call, expected_us: float) -> dict[str, float]:
+        """What copies of a call take in one graph, and the share of the device that it keeps busy."""
         copies = min(_MAX_COPIES, math.ceil(_REPLAY_US / max(expected_us, 1.0)))
         # A first run loads kernels and chooses algorithms, which no capture may.
         call()
         graph = self._captured(lambda: _repeat(call, copies))
-        kernels = kernels_of(graph)
-        busy = max((busy_share(kernel, self._profile.multiprocessors) for kernel in kernels), default=0.0)
-        return (replay_us(graph) - self._profile.replay_us) / copies, copies, busy
+        busy = max((busy_share(kernel, self._multiprocessors) for kernel in kernels_of(graph)), default=0.0)
+        return {"warm_us": replay_us(graph) / copies, "copies": copies} | ({"busy_share": busy} if busy else {})
 
     def _behind_ballast_us(self, call: Call) -> float:
         """What a call takes that finds nothing in the cache, with the ballast that sees to it, µs."""

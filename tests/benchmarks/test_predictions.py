@@ -124,3 +124,11 @@ def test_the_command_writes_everything(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert saved["rows"] == [BRANCHY, CHAIN]
     assert {"torch", "commit", "gpu"} <= saved["stamp"].keys()
     assert (tmp_path / "predictions.svg").exists()
+
+
+def test_a_long_run_can_be_made_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for part in ([BRANCHY], [CHAIN]):
+        monkeypatch.setattr(predictions, "measured", lambda rows, part=part: iter(part))
+        assert main(["googlenet:1", "--out", str(tmp_path)]) == 0
+    saved = json.loads((tmp_path / "predictions.json").read_text())
+    assert (saved["rows"], saved["summary"]["rows"]) == ([BRANCHY, CHAIN], 2)

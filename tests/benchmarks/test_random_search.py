@@ -355,6 +355,10 @@ def test_results_are_saved_with_their_stamp(arena: Arena, monkeypatch: pytest.Mo
     assert (row["autostream"]["measured_us"], row["best"]["measured_us"]) == (90.0, 60.0)
     assert row["autostream"]["policy"] == arena.tuned.selection.chosen.schedule.policy
     assert "1.500×" in (tmp_path / "random_search.md").read_text()
+    for seed, workloads in ((7, ["googlenet", "inception_v3"]), (8, ["inception_v3"])):
+        assert main(["inception_v3", "--seconds", "0.2", "--seed", str(seed), "--out", str(tmp_path)]) == 0
+        result = json.loads((tmp_path / "random_search.json").read_text())
+        assert [row["workload"] for row in result["rows"]] == workloads, "with another seed it is another search"
 
 
 def test_the_table_adds_up_what_was_tried() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.stamp import LIBRARIES, _cpu, stamp
+from benchmarks.stamp import LIBRARIES, _cpu, earlier_rows, save, stamp
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +51,18 @@ def test_without_a_model_the_cpu_is_its_architecture(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, "read_text", lambda path: "processor : 0\nmodel name :\n")
     monkeypatch.setattr("platform.machine", lambda: "arm")
     assert _cpu() == "arm"
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "kept"),
+    [({}, 60, True), ({"date": "later"}, 60, True), ({"commit": "b"}, 60, False), ({}, 400, False)],
+    ids=["same", "later", "another commit", "other settings"],
+)
+def test_rows_of_the_same_code_on_the_same_machine_are_kept(
+    tmp_path: Path, changed: dict[str, str], settings: int, kept: bool
+) -> None:
+    now = {"date": "today", "commit": "a", "gpu": "H200"}
+    assert earlier_rows("search", tmp_path, now, seconds=60) == []
+    save("search", {"stamp": now, "seconds": 60, "rows": [{"row": "x"}]}, "a table", tmp_path)
+    found = earlier_rows("search", tmp_path, {**now, **changed}, seconds=settings)
+    assert found == ([{"row": "x"}] if kept else [])

@@ -493,36 +493,62 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield gpu
 
 
-BEHIND_US = 0.1
-"""What the model adds for the kernel before, which is another one in a program."""
-
-
 def _timer(*, cold: bool = False) -> measured._GraphTimer:
     return measured._GraphTimer("cpu", replace(GPU, cache_bytes=8), cold=cold)
 
 
 @pytest.mark.parametrize(
     ("expected_us", "copies"),
-    [(9.0, [12]), (50.0, [2, 10]), (1000.0, [1, 10]), (0.0, [20]), (3.0, [20])],
+    [(9.0, [12]), (50.0, [2, 10]), (1000.0, [1, 9]), (0.0, [20]), (3.0, [20])],
     ids=["as expected", "shorter", "much shorter", "unknown", "longer"],
 )
 def test_as_many_copies_are_timed_as_hide_the_launch(gpu: Gpu, expected_us: float, copies: list[int]) -> None:
     """Replays should take 100 µs; one of less than half of that is not believed."""
-    assert _timer()(gpu.op(warm_us=9.0, cold_us=30.0), expected_us) == {"warm_us": pytest.approx(9.0 + BEHIND_US)}
-    assert [us / (9.0 + 1.0) for us in gpu.graphs] == pytest.approx(copies)
-
-
-def test_what_is_left_of_a_short_kernel_is_not_nothing(gpu: Gpu) -> None:
-    assert _timer()(gpu.op(warm_us=0.0, cold_us=0.0), 1.0) == {"warm_us": GPU.kernel_us + BEHIND_US}
+    record = _timer()(gpu.op(warm_us=9.0, cold_us=30.0), expected_us)
+    each_us = 9.0 + GPU.same_stream_edge_us
+    assert [us / each_us for us in gpu.graphs] == pytest.approx(copies)
+    assert record == {"warm_us": pytest.approx(each_us + GPU.replay_us / copies[-1]), "copies": copies[-1]}
 
 
 def test_cold_is_what_an_op_takes_behind_a_kernel_that_empties_the_cache(gpu: Gpu) -> None:
     timer = _timer(cold=True)
     for warm_us, cold_us in ((10.0, 14.0), (100.0, 101.0)):
-        expected = {"warm_us": warm_us + BEHIND_US, "cold_us": cold_us + BEHIND_US}
-        assert timer(gpu.op(warm_us, cold_us), warm_us) == pytest.approx(expected)
+        record = timer(gpu.op(warm_us, cold_us), warm_us)
+        assert record["cold_us"] == pytest.approx(cold_us + GPU.same_stream_edge_us)
     emptying = [us for us in gpu.graphs if us == pytest.approx(3 * 21.0)]
     assert len(emptying) == 1, "how long that kernel takes is measured once"
+
+
+def test_a_cold_time_that_noise_makes_negative_is_none(gpu: Gpu) -> None:
+    """It could not be kept: no op takes less than no time."""
+    assert _timer(cold=True)(gpu.op(10.0, -5.0), 10.0)["cold_us"] == 0.0
+
+
+BEHIND_US = 0.1
+"""What the model adds for the kernel before, which is another one in a program."""
+
+RELU = Op("relu", "aten.relu.default", ("relu",), frozenset({"x"}), frozenset({"relu"}), elements=8)
+
+
+@pytest.mark.parametrize(("missed", "duration_us"), [(0.0, 10.0), (0.5, 12.0), (1.0, 14.0)])
+@pytest.mark.parametrize(
+    "profile", [GPU, replace(GPU, same_stream_edge_us=2.0, replay_us=6.0)], ids=["a GPU", "slower edges"]
+)
+def test_the_profile_s_edge_and_replay_are_taken_off_what_was_kept(
+    gpu: Gpu, profile: DeviceProfile, missed: float, duration_us: float
+) -> None:
+    """What is kept is what the clock said: a profile that is measured later changes what it means."""
+    record = _timer(cold=True)(gpu.op(10.0, 14.0), 10.0)
+    more_us = profile.same_stream_edge_us - GPU.same_stream_edge_us
+    replays_us = (1 - missed) * (profile.replay_us - GPU.replay_us) / record["copies"]
+    cost = measured._cost(RELU, profile, record, missed)
+    assert cost.duration_us == pytest.approx(duration_us + BEHIND_US - more_us - replays_us)
+
+
+def test_what_is_left_of_a_short_kernel_is_not_nothing(gpu: Gpu) -> None:
+    record = _timer()(gpu.op(warm_us=0.0, cold_us=0.0), 1.0)
+    slower = replace(GPU, same_stream_edge_us=5.0)
+    assert measured._cost(RELU, slower, record, 0.0).duration_us == GPU.kernel_us + BEHIND_US
 
 
 def test_all_captures_share_the_memory_of_the_first(gpu: Gpu) -> None:
