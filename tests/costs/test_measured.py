@@ -678,7 +678,8 @@ def test_a_large_product_takes_far_longer_than_a_relu_and_no_less_than_the_peak_
     costs = _on_gpu(build, args)
     product_us, relu_us = costs["mm_default"].duration_us, costs["relu_default"].duration_us
     assert product_us > 3 * relu_us
-    assert product_us > 2 * 4096**3 / profile_of("cuda:0").flops["float16"]
+    peak = profile_of("cuda:0").flops["float16"] / 0.75  # a profile has what large kernels attain of the datasheet's
+    assert product_us > 2 * 4096**3 / peak
 
 
 @pytest.mark.gpu
