@@ -30,7 +30,7 @@ from autostream.scheduling import POLICIES
 from autostream.scheduling.check import check_costs
 from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.releases import place_releases
-from autostream.scheduling.search import search_by_streams
+from autostream.scheduling.search import search_by_streams, variants
 from autostream.scheduling.simulate import run_us, simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
@@ -145,30 +145,65 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
         ScheduleError: a schedule failed verification, which is a defect of autostream.
     """
     graph, profile, costs = priced.graph, priced.profile, priced.costs
-    pinned: frozenset[str] = frozenset() if capture else graph.pinned
+    pinned = _pinned(priced, capture)
     check_costs(graph, costs)
-
-    def planned(assignment: Assignment) -> Candidate:
-        schedule = synchronize(graph, assignment)
-        return Candidate(schedule, capture, run_us(schedule, costs, profile, captured=capture))
-
-    def complete(candidate: Candidate) -> Candidate:
-        schedule = place_releases(graph, candidate.schedule)
-        return replace(candidate, schedule=schedule, memory_bytes=peak_bytes(graph, schedule))
-
     with stopwatch("schedule"), collector.paused():
         assigned = tuple(_assigned(priced, options, pinned))
     if _searches(priced, options):
         with stopwatch("search"), collector.paused():
             assigned += _searched(priced, options, pinned, capture)
     with stopwatch("schedule"), collector.paused():
-        alone = planned(POLICIES["sequential"](graph, costs, profile, 1, pinned))
-        rivals = [planned(assignment) for assignment in _distinct(assigned)]
-        candidates = tuple(complete(each) for each in (alone, *_shortlist(rivals)))
+        alone = _candidate(priced, POLICIES["sequential"](graph, costs, profile, 1, pinned), capture)
+        rivals = [_candidate(priced, assignment, capture) for assignment in _distinct(assigned)]
+        candidates = tuple(_complete(graph, each) for each in (alone, *_shortlist(rivals)))
     with stopwatch("verify"), collector.paused():
         for candidate in candidates:
             verify(graph, candidate.schedule, pinned=pinned)
     return candidates
+
+
+def variants_of(priced: Priced, options: Options, candidate: Candidate) -> Iterator[Candidate]:
+    """Verified schedules that differ little from one that was measured, made one by one as they are asked for.
+
+    The simulator cannot tell them apart; the device can. There are none where a search does not pay.
+
+    Args:
+        priced: the program's ops.
+        options: policy and streams.
+        candidate: what to change.
+    """
+    if not _searches(priced, options):
+        return
+    graph, pinned = priced.graph, _pinned(priced, candidate.captured)
+    most = max(_stream_counts(priced, options), default=1)
+    streams = min(candidate.schedule.streams + 1, most)
+    found = variants(
+        graph, priced.costs, priced.profile, candidate.schedule, streams, pinned, options.seed, candidate.captured
+    )
+    while True:
+        with collector.paused():
+            assignment = next(found, None)
+            if assignment is None:
+                return
+            variant = _complete(graph, _candidate(priced, assignment, candidate.captured))
+            verify(graph, variant.schedule, pinned=pinned)
+        yield variant
+
+
+def _pinned(priced: Priced, capture: bool) -> frozenset[str]:
+    """Ops that must be on the caller's stream; in a CUDA graph none, for it is joined as a whole."""
+    return frozenset() if capture else priced.graph.pinned
+
+
+def _candidate(priced: Priced, assignment: Assignment, capture: bool) -> Candidate:
+    schedule = synchronize(priced.graph, assignment)
+    return Candidate(schedule, capture, run_us(schedule, priced.costs, priced.profile, captured=capture))
+
+
+def _complete(graph: OpGraph, candidate: Candidate) -> Candidate:
+    """A candidate that gives memory back, with what it needs."""
+    schedule = place_releases(graph, candidate.schedule)
+    return replace(candidate, schedule=schedule, memory_bytes=peak_bytes(graph, schedule))
 
 
 def _measures(options: Options, graph: OpGraph) -> bool:

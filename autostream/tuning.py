@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from autostream.execution.runs import without_autocast
 from autostream.execution.static import copyable, static_copies
 from autostream.ir import Decision, Program
 from autostream.options import Options
-from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program
+from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program, variants_of
 from autostream.select import MARGIN, Selection, select, written
 from autostream.tracing.inductor import fuse
 from autostream.tracing.state import versions_kept
@@ -135,7 +136,8 @@ def _planned(
         def selected(capture: bool) -> Selection:
             candidates = candidates_for(priced, options, capture, stopwatch)
             with stopwatch("select"), undone(arguments, written(program, graph), program.device):
-                return select(program, graph, candidates, arguments, bound, stopwatch.left(options))
+                varied = partial(variants_of, priced, options)
+                return select(program, graph, candidates, arguments, bound, stopwatch.left(options), varied)
 
         if options.cuda_graph is False or graph.device == "cpu":
             asked = options.cuda_graph is True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from autostream.costs.device import profile_named, profile_of
 from autostream.errors import CostError, FusionError, OptionError, ScheduleError, TargetError, TraceError
 from autostream.ir import Assignment, Candidate, Decision, DeviceProfile, OpGraph, Program, Schedule
 from autostream.options import Options
-from autostream.pipeline import SHORTLIST, Priced, Stopwatch, candidates_for, plan, price_program
+from autostream.pipeline import SHORTLIST, Priced, Stopwatch, candidates_for, plan, price_program, variants_of
 from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
 from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.sequential import sequential
-from autostream.scheduling.simulate import simulate
+from autostream.scheduling.simulate import run_us, simulate
+from autostream.scheduling.verify import verify
 from tests.execution.programs import Towers, case_of, sample
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
 
@@ -123,6 +125,31 @@ def test_the_best_of_each_policy_is_on_the_shortlist_however_promising_others_ar
     searched = [rival("search", float(us)) for us in range(6)]
     others = [rival("path_cover", 9.0), rival("critical_path", 7.0), rival("critical_path", 8.0)]
     assert pipeline._shortlist([*others, *searched]) == [*searched[:4], others[1], others[0]]
+
+
+def _variants(given: Priced, capture: bool = True, **options: Any) -> list[Candidate]:
+    best = candidates(capture, given, **options)[1]
+    return list(islice(variants_of(given, Options(**options), best), 10))
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_variants_are_complete_candidates(capture: bool) -> None:
+    given = priced()
+    found = _variants(given, capture)
+    assert len(found) == 10
+    for variant in found:
+        assert (variant.captured, variant.schedule.policy) == (capture, "search")
+        assert variant.schedule == place_releases(BRANCHES, variant.schedule)
+        assert variant.memory_bytes == peak_bytes(BRANCHES, variant.schedule)
+        assert variant.predicted_us == run_us(variant.schedule, given.costs, given.profile, captured=capture)
+        pinned = frozenset() if capture else BRANCHES.pinned
+        verify(BRANCHES, variant.schedule, pinned=pinned)
+
+
+def test_there_are_variants_where_a_search_pays_and_over_no_more_streams_than_are_allowed() -> None:
+    assert all(variant.schedule.streams <= 2 for variant in _variants(priced(), streams=2))
+    assert _variants(priced(), policy="critical_path") == []
+    assert _variants(priced(replace(BRANCHES, device="cpu"))) == []
 
 
 def test_a_cpu_and_large_graphs_are_searched_only_when_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

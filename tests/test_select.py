@@ -16,7 +16,7 @@ from autostream import select as selection
 from autostream.errors import CaptureError
 from autostream.execution.cpu_streams import ThreadedProgram
 from autostream.ir import Candidate, Op, OpGraph, Placeholder, Program, Role, Schedule
-from autostream.select import MARGIN, Selection, build, has_integers, interleaved, select, written
+from autostream.select import MARGIN, VARIANTS, Selection, build, has_integers, interleaved, select, written
 from autostream.tracing.export import trace
 from autostream.tracing.tree import flatten
 from tests.execution.programs import Case, random_schedule, same, sample
@@ -59,9 +59,19 @@ class Workshop:
         self.most = max(self.most, len(self.alive))
         return execution
 
-    def select(self, seconds: float = inf) -> Selection:
+    def select(self, seconds: float = inf, variants: Sequence[int] = ()) -> Selection:
+        """The choice among all candidates but variants, which come after it; each of these once."""
         program: Any = Program(None, (), (), "aten", "cuda:0")  # type: ignore[arg-type]
-        return select(program, OpGraph({}, (), {}, (), "cuda:0"), self.candidates, [], [], seconds)
+        left = [self.candidates[place] for place in variants]
+        self.varied: list[str] = []
+
+        def varied(candidate: Candidate) -> Iterator[Candidate]:
+            self.varied.append(candidate.schedule.policy)
+            while left:
+                yield left.pop(0)
+
+        others = [candidate for candidate in self.candidates if candidate not in left]
+        return select(program, OpGraph({}, (), {}, (), "cuda:0"), others, [], [], seconds, varied)
 
 
 def chosen(
@@ -188,6 +198,61 @@ def test_no_more_than_two_are_alive(monkeypatch: pytest.MonkeyPatch, times: list
     result = workshop.select()
     assert workshop.most == 2
     assert list(workshop.alive) == [result.execution]
+
+
+# Variants
+
+
+def places(result: Selection) -> list[int]:
+    return [int(candidate.schedule.policy.rpartition(" ")[2]) for candidate in result.candidates]
+
+
+def test_a_variant_of_the_best_one_that_is_faster_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next ones are variants of that. What is no faster is no candidate."""
+    workshop = Workshop(monkeypatch, [100.0, 50.0, 49.9, 49.0, 49.5, 48.0], [1, 2, 2, 2, 2, 3])
+    result = workshop.select(variants=[2, 3, 4, 5])
+    assert result.execution.place == 5  # type: ignore[union-attr]
+    assert places(result) == [0, 1, 3, 5]
+    assert [candidate.measured_us for candidate in result.candidates] == [100.0, 50.0, 49.0, 48.0]
+    assert workshop.varied == ["policy 1", "policy 3", "policy 5"]
+    assert workshop.most == 2
+
+
+def test_one_stream_has_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = Workshop(monkeypatch, [100.0, 110.0, 50.0], [1, 2, 2])
+    assert places(workshop.select(variants=[2])) == [0, 1]
+    assert workshop.built == [0, 1]
+
+
+def test_no_more_variants_are_tried_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = Workshop(monkeypatch, [100.0, 50.0] + [60.0] * (VARIANTS + 5), [1] + [2] * (VARIANTS + 6))
+    result = workshop.select(variants=range(2, VARIANTS + 7))
+    assert workshop.built == [*range(VARIANTS + 2), 0]
+    assert (places(result), result.execution.place) == ([0, 1], 1)  # type: ignore[union-attr]
+
+
+def test_variants_are_tried_as_long_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second to build."""
+    workshop = Workshop(monkeypatch, [100.0, 50.0, 60.0, 40.0, 30.0], [1, 2, 2, 2, 2])
+    assert places(workshop.select(seconds=3.5, variants=[2, 3, 4])) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("error", [CaptureError("no"), torch.OutOfMemoryError("no")])
+def test_a_variant_that_cannot_be_captured_is_passed_over(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    workshop = Workshop(monkeypatch, [100.0, 50.0, error, 40.0], [1, 2, 2, 2])
+    assert places(workshop.select(variants=[2, 3])) == [0, 1, 3]
+    assert workshop.most == 2
+
+
+def test_the_sequential_one_may_beat_a_variant_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = Workshop(monkeypatch, [100.0, 90.0, 80.0], [1, 2, 2])
+
+    def timer(execution: Execution, *_: object) -> Callable[[], float]:
+        return lambda: execution.time_us if workshop.built == [0, 1, 2][: len(workshop.built)] else 80.0
+
+    monkeypatch.setattr(selection, "_timer", timer)
+    result = workshop.select(variants=[2])
+    assert (workshop.built, result.execution.place) == ([0, 1, 2, 0], 0)  # type: ignore[union-attr]
 
 
 # Clocks

@@ -50,8 +50,11 @@ class Device:
             self.captures.append(capture)
             return real_candidates(priced, options, capture, stopwatch)
 
-        def select(program: Any, graph: Any, candidates: Any, tensors: Any, bound: Any, seconds: float) -> Selection:
+        def select(
+            program: Any, graph: Any, candidates: Any, tensors: Any, bound: Any, seconds: float, variants: Any
+        ) -> Selection:
             self.seconds = seconds
+            self.variants = list(variants(candidates[-1]))
             if fails and candidates[0].captured:
                 raise CaptureError("this op cannot be captured")
             return Selection(program.module.forward, candidates[0], tuple(candidates))
@@ -67,6 +70,7 @@ def test_where_a_graph_can_be_captured_it_is(monkeypatch: pytest.MonkeyPatch) ->
     result = tuned()
     assert device.captures == [True]
     assert (result.selection.chosen.captured, result.refusals) == (True, ())
+    assert all(variant.captured for variant in device.variants)
 
 
 @torch.no_grad()

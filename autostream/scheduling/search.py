@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
@@ -56,6 +56,13 @@ _POLICIES = (critical_path, path_cover)
 
 _LEAST = len(_POLICIES) * (STEPS[-1] - 1)
 """Simulations that starting at every number of streams takes."""
+
+SLACK = 0.03
+"""What a variant may take longer than what it is made of, by the simulator, which is not exact to less."""
+
+_MOST_CHANGES = 4
+_MISSES = 200
+"""Draws in a row that were no variants, after which no more are expected."""
 
 Placement = tuple[Sequence[str], Mapping[str, int]]
 """The launch order of chains, and their streams."""
@@ -109,7 +116,7 @@ def search_by_streams(
     """What :func:`search` finds for one stream, for two, and so on: each one better than the one before it."""
     space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured)
     best = start = space.known(sequential, 1)
-    found = [space.assignment(best, start)]
+    found = [space.assignment(best, _gain(best, start))]
     deadline = time.perf_counter() + seconds
     simulations = int(seconds * EVENTS_PER_S / max(len(graph.ops) + len(graph.dependencies), 1))
     steps = space.steps() if simulations >= _LEAST else (streams,)
@@ -122,8 +129,59 @@ def search_by_streams(
         end = space.climb(plan, count, changes, random, deadline) if count in steps else plan
         if end.price < best.price:
             best, start = end, origin
-            found.append(space.assignment(best, start))
+            found.append(space.assignment(best, _gain(best, start)))
     return tuple(found)
+
+
+def variants(
+    graph: OpGraph,
+    costs: Costs,
+    profile: DeviceProfile,
+    schedule: Schedule,
+    streams: int,
+    pinned: frozenset[str],
+    seed: int = 0,
+    captured: bool = True,
+) -> Iterator[Assignment]:
+    """Assignments that a few changes make of a schedule and that may be faster, each once, for the clock to decide.
+
+    Args:
+        graph: of the ops.
+        costs: of each op.
+        profile: of the device.
+        schedule: where to start.
+        streams: the largest number.
+        pinned: ops that must be on stream 0.
+        seed: of the random choices.
+        captured: whether the results are to run as CUDA graphs.
+
+    Example:
+        >>> from autostream.ir import Op, OpCost
+        >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset({name})) for name in "abcd"}
+        >>> graph = OpGraph(ops, (), {}, (), "cuda:0")
+        >>> costs = {name: OpCost(9.0, 0.1, 0.1, "roofline") for name in ops}
+        >>> profile = DeviceProfile("GPU", 132, 4.8e6, {}, 2.0, 1.0, 2.0, 1.0, 1.0, "table")
+        >>> pairs = synchronize(graph, critical_path(graph, costs, profile, 2, frozenset()))
+        >>> found = variants(graph, costs, profile, pairs, 3, frozenset())
+        >>> sorted(next(found).stream.values())[-1] <= 2
+        True
+    """
+    space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured)
+    start = space.plan_of(schedule)
+    random, seen, misses = Random(f"{seed}, variants"), {_key(start.order, start.stream)}, 0
+    while misses < _MISSES:
+        misses += 1
+        draft = start
+        for _ in range(random.randint(1, _MOST_CHANGES)):
+            order, stream = space.changed(draft, streams, random)
+            draft = replace(draft, order=tuple(order), by_start=tuple(order), stream=stream)
+        if (key := _key(draft.order, draft.stream)) in seen:
+            continue
+        seen.add(key)
+        plan = space.simulated(Assignment("search", draft.streams, draft.order, draft.stream))
+        if plan.makespan_us <= (1 + SLACK) * start.makespan_us:
+            misses = 0
+            yield space.assignment(plan, f"{start.policy} with a few changes: measured, not predicted, to be faster")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +237,11 @@ class _Space:
         coarse = self.coarse
         return self.simulated(policy(coarse.graph, coarse.costs, self.profile, streams, coarse.pinned))
 
+    def plan_of(self, schedule: Schedule) -> _Plan:
+        """The plan that a schedule of ops is, with chains where their first ops are."""
+        stream = {launch.op: launch.stream for launch in schedule.launches if launch.op in self.coarse.chains}
+        return self.simulated(Assignment(schedule.policy, schedule.streams, tuple(stream), stream))
+
     def simulated(self, chains: Assignment) -> _Plan:
         """The plan that an assignment of chains is."""
         schedule = synchronize(self.graph, expand(self.coarse, chains))
@@ -204,7 +267,7 @@ class _Space:
             if idle == max(_PATIENCE, len(plan.order)) or time.perf_counter() > deadline:
                 break
             idle += 1
-            order, stream = self._changed(plan, streams, random)
+            order, stream = self.changed(plan, streams, random)
             other = seen.get(key := _key(order, stream))
             if other is None:
                 chains = Assignment(plan.policy, max(stream.values()) + 1, tuple(order), stream)
@@ -215,16 +278,17 @@ class _Space:
                 best, idle = other, 0
         return best
 
-    def _changed(self, plan: _Plan, streams: int, random: Random) -> Placement:
+    def changed(self, plan: _Plan, streams: int, random: Random) -> Placement:
+        """What one change makes of a plan."""
         guided = plan.critical and random.random() < 0.5
         one, other = random.choice(plan.critical) if guided else random.choices(plan.order, k=2)
         change = random.choice((_follow, _lead, _swap, _trade, _shift))
         order, stream = change(plan, self.coarse.graph, one, other, streams, random)
         return order, _without_gaps({**stream, **dict.fromkeys(self.coarse.pinned, 0)})
 
-    def assignment(self, plan: _Plan, start: _Plan) -> Assignment:
-        """A plan as the policy's result. The start's reasons for each op are gone: they hold for that plan alone."""
-        whole = Decision("", f"{plan.streams} stream{'s' * (plan.streams > 1)}", _gain(plan, start))
+    def assignment(self, plan: _Plan, reason: str) -> Assignment:
+        """A plan as the policy's result. The reasons for each op are gone: they held for what it was made of."""
+        whole = Decision("", f"{plan.streams} stream{'s' * (plan.streams > 1)}", reason)
         return expand(self.coarse, Assignment("search", plan.streams, plan.order, plan.stream, (whole,)))
 
 

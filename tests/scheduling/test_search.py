@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpCost, Op
 from autostream.scheduling import POLICIES
 from autostream.scheduling import search as module
 from autostream.scheduling.coarsen import coarsen
-from autostream.scheduling.search import EVENTS_PER_S, search, search_by_streams
+from autostream.scheduling.search import EVENTS_PER_S, SLACK, search, search_by_streams, variants
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
@@ -266,3 +266,53 @@ def test_a_machine_that_is_too_slow_stops_in_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "simulate", lambda *args, **how: simulated.append(1) or simulate(*args, **how))
     assert search(graph, costs, PRICED, 6, NONE, seconds=3.0).streams > 1
     assert len(simulated) <= 1 + 2 * 5 + 3
+
+
+# Variants
+
+
+@settings(max_examples=30)
+@given(data=st.data(), streams=st.integers(1, 4))
+def test_variants_are_right_all_different_and_about_as_fast(data: st.DataObject, streams: int) -> None:
+    graph = data.draw(random_graphs())
+    costs = data.draw(random_costs(graph))
+    pinned = data.draw(st.sampled_from([NONE, graph.pinned]))
+    given_ = POLICIES["critical_path"](graph, costs, PRICED, streams, pinned)
+    start_us = makespan(graph, costs, given_, PRICED)
+    plans = {tuple((op, given_.stream[op]) for op in given_.order)}
+    found = list(islice(variants(graph, costs, PRICED, synchronize(graph, given_), streams, pinned), 20))
+    for variant in found:
+        check_assignment(graph, variant, streams, pinned)
+        verify(graph, synchronize(graph, variant), pinned=pinned)
+        assert makespan(graph, costs, variant, PRICED) <= start_us * (1 + SLACK) + 1e-9
+        plans.add(tuple((op, variant.stream[op]) for op in variant.order))
+    assert len(plans) == len(found) + 1
+
+
+def test_a_seed_has_its_variants() -> None:
+    graph, costs = towers()
+    schedule = synchronize(graph, search(graph, costs, PRICED, 3, NONE))
+
+    def first(seed: int) -> list[Assignment]:
+        return list(islice(variants(graph, costs, PRICED, schedule, 4, NONE, seed), 10))
+
+    assert len(first(0)) == 10
+    assert first(0) == first(0) != first(1)
+    assert max(variant.streams for variant in first(0)) <= 4
+
+
+def test_where_nothing_can_be_changed_there_are_no_variants() -> None:
+    """One stream: a ─▶ b"""
+    graph = graph_of("a-b")
+    costs = costs_of(graph, 10.0)
+    schedule = synchronize(graph, POLICIES["sequential"](graph, costs, PRICED, 1, NONE))
+    assert list(variants(graph, costs, PRICED, schedule, 1, NONE)) == []
+
+
+def test_the_chains_that_the_search_keeps_whole_stay_whole_in_variants() -> None:
+    graph = graph_of("a-b b-c x-y")
+    costs = costs_of(graph, {"a": 9.0, "b": 1.0, "c": 9.0, "x": 9.0, "y": 9.0})
+    assert coarsen(graph, costs, PRICED, NONE).chains["a"] == ("a", "b", "c")
+    schedule = synchronize(graph, search(graph, costs, PRICED, 2, NONE))
+    for variant in variants(graph, costs, PRICED, schedule, 2, NONE):
+        assert len({variant.stream[name] for name in "abc"}) == 1
