@@ -51,7 +51,7 @@ def chosen(candidate: Candidate, *others: Candidate) -> Report:
     [
         (chosen(replace(CHOSEN, measured_us=16.0), GRAPHED), LARGER, 0),
         (chosen(CHOSEN, replace(GRAPHED, measured_us=30.0)), LARGER, 1),
-        (REPORT, replace(LARGER, candidates=(replace(GRAPHED, measured_us=60.0),)), 2),
+        (REPORT, replace(LARGER, candidates=(replace(GRAPHED, measured_us=200.0),)), 2),
     ],
 )
 def test_what_is_wrong_is_said_to_be(report: Report, larger: Report, at: int) -> None:
