@@ -131,6 +131,8 @@ class Storage:
         escapes: whether an output keeps it alive, so that no schedule may release it.
         parts: names of its parts, where some ops touch only some of them: parts have no byte in common, and an op that
             names the storage itself touches all.
+        placeable: whether its memory is taken by a call that does nothing else, so that a schedule can say where it
+            lies.
     """
 
     name: str
@@ -139,6 +141,7 @@ class Storage:
     holders: tuple[str, ...]
     escapes: bool = False
     parts: tuple[str, ...] = ()
+    placeable: bool = False
 
 
 class Hazard(Enum):
@@ -334,6 +337,19 @@ class Launch:
     releases: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """One block of memory in which storages lie, side by side or one after the other's end.
+
+    Attributes:
+        bytes: its size.
+        offsets: storage to the first byte of it; storages that are not named are allocated one by one.
+    """
+
+    bytes: int = 0
+    offsets: Mapping[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A complete plan: everything that lowering needs to know and nothing that it must decide.
@@ -344,6 +360,7 @@ class Schedule:
         launches: in the order in which the host issues them.
         join_waits: ops for whose ends stream 0 waits before the caller goes on.
         decisions: why.
+        arena: where storages lie.
     """
 
     policy: str
@@ -351,6 +368,7 @@ class Schedule:
     launches: tuple[Launch, ...]
     join_waits: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    arena: Arena = Arena()
 
     @cached_property
     def stream_of(self) -> Mapping[str, int]:
