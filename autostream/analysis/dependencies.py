@@ -43,7 +43,7 @@ from autostream.analysis.parts import Division, divide
 from autostream.analysis.source import user_line
 from autostream.analysis.values import tensors_given, tensors_in, value_of
 from autostream.analysis.work import Work, count_work
-from autostream.ir import Dependency, Op, OpGraph, Placeholder, Program
+from autostream.ir import Dependency, Op, OpGraph, Program
 
 
 def analyze(program: Program) -> OpGraph:
@@ -74,7 +74,7 @@ def analyze(program: Program) -> OpGraph:
         ('relu_default', 't_default')
     """
     effects = {node: effects_of(node) for node in program.module.graph.nodes}
-    draft = _Draft(program.placeholders, program.device, divide(effects))
+    draft = _Draft(program, divide(effects))
     for node, effect in effects.items():
         draft.add(node, effect)
     draft.finish()
@@ -110,15 +110,16 @@ class _Shared:
 class _Draft:
     """What an op graph is made of, filled in program order."""
 
-    def __init__(self, placeholders: Iterable[Placeholder], device: str, divisions: Iterable[Division]) -> None:
+    def __init__(self, program: Program, divisions: Iterable[Division]) -> None:
         self.memory = Memory(divisions)
         self.groups: dict[str, _Group] = {}
         self.dependencies: list[Dependency] = []
         self.prelude: list[str] = []
-        self._placeholders = {placeholder.name: placeholder for placeholder in placeholders}
+        self._placeholders = {placeholder.name: placeholder for placeholder in program.placeholders}
         self._history = AccessHistory()
         self._literals: set[str] = set()
-        self._device = device
+        self._device = program.device
+        self._resizes = program.level == "aten"  # there, what is written to may become larger
         self._unused: dict[str, list[fx.Node]] = {}  # by storage, what takes it and looks at it before any op does
         self._shared: dict[str, _Shared] = {}
         self._maker = {look: division.maker.name for division in divisions for look in division.looks}
@@ -134,7 +135,8 @@ class _Draft:
         elif node in self._maker:
             self._look(node, self._maker[node])
         elif effects.allocates and _device_of(node, self._device) == self._device:
-            (storage,) = self.memory.add_results(node, effects)
+            taken = self.memory.add_results if self._resizes else self.memory.add_memory
+            (storage,) = taken(node, effects)
             if node in self._divided:
                 self._shared[storage] = _Shared([node.name])
             else:

@@ -34,6 +34,7 @@ class Memory:
         self._elements: dict[fx.Node, tuple[Names, ...]] = {}
         self._made: dict[str, tuple[Role, int]] = {}
         self._holders: dict[str, list[str]] = {}
+        self._placeable: set[str] = set()
         self._divisions = {division.maker.name: division for division in divisions}
 
     def occupied(self, nodes: Iterable[fx.Node]) -> Names:
@@ -79,6 +80,14 @@ class Memory:
         self._hold(node, [_union(map(results.occupied, tree_leaves(element))) for element in _elements_of(node)])
         return tuple(results.made)
 
+    def add_memory(self, node: fx.Node, effects: Effects) -> Names:
+        """Take in a node that only takes memory, which no op resizes. Returns the storages that come into being."""
+        made = self.add_results(node, effects)
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+            self._placeable.update(made)
+        return made
+
     def storages(self, outputs: Iterable[str]) -> dict[str, Storage]:
         """All storages by name, given the names of the nodes that a program returns."""
         returned = set(outputs)
@@ -90,6 +99,7 @@ class Memory:
                 tuple(self._holders[name]),
                 escapes=not returned.isdisjoint(self._holders[name]),
                 parts=self._divisions[name].parts if name in self._divisions else (),
+                placeable=name in self._placeable,
             )
             for name, (role, size) in self._made.items()
         }

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
-from autostream.execution import streams
+from autostream.execution import arena, streams
 from autostream.storages import storage_of
 
 Values = dict[str, Any]
@@ -162,6 +162,8 @@ def run_interleaved(lowered: fx.GraphModule, args: Sequence[Tensor], seed: int) 
         for step in _hostile_order([(*given, *caller), *sides], seed):
             if isinstance(step, Compute):
                 step(memory)
+                if step.function is arena.reserve:
+                    _poison(memory[step.name])
             elif isinstance(step, Free):
                 memory.free(step)
             if step is caller[-1]:
@@ -345,6 +347,8 @@ def _frees(graph: fx.Graph) -> Mapping[str, Sequence[Free]]:
                 holders[storage].append(node)
     frees: dict[str, list[Free]] = defaultdict(list)
     for storage, nodes in holders.items():
+        if any(node.target in (arena.reserve, arena.place) for node in nodes):
+            continue  # the arena lives as long as the run
         last = max((user for node in nodes for user in (node, *node.users)), key=position.__getitem__)
         if last.op != "output" and not any(node.op in ("placeholder", "get_attr") for node in nodes):
             names = tuple(dict.fromkeys(node.name for node in nodes))

@@ -2,6 +2,7 @@
 
 What is printed is what runs, in this order::
 
+    arena = reserve(device, bytes)   lane 0, if storages lie in one; their memory is place(arena, …)
     placeholders, prelude            lane 0
     lanes = fork(device, streams)
     forked = record(lanes, 0)        if an op waits for the fork
@@ -23,11 +24,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from autostream.errors import ScheduleError
-from autostream.execution import streams
-from autostream.ir import FORK, JOIN, OpGraph, Program, Role, Schedule, Storage
+from autostream.execution import arena, streams
+from autostream.ir import FORK, JOIN, Arena, OpGraph, Program, Role, Schedule, Storage
 
 
 def lower(program: Program, graph: OpGraph, schedule: Schedule) -> fx.GraphModule:
@@ -49,7 +51,7 @@ def lower(program: Program, graph: OpGraph, schedule: Schedule) -> fx.GraphModul
     Raises:
         ScheduleError: an op, a wait or the output uses what has not been launched yet or has been released already.
     """
-    writer = _Writer(program, graph)
+    writer = _Writer(program, graph, schedule.arena)
     if schedule.streams == 1:
         for launch in schedule.launches:
             writer.copy_op(launch.op)
@@ -86,16 +88,20 @@ def _write_closing_fence(writer: _Writer, graph: OpGraph, schedule: Schedule) ->
     for side in sides:
         writer.wait("the closing fence", [JOIN], side)
     writer.release(kept, "at the end")
+    writer.release_arena()
 
 
 def _kept(graph: OpGraph, schedule: Schedule) -> list[str]:
     """The storages that a schedule owns and never releases."""
     released = {storage for launch in schedule.launches for storage in launch.releases}
-    return [name for name, storage in graph.storages.items() if _is_owned(storage) and name not in released]
+    return [storage.name for storage in _owned(graph, schedule.arena) if storage.name not in released]
 
 
-def _is_owned(storage: Storage) -> bool:
-    return storage.role is Role.INTERMEDIATE and not storage.escapes
+def _owned(graph: OpGraph, plan: Arena) -> Iterator[Storage]:
+    """The storages that have a block of their own, which goes back when their last holder is dropped."""
+    for name, storage in graph.storages.items():
+        if storage.role is Role.INTERMEDIATE and not storage.escapes and name not in plan.offsets:
+            yield storage
 
 
 class _Writer:
@@ -105,8 +111,9 @@ class _Writer:
         graph: what has been written so far.
     """
 
-    def __init__(self, program: Program, graph: OpGraph) -> None:
+    def __init__(self, program: Program, graph: OpGraph, plan: Arena) -> None:
         self.graph = fx.Graph()
+        self._offsets = plan.offsets
         self._ops = graph.ops
         self._storages = graph.storages
         self._originals: dict[str, fx.Node] = {node.name: node for node in program.module.graph.nodes}
@@ -114,14 +121,21 @@ class _Writer:
         self._copies: dict[str, fx.Node] = {}
         self._released: dict[str, str] = {}
         self._held: dict[str, set[str]] = defaultdict(set)
-        for storage in filter(_is_owned, graph.storages.values()):
+        for storage in _owned(graph, plan):
             for holder in storage.holders:
                 self._held[holder].add(storage.name)
         self._events: dict[str, fx.Node] = {}
         self._lane = 0
-        givens = [node.name for node in self._originals.values() if node.op in ("placeholder", "get_attr")]
+        for node in self._originals.values():
+            if node.op == "placeholder":
+                self._copy(node.name, node.name)
+        if plan.offsets:
+            self._arena = self._call(arena.reserve, graph.device, plan.bytes, name="arena")
+            self._arena.meta["val"] = torch.empty(plan.bytes, dtype=torch.uint8, device="meta")
+        givens = [node.name for node in self._originals.values() if node.op == "get_attr"]
         for name in dict.fromkeys([*givens, *graph.prelude]):
-            self._copy(name, name)
+            if name not in self._copies:
+                self._copy(name, name)
 
     def fork(self, device: str, count: int) -> None:
         self._lanes = self._call(streams.fork, device, count, name="lanes")
@@ -152,6 +166,10 @@ class _Writer:
             self._call(streams.release, *(self._copies.pop(holder) for holder in holders))
         self._released |= dict.fromkeys(holders, when)
 
+    def release_arena(self) -> None:
+        if self._offsets:
+            self._call(streams.release, self._arena)
+
     def copy_op(self, op: str) -> None:
         for name in self._ops[op].nodes:
             self._copy(name, op)
@@ -160,7 +178,19 @@ class _Writer:
         self._copy(self._output, "the output")
 
     def _copy(self, name: str, user: str) -> None:
+        if name in self._offsets:
+            self._place(name)
+            return
         self._copies[name] = self.graph.node_copy(self._originals[name], lambda node: self._value(node.name, user))
+
+    def _place(self, name: str) -> None:
+        """Let memory be where the schedule says, in the place of a block of its own."""
+        original = self._originals[name]
+        value = original.meta["val"]
+        shape = (tuple(value.shape), value.stride(), value.dtype)
+        node = self._call(arena.place, self._arena, self._offsets[name], *shape, name=name)
+        node.meta = dict(original.meta)
+        self._copies[name] = node
 
     def _call(self, function: Any, *args: Any, name: str | None = None) -> fx.Node:
         return self.graph.create_node("call_function", function, args, name=name)
