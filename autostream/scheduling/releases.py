@@ -27,7 +27,7 @@ class _Moment:
 
 
 def place_releases(graph: OpGraph, schedule: Schedule) -> Schedule:
-    """Release every intermediate storage that does not escape at the earliest launch at which that is safe.
+    """Release every intermediate storage with a block of its own that does not escape, as early as is safe.
 
     That launch is always one of the allocating stream: the last access there, or the first op that comes after all
     accesses elsewhere, found by bisection, since what a stream has seen only grows. Storages for which there is none
@@ -68,12 +68,18 @@ def place_releases(graph: OpGraph, schedule: Schedule) -> Schedule:
 
 
 def _homes(graph: OpGraph, schedule: Schedule) -> Mapping[str, int]:
-    """The storages that may be released, and the stream that allocates each, in the order of ``graph.storages``."""
+    """The storages that may be released, and the stream that allocates each, in the order of ``graph.storages``.
+
+    Those in the arena are not: it is taken and given back as a whole.
+    """
     allocator = {storage: op.name for op in graph.ops.values() for storage in op.allocates}
     return {
         name: schedule.stream_of[allocator[name]]
         for name, storage in graph.storages.items()
-        if storage.role is Role.INTERMEDIATE and not storage.escapes and name in allocator
+        if storage.role is Role.INTERMEDIATE
+        and not storage.escapes
+        and name not in schedule.arena.offsets
+        and name in allocator
     }
 
 

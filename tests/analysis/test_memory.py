@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,3 +93,24 @@ def test_attributes_are_constants(tape: Tape) -> None:
     assert graph.storages["table"].role is Role.CONSTANT
     assert graph.prelude == ("table",)
     assert graph.ops[neg.name].reads == {"table"}
+
+
+@pytest.mark.parametrize(("level", "placeable"), [("aten", False), ("inductor", True)])
+def test_memory_that_no_op_resizes_may_be_placed(tape: Tape, level: str, placeable: bool) -> None:
+    taken = tape.call(aten.empty.memory_format, [4], device="cpu")
+    relu = tape.call(aten.relu.default, tape.input(4))
+    tape.call(aten.copy_.default, taken, relu)
+    storages = analyze(replace(tape.case([relu]).program, level=level)).storages
+    assert {name: storage.placeable for name, storage in storages.items()} == {
+        taken.name: placeable,
+        relu.name: False,
+        "in0": False,
+    }
+
+
+def test_memory_of_another_device_stays_where_it_is(tape: Tape) -> None:
+    """The program is one of a GPU; what it takes on the CPU is no part of its arena."""
+    taken = tape.call(aten.empty.memory_format, [4], device="cpu")
+    filled = tape.call(aten.fill_.Scalar, taken, 1.0)
+    program = replace(tape.case([filled]).program, level="inductor", device="cuda:0")
+    assert not analyze(program).storages[taken.name].placeable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,23 @@ from torch import Tensor, fx, nn
 
 from autostream.analysis.dependencies import analyze
 from autostream.errors import ScheduleError
-from autostream.execution import streams
+from autostream.execution import arena, streams
+from autostream.execution.cpu_streams import run_interleaved
 from autostream.execution.lower import lower
-from autostream.ir import FORK, Launch, Op, OpGraph, Placeholder, Program, Role, Schedule, Storage
-from tests.execution.programs import MODELS, Case, Towers, case_of, random_schedule, same, sample, schedule_of
+from autostream.ir import FORK, Arena, Launch, Op, OpGraph, Placeholder, Program, Role, Schedule, Storage
+from autostream.scheduling.releases import place_releases
+from tests.execution.programs import (
+    MODELS,
+    Case,
+    Towers,
+    case_of,
+    fused_case,
+    random_schedule,
+    same,
+    sample,
+    schedule_of,
+    sliced_case,
+)
 
 
 def model_of_a_diamond(x: Tensor) -> Tensor:
@@ -291,6 +305,69 @@ def last_lines_of(module: fx.GraphModule, *names: str) -> set[str]:
         for name in deletion.replace(" ", "").split("=")[:-1]:
             dying[name] = statement.split(" = ")[0].strip()
     return {dying[name] for name in names}
+
+
+def apart(graph: OpGraph) -> Arena:
+    """Every storage whose place is free to choose at a place of its own."""
+    free = [s.name for s in graph.storages.values() if s.placeable and not s.escapes]
+    return Arena(512 * len(free), {name: 512 * at for at, name in enumerate(free)})
+
+
+def test_placed_memory_is_a_place_in_the_arena_which_lives_until_all_streams_have_joined() -> None:
+    case = fused_case()
+    schedule = replace(random_schedule(case.graph, 3, seed=0), arena=apart(case.graph))
+    schedule = place_releases(case.graph, schedule)
+    assert not any(launch.releases for launch in schedule.launches), "what is left is the output"
+    lines = written(lowered(case, schedule))
+    targets = [line.split(" = ")[1].split("(")[0] for line in lines]
+    assert targets[0] == "reserve"
+    assert targets.count("place") == len(schedule.arena.offsets) == 6
+    joined = max(at for at, line in enumerate(lines) if line.split(" = ")[1].startswith("wait(lanes, 0"))
+    assert lines[-1].split(" = ")[1] == "release(arena)"
+    assert joined < len(lines) - 1
+
+
+def test_placed_memory_keeps_names_and_metadata() -> None:
+    case = fused_case()
+    module = lowered(case, replace(random_schedule(case.graph, 2, seed=0), arena=apart(case.graph)))
+    placed = [node for node in module.graph.nodes if node.target is arena.place]
+    originals = {node.name: node for node in case.program.module.graph.nodes}
+    for node in placed:
+        value = originals[node.name].meta["val"]
+        assert node.meta["val"] is value
+        assert node.args[1:] == (512 * placed_at(case, node.name), tuple(value.shape), value.stride(), value.dtype)
+
+
+def placed_at(case: Case, name: str) -> int:
+    return list(apart(case.graph).offsets).index(name)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+@pytest.mark.parametrize("build", [fused_case, sliced_case])
+def test_with_an_arena_the_same_is_computed(build: Callable[[], Case], streams: int) -> None:
+    case = build()
+    expected, _ = case.expected()
+    for seed in range(6):
+        schedule = replace(random_schedule(case.graph, streams, seed), arena=apart(case.graph))
+        module = lowered(case, place_releases(case.graph, schedule))
+        if streams > 1:
+            assert same(run_interleaved(module, case.args(), seed), expected)
+        else:
+            with torch.no_grad():
+                assert same(module(*case.args()), expected)
+
+
+def test_storages_that_live_at_the_same_time_in_the_same_place_are_found_out() -> None:
+    """A product and the product of that, in whatever order the rest is."""
+    case = fused_case()
+    expected, _ = case.expected()
+    plan = apart(case.graph)
+    first, second = list(plan.offsets)[:2]
+    clash = replace(plan, offsets={**plan.offsets, second: plan.offsets[first]})
+    for seed in range(8):
+        schedule = replace(random_schedule(case.graph, 2, seed), arena=clash)
+        module = lowered(case, place_releases(case.graph, schedule))
+        assert not same(run_interleaved(module, case.args(), seed), expected)
 
 
 @pytest.mark.gpu
