@@ -1,17 +1,51 @@
-"""How much memory a schedule takes: the caching allocator keeps what one stream freed for that stream."""
+"""How much memory a schedule takes, and what holds it.
+
+The caching allocator keeps what one stream freed for that stream, and an arena is nobody else's either. So memory is a
+few *pools*, each as large as it ever gets, and what the run reserves is their sum.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from autostream.ir import OpGraph, Schedule
 
+ARENA = -1
+"""Stands for the arena where others have the number of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory whose blocks nobody else is handed.
+
+    Attributes:
+        stream: whose it is; ``ARENA`` for the arena, which all streams share.
+        bytes: what is taken for it.
+        live: the storages that are there when most of it is in use, the largest first.
+    """
+
+    stream: int
+    bytes: int
+    live: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """A storage is there from one launch to another, both included: places in launch order."""
+
+    storage: str
+    first: int
+    last: int
+
 
 def peak_bytes(graph: OpGraph, schedule: Schedule) -> int:
-    """The most that is allocated on each stream at a time, summed over the streams, in bytes.
+    """The most that is allocated in each pool at a time, summed over the pools, in bytes.
 
-    Blocks come and go in the order of the launches, each in the pool of the stream that its op is on, and no pool hands
-    a block to another: so the sum of the peaks is what the run reserves, but for rounding and libraries' workspaces.
+    Blocks come and go in the order of the launches, each in the pool of the stream that its op is on: so this is what
+    the run reserves, but for rounding and libraries' workspaces. An arena is taken as a whole.
 
     Args:
         graph: the ops, what they allocate and how large that is.
@@ -28,15 +62,78 @@ def peak_bytes(graph: OpGraph, schedule: Schedule) -> int:
         >>> peak_bytes(OpGraph(ops, (), storages, (), "cuda:0"), Schedule("mine", 1, launches))
         1024
     """
-    live: dict[int, int] = defaultdict(int)
-    peak: dict[int, int] = defaultdict(int)
-    home: dict[str, int] = {}
-    for launch in schedule.launches:
-        at = launch.stream
-        made = [name for name in graph.ops[launch.op].allocates if name in graph.storages]
-        home.update(dict.fromkeys(made, at))
-        live[at] += sum(graph.storages[name].bytes for name in made)
-        peak[at] = max(peak[at], live[at])
-        for name in launch.releases:
-            live[home[name]] -= graph.storages[name].bytes
-    return sum(peak.values())
+    stays = _stays(graph, schedule)
+    own = (max(_in_use(graph, stays[stream]), default=0) for stream in stays if stream != ARENA)
+    return schedule.arena.bytes + sum(own)
+
+
+def pools(graph: OpGraph, schedule: Schedule) -> tuple[Pool, ...]:
+    """The pools of a schedule, and what is in them when they are fullest; the largest first.
+
+    Of several moments at which a pool is as full as ever, the first counts.
+
+    Args:
+        graph: the ops, what they allocate and how large that is.
+        schedule: the launches with their releases.
+
+    Example:
+        >>> from autostream.ir import Arena, Launch, Op, Role, Storage
+        >>> none = frozenset()
+        >>> ops = {name: Op(name, "f", (name,), none, frozenset(name), frozenset(name)) for name in "ab"}
+        >>> storages = {name: Storage(name, Role.INTERMEDIATE, 512, (name,), placeable=True) for name in "ab"}
+        >>> launches = (Launch("a", 0), Launch("b", 0))
+        >>> graph = OpGraph(ops, (), storages, (), "cuda:0")
+        >>> pools(graph, Schedule("mine", 1, launches))
+        (Pool(stream=0, bytes=1024, live=('a', 'b')),)
+        >>> pools(graph, Schedule("mine", 1, launches, arena=Arena(512, {"a": 0, "b": 0})))
+        (Pool(stream=-1, bytes=512, live=('a',)),)
+    """
+    found = []
+    for stream, stays in _stays(graph, schedule).items():
+        used = _in_use(graph, stays)
+        most = max(used)
+        fullest = used.index(most)
+        live = [stay for stay in stays if stay.first <= fullest <= stay.last]
+        live.sort(key=lambda stay: (-graph.storages[stay.storage].bytes, stay.first, stay.storage))
+        size = schedule.arena.bytes if stream == ARENA else most
+        found.append(Pool(stream, size, tuple(stay.storage for stay in live)))
+    return tuple(sorted(found, key=lambda pool: -pool.bytes))
+
+
+def _in_use(graph: OpGraph, stays: Sequence[_Stay]) -> Sequence[int]:
+    """Bytes in use at each launch, up to the last one at which that changes."""
+    change = [0] * (max((stay.last for stay in stays), default=-1) + 2)
+    for stay in stays:
+        size = graph.storages[stay.storage].bytes
+        change[stay.first] += size
+        change[stay.last + 1] -= size
+    return [*accumulate(change)]
+
+
+def _stays(graph: OpGraph, schedule: Schedule) -> Mapping[int, Sequence[_Stay]]:
+    """When storages are there, by pool: blocks until they are released, placed ones as long as ops touch them."""
+    placed = schedule.arena.offsets
+    stays: dict[int, list[_Stay]] = defaultdict(list)
+    for name, (first, last) in _touched(graph, schedule).items():
+        stays[ARENA].append(_Stay(name, first, last))
+    end = len(schedule.launches) - 1
+    gone = {name: at for at, launch in enumerate(schedule.launches) for name in launch.releases}
+    for at, launch in enumerate(schedule.launches):
+        for name in graph.ops[launch.op].allocates:
+            if name in graph.storages and name not in placed:
+                stays[launch.stream].append(_Stay(name, at, gone.get(name, end)))
+    return stays
+
+
+def _touched(graph: OpGraph, schedule: Schedule) -> Mapping[str, tuple[int, int]]:
+    """The first and the last launch that touches each placed storage or a part of it."""
+    if not schedule.arena.offsets:
+        return {}
+    whole = {part: name for name in schedule.arena.offsets for part in (name, *graph.storages[name].parts)}
+    found: dict[str, tuple[int, int]] = {}
+    for at, launch in enumerate(schedule.launches):
+        op = graph.ops[launch.op]
+        for part in op.reads | op.writes | op.allocates:
+            if name := whole.get(part):
+                found[name] = found.get(name, (at, at))[0], at
+    return found
