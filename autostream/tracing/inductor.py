@@ -38,6 +38,7 @@ from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.storages import storage_of
 from autostream.tracing.matvec import with_rows
+from autostream.tracing.out_variants import write_into_given_memory
 from autostream.tracing.tamed import undisturbed
 
 aten = torch.ops.aten
@@ -200,6 +201,7 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
             with torch._C._DisableAutocast():
                 fused = _named(_compiled(functional, torch.device(program.device), constants), program)
+                write_into_given_memory(fused)
         elsewhere = _shared(fused) != _shared(program.module)
     except Exception as error:
         raise FusionError(f"TorchInductor cannot fuse it: {first_line(error)}") from error
