@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from autostream.budget import exemption
 from autostream.errors import CaptureError, TargetError, first_line
 from autostream.execution.bound import Bound, Frozen, Writes
 from autostream.execution.cuda_graph import CapturedGraph, Moved
 from autostream.execution.lower import lower
-from autostream.execution.static import Output
+from autostream.execution.static import Output, static_copies
 from autostream.ir import Candidate, Decision, Role
 from autostream.options import Options
 from autostream.pipeline import Stopwatch, versions
@@ -102,7 +103,7 @@ class Scheduled:
             # Running with weights that are no longer the model's does no harm then. Where integers are computed with it
             # might: an index that is new may be beyond the end of what is old.
             self._harmless = self._repeatable and not has_integers(traced.program)
-            self.report = _report(name_of(model), signature, tuned, stopwatch)
+            self.report = _report(name_of(model), signature, tuned, options, stopwatch)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run with these flat inputs and return what the model would.
@@ -211,8 +212,9 @@ class Scheduled:
         program, chosen = self._program, self._selection.chosen
         unseen = undone(arguments, written(program, self._graph), program.device)
         with preparing, torch.inference_mode(False), torch.no_grad(), unseen:
+            static = static_copies(arguments, [at for at, is_bound in enumerate(self._bound) if not is_bound])
             try:
-                execution = build(program, self._graph, chosen, arguments, self._bound)
+                execution = build(program, self._graph, chosen, static, self._bound)
             except CaptureError:
                 raise Stale from None
         assert isinstance(execution, CapturedGraph), "a captured candidate is captured again"
@@ -373,8 +375,9 @@ class OptimizedPiece(Protocol):
         """What is known of each signature."""
 
 
-def _report(model: str, signature: Signature, tuned: Tuned, stopwatch: Stopwatch) -> Report:
+def _report(model: str, signature: Signature, tuned: Tuned, options: Options, stopwatch: Stopwatch) -> Report:
     priced, selection = tuned.priced, tuned.selection
+    exempted = exemption(selection.candidates[0], options.memory_budget)
     return Report(
         model=model,
         signature=str(signature),
@@ -386,7 +389,7 @@ def _report(model: str, signature: Signature, tuned: Tuned, stopwatch: Stopwatch
         chosen=selection.chosen,
         timeline=simulate(selection.chosen.schedule, priced.costs, priced.profile, captured=selection.chosen.captured),
         candidates=selection.candidates,
-        refusals=(*tuned.refusals, *priced.remarks),
+        refusals=(*tuned.refusals, *priced.remarks, *exempted),
         seconds=dict(stopwatch.seconds),
         versions=versions(),
     )

@@ -19,7 +19,7 @@ from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
 from autostream.execution.bound import Bound
 from autostream.execution.capture import capture
-from autostream.execution.static import Handout, Output, copier, handouts, static_copies
+from autostream.execution.static import Handout, Output, copier, handouts
 from autostream.execution.streams import capture_stream, raw_stream
 
 FlatFunction = Callable[..., Sequence[Output]]
@@ -49,7 +49,8 @@ class CapturedGraph:
     Args:
         run: what to capture; it may use several streams, if it forks them from the current one and joins them.
         tensors: arguments of ``run``, all on ``device``.
-        bound: which of them are used where they are. The others are copied into static tensors at each call.
+        bound: which of them are used where they are. The others are the graph's *static* tensors, made for it or for
+            several graphs in turn (:func:`~autostream.execution.static.static_copies`): calls copy inputs there.
         written: which of them ``run`` writes; those that are not bound are copied back.
         device: a CUDA device.
         draws: whether ``run`` may draw random numbers. If it neither draws nor writes, running it once more than asked
@@ -78,8 +79,7 @@ class CapturedGraph:
         self._copied = [index for index, is_bound in enumerate(bound) if not is_bound]
         self._those_bound, self._those_copied = _at(bound_places), _at(self._copied)
         self._returned = [index for index in self._copied if written[index]]
-        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode is read-only outside
-            self.static = static_copies(tensors, self._copied)
+        self.static = list(tensors)
         self._copy_in = copier([self.static[index] for index in self._copied])
         # What the graph reads stays allocated when a weight moves away, until a call notices.
         self._held = [tensors[index].detach() for index in bound_places]

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autostream.errors import CaptureError
 from autostream.execution import cuda_graph
 from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, Moved
+from autostream.execution.static import static_copies
 from tests.threads import in_threads
 
 CPU = torch.device("cpu")
@@ -97,7 +98,9 @@ def captured(
 ) -> CapturedGraph:
     places = range(len(tensors))
     flags = ([place in chosen for place in places] for chosen in (bound, written))
-    return CapturedGraph(run, tensors, *flags, device, draws=draws)
+    with torch.inference_mode(False), torch.no_grad():
+        static = static_copies(tensors, [place for place in places if place not in bound])
+    return CapturedGraph(run, static, *flags, device, draws=draws)
 
 
 class Copies(TorchDispatchMode):
