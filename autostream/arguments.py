@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -32,3 +35,23 @@ def positive(text: str) -> float:
     if not 0 < number < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a positive number below a million")
     return number
+
+
+def memory(text: str) -> int | float:
+    """Bytes, as a whole number, or a ratio, as a float: what has a dot or ends with an x, or ``inf``, is one.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+
+    Example:
+        >>> memory("1.1"), memory("2x"), memory("64MiB"), memory("100000000")
+        (1.1, 2.0, 67108864, 100000000)
+    """
+    if re.fullmatch(r"\d+\.\d*x?|\d+x|inf", text, re.ASCII):
+        return float(text.removesuffix("x"))
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?B|[KMG]iB|)", text, re.ASCII)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: use a ratio to one stream such as 1.1 or 2x, or bytes such as 64MiB or 100000000"
+        )
+    return round(float(found[1]) * _UNITS[found[2]]) if found[2] else int(text)

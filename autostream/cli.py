@@ -25,7 +25,7 @@ from torch import nn
 
 from autostream import __version__, pipeline
 from autostream.api import optimize
-from autostream.arguments import names, positive
+from autostream.arguments import memory, names, positive
 from autostream.bench.clock import clock_of, interleaved
 from autostream.bench.inference import Inference, subject_of
 from autostream.bench.isolation import hold_isolated
@@ -71,13 +71,15 @@ The module is imported and the factory called: TARGET RUNS CODE, so name only wh
 _INPUT = f"""one example input, random, such as 1x3x224x224:float16 or scalar; once for each input. Without DTYPE it is
 that of the model; with a floating-point one the model is cast to it. DTYPE is one of {", ".join(DTYPES)}"""
 
-_PLANNING = ("policy", "streams", "costs", "kernels", "tuning_seconds", "seed")
+_PLANNING = ("policy", "streams", "costs", "kernels", "tuning_seconds", "memory_budget", "seed")
 """The options of :func:`autostream.optimize` that a plan can be told."""
 
 _HERE = "cpu, cuda or cuda:N (default: the GPU if there is one)"
 
 _DEVICE = f"""plan for this: cpu, cuda, cuda:N, or a GPU that need not be here: {", ".join(known_names()[:-1])} or a
 FILE.json in which it was measured (default: the GPU if there is one)"""
+
+_BUDGET = "what a schedule may allocate: a ratio to one stream, 1.1 or 2x, or bytes, 64MiB (default: 1.1)"
 
 _TOLERANCE = {torch.float16: 1e-2, torch.float32: 1e-4}
 """Largest difference that is put down to kernels chosen differently, relative to the largest output."""
@@ -187,6 +189,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     add("--policy", default="auto", help=f"{_either(PolicyName)} (default: auto)")
     add("--streams", type=_streams, default="auto", metavar="N", help="how many streams, or auto (default: auto)")
     add("--tuning-seconds", type=positive, default=10.0, metavar="SECONDS", help="to time ops and search (default: 10)")
+    add("--memory-budget", type=memory, default=1.1, metavar="SIZE", help=_BUDGET)
     add("--seed", type=_whole, default=0, metavar="N", help="of the random choices of the search (default: 0)")
     add("--costs", default="auto", help=f"{_either(CostSource)} (default: auto)")
     add("--kernels", default="auto", help=f"{_either(KernelLevel)}, the last where the GPU is (default: auto)")

@@ -42,6 +42,9 @@ class Options:
         max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
         tuning_seconds: what choosing a schedule may take for each signature: timing ops, searching, and timing
             schedules. Tracing and compiling come on top; ``Report.seconds`` has them all.
+        memory_budget: the most that a schedule may allocate: a float is a ratio to what one stream takes, an int is
+            bytes, ``math.inf`` is no limit. What takes more is not tried, but for one stream, which always is; the
+            report says what that costs. Libraries' workspaces come on top.
         seed: of the random choices that ``"search"`` makes: the same costs and seed give the same schedules.
 
     Example:
@@ -62,6 +65,7 @@ class Options:
     strict: bool = False
     max_signatures: int = 8
     tuning_seconds: float = 10.0
+    memory_budget: int | float = 1.1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,6 +87,8 @@ class Options:
             raise _refusal("max_signatures", self.max_signatures, "a whole number from 1")
         if not _positive(self.tuning_seconds):
             raise _refusal("tuning_seconds", self.tuning_seconds, "a finite number above 0, such as 10.0")
+        if self.memory_budget != math.inf and not _positive(self.memory_budget):
+            raise _refusal("memory_budget", self.memory_budget, "a ratio such as 1.1, or bytes such as 64_000_000")
         if not _whole_number(self.seed, 0, None):
             raise _refusal("seed", self.seed, "a whole number from 0")
 

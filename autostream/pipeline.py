@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autostream import collector
 from autostream.analysis.dependencies import analyze
+from autostream.budget import excess, exemption
 from autostream.costs.device import profile_of
 from autostream.costs.here import Remarks, costs_here, profile_here
 from autostream.costs.roofline import price
@@ -50,6 +51,9 @@ _CPU_STREAMS = (2, 4)
 _LARGE = 4000
 """Graphs of more ops than this are planned for every other number of streams: it takes long, and gains little. Nor are
 they searched, unless that is asked for: there would be time for a few changes only."""
+
+_LOOKS = 50
+"""Variants of a schedule that are looked at: where memory is short, all of them may exceed the budget."""
 
 MEASURE_SHARE = 0.5
 """Of the seconds for tuning, what timing ops may take; ops for which none are left keep their estimates."""
@@ -132,11 +136,13 @@ def price_program(
 
 
 def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: Stopwatch) -> tuple[Candidate, ...]:
-    """Verified schedules of a program: the sequential one first, then the most promising ones, best prediction first.
+    """Schedules of a program: the sequential one first, then the most promising ones, best prediction first.
+
+    They are verified, but for those that exceed the memory budget, which say so in their refusal and must not run.
 
     Args:
         priced: the program's ops.
-        options: policy and streams.
+        options: policy, streams and memory budget.
         capture: whether they are to be captured; uncaptured schedules keep outputs on the caller's stream.
         stopwatch: is told how long each stage takes.
 
@@ -153,23 +159,25 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
         with stopwatch("search"), collector.paused():
             assigned += _searched(priced, options, pinned, capture)
     with stopwatch("schedule"), collector.paused():
-        alone = _candidate(priced, POLICIES["sequential"](graph, costs, profile, 1, pinned), capture)
+        alone = _complete(graph, _candidate(priced, POLICIES["sequential"](graph, costs, profile, 1, pinned), capture))
         rivals = [_candidate(priced, assignment, capture) for assignment in _distinct(assigned)]
-        candidates = tuple(_complete(graph, each) for each in (alone, *_shortlist(rivals)))
+        candidates = (alone, *_shortlist(rivals, lambda rival: _within(_complete(graph, rival), alone, options)))
     with stopwatch("verify"), collector.paused():
-        for candidate in candidates:
+        for candidate in _allowed(candidates):
             verify(graph, candidate.schedule, pinned=pinned)
     return candidates
 
 
-def variants_of(priced: Priced, options: Options, candidate: Candidate) -> Iterator[Candidate]:
+def variants_of(priced: Priced, options: Options, sequential: Candidate, candidate: Candidate) -> Iterator[Candidate]:
     """Verified schedules that differ little from one that was measured, made one by one as they are asked for.
 
-    The simulator cannot tell them apart; the device can. There are none where a search does not pay.
+    The simulator cannot tell them apart; the device can. There are none where a search does not pay, and none that
+    exceeds the memory budget.
 
     Args:
         priced: the program's ops.
-        options: policy and streams.
+        options: policy, streams and memory budget.
+        sequential: the schedule on one stream.
         candidate: what to change.
     """
     if not _searches(priced, options):
@@ -180,12 +188,14 @@ def variants_of(priced: Priced, options: Options, candidate: Candidate) -> Itera
     found = variants(
         graph, priced.costs, priced.profile, candidate.schedule, streams, pinned, options.seed, candidate.captured
     )
-    while True:
+    for _ in range(_LOOKS):
         with collector.paused():
             assignment = next(found, None)
             if assignment is None:
                 return
             variant = _complete(graph, _candidate(priced, assignment, candidate.captured))
+            if excess(variant, sequential, options.memory_budget):
+                continue
             verify(graph, variant.schedule, pinned=pinned)
         yield variant
 
@@ -246,14 +256,29 @@ def _distinct(assignments: Iterable[Assignment]) -> Iterator[Assignment]:
         seen.add(plan)
 
 
-def _shortlist(rivals: Sequence[Candidate]) -> list[Candidate]:
-    """The best of each policy and the best of all others, best prediction first."""
-    leaders: dict[str, Candidate] = {}
-    others = []
-    for rival in sorted(rivals, key=_promise):
-        if leaders.setdefault(rival.schedule.policy, rival) is not rival:
-            others.append(rival)
-    return sorted([*leaders.values(), *others][:SHORTLIST], key=_promise)
+def _shortlist(rivals: Iterable[Candidate], complete: Callable[[Candidate], Candidate]) -> list[Candidate]:
+    """The best of each policy and the best of all others, and whatever is better but refused; best prediction first.
+
+    Args:
+        rivals: candidates.
+        complete: finds out what one comes to, and whether it is refused; not asked more often than needed.
+    """
+    waiting, completed, policies = sorted(rivals, key=_promise), list[Candidate](), set[str]()
+    while waiting and len(_allowed(completed)) < SHORTLIST:
+        first = next((at for at, rival in enumerate(waiting) if rival.schedule.policy not in policies), 0)
+        completed.append(complete(waiting.pop(first)))
+        policies = {candidate.schedule.policy for candidate in _allowed(completed)}
+    return sorted(completed, key=_promise)
+
+
+def _within(candidate: Candidate, sequential: Candidate, options: Options) -> Candidate:
+    """The candidate, refused if it exceeds the memory budget."""
+    return replace(candidate, refusal=excess(candidate, sequential, options.memory_budget))
+
+
+def _allowed(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that may run."""
+    return [candidate for candidate in candidates if not candidate.refusal]
 
 
 def _promise(candidate: Candidate) -> tuple[float, int]:
@@ -315,7 +340,7 @@ def plan(
     priced = price_program(program, options, stopwatch, profile, arguments if options.costs == "measured" else None)
     capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
     candidates = candidates_for(priced, options, capture, stopwatch)
-    best = min(candidates, key=_promise)
+    best = min(_allowed(candidates), key=_promise)
     return Report(
         model=name_of(model),
         signature=str(signature.on(device)),
@@ -327,7 +352,7 @@ def plan(
         chosen=best,
         timeline=simulate(best.schedule, priced.costs, priced.profile, captured=best.captured),
         candidates=candidates,
-        refusals=(*unfused, *priced.refusals, *priced.remarks),
+        refusals=(*unfused, *priced.refusals, *priced.remarks, *exemption(candidates[0], options.memory_budget)),
         seconds=dict(stopwatch.seconds),
         versions=versions(),
     )

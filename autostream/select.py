@@ -80,7 +80,8 @@ def select(
     Args:
         program: the traced model.
         graph: its ops.
-        candidates: verified schedules, the sequential one first, then the most promising ones first.
+        candidates: the sequential one first, then the most promising ones first; all verified, but for those that are
+            refused already and so not built.
         tensors: the program's arguments; those that it writes are written.
         bound: which of the arguments a captured graph may use where they are.
         seconds: once these are over, what has not been measured is refused. The sequential one is measured in any case.
@@ -99,6 +100,8 @@ def select(
 
     contest = _Contest(make, timer, list(candidates), make(candidates[0]))
     for place in range(1, len(candidates)):
+        if candidates[place].refusal:
+            continue
         if time.perf_counter() > end:
             contest.refuse(place, _NO_TIME_LEFT)
         else:

@@ -136,7 +136,7 @@ def _planned(
         def selected(capture: bool) -> Selection:
             candidates = candidates_for(priced, options, capture, stopwatch)
             with stopwatch("select"), undone(arguments, written(program, graph), program.device):
-                varied = partial(variants_of, priced, options)
+                varied = partial(variants_of, priced, options, candidates[0])
                 return select(program, graph, candidates, arguments, bound, stopwatch.left(options), varied)
 
         if options.cuda_graph is False or graph.device == "cpu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -59,9 +60,9 @@ def scattered(graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int
 
 def force_streams(monkeypatch: pytest.MonkeyPatch, policy: Policy = scattered) -> dict[str, Any]:
     """Let a schedule over two streams win, however long it takes; returns the options to optimize with."""
-    monkeypatch.setattr("autostream.select.interleaved", lambda timers: [1.0, 0.5][: len(timers)])
+    monkeypatch.setattr("autostream.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
     monkeypatch.setattr("autostream.pipeline.POLICIES", {**POLICIES, "critical_path": policy})
-    return {"policy": "critical_path", "streams": 2}
+    return {"policy": "critical_path", "streams": 2, "memory_budget": math.inf}
 
 
 CONFIGURATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 import pytest
 
-from autostream.arguments import names, positive
+from autostream.arguments import memory, names, positive
 
 
 def test_names_are_separated_by_commas() -> None:
@@ -23,3 +24,22 @@ def test_a_positive_number(text: str) -> None:
 def test_what_is_none_is_told(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not allowed: use a positive number below a million"):
         positive(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1.1", 1.1), ("1.1x", 1.1), ("2x", 2.0), ("2.", 2.0), ("inf", math.inf),
+        ("2", 2), ("100000000", 10**8), ("123456789012345679", 123456789012345679), ("7B", 7),
+        ("64MiB", 2**26), ("1.5GB", 1_500_000_000), ("8kB", 8000), ("8KiB", 8192), ("0.5GiB", 2**29),
+    ],
+)  # fmt: skip
+def test_memory_is_bytes_or_a_ratio(text: str, value: float) -> None:
+    found = memory(text)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "-1.1", "nan", "1,1", "1e9", "64mb", "64 MiB", "1.1xB", "²", "lots"])
+def test_what_is_neither_is_told(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not allowed: use a ratio to one stream such as 1"):
+        memory(text)

@@ -180,7 +180,7 @@ def test_weights_and_bound_inputs_are_used_where_they_are(monkeypatch: pytest.Mo
     seen: list[Sequence[bool]] = []
 
     def spy(
-        program: Any, graph: Any, candidates: Any, tensors: Sequence[Tensor], bound: Sequence[bool], seconds: float
+        program: Any, graph: Any, candidates: Any, tensors: Sequence[Tensor], bound: Sequence[bool], *_: Any
     ) -> Selection:
         seen.append(bound)
         assert [tensor is given for tensor, given in zip(tensors, [model.w, x, y], strict=True)] == list(bound)

@@ -223,12 +223,12 @@ def test_three_faces_to_the_terminal_or_to_a_file(
 
 def test_inspect_asks_for_what_it_was_told(model: str, planned: SimpleNamespace) -> None:
     argv = "inspect net.py:Diamond --input 2x64:float16 --device h200 --policy path_cover --streams 3"
-    more = "--costs roofline --kernels eager --tuning-seconds 0.5 --seed 7"
+    more = "--costs roofline --kernels eager --tuning-seconds 0.5 --memory-budget 64MiB --seed 7"
     assert cli.main([*argv.split(), *more.split()]) == 0
     assert planned.profile.name == "NVIDIA H200"
     assert (planned.options.policy, planned.options.streams) == ("path_cover", 3)
     assert (planned.options.costs, planned.options.kernels) == ("roofline", "eager")
-    assert (planned.options.tuning_seconds, planned.options.seed) == (0.5, 7)
+    assert (planned.options.tuning_seconds, planned.options.memory_budget, planned.options.seed) == (0.5, 2**26, 7)
     assert [(tuple(x.shape), x.dtype) for x in planned.args] == [((2, 64), torch.float16)]
     assert planned.model.left.weight.dtype == torch.float16
     assert not planned.grad
@@ -273,6 +273,11 @@ def test_ops_limits_the_table(capsys: pytest.CaptureFixture[str], model: str, pl
             "inspect net.py:with_inputs --tuning-seconds 0",
             "argument --tuning-seconds: '0' is not allowed: use a positive",
         ),
+        (
+            "inspect net.py:with_inputs --memory-budget 0",
+            "memory_budget=0 is not allowed: use a ratio such as 1.1, or ",
+        ),
+        ("inspect net.py:with_inputs --memory-budget lots", "argument --memory-budget: 'lots' is not allowed: use a "),
         ("inspect net.py:with_inputs --seed one", "argument --seed: 'one' is not allowed: use a whole number"),
         ("inspect net.py:with_inputs --streams two", "streams='two' is not allowed: use \"auto\" or a whole number"),
         ("inspect net.py:with_inputs --costs free", 'costs=\'free\' is not allowed: use "auto" or "roofline"'),

@@ -19,7 +19,7 @@ FLOORS = {
     0: {"errors", "options", "ir", "version", "collector", "storages", "kernels"},
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
-    3: {"pipeline", "select", "shortcut", "tuning", "build", "dispatch"},
+    3: {"pipeline", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
     4: {"api", "backend"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
 }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autostream import pipeline
@@ -47,7 +49,12 @@ def priced(graph: OpGraph = BRANCHES, profile: DeviceProfile | None = None, dura
 
 
 def candidates(capture: bool = True, given: Priced | None = None, **options: Any) -> tuple[Candidate, ...]:
-    return candidates_for(given or priced(), Options(**options), capture, Stopwatch())
+    return candidates_for(given or priced(), options_of(options), capture, Stopwatch())
+
+
+def options_of(options: Mapping[str, Any]) -> Options:
+    """These options, and all the memory that anyone asks for."""
+    return Options(**{"memory_budget": math.inf, **options})
 
 
 def tried(**options: Any) -> list[tuple[str, int]]:
@@ -118,18 +125,49 @@ def test_a_replay_is_part_of_what_is_predicted(capture: bool, more_us: float) ->
 
 def test_the_best_of_each_policy_is_on_the_shortlist_however_promising_others_are() -> None:
     """Six of the search's come first by prediction."""
-
-    def rival(policy: str, predicted_us: float) -> Candidate:
-        return Candidate(Schedule(policy, 2, ()), captured=True, predicted_us=predicted_us)
-
     searched = [rival("search", float(us)) for us in range(6)]
     others = [rival("path_cover", 9.0), rival("critical_path", 7.0), rival("critical_path", 8.0)]
-    assert pipeline._shortlist([*others, *searched]) == [*searched[:4], others[1], others[0]]
+    assert shortlisted([*others, *searched]) == [*searched[:4], others[1], others[0]]
+
+
+def rival(policy: str, predicted_us: float) -> Candidate:
+    return Candidate(Schedule(policy, 2, ()), captured=True, predicted_us=predicted_us)
+
+
+def shortlisted(rivals: list[Candidate], refused: Callable[[Candidate], bool] = lambda rival: False) -> list[Candidate]:
+    """The shortlist where some turn out to be refused."""
+    return pipeline._shortlist(rivals, lambda rival: replace(rival, refusal="too large") if refused(rival) else rival)
+
+
+def test_the_next_best_takes_the_place_of_what_is_refused() -> None:
+    """Six of eight may run: the second best of the first policy leads it, and all of the other is needed."""
+    ours, others = [rival("search", float(us)) for us in range(5)], [rival("path_cover", 9.0 + us) for us in range(3)]
+    found = shortlisted([*others, *ours], lambda rival: rival in (ours[0], ours[3]))
+    assert [(c.predicted_us, c.refusal) for c in found] == [
+        (0.0, "too large"), (1.0, ""), (2.0, ""), (3.0, "too large"), (4.0, ""), (9.0, ""), (10.0, ""), (11.0, ""),
+    ]  # fmt: skip
+    assert shortlisted([*others, *ours], others[1:].__contains__) == [*ours, others[0]], "the others are not asked"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 99), st.booleans()), max_size=20))
+def test_all_that_may_run_are_shortlisted_up_to_six_and_the_best_of_each_policy_among_them(
+    drawn: list[tuple[str, float, bool]],
+) -> None:
+    rivals = [rival(policy, predicted_us) for policy, predicted_us, _ in drawn]
+    large = [each for each, (_, _, is_large) in zip(rivals, drawn, strict=True) if is_large]
+    found = shortlisted(rivals, large.__contains__)
+    allowed, fitting = [c for c in found if not c.refusal], [c for c in rivals if c not in large]
+    assert len(allowed) == min(len(fitting), SHORTLIST)
+    assert [c.predicted_us for c in found] == sorted(c.predicted_us for c in found)
+    for policy in {each.schedule.policy for each in fitting}:
+        best_us = min(each.predicted_us for each in fitting if each.schedule.policy == policy)
+        assert any((each.schedule.policy, each.predicted_us) == (policy, best_us) for each in allowed)
 
 
 def _variants(given: Priced, capture: bool = True, **options: Any) -> list[Candidate]:
-    best = candidates(capture, given, **options)[1]
-    return list(islice(variants_of(given, Options(**options), best), 10))
+    alone, *others = candidates(capture, given, **options)
+    best = next(candidate for candidate in others if not candidate.refusal)
+    return list(islice(variants_of(given, options_of(options), alone, best), 10))
 
 
 @pytest.mark.parametrize("capture", [True, False])
@@ -177,6 +215,43 @@ def test_candidates_say_what_memory_they_take() -> None:
     for candidate in candidates():
         assert candidate.memory_bytes == peak_bytes(BRANCHES, candidate.schedule)
     assert candidates()[0].memory_bytes == 4 * 1024
+
+
+@pytest.mark.parametrize("budget", [1.5, 6 * 1024])
+def test_what_exceeds_the_memory_budget_is_refused_and_not_verified(
+    monkeypatch: pytest.MonkeyPatch, budget: int | float
+) -> None:
+    """One stream takes 4 KiB, list scheduling 7, the others 6."""
+    verified: list[Schedule] = []
+    monkeypatch.setattr(pipeline, "verify", lambda graph, schedule, pinned: verified.append(schedule))
+    found = candidates(memory_budget=budget)
+    assert [(c.schedule.policy, c.memory_bytes, bool(c.refusal)) for c in found] == [
+        ("sequential", 4096, False),
+        ("critical_path", 7168, True),
+        ("critical_path", 7168, True),
+        ("search", 6144, False),
+        ("path_cover", 6144, False),
+    ]
+    assert found[1].refusal.startswith("needs 7.2 kB, the budget is 6.1 kB")
+    assert verified == [c.schedule for c in found if not c.refusal]
+
+
+def test_without_memory_to_spare_one_stream_is_left_whatever_it_takes() -> None:
+    for budget in (1.0, 4096, 0.5, 1):
+        first, *others = candidates(memory_budget=budget)
+        assert (first.schedule.policy, first.refusal) == ("sequential", "")
+        assert others
+        assert all(other.refusal for other in others)
+
+
+def test_no_variant_exceeds_the_memory_budget() -> None:
+    """Some of the first ten take more than 6 KiB. Where none fits, looking for one comes to an end."""
+    assert max(variant.memory_bytes for variant in _variants(priced())) > 6 * 1024
+    found = _variants(priced(), memory_budget=1.5)
+    assert found
+    assert max(variant.memory_bytes for variant in found) <= 6 * 1024
+    alone, _, _, best, _ = candidates(memory_budget=1.5)
+    assert list(variants_of(priced(), Options(memory_budget=1), alone, best)) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
@@ -371,7 +446,7 @@ class Waits(nn.Module):
 
 
 def dry_run(model: nn.Module, profile: DeviceProfile | None = H200, **options: Any) -> Report:
-    return plan(model.eval(), (X,), {}, Options(**{"kernels": "eager", **options}), profile)
+    return plan(model.eval(), (X,), {}, options_of({"kernels": "eager", **options}), profile)
 
 
 def test_a_gpu_that_is_not_here_is_planned_for_as_if_it_were() -> None:
@@ -397,6 +472,16 @@ def test_the_best_by_prediction_is_chosen() -> None:
     assert report.timeline is not None
     assert report.timeline.makespan_us + H200.replay_us == report.chosen.predicted_us
     assert all(candidate.measured_us is None for candidate in report.candidates)
+
+
+def test_what_exceeds_the_memory_budget_is_not_chosen_and_an_exempt_one_stream_is_told() -> None:
+    report = dry_run(Towers(), memory_budget=1)
+    assert report.chosen is report.candidates[0]
+    assert len(report.candidates) > 1
+    (told,) = report.refusals
+    assert told.choice == "over budget"
+    assert told.reason.startswith("one stream needs ")
+    assert dry_run(Towers(), memory_budget=1.0).refusals == ()
 
 
 def test_what_that_gpu_could_not_capture_is_named_with_its_line() -> None:

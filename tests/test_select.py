@@ -130,6 +130,17 @@ def test_what_there_is_no_time_for_is_refused_but_not_the_sequential_one(monkeyp
     assert [candidate.measured_us for candidate in result.candidates] == [100.0, None, None, None]
 
 
+def test_what_is_refused_already_is_not_built_and_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = Workshop(monkeypatch, [100.0, 10.0, 50.0], [1, 2, 2])
+    workshop.candidates[1] = replace(workshop.candidates[1], refusal="needs 13.1 MB")
+    result = workshop.select()
+    assert 1 not in workshop.built
+    assert [(candidate.measured_us, candidate.refusal) for candidate in result.candidates] == [
+        (100.0, ""), (None, "needs 13.1 MB"), (50.0, ""),
+    ]  # fmt: skip
+    assert workshop.select(seconds=0.0).candidates[1].refusal == "needs 13.1 MB"
+
+
 def test_a_winner_that_the_sequential_one_beats_in_the_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks are up when they meet once more: both take 80 µs then."""
     workshop = Workshop(monkeypatch, [100.0, 90.0], [1, 2])

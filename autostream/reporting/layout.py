@@ -46,6 +46,19 @@ def us(time_us: float) -> str:
     return f"{time_us:,.1f} µs"
 
 
+def size(memory_bytes: float) -> str:
+    """An amount of memory, in the unit that fits.
+
+    Example:
+        >>> size(13_100_000), size(4096), size(512)
+        ('13.1 MB', '4.1 kB', '512 B')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if memory_bytes >= factor:
+            return f"{memory_bytes / factor:,.1f} {unit}"
+    return f"{memory_bytes:.0f} B"
+
+
 def count(number: int, noun: str) -> str:
     """So many of something.
 
