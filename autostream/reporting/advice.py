@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autostream.options import MAX_STREAMS
 from autostream.reporting.layout import count, us
+from autostream.reporting.memory import kept_out
 from autostream.reporting.summary import Summary, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain
 from autostream.scheduling.simulate import replay_us
@@ -44,6 +45,7 @@ def advise(
         *_widen(numbers, chain, parts),
         *_spread_out(report, numbers, parts),
         *_free(report),
+        *_allow(report),
         *_measure(report),
         *_calibrate(report),
     )
@@ -121,6 +123,13 @@ def _free(report: Report) -> Iterator[str]:
     if best and report.chosen and best.predicted_us < report.chosen.predicted_us:
         gain_us = report.chosen.predicted_us - best.predicted_us
         yield f"more free memory: {named(best.schedule)} did not fit, and is predicted to take {us(gain_us)} less"
+
+
+def _allow(report: Report) -> Iterator[str]:
+    """The memory budget is the user's to raise."""
+    if best := kept_out(report):
+        gain_us = best.within_us - best.predicted_us
+        yield f"memory_budget={best.budget}: {best.schedule} needs that, and is predicted to take {us(gain_us)} less"
 
 
 def _measure(report: Report) -> Iterator[str]:

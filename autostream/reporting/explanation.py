@@ -5,6 +5,8 @@ the most that streams could give   Ceiling
 why not more                       Reason, with its share of the lost time
 what runs beside what              Company
 why on this stream                 placements
+what holds the memory              Memory
+what the memory budget costs       KeptOut
 what to try                        advice
 """
 
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 from autostream.ir import Candidate, Costs, DeviceProfile, Schedule
 from autostream.reporting.advice import advise
 from autostream.reporting.layout import count, few, us
+from autostream.reporting.memory import KeptOut, Memory, kept_out, memory_of
 from autostream.reporting.placements import placements
 from autostream.reporting.summary import Summary, baselines, gain, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, wait_us
@@ -123,6 +126,8 @@ class Explanation:
         concurrency: µs of the chosen schedule's simulated time by the number of ops that run at once.
         companies: which of its ops run beside which, those that do longest.
         placements: why each op is on its stream, by name; empty where there is one stream.
+        memory: what the chosen schedule allocates, and what for.
+        kept_out: a faster schedule that the memory budget does not allow, if there is one.
         advice: what to try, the most promising first.
     """
 
@@ -135,6 +140,8 @@ class Explanation:
     concurrency: Mapping[int, float]
     companies: tuple[Company, ...]
     placements: Mapping[str, str]
+    memory: Memory
+    kept_out: KeptOut | None
     advice: tuple[str, ...]
 
 
@@ -165,6 +172,8 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
         concurrency=concurrency(report.timeline) if report.timeline else {},
         companies=companies(report.timeline, _COMPANIES) if report.timeline else (),
         placements=placements(graph, chosen, report.timeline),
+        memory=memory_of(report, graph, chosen),
+        kept_out=kept_out(report),
         advice=advise(report, numbers, chain, parts, sequential_us, ceilings[0].times if ceilings else None),
     )
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Timeline
 from autostream.reporting.explanation import Explanation, Gain, Spread, best_rival, explanation_of
-from autostream.reporting.layout import count, few, line, pairs, source, table, us
+from autostream.reporting.layout import count, few, line, pairs, size, source, table, us
+from autostream.reporting.memory import WORKSPACE_BYTES, KeptOut, Memory
 from autostream.reporting.summary import Summary, gain, named, summary_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _LEVELS = {"aten": "ATen", "inductor": "fused by TorchInductor"}
 _REFUSALS = 3
 _CEILINGS = 2
 _BESIDE = 5
+_HOLDERS = 5
 _WORTH = 0.005
 """Shares that would be shown as 0 % are not."""
 
@@ -145,6 +147,9 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
         yield "graph", _graph(report, report.graph, numbers)
     if report.costs and numbers:
         yield "work", _work(report.costs, numbers)
+    if report.chosen and explanation:
+        yield from (("memory", said) for said in _memory(explanation.memory, report.chosen.schedule.streams))
+        yield from (("budget", _cost_of_budget(best)) for best in [explanation.kept_out] if best)
     yield from (("refused", refusal) for refusal in _refusals(report))
     if report.seconds:
         yield "prepared in", ", ".join(f"{stage} {took:.2f} s" for stage, took in report.seconds.items())
@@ -159,6 +164,7 @@ def _answers(report: Report, explanation: Explanation | None, shown: frozenset[s
     yield from _why_not_more(explanation)
     yield from _side_by_side(explanation)
     yield from _placements(report, explanation, shown)
+    yield from _holders(explanation.memory)
     if explanation.advice:
         yield "\n".join(["What to try", *(f"  {line(advice)}" for advice in explanation.advice)])
 
@@ -183,6 +189,16 @@ def _side_by_side(explanation: Explanation) -> Iterator[str]:
         ]
         title = f"Side by side, as predicted; ops at once: {spent}"
         yield table(title, ("µs", "op", "stream", "beside"), rows, right="µs stream")
+
+
+def _holders(memory: Memory) -> Iterator[str]:
+    if memory.holders:
+        rows = [
+            (size(h.bytes), line(h.storage), h.pool, line(h.op), source(h.source)) for h in memory.holders[:_HOLDERS]
+        ]
+        largest = f", the {len(rows)} largest of {len(memory.holders):,}" if len(rows) < len(memory.holders) else ""
+        title = f"What holds the memory when most is in use{largest}"
+        yield table(title, ("size", "storage", "in", "made by", "source"), rows, right="size")
 
 
 def _device(report: Report) -> str:
@@ -263,6 +279,20 @@ def _work(costs: Costs, numbers: Summary) -> str:
     sources = "/".join(sorted({cost.source for cost in costs.values()}))
     gaps = f", {us(chain.us)} with its gaps" if chain.us > chain.work_us else ""
     return f"{us(numbers.work_us)} ({sources} costs), {us(chain.work_us)} of it on the critical path{gaps}"
+
+
+def _memory(memory: Memory, streams: int) -> Iterator[str]:
+    one = memory.sequential_bytes
+    ratio = f", {memory.bytes / one:.2f}× one stream ({size(one)})" if one else ""
+    yield f"{size(memory.bytes)} at most{ratio}"
+    if streams > 1 and memory.workspace_bytes:
+        each = f"on Hopper, cuBLAS takes {size(WORKSPACE_BYTES)} for each stream that it is used on"
+        yield f"workspaces come on top, and no budget counts them: {each}, {size(memory.workspace_bytes)} at most"
+
+
+def _cost_of_budget(best: KeptOut) -> str:
+    faster = f"{best.schedule} would take {us(best.predicted_us)}, the best within it {us(best.within_us)}"
+    return f"costs {us(best.within_us - best.predicted_us)}, as predicted: {faster}; it {line(best.why)}"
 
 
 def _refusals(report: Report) -> Iterator[str]:

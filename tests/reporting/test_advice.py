@@ -171,6 +171,15 @@ def test_what_did_not_fit_into_memory_calls_for_more() -> None:
     assert not starting(advice(candidates=(CHOSEN, replace(refused, refusal="slow"))), "more free memory")
 
 
+def test_what_the_memory_budget_keeps_out_calls_for_a_larger_one() -> None:
+    """One stream takes 3.1 MB, and 4.5 MB are 1.4516 times that."""
+    refused = replace(CHOSEN, predicted_us=10.5, refusal="needs 4.5 MB, the budget is 3.4 MB (memory_budget)")
+    assert starting(advice(candidates=(GRAPHED, CHOSEN, refused)), "memory_budget=") == [
+        "memory_budget=1.46: critical_path over 2 streams needs that, and is predicted to take 2.5 µs less"
+    ]
+    assert not starting(advice(candidates=(GRAPHED, CHOSEN, replace(refused, predicted_us=13.0))), "memory_budget=")
+
+
 @pytest.mark.parametrize(("measured_us", "times"), [(26.0, "2.00"), (6.5, "0.50"), (14.0, ""), (None, "")])
 def test_a_time_far_from_its_estimate_is_no_basis(measured_us: float | None, times: str) -> None:
     """13 µs were predicted."""

@@ -65,6 +65,11 @@ def test_the_answers_of_the_text_are_there() -> None:
         ("not explained by the model", 2.0, 0.4),
     ]
     assert answers["concurrency"] == {"0": 1.0, "1": 6.0, "2": 6.0}
+    assert answers["memory"]["bytes"] == 4_500_000
+    assert answers["memory"]["holders"][0] == {
+        "storage": "a", "bytes": 1024, "pool": "stream 0", "op": "a", "source": "",
+    }  # fmt: skip
+    assert answers["kept_out"] is None
     text = render(REPORT)
     said = [*answers["advice"], *answers["placements"].values(), *(reason["why"] for reason in answers["reasons"])]
     assert [words for words in said if words not in text] == []

@@ -187,7 +187,8 @@ def test_what_a_replay_takes_is_part_of_every_time() -> None:
 
 def test_a_chain_needs_no_other_reason() -> None:
     chain = graph_of("a-b b-c")
-    report = replace(REPORT, graph=chain, costs=costs_of(chain), chosen=GRAPHED, candidates=(GRAPHED,))
+    chosen = replace(GRAPHED, schedule=one_stream(chain))
+    report = replace(REPORT, graph=chain, costs=costs_of(chain), chosen=chosen, candidates=(chosen,))
     found = explain(report)
     assert [ceiling.times for ceiling in found.ceilings] == [1.0]
     assert (found.explained, found.ideal_us, found.reasons, found.placements) == (None, None, (), {})
@@ -284,6 +285,18 @@ def test_the_timeline_says_what_runs_beside_what() -> None:
     ]
     assert found.concurrency == {0: 1.0, 1: 6.0, 2: 6.0}
     assert explain(replace(REPORT, timeline=None)).companies == ()
+
+
+def test_what_holds_the_memory_and_what_the_budget_costs_are_told() -> None:
+    """Op c lets go of b when it is done: stream 0 has three then, and no more at e. A faster one is too large."""
+    too_large = replace(REFUSED, predicted_us=10.5, refusal="needs 9.0 MB, the budget is 5.0 MB (memory_budget)")
+    found = explain(replace(REPORT, candidates=(*REPORT.candidates, too_large)))
+    assert [(holder.storage, holder.pool) for holder in found.memory.holders] == [
+        ("a", "stream 0"), ("b", "stream 0"), ("c", "stream 0"), ("d", "stream 1"),
+    ]  # fmt: skip
+    assert found.kept_out is not None
+    assert found.kept_out.predicted_us == 10.5
+    assert explain(REPORT).kept_out is None
 
 
 def test_the_uncaptured_are_no_rivals_of_the_captured() -> None:

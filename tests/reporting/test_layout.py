@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autostream.reporting.layout import count, few, line, pairs, source, table
+from autostream.reporting.layout import count, few, line, pairs, size, source, table
 
 
 def test_names_that_look_like_numbers_stay_names() -> None:
@@ -22,6 +22,10 @@ def test_a_key_that_returns_after_another_stands_again() -> None:
 
 def test_large_counts_are_readable() -> None:
     assert count(10_000, "op") == "10,000 ops"
+
+
+def test_no_amount_of_memory_is_too_small_or_too_large() -> None:
+    assert [size(amount) for amount in (0, 999, 1000, 5e9, 4e12)] == ["0 B", "999 B", "1.0 kB", "5.0 GB", "4,000.0 GB"]
 
 
 def test_few_of_few_are_all() -> None:

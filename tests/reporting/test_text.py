@@ -10,6 +10,7 @@ import pytest
 from autostream.ir import FORK, Candidate, Decision, Launch, Schedule, Timeline
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers, render, summary
+from autostream.scheduling.sequential import one_stream
 from tests.reporting.reports import (
     CHOSEN,
     DIAMOND,
@@ -81,7 +82,7 @@ def test_what_runs_beside_what_is_told() -> None:
 
 def test_sections_come_in_the_order_in_which_users_ask() -> None:
     heads = [part.split()[0] for part in render(REPORT).split("\n\n")]
-    assert heads == ["model", "Why", "Side", "Why", "What", "Candidates", "Ops"]
+    assert heads == ["model", "Why", "Side", "Why", "What", "What", "Candidates", "Ops"]
     assert [part.split()[0] for part in answers(REPORT).split("\n\n")] == heads[:-2]
 
 
@@ -214,6 +215,45 @@ def test_candidates_are_listed_and_the_chosen_one_is_marked() -> None:
         ["*", "critical_path", "2", "CUDA graph", "2", "4.5", "13.0", "14.0", "chosen"],
         ["", "path_cover", "2", "CUDA graph", "2", "4.5", "13.5", "", "predicted to be no faster"],
     ]
+
+
+def test_what_is_allocated_is_told_beside_one_stream_and_workspaces() -> None:
+    assert values(summary(REPORT))["memory"] == [
+        "4.5 MB at most, 1.45× one stream (3.1 MB)",
+        "workspaces come on top, and no budget counts them: on Hopper, cuBLAS takes 33.6 MB for each stream that it is "
+        "used on, 67.1 MB at most",
+    ]
+    on_cpu = replace(REPORT, graph=replace(DIAMOND, device="cpu"))
+    assert values(summary(on_cpu))["memory"] == ["4.5 MB at most, 1.45× one stream (3.1 MB)"]
+    alone = replace(REPORT, chosen=GRAPHED, candidates=(GRAPHED,))
+    assert values(summary(alone))["memory"] == ["3.1 MB at most"]
+
+
+def test_a_schedule_that_the_budget_keeps_out_is_told_with_what_that_costs() -> None:
+    why = "needs 9.0 MB, the budget is 5.0 MB (memory_budget)"
+    too_large = replace(REFUSED, predicted_us=10.5, refusal=why)
+    report = replace(REPORT, candidates=(*REPORT.candidates, too_large))
+    assert values(summary(report))["budget"] == [
+        "costs 2.5 µs, as predicted: path_cover over 2 streams would take 10.5 µs, the best within it 13.0 µs; "
+        f"it {why}"
+    ]
+    assert rows(render(report), "Candidates")[-1][-1] == why
+    assert "budget" not in values(summary(REPORT))
+
+
+def test_the_largest_that_hold_the_memory_are_listed_with_their_lines() -> None:
+    """Op c lets go of b when it is done: stream 0 has three at that time, and no more at e."""
+    report = replace(REPORT, graph=with_source(DIAMOND, "c", "/home/me/net.py:3: y = f(x)"))
+    assert rows(answers(report), "What holds the memory when most is in use\n") == [
+        ["1.0 kB", "a", "stream 0", "a", ""],
+        ["1.0 kB", "b", "stream 0", "b", ""],
+        ["1.0 kB", "c", "stream 0", "c", "net.py:3: y = f(x)"],
+        ["1.0 kB", "d", "stream 1", "d", ""],
+    ]
+    many = graph_of((), names="abcdefg")
+    chosen = replace(GRAPHED, schedule=one_stream(many))
+    text = answers(replace(REPORT, graph=many, costs=costs_of(many), chosen=chosen, timeline=None))
+    assert len(rows(text, "What holds the memory when most is in use, the 5 largest of 7\n")) == 5
 
 
 def test_ops_are_listed_in_launch_order() -> None:

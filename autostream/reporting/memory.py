@@ -1,0 +1,125 @@
+"""What a schedule holds when it holds most, and what the memory budget costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autostream.ir import Candidate, OpGraph, Schedule
+from autostream.reporting.summary import baselines, named
+from autostream.scheduling.peak import ARENA, pools
+
+if TYPE_CHECKING:
+    from autostream.reporting.report import Report
+
+WORKSPACE_BYTES = 32 * 2**20
+"""What cuBLAS takes for each stream that it is used on, on a Hopper GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A storage that is there when most of its pool is in use.
+
+    Attributes:
+        storage: its name.
+        bytes: its size.
+        pool: ``"stream 1"``, whose memory it is, or ``"arena"``, in which all streams have theirs.
+        op: what makes it.
+        source: the user's line of that op.
+    """
+
+    storage: str
+    bytes: int
+    pool: str
+    op: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the chosen schedule allocates.
+
+    Attributes:
+        bytes: the most, by its plan.
+        sequential_bytes: the same of one stream; ``None`` where that is what was chosen.
+        workspace_bytes: what cuBLAS takes besides on a Hopper GPU, if it is used on every stream. No budget counts it.
+        holders: what is there when most is in use, the largest first. An arena has gaps, and streams need not be at
+            their peaks at once: the sum may differ from ``bytes``.
+    """
+
+    bytes: int
+    sequential_bytes: int | None
+    workspace_bytes: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOut:
+    """The best schedule that exceeds the memory budget, where it is predicted to be faster than all within it.
+
+    Attributes:
+        schedule: which it is.
+        predicted_us: its time, µs.
+        within_us: the time of the best within the budget, µs.
+        why: what it needs, and what there is.
+        budget: the least ratio to one stream that would let it in, to two digits; bytes where one stream takes nothing.
+    """
+
+    schedule: str
+    predicted_us: float
+    within_us: float
+    why: str
+    budget: int | float
+
+
+def memory_of(report: Report, graph: OpGraph, chosen: Candidate) -> Memory:
+    """What the chosen candidate of a report allocates, and what for."""
+    schedule = chosen.schedule
+    sequential = next(iter(baselines(report)), None)
+    return Memory(
+        bytes=chosen.memory_bytes,
+        sequential_bytes=sequential.memory_bytes if sequential else None,
+        workspace_bytes=0 if graph.device == "cpu" else schedule.streams * WORKSPACE_BYTES,
+        holders=holders(graph, schedule),
+    )
+
+
+def holders(graph: OpGraph, schedule: Schedule) -> tuple[Holder, ...]:
+    """What is there when most of each pool is in use, the largest first.
+
+    Example:
+        >>> from autostream.ir import Launch, Op, Role, Storage
+        >>> a = Op("a", "f", ("a",), frozenset(), frozenset("a"), frozenset("a"), source="net.py:3: y = f(x)")
+        >>> graph = OpGraph({"a": a}, (), {"a": Storage("a", Role.INTERMEDIATE, 512, ("a",))}, (), "cuda:0")
+        >>> holders(graph, Schedule("mine", 1, (Launch("a", 0),)))
+        (Holder(storage='a', bytes=512, pool='stream 0', op='a', source='net.py:3: y = f(x)'),)
+    """
+    maker = {name: op for op in graph.ops.values() for name in op.allocates}
+    found = [
+        Holder(
+            storage=name,
+            bytes=graph.storages[name].bytes,
+            pool="arena" if pool.stream == ARENA else f"stream {pool.stream}",
+            op=maker[name].name,
+            source=maker[name].source,
+        )
+        for pool in pools(graph, schedule)
+        for name in pool.live
+    ]
+    return tuple(sorted(found, key=lambda holder: -holder.bytes))
+
+
+def kept_out(report: Report) -> KeptOut | None:
+    """What the memory budget costs; ``None`` where it costs nothing, by the simulator."""
+    best = min(filter(_exceeds, report.candidates), key=lambda candidate: candidate.predicted_us, default=None)
+    within_us = min((c.predicted_us for c in report.candidates if not _exceeds(c)), default=0.0)
+    if best is None or best.predicted_us >= within_us:
+        return None
+    one = next(c.memory_bytes for c in report.candidates if c.schedule.policy == "sequential")
+    budget = math.floor(100 * best.memory_bytes / one + 1) / 100 if one else best.memory_bytes
+    return KeptOut(named(best.schedule), best.predicted_us, within_us, best.refusal, budget)
+
+
+def _exceeds(candidate: Candidate) -> bool:
+    return "(memory_budget)" in candidate.refusal
