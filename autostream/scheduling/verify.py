@@ -4,7 +4,7 @@ Nothing here trusts what made the schedule: hazards are derived anew from what e
 from ``graph.dependencies``, and happens-before is computed as plain sets of all that came before, not as the clocks of
 :mod:`~autostream.scheduling.synchronize` and :mod:`~autostream.scheduling.releases`. A clock says what is over by the
 latest op of each stream, which is right as long as streams keep their order; a set names every op and takes nothing for
-granted. No code is shared with either.
+granted. No code is shared with either, nor with what places storages in the arena.
 
 The schedule is walked through as the host issues it. After every launch it is known what will have happened at the end
 of each stream as it is by then, and all that is to be proven of that launch is looked up there, so the past of an op is
@@ -13,12 +13,17 @@ kept only while a later one is still to wait for it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autostream.errors import ScheduleError
 from autostream.ir import FORK, JOIN, Dependency, Hazard, Launch, OpGraph, Role, Schedule
+
+ALIGNMENT = 512
+"""Storages in the arena start at multiples of so many bytes, as blocks of PyTorch's CUDA caching allocator do: Triton
+compiles kernels for aligned addresses, and cuBLAS chooses among its own by them."""
 
 
 def verify(graph: OpGraph, schedule: Schedule, *, pinned: frozenset[str] = frozenset()) -> None:
@@ -28,25 +33,32 @@ def verify(graph: OpGraph, schedule: Schedule, *, pinned: frozenset[str] = froze
 
     1. every op of the graph is launched once, nothing else is, streams exist, and pinned ops are on stream 0;
     2. every wait names ``FORK`` or an op launched earlier, on another stream;
+    3. every storage in the arena is an intermediate one whose place is free to choose and that does not escape, lies
+       within it, and starts at a multiple of ``ALIGNMENT``;
 
     and then, launch by launch, that
 
-    3. every launch happens-after ``FORK`` and happens-before ``JOIN``;
-    4. any two accesses of a storage, or of one part of it, of which one writes, and any two uses of an ordered
+    4. every launch happens-after ``FORK`` and happens-before ``JOIN``;
+    5. any two accesses of a storage, or of one part of it, of which one writes, and any two uses of an ordered
        resource, happen in program order;
-    5. every release is of an intermediate storage that does not escape, once, and at a moment when the end of the
-       stream that allocated it comes after all of its accesses.
+    6. every release is of an intermediate storage that does not escape and has a block of its own, once, and at a
+       moment when the end of the stream that allocated it comes after all of its accesses;
+    7. of any two storages that have a byte of the arena in common, all accesses of the one happen before all accesses
+       of the other.
 
-    Takes O(A + V·(1 + W)·V/30) digit operations for V ops, W waits per op and A accesses, and V/8 bytes for the end of
-    each stream and for each op that is still to be waited for: 12 kB apiece for 100,000 ops.
+    Takes O((A + V·(1 + W))·V/30) digit operations for V ops, W waits per op and A accesses, where the accesses of a
+    storage in the arena count once more for each storage that has some of its bytes right after it. Takes V/8 bytes
+    for the end of each stream, for each op that is still to be waited for and for each storage in the arena that is in
+    use: 12 kB apiece for 100,000 ops.
 
     Args:
         graph: the ops in program order, and the storages; its dependencies are not looked at.
-        schedule: the launches, waits and releases to check.
+        schedule: the launches, waits, releases and places to check.
         pinned: ops that must be on stream 0.
 
     Raises:
-        ScheduleError: one of these does not hold; the message names the ops, their lines, and what is missing.
+        ScheduleError: one of these does not hold; the message names the ops, their lines, storages and bytes, and what
+            is missing.
 
     Example:
         >>> from autostream.ir import Op
@@ -62,11 +74,15 @@ orders 'a' on stream 0 before 'b' on stream 1
     """
     _check_launches(graph, schedule, pinned)
     _check_waits(graph, schedule)
-    hazards, memory = _hazards_by_op(graph), _Memory(_allocators(graph), _accesses(graph))
+    _check_places(graph, schedule)
+    accesses = _accesses(graph)
+    hazards, memory = _hazards_by_op(graph), _Memory(_allocators(graph), accesses)
+    tenants = _tenants(graph, schedule, accesses)
     for moment in _moments(schedule):
         _check_fork_and_join(graph, schedule, moment)
         _check_hazards(graph, schedule, moment, hazards)
         _check_releases(graph, schedule, moment, memory)
+        _check_tenants(graph, schedule, moment, tenants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +266,7 @@ def _check_releases(graph: OpGraph, schedule: Schedule, moment: _Moment, memory:
     for storage in moment.point.releases:
         what = f"storage {storage!r} is released behind {_at(graph, here)}, but"
         allocators = memory.allocators.get(storage, ())
-        if reason := _unreleasable(graph, storage, allocators, memory.released):
+        if reason := _unreleasable(graph, schedule, storage, allocators, memory.released):
             raise ScheduleError(f"{what} {reason}")
         home = schedule.stream_of[allocators[0]]
         for op in memory.accesses[storage]:
@@ -264,19 +280,158 @@ def _check_releases(graph: OpGraph, schedule: Schedule, moment: _Moment, memory:
         memory.released[storage] = here
 
 
-def _unreleasable(graph: OpGraph, storage: str, allocators: Collection[str], released: Mapping[str, str]) -> str:
-    """Why no schedule may release the storage, or not once more, or ``""``."""
+def _unreleasable(
+    graph: OpGraph, schedule: Schedule, storage: str, allocators: Collection[str], released: Mapping[str, str]
+) -> str:
+    """Why the schedule may not release the storage, or not once more, or ``""``."""
+    if reason := _not_owned(graph, storage):
+        return reason
+    if storage in schedule.arena.offsets:
+        return "it lies in the arena and has no block of its own"
+    if len(allocators) != 1:
+        return f"{len(allocators)} ops allocate it, so no stream is known to own it"
+    if storage in released:
+        return f"it was already released behind {_at(graph, released[storage])}"
+    return ""
+
+
+def _not_owned(graph: OpGraph, storage: str) -> str:
+    """Why no schedule may say where or how long the storage lives, or ``""``."""
     if storage not in graph.storages:
         return "the graph has no storage of that name"
     if graph.storages[storage].role is not Role.INTERMEDIATE:
         return f"it is the caller's: {graph.storages[storage].role.value}"
     if graph.storages[storage].escapes:
         return "an output keeps it alive"
-    if len(allocators) != 1:
-        return f"{len(allocators)} ops allocate it, so no stream is known to own it"
-    if storage in released:
-        return f"it was already released behind {_at(graph, released[storage])}"
     return ""
+
+
+def _check_places(graph: OpGraph, schedule: Schedule) -> None:
+    """Whatever lies in the arena may lie there, within it, as kernels expect memory to be aligned."""
+    for storage, offset in schedule.arena.offsets.items():
+        if reason := _unplaceable(graph, storage, offset, schedule.arena.bytes):
+            raise ScheduleError(f"storage {storage!r} is placed at byte {offset} of the arena, but {reason}")
+
+
+def _unplaceable(graph: OpGraph, storage: str, offset: int, size: int) -> str:
+    """Why no schedule may place the storage there, or ``""``."""
+    if reason := _not_owned(graph, storage):
+        return reason
+    if not graph.storages[storage].placeable:
+        return "what takes its memory does more than that, so its place is not free to choose"
+    if offset % ALIGNMENT:
+        return f"kernels expect a multiple of {ALIGNMENT}"
+    if offset < 0 or offset + graph.storages[storage].bytes > size:
+        return f"its {graph.storages[storage].bytes} bytes are not all within the {size} that there are"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tenants:
+    """The storages that have bytes of the arena, one after the other.
+
+    Attributes:
+        accesses: the ops that touch each of them.
+        touched: op to those that it touches.
+        last: each to the op that touches it last in launch order.
+        previous: each to those that had some of its bytes right before it.
+        awaited: each that is in use to the accesses that its own must come after: bit i is the point at position i.
+    """
+
+    accesses: Mapping[str, Collection[str]]
+    touched: Mapping[str, Sequence[str]]
+    last: Mapping[str, str]
+    previous: Mapping[str, Sequence[str]]
+    awaited: dict[str, int] = field(default_factory=dict)
+
+
+def _tenants(graph: OpGraph, schedule: Schedule, accesses: Mapping[str, Sequence[str]]) -> _Tenants:
+    """Who follows whom on each byte of the arena, by their first accesses in launch order."""
+    placed = {name: frozenset(accesses[name]) for name in schedule.arena.offsets if graph.storages[name].bytes}
+    touched: dict[str, list[str]] = defaultdict(list)
+    for storage, ops in placed.items():
+        for op in ops:
+            touched[op].append(storage)
+    arena, previous, last = _Bytes(), dict[str, Sequence[str]](), dict[str, str]()
+    for launch in schedule.launches:
+        for storage in touched.get(launch.op, ()):
+            last[storage] = launch.op
+            if storage not in previous:
+                first, end = _place(graph, schedule, storage)
+                previous[storage] = arena.take(first, end, storage)
+    return _Tenants(placed, touched, last, previous)
+
+
+def _place(graph: OpGraph, schedule: Schedule, storage: str) -> tuple[int, int]:
+    """The first byte of a storage in the arena, and the first behind it."""
+    first = schedule.arena.offsets[storage]
+    return first, first + graph.storages[storage].bytes
+
+
+class _Bytes:
+    """Who had each byte of the arena last, so far: one entry for each run of bytes with the same owner."""
+
+    def __init__(self) -> None:
+        self._starts = [0]
+        self._owners = [""]
+
+    def take(self, first: int, end: int, owner: str) -> Sequence[str]:
+        """Give bytes ``first`` to ``end - 1`` to a storage. Returns those that had any of them."""
+        low, high = self._cut(first), self._cut(end)
+        had = dict.fromkeys(self._owners[low:high])
+        self._starts[low:high], self._owners[low:high] = [first], [owner]
+        return [storage for storage in had if storage]
+
+    def _cut(self, at: int) -> int:
+        """The run that starts at this byte, made if there is none."""
+        run = bisect_left(self._starts, at)
+        if run == len(self._starts) or self._starts[run] != at:
+            self._starts.insert(run, at)
+            self._owners.insert(run, self._owners[run - 1])
+        return run
+
+
+def _check_tenants(graph: OpGraph, schedule: Schedule, moment: _Moment, tenants: _Tenants) -> None:
+    """A launch that touches a storage in the arena happens after all that was done with its bytes before."""
+    # Neighbours are enough. Let two storages have a byte in common, and look at all that have this byte, by their first
+    # accesses in launch order. Each is compared with the one before it, all accesses with all, those to come included;
+    # each has an access; and happens-before is transitive. So every access of the earlier of the two happens before
+    # every access of the later. And nothing right is refused: two that are compared have bytes in common, and waits are
+    # for earlier launches only, so of two accesses the one launched first is the only one that can happen first.
+    here, position = moment.point, moment.position
+    before = moment.past[here.stream] & ~(1 << position[here.op])
+    for storage in tenants.touched.get(here.op, ()):
+        if storage not in tenants.awaited:
+            ends = {op for other in tenants.previous[storage] for op in tenants.accesses[other]}
+            tenants.awaited[storage] = _bits(position[op] for op in ends)
+        if missing := tenants.awaited[storage] & ~before:
+            raise ScheduleError(_overlapping(graph, schedule, moment, tenants, storage, missing))
+        if tenants.last[storage] == here.op:
+            del tenants.awaited[storage]
+
+
+def _bits(positions: Iterable[int]) -> int:
+    bits = 0
+    for position in positions:
+        bits |= 1 << position
+    return bits
+
+
+def _overlapping(
+    graph: OpGraph, schedule: Schedule, moment: _Moment, tenants: _Tenants, storage: str, missing: int
+) -> str:
+    """What is wrong with an access of a storage, given those that it should come after and does not."""
+    here, first_missing = moment.point.op, (missing & -missing).bit_length() - 1
+    op = next(op for op, position in moment.position.items() if position == first_missing)
+    other = next(other for other in tenants.previous[storage] if op in tenants.accesses[other])
+    (first, end), (other_first, other_end) = _place(graph, schedule, storage), _place(graph, schedule, other)
+    shared = f"bytes {max(first, other_first)} to {min(end, other_end) - 1} of the arena"
+    if op == here:
+        return f"storages {other!r} and {storage!r} share {shared}, but {_at(graph, here)} uses both"
+    return (
+        f"{_at(graph, here)} must come after {_at(graph, op)} (storage {storage!r} has {shared} after {other!r}), "
+        f"but {_missing(schedule, moment, op, here)}"
+    )
 
 
 def _accesses(graph: OpGraph) -> Mapping[str, list[str]]:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autostream.errors import ScheduleError
-from autostream.ir import FORK, JOIN, Launch, Op, OpGraph, Role, Schedule, Storage
+from autostream.ir import FORK, JOIN, Arena, Launch, Op, OpGraph, Role, Schedule, Storage
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
-from autostream.scheduling.verify import verify
+from autostream.scheduling.verify import ALIGNMENT, verify
 from tests.scheduling.brute_force import (
     assignments,
     conflict_graphs,
+    conflicts,
+    happens_before,
+    in_parts,
     is_covered,
     is_releasable,
     is_safe_release,
     schedules,
 )
 from tests.scheduling.graphs import graph_of
+from tests.scheduling.mistakes import with_a_lifetime_shortened, with_two_storages_too_close
 
 
 def is_accepted(graph: OpGraph, schedule: Schedule) -> bool:
@@ -55,6 +61,86 @@ def without_releases(schedule: Schedule) -> Schedule:
 
 def without(names: tuple[str, ...], name: str) -> tuple[str, ...]:
     return tuple(other for other in names if other != name)
+
+
+@st.composite
+def placeable(draw: st.DrawFn, graph: OpGraph) -> OpGraph:
+    """The same graph with other sizes, in which most storages may lie in an arena, outputs and inputs perhaps too.
+
+    Some are allocated by no op, as is what is taken before the fork: its first accesses may be in no order.
+    """
+    sizes = st.sampled_from([0, 8, ALIGNMENT, ALIGNMENT + 8, 3 * ALIGNMENT])
+    storages = {
+        name: replace(storage, bytes=draw(sizes), placeable=draw(st.integers(0, 7)) > 0)
+        for name, storage in graph.storages.items()
+    }
+    early = {name for name in storages if not draw(st.integers(0, 3))}
+    ops = {
+        op.name: replace(op, writes=op.writes - (early & op.allocates), allocates=op.allocates - early)
+        for op in graph.ops.values()
+    }
+    changed = replace(graph, ops=ops, storages=storages)
+    return replace(changed, dependencies=tuple(conflicts(changed)))
+
+
+@st.composite
+def arenas(draw: st.DrawFn, graph: OpGraph) -> Arena:
+    """Some storages at any places, which overlap or not, now and then in the midst of a unit or behind the end."""
+    offsets = {}
+    for name, storage in graph.storages.items():
+        if draw(st.booleans()) and (is_placeable(storage) or not draw(st.integers(0, 15))):
+            offsets[name] = draw(st.integers(0, 4)) * ALIGNMENT + (0 if draw(st.integers(0, 31)) else ALIGNMENT // 2)
+    return Arena(draw(st.sampled_from([8 * ALIGNMENT, 8 * ALIGNMENT, 5 * ALIGNMENT])), offsets)
+
+
+def is_placeable(storage: Storage) -> bool:
+    return is_releasable(storage) and storage.placeable
+
+
+def is_safe_arena(graph: OpGraph, schedule: Schedule) -> bool:
+    """Whether each storage may be where it is, and any two with a byte in common are used one after the other."""
+    arena, storages, before = schedule.arena, graph.storages, happens_before(schedule)
+    blocks = {name: set(range(at, at + storages[name].bytes)) for name, at in arena.offsets.items()}
+    users = {
+        name: {op.name for op in graph.ops.values() if in_parts(graph, [name]) & in_parts(graph, op.reads | op.writes)}
+        for name in blocks
+    }
+    return all(
+        is_placeable(storages[name]) and at % ALIGNMENT == 0 and blocks[name] <= set(range(arena.bytes))
+        for name, at in arena.offsets.items()
+    ) and all(
+        not blocks[a] & blocks[b]
+        or all((x, y) in before for x in users[a] for y in users[b])
+        or all((y, x) in before for x in users[a] for y in users[b])
+        for a, b in combinations(blocks, 2)
+    )
+
+
+@st.composite
+def crowds(draw: st.DrawFn, graph: OpGraph, schedule: Schedule) -> Schedule:
+    """All that may be placed, one after the other in any order at the first safe place from a few on."""
+    names = draw(st.permutations([name for name, storage in graph.storages.items() if is_placeable(storage)]))
+    placed = replace(schedule, arena=Arena(64 * ALIGNMENT))
+    for name in names:
+        start = draw(st.integers(0, 3))
+        candidates = (placed_at(placed, name, (start + units) * ALIGNMENT) for units in range(60))
+        placed = next(candidate for candidate in candidates if is_safe_arena(graph, candidate))
+    return placed
+
+
+def placed_at(schedule: Schedule, storage: str, offset: int) -> Schedule:
+    """The same schedule with one storage elsewhere."""
+    return replace(schedule, arena=replace(schedule.arena, offsets={**schedule.arena.offsets, storage: offset}))
+
+
+def side_by_side(graph: OpGraph) -> Arena:
+    """All storages that may lie in an arena, none on the bytes of another."""
+    offsets, end = {}, 0
+    for name, storage in graph.storages.items():
+        if is_placeable(storage):
+            offsets[name] = end
+            end += -(-storage.bytes // ALIGNMENT) * ALIGNMENT
+    return Arena(end, offsets)
 
 
 class TestAgainstBruteForce:
@@ -118,6 +204,55 @@ class TestAgainstBruteForce:
             for at in range(len(schedule.launches)):
                 expected = is_releasable(graph.storages[storage]) and is_safe_release(graph, schedule, storage, at)
                 assert is_accepted(graph, released_at(schedule, storage, at)) == expected
+
+    @given(st.data())
+    @settings(max_examples=600, deadline=None)
+    def test_an_arena_with_anything_anywhere(self, data: st.DataObject) -> None:
+        graph = data.draw(conflict_graphs().flatmap(placeable))
+        right = assignments(graph).map(lambda drawn: synchronize(graph, drawn))
+        schedule = data.draw(right | schedules(graph))
+        assume(is_covered(graph, schedule))
+        placed = replace(schedule, arena=data.draw(arenas(graph)))
+        assert is_accepted(graph, placed) == is_safe_arena(graph, placed)
+
+    @given(st.data())
+    @settings(max_examples=200, deadline=None)
+    def test_an_arena_as_crowded_as_can_be_and_one_storage_moved(self, data: st.DataObject) -> None:
+        graph = data.draw(conflict_graphs(max_ops=9).flatmap(placeable))
+        schedule = synchronize(graph, data.draw(assignments(graph)))
+        crowded = data.draw(crowds(graph, schedule))
+        verify(graph, crowded)
+        for storage in crowded.arena.offsets:
+            moved = placed_at(crowded, storage, ALIGNMENT)
+            assert is_accepted(graph, moved) == is_safe_arena(graph, moved)
+
+    @given(st.data())
+    @settings(max_examples=300, deadline=None)
+    def test_two_storages_anywhere(self, data: st.DataObject) -> None:
+        """Each pair of places of two storages, ordered or not, side by side or not."""
+        graph = data.draw(conflict_graphs().flatmap(placeable))
+        schedule = synchronize(graph, data.draw(assignments(graph)))
+        places = [0, ALIGNMENT, 2 * ALIGNMENT]
+        for a, b in combinations([name for name, storage in graph.storages.items() if is_placeable(storage)], 2):
+            for at in places:
+                placed = replace(schedule, arena=Arena(8 * ALIGNMENT, {a: ALIGNMENT, b: at}))
+                assert is_accepted(graph, placed) == is_safe_arena(graph, placed)
+
+    @given(st.data())
+    @settings(max_examples=200, deadline=None)
+    def test_each_mistake_in_an_arena_is_found(self, data: st.DataObject) -> None:
+        graph = data.draw(conflict_graphs(max_ops=9).flatmap(placeable))
+        plan = synchronize(graph, data.draw(assignments(graph)))
+        plan = replace(plan, arena=side_by_side(graph))
+        verify(graph, plan)
+        for first, second, mistaken in (
+            *with_two_storages_too_close(graph, plan),
+            *with_a_lifetime_shortened(graph, plan),
+        ):
+            with pytest.raises(ScheduleError, match="of the arena") as caught:
+                verify(graph, mistaken)
+            assert repr(first) in str(caught.value)
+            assert repr(second) in str(caught.value)
 
 
 def sourced(name: str, source: str, **fields: frozenset[str]) -> Op:
@@ -343,3 +478,165 @@ class TestAdversarial:
         graph = replace(self.graph, dependencies=())
         with pytest.raises(ScheduleError, match="no wait orders 'b' on stream 1 before 'c' on stream 0"):
             verify(graph, Schedule("drawn", 2, (A, B, replace(C, waits=())), ("b",)))
+
+
+class TestArena:
+    """
+    0:  a ────▶ c ─▶ d     a ─▶ b ─▶ c ─▶ d, and c reads a; d escapes
+         ╲     ╱
+    1:    b ──╯
+    """
+
+    graph = graph_of("a-b a-c b-c c-d", outputs="d")
+    graph = replace(graph, storages={name: replace(s, placeable=name != "c") for name, s in graph.storages.items()})
+    launches = (Launch("a", 0), Launch("b", 1, ("a",)), Launch("c", 0, ("b",)), Launch("d", 0))
+
+    def verify(self, offsets: Mapping[str, int], size: int = 4096, releases: tuple[str, ...] = ()) -> None:
+        launches = (*self.launches[:3], replace(self.launches[3], releases=releases))
+        verify(self.graph, Schedule("drawn", 2, launches, arena=Arena(size, offsets)))
+
+    def test_side_by_side_is_right(self) -> None:
+        self.verify({"a": 1024, "b": 0}, size=2048)
+
+    def test_no_arena_is_right_whatever_its_size(self) -> None:
+        self.verify({}, size=0)
+
+    @pytest.mark.parametrize(
+        ("offsets", "message"),
+        [
+            ({"z": 0}, "'z' is placed at byte 0 of the arena, but the graph has no storage of that name"),
+            ({"x_in": 0}, "'x_in' is placed at byte 0 of the arena, but it is the caller's: input"),
+            ({"d": 512}, "'d' is placed at byte 512 of the arena, but an output keeps it alive"),
+            ({"c": 0}, "'c' is placed at byte 0 of the arena, but what takes its memory does more than that"),
+            ({"a": 256}, "'a' is placed at byte 256 of the arena, but kernels expect a multiple of 512"),
+            ({"a": -512}, "'a' is placed at byte -512 of the arena, but its 1024 bytes are not all within the 4096 th"),
+            ({"b": 3584}, "'b' is placed at byte 3584 of the arena, but its 1024 bytes are not all within the 4096 th"),
+        ],
+    )
+    def test_places(self, offsets: dict[str, int], message: str) -> None:
+        with pytest.raises(ScheduleError, match=message):
+            self.verify(offsets)
+
+    def test_the_last_bytes_of_an_arena_are_part_of_it(self) -> None:
+        self.verify({"b": 3072})
+
+    def test_what_lies_in_the_arena_is_not_released(self) -> None:
+        self.verify({"b": 0}, releases=("a",))
+        with pytest.raises(ScheduleError, match="'a' is released behind 'd', but it lies in the arena and has no bloc"):
+            self.verify({"a": 0}, releases=("a",))
+
+    def test_an_op_does_not_read_what_it_overwrites(self) -> None:
+        with pytest.raises(ScheduleError, match="'a' and 'b' share bytes 512 to 1023 of the arena, but 'b' uses both"):
+            self.verify({"a": 0, "b": 512})
+
+
+class TestTenants:
+    """
+    0:  a ─▶ b   a2   c     a allocates "A", which b reads, and a2, where it is launched; c allocates "C"
+            ┊   ┊
+    1:       e ─▶ f         e allocates "E", which f reads; nothing but bytes that "A" and "E" share asks for an order
+    """
+
+    ops = (
+        sourced("a", "m.py:1: a()", writes=frozenset({"A"}), allocates=frozenset({"A"})),
+        sourced("b", "m.py:2: b()", reads=frozenset({"A"})),
+        sourced("e", "m.py:3: e()", writes=frozenset({"E"}), allocates=frozenset({"E"})),
+        sourced("f", "m.py:4: f()", reads=frozenset({"E"})),
+        sourced("a2", "m.py:5: a2()", reads=frozenset({"A"})),
+        sourced("c", "m.py:6: c()", writes=frozenset({"C"}), allocates=frozenset({"C"})),
+    )
+    on_1 = frozenset({"e", "f"})
+
+    def verify(self, order: str, *waits: tuple[str, str], sizes: str = "A1 E1 C1", places: str = "A0 E0") -> None:
+        """Launch ops in this order with these waits, and with these sizes and places in units of 512 bytes."""
+        names = order.split()
+        storages = {
+            (name := size[0]): Storage(name, Role.INTERMEDIATE, int(size[1:]) * ALIGNMENT, (name,), placeable=True)
+            for size in sizes.split()
+        }
+        graph = OpGraph({op.name: op for op in self.ops if op.name in names}, (), storages, (), "cuda:0")
+        launches = tuple(
+            Launch(name, int(name in self.on_1), tuple(before for before, after in waits if after == name))
+            for name in names
+        )
+        arena = Arena(8 * ALIGNMENT, {place[0]: int(place[1:]) * ALIGNMENT for place in places.split()})
+        join = tuple(name for name in names if name in self.on_1)[-1:]
+        verify(graph, Schedule("drawn", 2, launches, join, arena=arena))
+
+    def test_one_after_the_other(self) -> None:
+        self.verify("a b e f", ("b", "e"))
+
+    def test_no_order(self) -> None:
+        with pytest.raises(ScheduleError) as caught:
+            self.verify("a b e f", (FORK, "e"))
+        assert str(caught.value) == (
+            "'e' (m.py:3: e()) must come after 'a' (m.py:1: a()) (storage 'E' has bytes 0 to 511 of the arena after "
+            "'A'), but no wait orders 'a' on stream 0 before 'e' on stream 1"
+        )
+
+    def test_after_the_writer_only(self) -> None:
+        with pytest.raises(ScheduleError, match=r"'e' .* must come after 'b' .*but no wait orders 'b' on stream 0"):
+            self.verify("a b e f", ("a", "e"))
+
+    def test_an_owner_that_comes_back(self) -> None:
+        """Even where all is ordered: what a2 reads has been overwritten."""
+        with pytest.raises(ScheduleError, match=r"'e' .* must come after 'a2' .*but 'e' is launched before 'a2'"):
+            self.verify("a b e f a2", ("b", "e"), ("f", "a2"))
+
+    def test_a_launch_order_is_no_order(self) -> None:
+        """E is launched first and A later: what holds for the one order holds for the other."""
+        self.verify("e f a b", (FORK, "e"), ("f", "a"))
+        with pytest.raises(ScheduleError, match=r"'a' .* must come after 'f' .*but no wait orders 'f' on stream 1"):
+            self.verify("e f a b", (FORK, "e"), ("e", "a"))
+
+    def test_ranges_that_touch_do_not_overlap(self) -> None:
+        self.verify("a b e f", (FORK, "e"), sizes="A2 E2", places="A0 E2")
+        self.verify("a b e f", (FORK, "e"), sizes="A2 E2", places="A2 E0")
+
+    @pytest.mark.parametrize("places", ["A0 E1", "A1 E0"])
+    def test_one_unit_in_common(self, places: str) -> None:
+        with pytest.raises(ScheduleError, match="has bytes 512 to 1023 of the arena after 'A'"):
+            self.verify("a b e f", (FORK, "e"), sizes="A2 E2", places=places)
+
+    def test_within_another(self) -> None:
+        with pytest.raises(ScheduleError, match="has bytes 512 to 1023 of the arena after 'A'"):
+            self.verify("a b e f", (FORK, "e"), sizes="A3 E1", places="A0 E1")
+
+    @pytest.mark.parametrize("places", ["A0 C1 E0", "A0 C0 E1", "A0 C1 E2"])
+    def test_an_owner_of_whose_bytes_others_took_some(self, places: str) -> None:
+        """C takes some bytes of A, in front, behind or in the midst of which E finds what is left of it."""
+        with pytest.raises(ScheduleError, match=r"'e' .* must come after 'a' .* after 'A'\)"):
+            self.verify("a b c e f", (FORK, "e"), sizes="A3 C1 E1", places=places)
+
+    @pytest.mark.parametrize("places", ["A0 C1 E0", "A1 C0 E0"])
+    def test_all_whose_bytes_it_takes(self, places: str) -> None:
+        self.verify("a b c e f", ("c", "e"), sizes="A1 C1 E2", places=places)
+        with pytest.raises(ScheduleError, match=r"'e' .* must come after 'c' .* after 'C'\)"):
+            self.verify("a b c e f", ("b", "e"), sizes="A1 C1 E2", places=places)
+
+    def test_a_storage_of_no_bytes_has_none_in_common(self) -> None:
+        self.verify("a b e f", (FORK, "e"), sizes="A1 E0")
+        self.verify("a b e f", (FORK, "e"), sizes="A0 E0")
+
+    def test_a_storage_that_is_not_used_is_nobody_s_neighbour(self) -> None:
+        self.verify("a b e f", ("b", "e"), places="A0 E0 C0")
+
+    def test_each_access_and_not_only_the_first(self) -> None:
+        """
+        0:  a ─▶ b ─▶ left     left and right write parts of "both", which no op allocates: it is taken before the fork
+                  ╲
+        1:         right       left sees b, which says nothing of right
+        """
+        both = Storage("both", Role.INTERMEDIATE, 8, ("both",), parts=("both[0]", "both[1]"), placeable=True)
+        ops = (
+            *self.ops[:2],
+            sourced("left", "", writes=frozenset({"both[0]"})),
+            sourced("right", "", writes=frozenset({"both[1]"})),
+        )
+        first = Storage("A", Role.INTERMEDIATE, 8, ("A",), placeable=True)
+        graph = OpGraph({op.name: op for op in ops}, (), {"A": first, "both": both}, (), "cuda:0")
+        launches = (Launch("a", 0), Launch("b", 0), Launch("left", 0))
+        arena = Arena(512, {"A": 0, "both": 0})
+        verify(graph, Schedule("drawn", 2, (*launches, Launch("right", 1, ("b",))), ("right",), arena=arena))
+        with pytest.raises(ScheduleError, match=r"'right' must come after 'b' .*'both' has bytes 0 to 7 .* after 'A'"):
+            verify(graph, Schedule("drawn", 2, (*launches, Launch("right", 1, ("a",))), ("right",), arena=arena))
