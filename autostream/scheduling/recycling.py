@@ -1,0 +1,120 @@
+"""Waits that cost no time and save memory: a stream may reuse what others are done with, once it has waited for them.
+
+    stream 0:  a ── b ─────────── e ── f           e allocates; by the simulation c ended long ago,
+    stream 1:       c ── d ──────                  so if e waits for c, it can be given c's memory
+
+Memory goes from one stream to another only where an event orders them, and waits are placed for data alone, as few as
+will do. Where the simulation says that another stream has been done with enough memory for longer than an edge takes, a
+wait for that holds nobody up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autostream.ir import FORK, Launch, OpGraph, Role, Schedule, Timeline
+
+_NEVER = -1
+
+
+def wait_for_memory(
+    graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: float, least_bytes: int
+) -> Schedule:
+    """Let streams wait for others that are done with memory already, by a simulation.
+
+    Takes O(V·K·(K + log V)) steps for V ops on K streams.
+
+    Args:
+        graph: the ops with their accesses, and the storages.
+        schedule: the launches with their waits.
+        timeline: when each of them starts and ends.
+        edge_us: what an edge between streams takes, µs: what ended that long ago is waited for.
+        least_bytes: what must have become free on a stream since it was last waited for, to make a wait worth it; above
+            0.
+
+    Returns:
+        The schedule with waits added; waits that follow from these are gone. What it had of releases or places stays.
+
+    Example:
+        >>> from autostream.ir import Op, Slice, Storage
+        >>> reads = {"a": "x", "c": "a", "d": "c", "b": "a", "e": "b"}
+        >>> ops = {n: Op(n, "f", (n,), frozenset({r}), frozenset({n}), frozenset({n})) for n, r in reads.items()}
+        >>> graph = OpGraph(ops, (), {n: Storage(n, Role.INTERMEDIATE, 512, (n,)) for n in ops}, (), "cuda:0")
+        >>> launches = tuple(Launch(n, int(n in "cd"), ("a",) if n == "c" else ()) for n in "acdbe")
+        >>> times = {"a": (0, 1), "b": (1, 9), "c": (2, 3), "d": (3, 4), "e": (9, 10)}
+        >>> timeline = Timeline(tuple(Slice(n, int(n in "cd"), *map(float, t)) for n, t in times.items()))
+        >>> found = wait_for_memory(graph, Schedule("mine", 2, launches), timeline, edge_us=1.0, least_bytes=512)
+        >>> [launch.waits for launch in found.launches]
+        [(), ('a',), (), (), ('d',)]
+    """
+    start = {piece.op: piece.start_us for piece in timeline.slices}
+    end = {piece.op: piece.end_us for piece in timeline.slices}
+    freed = _freed(graph, schedule, end)
+    done = [_Stream() for _ in range(schedule.streams)]
+    clock_of = {FORK: [_NEVER] * schedule.streams}
+    clocks = [[_NEVER] * schedule.streams for _ in range(schedule.streams)]
+    launches: list[Launch] = []
+    for launch in schedule.launches:
+        clock = [max(seen) for seen in zip(clocks[launch.stream], *(clock_of[op] for op in launch.waits), strict=True)]
+        added: dict[int, str] = {}
+        for stream, other in enumerate(done):
+            if stream == launch.stream:
+                continue
+            at = other.over_by(start[launch.op] - edge_us)
+            if at >= 0 and other.freed_between(clock[stream], at) >= least_bytes:
+                added[stream] = other.ops[at]
+                clock = [max(seen) for seen in zip(clock, clock_of[other.ops[at]], strict=True)]
+        launches.append(_with(launch, added, schedule.stream_of) if added else launch)
+        own = done[launch.stream]
+        clock[launch.stream] = len(own.ops)
+        own.launched(launch.op, end[launch.op], freed[launch.op])
+        clocks[launch.stream] = clock_of[launch.op] = clock
+    return replace(schedule, launches=tuple(launches))
+
+
+class _Stream:
+    """What was launched on a stream so far; places count its own launches."""
+
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+        self._ends: list[float] = []
+        self._freed = [0]
+
+    def launched(self, op: str, end_us: float, freed: int) -> None:
+        self.ops.append(op)
+        self._ends.append(end_us)
+        self._freed.append(self._freed[-1] + freed)
+
+    def over_by(self, moment_us: float) -> int:
+        """The place of the last op that has ended by then, or -1; streams keep their order, so those before have."""
+        return bisect_right(self._ends, moment_us) - 1
+
+    def freed_between(self, known: int, at: int) -> int:
+        """Bytes that became free behind the op at place ``known``, up to the one at ``at``."""
+        return self._freed[at + 1] - self._freed[known + 1] if at > known else 0
+
+
+def _freed(graph: OpGraph, schedule: Schedule, end: Mapping[str, float]) -> Mapping[str, int]:
+    """Op to the bytes of storages that nobody uses after it has ended."""
+    whole = {part: storage.name for storage in graph.storages.values() for part in storage.parts}
+    last: dict[str, str] = {}
+    for launch in schedule.launches:
+        op = graph.ops[launch.op]
+        for name in {whole.get(name, name) for name in op.reads | op.writes | op.allocates}:
+            if name not in last or end[op.name] >= end[last[name]]:
+                last[name] = op.name
+    freed: dict[str, int] = defaultdict(int)
+    for name, op_name in last.items():
+        storage = graph.storages.get(name)
+        if storage is not None and storage.role is Role.INTERMEDIATE and not storage.escapes:
+            freed[op_name] += storage.bytes
+    return freed
+
+
+def _with(launch: Launch, added: Mapping[int, str], stream_of: Mapping[str, int]) -> Launch:
+    """A launch that waits for more: for one op of a stream at most, since the last includes those before."""
+    kept = [op for op in launch.waits if op == FORK or stream_of[op] not in added]
+    return replace(launch, waits=(*kept, *added.values()))
