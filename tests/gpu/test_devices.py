@@ -5,6 +5,8 @@ With one GPU, the device is the current one; the second is tested where there ar
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,7 +34,8 @@ class Branches(nn.Module):
 def test_a_model_runs_where_it_lies(device: str, mode: str) -> None:
     torch.manual_seed(0)
     model = Branches().to(device)
-    fast = autostream.optimize(model, policy="critical_path", streams=3, cuda_graph=mode == "cuda graph")
+    options = {"policy": "critical_path", "streams": 3, "memory_budget": math.inf}
+    fast = autostream.optimize(model, cuda_graph=mode == "cuda graph", **options)
     with torch.no_grad():
         for seed in range(4):
             x = torch.randn(32, 64, device=device)

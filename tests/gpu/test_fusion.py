@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,8 @@ def assert_fused(fast: autostream.OptimizedModule) -> None:
 @pytest.mark.parametrize("cuda_graph", [True, False])
 @pytest.mark.parametrize(("policy", "streams"), [("sequential", 1), ("critical_path", 4), ("path_cover", 3)])
 def test_values_are_the_models(towers: Towers, policy: str, streams: int, cuda_graph: bool) -> None:
-    fast = autostream.optimize(towers, kernels="inductor", policy=policy, streams=streams, cuda_graph=cuda_graph)
+    options = {"policy": policy, "streams": streams, "memory_budget": math.inf}
+    fast = autostream.optimize(towers, kernels="inductor", cuda_graph=cuda_graph, **options)
     with torch.no_grad():
         for seed in range(5):
             x = torch.randn(64, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))

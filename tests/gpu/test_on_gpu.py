@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 
 import pytest
@@ -37,7 +38,8 @@ def towers() -> Towers:
 @pytest.mark.parametrize("policy", ["sequential", "critical_path", "path_cover"])
 @pytest.mark.parametrize("streams", [2, 4])
 def test_same_values(towers: Towers, policy: str, streams: int, cuda_graph: bool) -> None:
-    fast = autostream.optimize(towers, policy=policy, streams=streams, cuda_graph=cuda_graph)
+    options = {"policy": policy, "streams": streams, "memory_budget": math.inf}
+    fast = autostream.optimize(towers, cuda_graph=cuda_graph, **options)
     with torch.no_grad():
         for seed in range(5):
             x = torch.randn(64, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
@@ -169,7 +171,8 @@ def test_graphs_replayed_side_by_side_do_not_share_workspaces() -> None:
     x = torch.randn(16, 1024, device="cuda", dtype=torch.float16)
     with torch.no_grad():
         expected = [model(x) for model in models]
-        fasts = [autostream.optimize(m, x, streams=4, policy="critical_path", cuda_graph=True) for m in models]
+        options = {"streams": 4, "policy": "critical_path", "memory_budget": math.inf}
+        fasts = [autostream.optimize(model, x, cuda_graph=True, **options) for model in models]
         streams = [torch.cuda.Stream() for _ in models]
         torch.cuda.synchronize()
         for _ in range(100):

@@ -6,6 +6,7 @@ In half precision, as they are measured. Each is compiled: ``-n 6`` takes two mi
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -55,7 +56,8 @@ def other_inputs(name: str, subject: Subject) -> tuple[Tensor, ...]:
 def test_fused_kernels_compute_what_the_model_does(name: str) -> None:
     subject = prepared(name)
     examples = examples_of(subject.model, [subject.args, subject.others, other_inputs(name, subject)])
-    fast = autostream.optimize(subject.model, kernels="inductor", policy="critical_path", streams=4, costs="roofline")
+    options = {"policy": "critical_path", "streams": 4, "memory_budget": math.inf, "costs": "roofline"}
+    fast = autostream.optimize(subject.model, kernels="inductor", **options)
     check_calls(fast, examples)
     check_streams(fast, examples, lanes(subject.args[0].device, 2))
     check_threads(fast, examples, lanes(subject.args[0].device, 3))
