@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
+import math
+
 from autostream.ir import Candidate, Decision
 from autostream.reporting.layout import size
 
+SLACK_BYTES = 2 * 2**20
+"""What a schedule may take more than one stream at any ratio from 1: the smallest piece of memory that PyTorch's
+allocator takes from a GPU."""
 
-def excess(candidate: Candidate, sequential: Candidate, budget: int | float) -> str:
+
+def excess(candidate: Candidate, sequential: Candidate, budget: int | float, given_bytes: int) -> str:
     """Why a candidate takes more memory than it may, or ``""`` where it does not.
 
     Args:
         candidate: a complete schedule.
         sequential: the one on one stream.
-        budget: an int is bytes, a float is a ratio to what one stream takes.
+        budget: an int is bytes, for what the schedule allocates. A float is a ratio to what the model takes on one
+            stream, weights and inputs included, since that is what has to fit on the device.
+        given_bytes: of these weights and inputs.
 
     Example:
         >>> from autostream.ir import Schedule
         >>> alone = Candidate(Schedule("sequential", 1, ()), True, 9.0, memory_bytes=9_900_000)
         >>> wide = Candidate(Schedule("search", 2, ()), True, 5.0, memory_bytes=13_100_000)
-        >>> excess(wide, alone, 1.1)
-        'needs 13.1 MB, the budget is 10.9 MB: 1.1 × the 9.9 MB of one stream (memory_budget)'
-        >>> excess(wide, alone, 20_000_000)
+        >>> excess(wide, alone, 1.3, given_bytes=0)
+        'needs 13.1 MB, the budget is 12.9 MB: 1.3 × the 9.9 MB of one stream (memory_budget)'
+        >>> excess(wide, alone, 1.3, given_bytes=10_000_000)
         ''
+        >>> excess(wide, alone, 12_000_000, given_bytes=10_000_000)
+        'needs 13.1 MB, the budget is 12.0 MB (memory_budget)'
     """
-    one, ratio = sequential.memory_bytes, isinstance(budget, float)
-    most = budget * one if ratio else budget  # not a number where both no limit and no memory
-    if not candidate.memory_bytes > most:
+    if not isinstance(budget, float):
+        given_bytes, most, how = 0, budget, ""
+    elif math.isinf(budget):
         return ""
-    how = f": {budget:g} × the {size(one)} of one stream" if ratio else ""
-    return f"needs {size(candidate.memory_bytes)}, the budget is {size(most)}{how} (memory_budget)"
+    else:
+        one = sequential.memory_bytes + given_bytes
+        most, how = round(budget * one), f": {budget:g} × the {size(one)} of one stream"
+        if budget >= 1 and most < one + SLACK_BYTES:
+            most, how = one + SLACK_BYTES, f": {size(SLACK_BYTES)} more than the {size(one)} of one stream"
+        how += ", weights and inputs included" if given_bytes else ""
+    needed = candidate.memory_bytes + given_bytes
+    return f"needs {size(needed)}, the budget is {size(most)}{how} (memory_budget)" if needed > most else ""
 
 
-def exemption(sequential: Candidate, budget: int | float) -> tuple[Decision, ...]:
+def exemption(sequential: Candidate, budget: int | float, given_bytes: int) -> tuple[Decision, ...]:
     """What is to be said of the sequential schedule where it exceeds the budget: it is a candidate all the same.
 
     Example:
         >>> from autostream.ir import Schedule
         >>> alone = Candidate(Schedule("sequential", 1, ()), True, 9.0, memory_bytes=9_900_000)
-        >>> exemption(alone, 5_000_000)[0].reason
+        >>> exemption(alone, 5_000_000, given_bytes=0)[0].reason
         'one stream needs 9.9 MB, the budget is 5.0 MB (memory_budget): it is tried all the same'
     """
-    reason = excess(sequential, sequential, budget)
+    reason = excess(sequential, sequential, budget, given_bytes)
     return (Decision("", "over budget", f"one stream {reason}: it is tried all the same"),) if reason else ()

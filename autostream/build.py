@@ -26,6 +26,7 @@ from autostream.ir import Candidate, Decision, Role
 from autostream.options import Options
 from autostream.pipeline import Stopwatch, versions
 from autostream.reporting.report import Report
+from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
 from autostream.select import build, has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
@@ -377,7 +378,7 @@ class OptimizedPiece(Protocol):
 
 def _report(model: str, signature: Signature, tuned: Tuned, options: Options, stopwatch: Stopwatch) -> Report:
     priced, selection = tuned.priced, tuned.selection
-    exempted = exemption(selection.candidates[0], options.memory_budget)
+    exempted = exemption(selection.candidates[0], options.memory_budget, given_bytes(priced.graph))
     return Report(
         model=model,
         signature=str(signature),

@@ -42,9 +42,10 @@ class Options:
         max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
         tuning_seconds: what choosing a schedule may take for each signature: timing ops, searching, and timing
             schedules. Tracing and compiling come on top; ``Report.seconds`` has them all.
-        memory_budget: the most that a schedule may allocate: a float is a ratio to what one stream takes, an int is
-            bytes, ``math.inf`` is no limit. What takes more is not tried, but for one stream, which always is; the
-            report says what that costs. Libraries' workspaces come on top.
+        memory_budget: the most that may be allocated: a float is a ratio to what the model takes on one stream, weights
+            and inputs included (2 MiB more are always allowed from 1 on); an int is bytes, for what the schedule
+            itself allocates; ``math.inf`` is no limit. What takes more is not tried, but for one stream, which always
+            is; the report says what that costs. Libraries' workspaces come on top.
         seed: of the random choices that ``"search"`` makes: the same costs and seed give the same schedules.
 
     Example:

@@ -28,8 +28,10 @@ from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile,
 from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
+from autostream.scheduling.arena import place_storages
 from autostream.scheduling.check import check_costs
-from autostream.scheduling.peak import peak_bytes
+from autostream.scheduling.peak import given_bytes, peak_bytes
+from autostream.scheduling.recycling import wait_for_memory
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.search import search_by_streams, variants
 from autostream.scheduling.simulate import run_us, simulate
@@ -60,6 +62,10 @@ MEASURE_SHARE = 0.5
 
 SEARCH_SHARE = 0.2
 """Of the seconds for tuning, what a search may take. Nothing is left to the clock there, so that it can be repeated."""
+
+WORTH_A_WAIT = (1 / 2, 1 / 8, 1 / 32)
+"""The share of one stream's memory that must have become free elsewhere for a wait that makes it available: tried in
+turn where a schedule exceeds the budget, few waits first."""
 
 TUNING = ("price", "search", "select")
 """The stages that ``tuning_seconds`` are for."""
@@ -159,9 +165,9 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
         with stopwatch("search"), collector.paused():
             assigned += _searched(priced, options, pinned, capture)
     with stopwatch("schedule"), collector.paused():
-        alone = _complete(graph, _candidate(priced, POLICIES["sequential"](graph, costs, profile, 1, pinned), capture))
+        alone = _complete(priced, POLICIES["sequential"](graph, costs, profile, 1, pinned), capture)
         rivals = [_candidate(priced, assignment, capture) for assignment in _distinct(assigned)]
-        candidates = (alone, *_shortlist(rivals, lambda rival: _within(_complete(graph, rival), alone, options)))
+        candidates = (alone, *_shortlist(rivals, lambda rival: _within(priced, rival, alone, options)))
     with stopwatch("verify"), collector.paused():
         for candidate in _allowed(candidates):
             verify(graph, candidate.schedule, pinned=pinned)
@@ -193,8 +199,8 @@ def variants_of(priced: Priced, options: Options, sequential: Candidate, candida
             assignment = next(found, None)
             if assignment is None:
                 return
-            variant = _complete(graph, _candidate(priced, assignment, candidate.captured))
-            if excess(variant, sequential, options.memory_budget):
+            variant = _within(priced, _candidate(priced, assignment, candidate.captured), sequential, options)
+            if variant.refusal:
                 continue
             verify(graph, variant.schedule, pinned=pinned)
         yield variant
@@ -210,10 +216,36 @@ def _candidate(priced: Priced, assignment: Assignment, capture: bool) -> Candida
     return Candidate(schedule, capture, run_us(schedule, priced.costs, priced.profile, captured=capture))
 
 
-def _complete(graph: OpGraph, candidate: Candidate) -> Candidate:
-    """A candidate that gives memory back, with what it needs."""
-    schedule = place_releases(graph, candidate.schedule)
+def _complete(priced: Priced, assignment: Assignment, capture: bool) -> Candidate:
+    return _with_memory(priced.graph, _candidate(priced, assignment, capture))
+
+
+def _with_memory(graph: OpGraph, candidate: Candidate) -> Candidate:
+    """A candidate whose schedule says where memory lies and when it is given back, with what it needs."""
+    schedule = place_releases(graph, place_storages(graph, candidate.schedule))
     return replace(candidate, schedule=schedule, memory_bytes=peak_bytes(graph, schedule))
+
+
+def _within(priced: Priced, candidate: Candidate, sequential: Candidate, options: Options) -> Candidate:
+    """The candidate with memory, and with waits that save some if it exceeds the budget; refused if it does even so."""
+    graph, budget = priced.graph, options.memory_budget
+
+    def judged(candidate: Candidate) -> Candidate:
+        complete = _with_memory(graph, candidate)
+        return replace(complete, refusal=excess(complete, sequential, budget, given_bytes(graph)))
+
+    plain = judged(candidate)
+    if not plain.refusal:
+        return plain
+    timeline = simulate(candidate.schedule, priced.costs, priced.profile, captured=candidate.captured)
+    edge_us = priced.profile.over(candidate.schedule.streams).cross_stream_edge_us
+    for share in WORTH_A_WAIT:
+        least_bytes = max(1, round(share * sequential.memory_bytes))
+        schedule = wait_for_memory(graph, candidate.schedule, timeline, edge_us, least_bytes)
+        thrifty = judged(replace(candidate, schedule=schedule))
+        if not thrifty.refusal:
+            return thrifty
+    return plain
 
 
 def _measures(options: Options, graph: OpGraph) -> bool:
@@ -269,11 +301,6 @@ def _shortlist(rivals: Iterable[Candidate], complete: Callable[[Candidate], Cand
         completed.append(complete(waiting.pop(first)))
         policies = {candidate.schedule.policy for candidate in _allowed(completed)}
     return sorted(completed, key=_promise)
-
-
-def _within(candidate: Candidate, sequential: Candidate, options: Options) -> Candidate:
-    """The candidate, refused if it exceeds the memory budget."""
-    return replace(candidate, refusal=excess(candidate, sequential, options.memory_budget))
 
 
 def _allowed(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -340,6 +367,7 @@ def plan(
     priced = price_program(program, options, stopwatch, profile, arguments if options.costs == "measured" else None)
     capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
     candidates = candidates_for(priced, options, capture, stopwatch)
+    exempted = exemption(candidates[0], options.memory_budget, given_bytes(priced.graph))
     best = min(_allowed(candidates), key=_promise)
     return Report(
         model=name_of(model),
@@ -352,7 +380,7 @@ def plan(
         chosen=best,
         timeline=simulate(best.schedule, priced.costs, priced.profile, captured=best.captured),
         candidates=candidates,
-        refusals=(*unfused, *priced.refusals, *priced.remarks, *exemption(candidates[0], options.memory_budget)),
+        refusals=(*unfused, *priced.refusals, *priced.remarks, *exempted),
         seconds=dict(stopwatch.seconds),
         versions=versions(),
     )

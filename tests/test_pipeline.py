@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autostream import pipeline
+from autostream import budget, pipeline
 from autostream.costs.device import profile_named, profile_of
 from autostream.errors import CostError, FusionError, OptionError, ScheduleError, TargetError, TraceError
 from autostream.ir import Assignment, Candidate, Decision, DeviceProfile, OpGraph, Program, Schedule
@@ -164,6 +164,28 @@ def test_all_that_may_run_are_shortlisted_up_to_six_and_the_best_of_each_policy_
         assert any((each.schedule.policy, each.predicted_us) == (policy, best_us) for each in allowed)
 
 
+#   stream 0:  a ── p ───────────────────── q ── r      all take 1 KiB; p takes long
+#   stream 1:       s ── t ── u ──────────
+WIDE = graph_of("a-p p-q q-r a-s s-t t-u", names="apstuqr", outputs="r")
+WIDE = replace(WIDE, storages={n: replace(s, placeable=s.name in "apstuq") for n, s in WIDE.storages.items()})
+
+
+@pytest.mark.usefixtures("to_the_byte")
+@pytest.mark.parametrize(("limit", "waits", "kib"), [(100.0, 2, 6), (5 * 1024, 3, 5), (4 * 1024, 2, 6)])
+def test_where_memory_is_short_streams_wait_for_it_if_that_takes_no_time(limit: float, waits: int, kib: int) -> None:
+    """What s, t and u need can be given to q once it waits for u, which ended long before."""
+    costs = costs_of(WIDE, {**dict.fromkeys("astuqr", 1.0), "p": 30.0})
+    given = Priced(WIDE, profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=2.0), costs, ())
+    stream = {name: int(name in "stu") for name in WIDE.ops}
+    plain = pipeline._candidate(given, Assignment("by hand", 2, tuple("asptuqr"), stream), capture=True)
+    alone = pipeline._complete(given, sequential(WIDE, costs, given.profile, 1, frozenset()), capture=True)
+    found = pipeline._within(given, plain, alone, Options(memory_budget=limit))
+    assert (found.schedule.wait_count, found.memory_bytes) == (waits, kib * 1024)
+    assert bool(found.refusal) == (limit == 4 * 1024)
+    assert found.predicted_us == plain.predicted_us == run_us(found.schedule, costs, given.profile)
+    verify(WIDE, found.schedule)
+
+
 def _variants(given: Priced, capture: bool = True, **options: Any) -> list[Candidate]:
     alone, *others = candidates(capture, given, **options)
     best = next(candidate for candidate in others if not candidate.refusal)
@@ -217,14 +239,21 @@ def test_candidates_say_what_memory_they_take() -> None:
     assert candidates()[0].memory_bytes == 4 * 1024
 
 
-@pytest.mark.parametrize("budget", [1.5, 6 * 1024])
+@pytest.fixture
+def to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets that forgive nothing, small as these graphs are."""
+    monkeypatch.setattr(budget, "SLACK_BYTES", 0)
+
+
+@pytest.mark.usefixtures("to_the_byte")
+@pytest.mark.parametrize("limit", [1.5, 6 * 1024])
 def test_what_exceeds_the_memory_budget_is_refused_and_not_verified(
-    monkeypatch: pytest.MonkeyPatch, budget: int | float
+    monkeypatch: pytest.MonkeyPatch, limit: int | float
 ) -> None:
-    """One stream takes 4 KiB, list scheduling 7, the others 6."""
+    """One stream takes 4 KiB, list scheduling 7, the others 6; and 1 KiB is given."""
     verified: list[Schedule] = []
     monkeypatch.setattr(pipeline, "verify", lambda graph, schedule, pinned: verified.append(schedule))
-    found = candidates(memory_budget=budget)
+    found = candidates(memory_budget=limit)
     assert [(c.schedule.policy, c.memory_bytes, bool(c.refusal)) for c in found] == [
         ("sequential", 4096, False),
         ("critical_path", 7168, True),
@@ -236,14 +265,16 @@ def test_what_exceeds_the_memory_budget_is_refused_and_not_verified(
     assert verified == [c.schedule for c in found if not c.refusal]
 
 
+@pytest.mark.usefixtures("to_the_byte")
 def test_without_memory_to_spare_one_stream_is_left_whatever_it_takes() -> None:
-    for budget in (1.0, 4096, 0.5, 1):
-        first, *others = candidates(memory_budget=budget)
+    for limit in (1.0, 4096, 0.5, 1):
+        first, *others = candidates(memory_budget=limit)
         assert (first.schedule.policy, first.refusal) == ("sequential", "")
         assert others
         assert all(other.refusal for other in others)
 
 
+@pytest.mark.usefixtures("to_the_byte")
 def test_no_variant_exceeds_the_memory_budget() -> None:
     """Some of the first ten take more than 6 KiB. Where none fits, looking for one comes to an end."""
     assert max(variant.memory_bytes for variant in _variants(priced())) > 6 * 1024

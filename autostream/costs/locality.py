@@ -11,8 +11,8 @@ came to those timed with cold ones.
 
 from __future__ import annotations
 
-from autostream.ir import DeviceProfile, OpGraph, Role
-from autostream.scheduling.peak import peak_bytes
+from autostream.ir import DeviceProfile, OpGraph
+from autostream.scheduling.peak import given_bytes, peak_bytes
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.sequential import one_stream
 
@@ -29,7 +29,7 @@ def missed_share(graph: OpGraph, profile: DeviceProfile) -> float:
 
     Example:
         >>> from autostream.costs.device import profile_named
-        >>> from autostream.ir import Storage
+        >>> from autostream.ir import Role, Storage
         >>> weights = {"w": Storage("w", Role.PARAMETER, 100 * 2**20, ("w",))}
         >>> missed_share(OpGraph({}, (), weights, (), "cuda:0"), profile_named("h200"))
         1.0
@@ -42,5 +42,4 @@ def missed_share(graph: OpGraph, profile: DeviceProfile) -> float:
 
 def footprint_bytes(graph: OpGraph) -> int:
     """The memory that a program goes through in a run on one stream: what is given to it, and its blocks in turn."""
-    given = sum(storage.bytes for storage in graph.storages.values() if storage.role is not Role.INTERMEDIATE)
-    return given + peak_bytes(graph, place_releases(graph, one_stream(graph)))
+    return given_bytes(graph) + peak_bytes(graph, place_releases(graph, one_stream(graph)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autostream.ir import Candidate, OpGraph, Schedule
 from autostream.reporting.summary import baselines, named
-from autostream.scheduling.peak import ARENA, pools
+from autostream.scheduling.peak import ARENA, given_bytes, pools
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
@@ -63,7 +63,8 @@ class KeptOut:
         predicted_us: its time, µs.
         within_us: the time of the best within the budget, µs.
         why: what it needs, and what there is.
-        budget: the least ratio to one stream that would let it in, to two digits; bytes where one stream takes nothing.
+        budget: the least ratio to one stream, weights and inputs included, that would let it in, to two digits; bytes
+            where that takes nothing.
     """
 
     schedule: str
@@ -116,8 +117,9 @@ def kept_out(report: Report) -> KeptOut | None:
     within_us = min((c.predicted_us for c in report.candidates if not _exceeds(c)), default=0.0)
     if best is None or best.predicted_us >= within_us:
         return None
-    one = next(c.memory_bytes for c in report.candidates if c.schedule.policy == "sequential")
-    budget = math.floor(100 * best.memory_bytes / one + 1) / 100 if one else best.memory_bytes
+    given = given_bytes(report.graph) if report.graph else 0
+    one = given + next(c.memory_bytes for c in report.candidates if c.schedule.policy == "sequential")
+    budget = math.floor(100 * (given + best.memory_bytes) / one + 1) / 100 if one else best.memory_bytes
     return KeptOut(named(best.schedule), best.predicted_us, within_us, best.refusal, budget)
 
 

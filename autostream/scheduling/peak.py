@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from autostream.ir import OpGraph, Schedule
+from autostream.ir import OpGraph, Role, Schedule
 
 ARENA = -1
 """Stands for the arena where others have the number of a stream."""
@@ -39,6 +39,19 @@ class _Stay:
     storage: str
     first: int
     last: int
+
+
+def given_bytes(graph: OpGraph) -> int:
+    """What is there whatever the schedule, in bytes: parameters, buffers, constants and inputs.
+
+    Example:
+        >>> from autostream.ir import Role, Storage
+        >>> roles = {"w": Role.PARAMETER, "y": Role.INTERMEDIATE}
+        >>> storages = {name: Storage(name, role, 512, (name,)) for name, role in roles.items()}
+        >>> given_bytes(OpGraph({}, (), storages, (), "cuda:0"))
+        512
+    """
+    return sum(storage.bytes for storage in graph.storages.values() if storage.role is not Role.INTERMEDIATE)
 
 
 def peak_bytes(graph: OpGraph, schedule: Schedule) -> int:
