@@ -20,6 +20,7 @@ from tabulate import tabulate
 
 from autostream.bench.ratios import Measure
 from autostream.bench.table import ratios_table
+from benchmarks import predictions, random_search
 from benchmarks.compare import changes
 from benchmarks.stamp import RESULTS
 from benchmarks.suites import SUITES
@@ -30,6 +31,13 @@ MODES = ("eager", "cuda_graph", "compile_reduce_overhead", "compile_captured", "
 """Those that the README has room for."""
 
 _MEASURES: dict[Measure, str] = {"call": "Back to back, host included:", "device": "The device alone:"}
+
+
+_TABLES: dict[str, Callable[[Any], str]] = {
+    "predictions": predictions.table,
+    "random_search": lambda result: random_search.table(result["rows"]),
+}
+"""Of results that are not a suite's, by the name of their files."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 def _files() -> dict[Path, Callable[[str], str]]:
     results = {path: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
     files: dict[Path, Callable[[str], str]] = {
-        path.with_suffix(".md"): lambda before, result=result: f"{tables(result)}\n"  # type: ignore[misc]
+        path.with_suffix(".md"): lambda before, path=path, result=result: f"{_TABLES.get(path.stem, tables)(result)}\n"  # type: ignore[misc]
         for path, result in results.items()
     }
     quick, rerun = (results[FOLDER / f"{name}.json"] for name in ("quick", "quick-rerun"))
