@@ -14,6 +14,8 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autostream.costs.device import profile_named
@@ -23,11 +25,12 @@ from autostream.execution.cpu_streams import run_interleaved
 from autostream.execution.lower import lower
 from autostream.ir import Assignment, OpGraph, Schedule
 from autostream.scheduling import POLICIES
+from autostream.scheduling.arena import place_storages
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from tests.execution.programs import Case, Towers, case_of, fused_case, same, sliced_case
-from tests.scheduling.mistakes import with_a_release_too_early, without_a_wait
+from tests.execution.programs import Case, Towers, case_of, fused_case, random_schedule, same, sliced_case
+from tests.scheduling.mistakes import with_a_lifetime_shortened, with_a_release_too_early, without_a_wait
 
 SEEDS = 20
 
@@ -225,3 +228,52 @@ def test_random_numbers_are_drawn_in_program_order(policy: str, streams: int) ->
         assert same(run_interleaved(lowered, given.args(), seed), expected)
     unordered = replace(plan, launches=tuple(replace(launch, waits=(), releases=()) for launch in plan.launches))
     assert refused(graph, unordered)
+
+
+# Arenas
+
+
+@cache
+def placed(name: str, policy: str, streams: int) -> Schedule:
+    """The schedule of kernels, with all memory whose place is free to choose in an arena."""
+    graph = case(name).graph
+    return place_releases(graph, place_storages(graph, schedule(name, policy, streams)))
+
+
+@pytest.mark.parametrize(("policy", "streams"), PLANS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_in_an_arena_every_order_gives_the_right_numbers(name: str, policy: str, streams: int) -> None:
+    graph, plan = case(name).graph, placed(name, policy, streams)
+    verify(graph, plan, pinned=graph.pinned)
+    free = {s.name for s in graph.storages.values() if s.placeable and not s.escapes}
+    assert plan.arena.offsets.keys() == free
+    assert all_right(name, plan, SEEDS)
+
+
+@cache
+def shortened(name: str) -> Sequence[tuple[str, str, Schedule]]:
+    """Storages of random schedules at one place, where one op reads the first when the second may be written."""
+    graph = case(name).graph
+    drawn = (random_schedule(graph, streams, seed) for streams in (1, 2, 3) for seed in range(20))
+    plans = (place_releases(graph, place_storages(graph, plan)) for plan in drawn)
+    return [mistake for plan in plans for mistake in with_a_lifetime_shortened(graph, plan)]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_lifetime_that_is_shortened_is_found_out_every_time(name: str) -> None:
+    assert len(shortened(name)) > 20
+    for first, second, wrong in shortened(name):
+        assert refused(case(name).graph, wrong)
+        if wrong.streams > 1:
+            assert not all_right(name, wrong, wrong.streams), (first, second)
+
+
+@settings(max_examples=40)
+@given(name=st.sampled_from(sorted(KERNELS)), streams=st.integers(1, 4), seed=st.integers(0, 1000))
+def test_random_schedules_in_arenas_are_right(name: str, streams: int, seed: int) -> None:
+    graph = case(name).graph
+    drawn = random_schedule(graph, streams, seed)
+    plan = place_releases(graph, place_storages(graph, drawn))
+    verify(graph, plan, pinned=graph.pinned)
+    if plan.streams > 1:
+        assert all_right(name, plan, 4)

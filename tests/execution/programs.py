@@ -62,15 +62,16 @@ def fused_case() -> Case:
     ╰──▶ learn (writes mean) ───────────────────────────────╯
     """
     rows, width = 4, 6
-    kernels = _Kernels({"x": torch.randn(rows, width), "w": torch.randn(width, width), "mean": torch.randn(width)})
-    x, w, mean = kernels.arguments
+    left_w, right_w = (torch.randn(width, width) for _ in range(2))  # the branches compute different things
+    kernels = _Kernels({"x": torch.randn(rows, width), "w": left_w, "v": right_w, "mean": torch.randn(width)})
+    x, w, v, mean = kernels.arguments
 
-    def multiplied(value: fx.Node) -> fx.Node:
+    def multiplied(value: fx.Node, by: fx.Node) -> fx.Node:
         product = kernels.taken(rows, width)
-        kernels.graph.call_function(torch.ops.aten.mm.out, (value, w), {"out": product})
+        kernels.graph.call_function(torch.ops.aten.mm.out, (value, by), {"out": product})
         return product
 
-    one, other = multiplied(multiplied(x)), multiplied(multiplied(x))
+    one, other = multiplied(multiplied(x, w), w), multiplied(multiplied(x, v), v)
     both = kernels.taken(rows, 2 * width)
     left, right = kernels.columns(both, 0, width), kernels.columns(both, width, 2 * width)
     kernels.launch("relu", lambda value, out: out.copy_(value.relu()), one, left)
@@ -79,7 +80,7 @@ def fused_case() -> Case:
     total, result = kernels.taken(rows), kernels.taken(rows, width)
     kernels.launch("sum", lambda value, out: torch.sum(value, 1, out=out), both, total)
     kernels.launch("scale", lambda value, by, out: torch.mul(value[:, None], by, out=out), total, mean, result)
-    return kernels.case(result, Role.INPUT, Role.PARAMETER, Role.BUFFER)
+    return kernels.case(result, Role.INPUT, Role.PARAMETER, Role.PARAMETER, Role.BUFFER)
 
 
 def sliced_case() -> Case:

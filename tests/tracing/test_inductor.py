@@ -120,7 +120,7 @@ def test_a_view_begins_where_its_argument_does() -> None:
 
 def test_who_shares_memory_is_told_by_value() -> None:
     case = fused_case()
-    assert inductor._shared(case.program.module) == [0, 1, 2, 3]
+    assert inductor._shared(case.program.module) == [0, 1, 2, 3, 4]
     program = program_of(lambda x: (x[1:], y := x + 1, y.t()), torch.ones(3, 3))
     assert inductor._shared(program.module) == [0, 0, 2, 2]
 
@@ -278,9 +278,9 @@ def test_a_fused_program_has_the_names_of_the_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(inductor, "_compiled", lambda *args: renamed(case.program.module))
     fused = fuse(replace(case.program, device="cuda:0"))
     assert fused.placeholders == case.program.placeholders
-    assert [node.name for node in fused.module.graph.find_nodes(op="placeholder")] == ["x", "w", "mean"]
+    assert [node.name for node in fused.module.graph.find_nodes(op="placeholder")] == ["x", "w", "v", "mean"]
     assert analyze(replace(fused, device="cpu")).ops.keys() == case.graph.ops.keys()
-    assert [p.role for p in fused.placeholders] == [Role.INPUT, Role.PARAMETER, Role.BUFFER]
+    assert [p.role for p in fused.placeholders] == [Role.INPUT, Role.PARAMETER, Role.PARAMETER, Role.BUFFER]
 
 
 def renamed(module: fx.GraphModule) -> fx.GraphModule:
