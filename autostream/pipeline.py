@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ _LARGE = 4000
 """Graphs of more ops than this are planned for every other number of streams: it takes long, and gains little. Nor are
 they searched, unless that is asked for: there would be time for a few changes only."""
 
-_LOOKS = 50
+_LOOKS = 10
 """Variants of a schedule that are looked at: where memory is short, all of them may exceed the budget."""
 
 MEASURE_SHARE = 0.5
@@ -63,7 +64,7 @@ MEASURE_SHARE = 0.5
 SEARCH_SHARE = 0.2
 """Of the seconds for tuning, what a search may take. Nothing is left to the clock there, so that it can be repeated."""
 
-WORTH_A_WAIT = (1 / 2, 1 / 8, 1 / 32)
+WORTH_A_WAIT = (1 / 2, 1 / 16)
 """The share of one stream's memory that must have become free elsewhere for a wait that makes it available: tried in
 turn where a schedule exceeds the budget, few waits first."""
 
@@ -199,8 +200,8 @@ def variants_of(priced: Priced, options: Options, sequential: Candidate, candida
             assignment = next(found, None)
             if assignment is None:
                 return
-            variant = _within(priced, _candidate(priced, assignment, candidate.captured), sequential, options)
-            if variant.refusal:
+            variant = _with_memory(graph, _candidate(priced, assignment, candidate.captured))
+            if excess(variant, sequential, options.memory_budget, given_bytes(graph)):
                 continue
             verify(graph, variant.schedule, pinned=pinned)
         yield variant
@@ -221,9 +222,16 @@ def _complete(priced: Priced, assignment: Assignment, capture: bool) -> Candidat
 
 
 def _with_memory(graph: OpGraph, candidate: Candidate) -> Candidate:
-    """A candidate whose schedule says where memory lies and when it is given back, with what it needs."""
-    schedule = place_releases(graph, place_storages(graph, candidate.schedule))
-    return replace(candidate, schedule=schedule, memory_bytes=peak_bytes(graph, schedule))
+    """A candidate whose schedule says where memory lies and when it is given back, with what it needs.
+
+    An arena is there for the whole run, beside what ops allocate by themselves: where there is much of that, blocks
+    that come and go may need less.
+    """
+    schedules = [place_releases(graph, place_storages(graph, candidate.schedule))]
+    if schedules[0].arena.bytes:
+        schedules.append(place_releases(graph, candidate.schedule))
+    needed, schedule = min(((peak_bytes(graph, each), each) for each in schedules), key=itemgetter(0))
+    return replace(candidate, schedule=schedule, memory_bytes=needed)
 
 
 def _within(priced: Priced, candidate: Candidate, sequential: Candidate, options: Options) -> Candidate:
@@ -242,7 +250,8 @@ def _within(priced: Priced, candidate: Candidate, sequential: Candidate, options
     for share in WORTH_A_WAIT:
         least_bytes = max(1, round(share * sequential.memory_bytes))
         schedule = wait_for_memory(graph, candidate.schedule, timeline, edge_us, least_bytes)
-        thrifty = judged(replace(candidate, schedule=schedule))
+        predicted_us = run_us(schedule, priced.costs, priced.profile, captured=candidate.captured)
+        thrifty = judged(replace(candidate, schedule=schedule, predicted_us=predicted_us))
         if not thrifty.refusal:
             return thrifty
     return plain

@@ -108,8 +108,8 @@ def select(
             contest.meet(place)
     near = variants(contest.considered[contest.best])
     for _ in range(VARIANTS if contest.best else 0):
-        variant = next(near, None)
-        if variant is None or time.perf_counter() > end:
+        variant = next(near, None) if time.perf_counter() <= end else None
+        if variant is None:
             break
         if contest.try_variant(variant):
             near = variants(variant)
@@ -177,8 +177,11 @@ class _Contest:
         """Let the winner meet the sequential one once more: it has only by way of others, at other times."""
         if not self.best:
             return
-        sequential = self.make(self.considered[0])
-        times = interleaved([self.timer(sequential), self.timer(self.execution)])
+        try:
+            sequential = self.make(self.considered[0])
+            times = interleaved([self.timer(sequential), self.timer(self.execution)])
+        except (CaptureError, torch.OutOfMemoryError):
+            return  # what was measured so far has to do
         self._measured(0, times[0])
         self._measured(self.best, times[1])
         if times[1] >= times[0] * (1 - MARGIN):

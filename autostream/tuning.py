@@ -18,7 +18,7 @@ from torch import Tensor
 from autostream.errors import CaptureError, FusionError, first_line
 from autostream.execution.runs import without_autocast
 from autostream.execution.static import copyable, static_copies
-from autostream.ir import Decision, Program
+from autostream.ir import Candidate, Decision, Program
 from autostream.options import Options
 from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program, variants_of
 from autostream.select import MARGIN, Selection, select, written
@@ -136,7 +136,12 @@ def _planned(
         def selected(capture: bool) -> Selection:
             candidates = candidates_for(priced, options, capture, stopwatch)
             with stopwatch("select"), undone(arguments, written(program, graph), program.device):
-                varied = partial(variants_of, priced, options, candidates[0])
+                # What is written drifts with every run, counters and positions too: so many runs are for others.
+                varied = (
+                    _no_variants
+                    if any(written(program, graph))
+                    else partial(variants_of, priced, options, candidates[0])
+                )
                 return select(program, graph, candidates, arguments, bound, stopwatch.left(options), varied)
 
         if options.cuda_graph is False or graph.device == "cpu":
@@ -149,6 +154,10 @@ def _planned(
             except CaptureError as error:
                 refusals = (Decision("", "not captured", str(error)),)
         return Tuned(program, priced, selected(capture=False), refusals)
+
+
+def _no_variants(candidate: Candidate) -> Iterator[Candidate]:
+    return iter(())
 
 
 _NOTHING_TO_CAPTURE = Decision("", "not captured", "there is no CUDA graph on the CPU")

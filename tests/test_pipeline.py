@@ -164,16 +164,22 @@ def test_all_that_may_run_are_shortlisted_up_to_six_and_the_best_of_each_policy_
         assert any((each.schedule.policy, each.predicted_us) == (policy, best_us) for each in allowed)
 
 
-#   stream 0:  a ── p ───────────────────── q ── r      all take 1 KiB; p takes long
+#   stream 0:  a ── p ───────────────────── q ── r      t and q make 8 KiB, the others 1 KiB; p takes long
 #   stream 1:       s ── t ── u ──────────
 WIDE = graph_of("a-p p-q q-r a-s s-t t-u", names="apstuqr", outputs="r")
-WIDE = replace(WIDE, storages={n: replace(s, placeable=s.name in "apstuq") for n, s in WIDE.storages.items()})
+WIDE = replace(
+    WIDE,
+    storages={
+        name: replace(storage, placeable=name in "apstuq", bytes=8192 if name in "tq" else 1024)
+        for name, storage in WIDE.storages.items()
+    },
+)
 
 
 @pytest.mark.usefixtures("to_the_byte")
-@pytest.mark.parametrize(("limit", "waits", "kib"), [(100.0, 2, 6), (5 * 1024, 3, 5), (4 * 1024, 2, 6)])
+@pytest.mark.parametrize(("limit", "waits", "kib"), [(100.0, 2, 19), (12 * 1024, 3, 12), (11 * 1024, 2, 19)])
 def test_where_memory_is_short_streams_wait_for_it_if_that_takes_no_time(limit: float, waits: int, kib: int) -> None:
-    """What s, t and u need can be given to q once it waits for u, which ended long before."""
+    """What t needed can be given to q once it waits for u, which ended long before; the output has 1 KiB of its own."""
     costs = costs_of(WIDE, {**dict.fromkeys("astuqr", 1.0), "p": 30.0})
     given = Priced(WIDE, profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=2.0), costs, ())
     stream = {name: int(name in "stu") for name in WIDE.ops}
@@ -181,7 +187,8 @@ def test_where_memory_is_short_streams_wait_for_it_if_that_takes_no_time(limit: 
     alone = pipeline._complete(given, sequential(WIDE, costs, given.profile, 1, frozenset()), capture=True)
     found = pipeline._within(given, plain, alone, Options(memory_budget=limit))
     assert (found.schedule.wait_count, found.memory_bytes) == (waits, kib * 1024)
-    assert bool(found.refusal) == (limit == 4 * 1024)
+    assert bool(found.refusal) == (limit == 11 * 1024)
+    assert bool(found.schedule.arena.bytes) == (waits == 3), "without the wait, blocks of each stream are no worse"
     assert found.predicted_us == plain.predicted_us == run_us(found.schedule, costs, given.profile)
     verify(WIDE, found.schedule)
 

@@ -414,3 +414,19 @@ def test_integers_may_be_indices(function: Any, args: tuple[Tensor, ...], expect
     tensors, structure = flatten((args, {}))
     model = Model(lambda module, *args: function(*args), counter=torch.tensor(3))
     assert has_integers(trace(model, tensors, structure).program) == expected
+
+
+@pytest.mark.parametrize("error", [CaptureError("no"), torch.OutOfMemoryError("no")])
+def test_a_winner_stays_where_the_sequential_one_cannot_be_built_beside_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    workshop = Workshop(monkeypatch, [100.0, 50.0], [1, 2])
+    build = workshop.build
+
+    def once(program: object, graph: object, candidate: Candidate, *rest: object) -> Execution:
+        if workshop.built == [0, 1]:
+            raise type(error)(*error.args)
+        return build(program, graph, candidate, *rest)
+
+    monkeypatch.setattr(selection, "build", once)
+    assert workshop.select().execution.place == 1  # type: ignore[union-attr]

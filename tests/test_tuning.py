@@ -74,6 +74,17 @@ def test_where_a_graph_can_be_captured_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @torch.no_grad()
+def test_what_a_program_writes_is_not_worn_out_by_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    monkeypatch.setattr(tuning, "variants_of", lambda *_: iter("ab"))
+    tuned()
+    assert device.variants == ["a", "b"]
+    monkeypatch.setattr(tuning, "written", lambda program, graph: (True,))
+    tuned()
+    assert device.variants == []
+
+
+@torch.no_grad()
 def test_what_is_known_to_be_uncapturable_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = (Decision("relu", "not captured", "it waits for the device"),)
     device = Device(monkeypatch, refusals)

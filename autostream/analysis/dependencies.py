@@ -150,6 +150,10 @@ class _Draft:
             self._take(storage)
         if self._shared:
             self._take_shared()
+        for group in self.groups.values():
+            if "collective" in group.effects.orders:
+                # It only starts here, and reads on until somebody waits for its result; of blocks, NCCL sees to that.
+                self.memory.keep_apart(self.memory.occupied(group.effects.reads + group.effects.writes))
 
     def _take(self, storage: str) -> None:
         """Make taking memory an op of its own."""

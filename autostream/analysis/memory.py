@@ -88,6 +88,10 @@ class Memory:
             self._placeable.update(made)
         return made
 
+    def keep_apart(self, storages: Iterable[str]) -> None:
+        """Leave these storages blocks of their own."""
+        self._placeable.difference_update(storages)
+
     def storages(self, outputs: Iterable[str]) -> dict[str, Storage]:
         """All storages by name, given the names of the nodes that a program returns."""
         returned = set(outputs)

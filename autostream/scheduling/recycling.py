@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autostream.ir import FORK, Launch, OpGraph, Role, Schedule, Timeline
@@ -36,7 +36,8 @@ def wait_for_memory(
             0.
 
     Returns:
-        The schedule with waits added; waits that follow from these are gone. What it had of releases or places stays.
+        The schedule with waits added; waits of launches that follow from these are gone, but for the fork's. What it
+        had of releases or places stays.
 
     Example:
         >>> from autostream.ir import Op, Slice, Storage
@@ -56,7 +57,13 @@ def wait_for_memory(
     done = [_Stream() for _ in range(schedule.streams)]
     clock_of = {FORK: [_NEVER] * schedule.streams}
     clocks = [[_NEVER] * schedule.streams for _ in range(schedule.streams)]
+    stream_of = schedule.stream_of
     launches: list[Launch] = []
+
+    def follows(op: str, clock: Sequence[int]) -> bool:
+        """Whether whoever has seen this much has seen the end of the op."""
+        return op != FORK and clock[stream_of[op]] >= clock_of[op][stream_of[op]]
+
     for launch in schedule.launches:
         clock = [max(seen) for seen in zip(clocks[launch.stream], *(clock_of[op] for op in launch.waits), strict=True)]
         added: dict[int, str] = {}
@@ -67,7 +74,11 @@ def wait_for_memory(
             if at >= 0 and other.freed_between(clock[stream], at) >= least_bytes:
                 added[stream] = other.ops[at]
                 clock = [max(seen) for seen in zip(clock, clock_of[other.ops[at]], strict=True)]
-        launches.append(_with(launch, added, schedule.stream_of) if added else launch)
+        seen = [
+            max(known) for known in zip(clocks[launch.stream], *(clock_of[op] for op in added.values()), strict=True)
+        ]
+        kept = [op for op in launch.waits if not follows(op, seen)]
+        launches.append(replace(launch, waits=(*kept, *added.values())))
         own = done[launch.stream]
         clock[launch.stream] = len(own.ops)
         own.launched(launch.op, end[launch.op], freed[launch.op])
@@ -112,9 +123,3 @@ def _freed(graph: OpGraph, schedule: Schedule, end: Mapping[str, float]) -> Mapp
         if storage is not None and storage.role is Role.INTERMEDIATE and not storage.escapes:
             freed[op_name] += storage.bytes
     return freed
-
-
-def _with(launch: Launch, added: Mapping[int, str], stream_of: Mapping[str, int]) -> Launch:
-    """A launch that waits for more: for one op of a stream at most, since the last includes those before."""
-    kept = [op for op in launch.waits if op == FORK or stream_of[op] not in added]
-    return replace(launch, waits=(*kept, *added.values()))

@@ -79,10 +79,13 @@ def _is_cudnn(node: fx.Node) -> bool:
 def _cudnn_settings() -> tuple[bool, bool, bool] | None:
     """Whether to try algorithms, to be deterministic, and to allow TF32: what the operator asks when it runs.
 
-    ``None`` where that cannot be told, because somebody set precisions in the old way and in the new.
+    The precision of convolutions alone decides on the last, by a getter that is private to PyTorch (2.11 and 2.13). Its
+    public relative raises where somebody set precisions in the old way and in the new: ``None`` then.
     """
     deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
     try:
-        return torch.backends.cudnn.benchmark, deterministic, torch.backends.cudnn.allow_tf32
+        tf32 = torch.backends.cudnn.allow_tf32 if precision is None else precision("cuda", "conv") == "tf32"
     except RuntimeError:
         return None
+    return torch.backends.cudnn.benchmark, deterministic, tf32

@@ -114,3 +114,14 @@ def test_memory_of_another_device_stays_where_it_is(tape: Tape) -> None:
     filled = tape.call(aten.fill_.Scalar, taken, 1.0)
     program = replace(tape.case([filled]).program, level="inductor", device="cuda:0")
     assert not analyze(program).storages[taken.name].placeable
+
+
+def test_what_a_collective_reads_keeps_a_block_of_its_own(tape: Tape) -> None:
+    """It is only started: it reads on until somebody waits for its result, and nobody knows of that in an arena."""
+    taken, other = (tape.call(aten.empty.memory_format, [4], device="cpu") for _ in range(2))
+    for memory in (taken, other):
+        tape.call(aten.fill_.Scalar, memory, 1.0)
+    gathered = tape.call(torch.ops._c10d_functional.all_gather_into_tensor.default, taken, 2, "world")
+    result = tape.call(torch.ops._c10d_functional.wait_tensor.default, gathered)
+    storages = analyze(replace(tape.case([result]).program, level="inductor")).storages
+    assert (storages[taken.name].placeable, storages[other.name].placeable) == (False, True)
