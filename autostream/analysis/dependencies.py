@@ -60,7 +60,7 @@ def analyze(program: Program) -> OpGraph:
         each pair of ops and kind of hazard.
 
     Example:
-        >>> from autostream.ir import Role
+        >>> from autostream.ir import Placeholder, Role
         >>> graph = fx.Graph()
         >>> x = graph.placeholder("x")
         >>> y = graph.call_function(torch.ops.aten.relu.default, (x,))
