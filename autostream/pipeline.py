@@ -56,7 +56,7 @@ _LARGE = 4000
 they searched, unless that is asked for: there would be time for a few changes only."""
 
 _LOOKS = 10
-"""Variants of a schedule that are looked at: where memory is short, all of them may exceed the budget."""
+"""Variants in a row that may exceed the memory budget, before no more are looked at: all of them may."""
 
 MEASURE_SHARE = 0.5
 """Of the seconds for tuning, what timing ops may take; ops for which none are left keep their estimates."""
@@ -195,14 +195,17 @@ def variants_of(priced: Priced, options: Options, sequential: Candidate, candida
     found = variants(
         graph, priced.costs, priced.profile, candidate.schedule, streams, pinned, options.seed, candidate.captured
     )
-    for _ in range(_LOOKS):
+    misses = 0
+    while misses < _LOOKS:
         with collector.paused():
             assignment = next(found, None)
             if assignment is None:
                 return
             variant = _with_memory(graph, _candidate(priced, assignment, candidate.captured))
             if excess(variant, sequential, options.memory_budget, given_bytes(graph)):
+                misses += 1
                 continue
+            misses = 0
             verify(graph, variant.schedule, pinned=pinned)
         yield variant
 

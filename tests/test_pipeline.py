@@ -27,6 +27,7 @@ from autostream.scheduling.releases import place_releases
 from autostream.scheduling.sequential import sequential
 from autostream.scheduling.simulate import run_us, simulate
 from autostream.scheduling.verify import verify
+from autostream.select import VARIANTS
 from tests.execution.programs import Towers, case_of, sample
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
 
@@ -279,6 +280,13 @@ def test_without_memory_to_spare_one_stream_is_left_whatever_it_takes() -> None:
         assert (first.schedule.policy, first.refusal) == ("sequential", "")
         assert others
         assert all(other.refusal for other in others)
+
+
+def test_there_are_as_many_variants_as_are_measured() -> None:
+    """However many fit, one after the other: only those that do not are counted."""
+    best = candidates()[1]
+    found = islice(variants_of(priced(), Options(memory_budget=math.inf), candidates()[0], best), VARIANTS)
+    assert len(list(found)) == VARIANTS
 
 
 @pytest.mark.usefixtures("to_the_byte")
