@@ -24,6 +24,7 @@ from autostream.scheduling.recycling import wait_for_memory
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.search import search_by_streams, variants
 from autostream.scheduling.simulate import replay_us, run_us, simulate
+from autostream.scheduling.slack import MOST
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.stopwatch import Stopwatch
@@ -47,9 +48,8 @@ SEARCH_SHARE = 0.2
 WORTH_A_WAIT = 1 / 16
 """The share of one stream's memory that must have become free elsewhere for a wait that makes it available."""
 
-SLACKS = (0.0, 0.5, 0.9)
-"""The shares of the launches' slack that waits for memory may use up, tried in turn: the last bit is left, for the
-simulation is not exact."""
+SLACKS = (0.0, 0.5, MOST)
+"""The shares of the launches' slack that waits for memory may use up, tried in turn."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Budget:
     def within(self, candidate: Candidate) -> tuple[Candidate, ...]:
         """The candidate with memory if it keeps to the budget.
 
-        If it does not: the schedule most like it that does, if there is one, and itself, refused, if it would be faster.
+        If it does not: the schedule most like it that does, if there is one, and itself, refused, if it were faster.
         """
         plain = self._judged(candidate)
         if not plain.refusal:

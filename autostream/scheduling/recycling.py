@@ -6,7 +6,7 @@
 Memory goes from one stream to another only where an event orders them, and waits are placed for data alone, as few as
 will do. Where the simulation says that another stream has been done with enough memory for longer than an edge takes, a
 wait for that holds nobody up. Nor does it where that is so by the time at which a launch would have to start at the
-latest: between its earliest and its latest start lies its *slack*.
+latest (:mod:`~autostream.scheduling.slack`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autostream.ir import FORK, JOIN, Launch, OpGraph, Schedule, Timeline
+from autostream.ir import FORK, Launch, OpGraph, Schedule, Timeline
 from autostream.scheduling.footprint import Footprint
+from autostream.scheduling.slack import delayed
 
 _NEVER = -1
 
@@ -55,7 +56,9 @@ def wait_for_memory(
         >>> {launch.op: launch.waits for launch in found.launches if launch.waits}
         {'c': ('a',), 'e': ('d',)}
     """
-    start, end = _starts_and_ends(schedule, timeline, edge_us, slack)
+    later = delayed(schedule, timeline, edge_us, slack)
+    start = {piece.op: piece.start_us for piece in later.slices}
+    end = {piece.op: piece.end_us for piece in later.slices}
     freed = Footprint(graph).freed(timeline)
     place = {launch.op: at for at, launch in enumerate(schedule.launches)}
     done = [_Stream() for _ in range(schedule.streams)]
@@ -110,31 +113,3 @@ class _Stream:
     def freed_between(self, known: int, at: int) -> int:
         """Bytes that became free behind the op at place ``known``, up to the one at ``at``."""
         return self._freed[at + 1] - self._freed[known + 1] if at > known else 0
-
-
-def _starts_and_ends(
-    schedule: Schedule, timeline: Timeline, edge_us: float, slack: float
-) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """When each launch starts and ends if all use up this share of their slack, µs.
-
-    Whatever the share, nothing starts before what it must come after has ended: that holds for the earliest starts and
-    for the latest ones, so also in between.
-    """
-    start = {piece.op: piece.start_us for piece in timeline.slices}
-    end = {piece.op: piece.end_us for piece in timeline.slices}
-    behind: dict[str, list[str]] = defaultdict(list)
-    last: dict[int, str] = {}
-    for launch in schedule.launches:
-        for before in (*launch.waits, *([last[launch.stream]] if launch.stream in last else [])):
-            behind[before].append(launch.op)
-        last[launch.stream] = launch.op
-    for before in schedule.join_waits:
-        behind[before].append(JOIN)
-    over, spare = max(end.values(), default=0.0), dict.fromkeys([JOIN] if schedule.join_waits else [], 0.0)
-    for launch in reversed(schedule.launches):
-        op = launch.op
-        gaps = ((after, start[after] - end[op]) for after in behind[op])
-        room = (spare[after] + gap - min(gap, edge_us) for after, gap in gaps)
-        spare[op] = max(0.0, min(room, default=over - end[op]))
-    later = {op: slack * us for op, us in spare.items()}
-    return {op: start[op] + us for op, us in later.items()}, {op: end[op] + us for op, us in later.items()}

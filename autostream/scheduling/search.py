@@ -43,6 +43,7 @@ from autostream.scheduling.path_cover import path_cover
 from autostream.scheduling.postpone import postponed
 from autostream.scheduling.sequential import sequential
 from autostream.scheduling.simulate import simulate
+from autostream.scheduling.slack import MOST, delayed
 from autostream.scheduling.synchronize import synchronize
 
 STEPS = (2, 3, 4, 6, 8, 12, 16)
@@ -98,8 +99,8 @@ def search(
             Where these are too few to try all of these numbers, ``streams`` alone is tried.
         seed: of the random choices.
         captured: whether the result is to run as a CUDA graph, or launched op by op.
-        room_bytes: what may be in use at a time, as simulated; the result needs more only if nothing was found that
-            does not. A plan of more streams may then be slower than one of fewer.
+        room_bytes: what may be in use at a time, as simulated where launches use up their slack; the result needs more
+            only if nothing was found that does not.
 
     Example:
         >>> from autostream.ir import Op, OpCost
@@ -166,7 +167,7 @@ def variants(
         pinned: ops that must be on stream 0.
         seed: of the random choices.
         captured: whether the results are to run as CUDA graphs.
-        room_bytes: what may be in use at a time, as simulated, unless the schedule itself needs more.
+        room_bytes: what may be in use at a time, as for :func:`search`, unless the schedule itself needs more.
 
     Example:
         >>> from autostream.ir import Op, OpCost
@@ -281,10 +282,15 @@ class _Space:
         schedule = synchronize(self.graph, expand(self.coarse, chains))
         return schedule, simulate(schedule, self.costs, self.profile, captured=self.captured)
 
+    def needed_bytes(self, schedule: Schedule, timeline: Timeline) -> int:
+        """The most that is in use at a time if launches wait for memory as long as they may."""
+        edge_us = self.profile.over(schedule.streams).cross_stream_edge_us
+        return self.footprint.live_bytes(delayed(schedule, timeline, edge_us, MOST))
+
     def simulated(self, chains: Assignment) -> _Plan:
         """The plan that an assignment of chains is."""
         schedule, timeline = self.run(chains)
-        needed = 0 if isinf(self.room_bytes) else self.footprint.live_bytes(timeline)
+        needed = 0 if isinf(self.room_bytes) else self.needed_bytes(schedule, timeline)
         start = {piece.op: piece.start_us for piece in timeline.slices}
         by_start = tuple(sorted(chains.order, key=start.__getitem__))
         critical = tuple(_critical(schedule, timeline, self.coarse))
