@@ -12,8 +12,7 @@ latest (:mod:`~autostream.scheduling.slack`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autostream.ir import FORK, Launch, OpGraph, Schedule, Timeline
