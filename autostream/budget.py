@@ -12,15 +12,40 @@ SLACK_BYTES = 2 * 2**20
 allocator takes from a GPU."""
 
 
+def room_bytes(sequential: Candidate, budget: int | float, given_bytes: int) -> float:
+    """What a schedule may allocate: bytes, or infinity.
+
+    Args:
+        sequential: the schedule on one stream, complete.
+        budget: an int is bytes, for what the schedule allocates. A float is a ratio to what the model takes on one
+            stream, weights and inputs included, since that is what has to fit on the device.
+        given_bytes: of these weights and inputs.
+
+    Example:
+        >>> from autostream.ir import Schedule
+        >>> alone = Candidate(Schedule("sequential", 1, ()), True, 9.0, memory_bytes=9_900_000)
+        >>> room_bytes(alone, 1.3, given_bytes=0), room_bytes(alone, 1.3, given_bytes=10_000_000)
+        (12870000, 15870000)
+        >>> room_bytes(alone, 1.1, given_bytes=0)  # 2 MiB more
+        11997152
+    """
+    if not isinstance(budget, float) or math.isinf(budget):
+        return budget
+    one = sequential.memory_bytes + given_bytes
+    most = round(budget * one)
+    if budget >= 1:
+        most = max(most, one + SLACK_BYTES)
+    return most - given_bytes
+
+
 def excess(candidate: Candidate, sequential: Candidate, budget: int | float, given_bytes: int) -> str:
     """Why a candidate takes more memory than it may, or ``""`` where it does not.
 
     Args:
         candidate: a complete schedule.
         sequential: the one on one stream.
-        budget: an int is bytes, for what the schedule allocates. A float is a ratio to what the model takes on one
-            stream, weights and inputs included, since that is what has to fit on the device.
-        given_bytes: of these weights and inputs.
+        budget: what it may take, as for :func:`room_bytes`.
+        given_bytes: of weights and inputs.
 
     Example:
         >>> from autostream.ir import Schedule
@@ -33,18 +58,15 @@ def excess(candidate: Candidate, sequential: Candidate, budget: int | float, giv
         >>> excess(wide, alone, 12_000_000, given_bytes=10_000_000)
         'needs 13.1 MB, the budget is 12.0 MB (memory_budget)'
     """
-    if not isinstance(budget, float):
-        given_bytes, most, how = 0, budget, ""
-    elif math.isinf(budget):
+    room = room_bytes(sequential, budget, given_bytes)
+    if candidate.memory_bytes <= room:
         return ""
-    else:
-        one = sequential.memory_bytes + given_bytes
-        most, how = round(budget * one), f": {budget:g} × the {size(one)} of one stream"
-        if budget >= 1 and most < one + SLACK_BYTES:
-            most, how = one + SLACK_BYTES, f": {size(SLACK_BYTES)} more than the {size(one)} of one stream"
-        how += ", weights and inputs included" if given_bytes else ""
-    needed = candidate.memory_bytes + given_bytes
-    return f"needs {size(needed)}, the budget is {size(most)}{how} (memory_budget)" if needed > most else ""
+    if not isinstance(budget, float):
+        return f"needs {size(candidate.memory_bytes)}, the budget is {size(budget)} (memory_budget)"
+    one, most = sequential.memory_bytes + given_bytes, round(room) + given_bytes
+    factor = f"{budget:g} ×" if most == round(budget * one) else f"{size(SLACK_BYTES)} more than"
+    whole = f"{factor} the {size(one)} of one stream" + (", weights and inputs included" if given_bytes else "")
+    return f"needs {size(candidate.memory_bytes + given_bytes)}, the budget is {size(most)}: {whole} (memory_budget)"
 
 
 def exemption(sequential: Candidate, budget: int | float, given_bytes: int) -> tuple[Decision, ...]:

@@ -24,12 +24,13 @@ from autostream.execution.lower import lower
 from autostream.execution.static import Output, static_copies
 from autostream.ir import Candidate, Decision, Role
 from autostream.options import Options
-from autostream.pipeline import Stopwatch, versions
+from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
 from autostream.select import has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
+from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
 from autostream.tracing.export import trace

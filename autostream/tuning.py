@@ -15,13 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from autostream.candidates import Priced, candidates_for, variants_of
 from autostream.errors import CaptureError, FusionError, first_line
 from autostream.execution.runs import without_autocast
 from autostream.execution.static import copyable, static_copies
 from autostream.ir import Candidate, Decision, Program
 from autostream.options import Options
-from autostream.pipeline import Priced, Stopwatch, candidates_for, price_program, variants_of
+from autostream.pipeline import price_program
 from autostream.select import MARGIN, Selection, select, written
+from autostream.stopwatch import Stopwatch
 from autostream.tracing.inductor import fuse
 from autostream.tracing.state import versions_kept
 

@@ -41,12 +41,13 @@ from autostream.errors import CaptureError
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.ir import Assignment, Candidate, OpGraph, Role, Schedule
 from autostream.options import Options
-from autostream.pipeline import Stopwatch, arguments_of
+from autostream.pipeline import arguments_of
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import run_us
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.select import Execution, build, interleaved, written
+from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import trace
 from autostream.tracing.tree import flatten
 from autostream.tuning import Tuned, tune, undone

@@ -61,7 +61,7 @@ def scattered(graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int
 def force_streams(monkeypatch: pytest.MonkeyPatch, policy: Policy = scattered) -> dict[str, Any]:
     """Let a schedule over two streams win, however long it takes; returns the options to optimize with."""
     monkeypatch.setattr("autostream.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
-    monkeypatch.setattr("autostream.pipeline.POLICIES", {**POLICIES, "critical_path": policy})
+    monkeypatch.setattr("autostream.candidates.POLICIES", {**POLICIES, "critical_path": policy})
     return {"policy": "critical_path", "streams": 2, "memory_budget": math.inf}
 
 

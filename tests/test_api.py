@@ -855,7 +855,7 @@ def test_a_fault_of_ours_is_no_reason_to_fail(
     def faulty(*args: Any) -> None:
         raise autostream.ScheduleError("a hazard is not covered")
 
-    monkeypatch.setattr("autostream.pipeline.verify", lambda graph, schedule, pinned: faulty())
+    monkeypatch.setattr("autostream.candidates.verify", lambda graph, schedule, pinned: faulty())
     model = Net()
     fast = autostream.optimize(model, t(3, 4))
     same(fast(t(3, 4)), model(t(3, 4)))

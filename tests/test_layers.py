@@ -16,10 +16,10 @@ ROOT = PACKAGE.parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}
 
 FLOORS = {
-    0: {"errors", "options", "ir", "version", "collector", "storages", "kernels"},
+    0: {"errors", "options", "ir", "version", "collector", "stopwatch", "storages", "kernels"},
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
-    3: {"pipeline", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
+    3: {"pipeline", "candidates", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
     4: {"api", "backend"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
 }

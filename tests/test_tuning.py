@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from autostream import tuning
+from autostream.candidates import Priced
 from autostream.errors import CaptureError, FusionError
 from autostream.ir import Candidate, Decision, Program
 from autostream.options import Options
-from autostream.pipeline import Priced, Stopwatch
 from autostream.select import Selection
+from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import trace
 from autostream.tracing.tree import flatten
 from autostream.tuning import Tuned, tune, undone

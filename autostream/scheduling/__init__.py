@@ -5,6 +5,8 @@
     coarsen                                  OpGraph, Costs ─▶ chains of short ops, which no policy splits
     search                                   the policy that starts from what these find, and simulates what it changes
     synchronize, releases                    Assignment ─▶ Schedule (where streams wait, where memory is given back)
+    footprint                                Timeline ─▶ what is in memory at a time
+    postpone                                 Schedule, Timeline ─▶ Assignment (what takes memory is launched later)
     recycling                                Schedule, Timeline ─▶ Schedule (waits that take no time and save memory)
     lifetimes, arena                         Schedule ─▶ when each storage is in use ─▶ Schedule (where storages lie)
     verify                                   Schedule ─▶ nothing, or ScheduleError; shares no code with the above

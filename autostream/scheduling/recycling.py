@@ -5,7 +5,8 @@
 
 Memory goes from one stream to another only where an event orders them, and waits are placed for data alone, as few as
 will do. Where the simulation says that another stream has been done with enough memory for longer than an edge takes, a
-wait for that holds nobody up.
+wait for that holds nobody up. Nor does it where that is so by the time at which a launch would have to start at the
+latest: between its earliest and its latest start lies its *slack*.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autostream.ir import FORK, Launch, OpGraph, Role, Schedule, Timeline
+from autostream.ir import FORK, JOIN, Launch, OpGraph, Schedule, Timeline
+from autostream.scheduling.footprint import Footprint
 
 _NEVER = -1
 
 
 def wait_for_memory(
-    graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: float, least_bytes: int
+    graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: float, least_bytes: int, slack: float = 0.0
 ) -> Schedule:
     """Let streams wait for others that are done with memory already, by a simulation.
 
-    Takes O(V·K·(K + log V)) steps for V ops on K streams.
+    Takes O(V·(K² + K·log V)) steps for V ops on K streams.
 
     Args:
         graph: the ops with their accesses, and the storages.
@@ -34,13 +36,15 @@ def wait_for_memory(
         edge_us: what an edge between streams takes, µs: what ended that long ago is waited for.
         least_bytes: what must have become free on a stream since it was last waited for, to make a wait worth it; above
             0.
+        slack: the share of its slack by which each launch may start later, 0 to 1: the later, the more memory is free,
+            and the sooner the run is held up where the simulation is wrong.
 
     Returns:
-        The schedule with waits added; waits of launches that follow from these are gone, but for the fork's. What it
-        had of releases or places stays.
+        The schedule with waits added, launched in the order of these later starts; waits of launches that follow from
+        others are gone, but for the fork's. Memory is still to be placed and released.
 
     Example:
-        >>> from autostream.ir import Op, Slice, Storage
+        >>> from autostream.ir import Op, Role, Slice, Storage
         >>> reads = {"a": "x", "c": "a", "d": "c", "b": "a", "e": "b"}
         >>> ops = {n: Op(n, "f", (n,), frozenset({r}), frozenset({n}), frozenset({n})) for n, r in reads.items()}
         >>> graph = OpGraph(ops, (), {n: Storage(n, Role.INTERMEDIATE, 512, (n,)) for n in ops}, (), "cuda:0")
@@ -48,12 +52,12 @@ def wait_for_memory(
         >>> times = {"a": (0, 1), "b": (1, 9), "c": (2, 3), "d": (3, 4), "e": (9, 10)}
         >>> timeline = Timeline(tuple(Slice(n, int(n in "cd"), *map(float, t)) for n, t in times.items()))
         >>> found = wait_for_memory(graph, Schedule("mine", 2, launches), timeline, edge_us=1.0, least_bytes=512)
-        >>> [launch.waits for launch in found.launches]
-        [(), ('a',), (), (), ('d',)]
+        >>> {launch.op: launch.waits for launch in found.launches if launch.waits}
+        {'c': ('a',), 'e': ('d',)}
     """
-    start = {piece.op: piece.start_us for piece in timeline.slices}
-    end = {piece.op: piece.end_us for piece in timeline.slices}
-    freed = _freed(graph, schedule, end)
+    start, end = _starts_and_ends(schedule, timeline, edge_us, slack)
+    freed = Footprint(graph).freed(timeline)
+    place = {launch.op: at for at, launch in enumerate(schedule.launches)}
     done = [_Stream() for _ in range(schedule.streams)]
     clock_of = {FORK: [_NEVER] * schedule.streams}
     clocks = [[_NEVER] * schedule.streams for _ in range(schedule.streams)]
@@ -64,7 +68,7 @@ def wait_for_memory(
         """Whether whoever has seen this much has seen the end of the op."""
         return op != FORK and clock[stream_of[op]] >= clock_of[op][stream_of[op]]
 
-    for launch in schedule.launches:
+    for launch in sorted(schedule.launches, key=lambda launch: (start[launch.op], place[launch.op])):
         clock = [max(seen) for seen in zip(clocks[launch.stream], *(clock_of[op] for op in launch.waits), strict=True)]
         added: dict[int, str] = {}
         for stream, other in enumerate(done):
@@ -108,18 +112,29 @@ class _Stream:
         return self._freed[at + 1] - self._freed[known + 1] if at > known else 0
 
 
-def _freed(graph: OpGraph, schedule: Schedule, end: Mapping[str, float]) -> Mapping[str, int]:
-    """Op to the bytes of storages that nobody uses after it has ended."""
-    whole = {part: storage.name for storage in graph.storages.values() for part in storage.parts}
-    last: dict[str, str] = {}
+def _starts_and_ends(
+    schedule: Schedule, timeline: Timeline, edge_us: float, slack: float
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """When each launch starts and ends if all use up this share of their slack, µs.
+
+    Whatever the share, nothing starts before what it must come after has ended: that holds for the earliest starts and
+    for the latest ones, so also in between.
+    """
+    start = {piece.op: piece.start_us for piece in timeline.slices}
+    end = {piece.op: piece.end_us for piece in timeline.slices}
+    behind: dict[str, list[str]] = defaultdict(list)
+    last: dict[int, str] = {}
     for launch in schedule.launches:
-        op = graph.ops[launch.op]
-        for name in {whole.get(name, name) for name in op.reads | op.writes | op.allocates}:
-            if name not in last or end[op.name] >= end[last[name]]:
-                last[name] = op.name
-    freed: dict[str, int] = defaultdict(int)
-    for name, op_name in last.items():
-        storage = graph.storages.get(name)
-        if storage is not None and storage.role is Role.INTERMEDIATE and not storage.escapes:
-            freed[op_name] += storage.bytes
-    return freed
+        for before in (*launch.waits, *([last[launch.stream]] if launch.stream in last else [])):
+            behind[before].append(launch.op)
+        last[launch.stream] = launch.op
+    for before in schedule.join_waits:
+        behind[before].append(JOIN)
+    over, spare = max(end.values(), default=0.0), dict.fromkeys([JOIN] if schedule.join_waits else [], 0.0)
+    for launch in reversed(schedule.launches):
+        op = launch.op
+        gaps = ((after, start[after] - end[op]) for after in behind[op])
+        room = (spare[after] + gap - min(gap, edge_us) for after, gap in gaps)
+        spare[op] = max(0.0, min(room, default=over - end[op]))
+    later = {op: slack * us for op, us in spare.items()}
+    return {op: start[op] + us for op, us in later.items()}, {op: end[op] + us for op, us in later.items()}

@@ -15,6 +15,9 @@
    Mitchell 1992, "A new method for solving hard satisfiability problems"); on graphs of this size neither annealing nor
    late acceptance found better schedules in as many steps.
 
+Where room is limited, what a plan needs above that comes before its time in all comparisons, and the search starts from
+:mod:`postponed <autostream.scheduling.postpone>` plans as well.
+
 The same arguments give the same result. Effort is therefore counted in simulated events, :data:`EVENTS_PER_S` for each
 second asked for, which any machine of these years does in that time; the clock is but a last resort, for one that
 does not. The effort for a number of streams does not depend on how many more are allowed, and the search for more
@@ -27,13 +30,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
+from math import inf, isinf
 from random import Random
 
 from autostream.ir import FORK, Assignment, Costs, Decision, DeviceProfile, OpGraph, Schedule, Timeline
 from autostream.scheduling.coarsen import Coarse, coarsen, expand
 from autostream.scheduling.critical_path import critical_path
+from autostream.scheduling.footprint import Footprint
 from autostream.scheduling.path_cover import path_cover
+from autostream.scheduling.postpone import postponed
 from autostream.scheduling.sequential import sequential
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
@@ -77,6 +84,7 @@ def search(
     seconds: float = SECONDS,
     seed: int = 0,
     captured: bool = True,
+    room_bytes: float = inf,
 ) -> Assignment:
     """The fastest assignment found for at most ``streams`` streams; never slower than the other policies', simulated.
 
@@ -90,6 +98,8 @@ def search(
             Where these are too few to try all of these numbers, ``streams`` alone is tried.
         seed: of the random choices.
         captured: whether the result is to run as a CUDA graph, or launched op by op.
+        room_bytes: what may be in use at a time, as simulated; the result needs more only if nothing was found that
+            does not. A plan of more streams may then be slower than one of fewer.
 
     Example:
         >>> from autostream.ir import Op, OpCost
@@ -100,7 +110,7 @@ def search(
         >>> found.streams, sorted(found.stream.values())
         (2, [0, 0, 1, 1])
     """
-    return search_by_streams(graph, costs, profile, streams, pinned, seconds, seed, captured)[-1]
+    return search_by_streams(graph, costs, profile, streams, pinned, seconds, seed, captured, room_bytes)[-1]
 
 
 def search_by_streams(
@@ -112,9 +122,10 @@ def search_by_streams(
     seconds: float = SECONDS,
     seed: int = 0,
     captured: bool = True,
+    room_bytes: float = inf,
 ) -> tuple[Assignment, ...]:
     """What :func:`search` finds for one stream, for two, and so on: each one better than the one before it."""
-    space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured)
+    space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured, room_bytes)
     best = start = space.known(sequential, 1)
     found = [space.assignment(best, _gain(best, start))]
     deadline = time.perf_counter() + seconds
@@ -123,7 +134,7 @@ def search_by_streams(
     counts = range(steps[0], steps[-1] + 1) if steps else ()
     changes = (simulations - len(_POLICIES) * len(counts)) // max(len(steps), 1)
     for count in (count for count in counts if count <= streams):
-        known = [(plan, plan) for plan in (space.known(policy, count) for policy in _POLICIES)]
+        known = [(plan, plan) for policy in _POLICIES for plan in space.fitting(space.known(policy, count))]
         plan, origin = min([(best, start), *known], key=lambda pair: pair[0].price)
         random = Random(f"{seed}, {count} streams")
         end = space.climb(plan, count, changes, random, deadline) if count in steps else plan
@@ -142,6 +153,7 @@ def variants(
     pinned: frozenset[str],
     seed: int = 0,
     captured: bool = True,
+    room_bytes: float = inf,
 ) -> Iterator[Assignment]:
     """Assignments that a few changes make of a schedule and that may be faster, each once, for the clock to decide.
 
@@ -154,6 +166,7 @@ def variants(
         pinned: ops that must be on stream 0.
         seed: of the random choices.
         captured: whether the results are to run as CUDA graphs.
+        room_bytes: what may be in use at a time, as simulated, unless the schedule itself needs more.
 
     Example:
         >>> from autostream.ir import Op, OpCost
@@ -166,7 +179,7 @@ def variants(
         >>> sorted(next(found).stream.values())[-1] <= 2
         True
     """
-    space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured)
+    space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured, room_bytes)
     start = space.plan_of(schedule)
     random, seen, misses = Random(f"{seed}, variants"), {_key(start.order, start.stream)}, 0
     while misses < _MISSES:
@@ -179,7 +192,7 @@ def variants(
             continue
         seen.add(key)
         plan = space.simulated(Assignment("search", draft.streams, draft.order, draft.stream))
-        if plan.makespan_us <= (1 + SLACK) * start.makespan_us:
+        if plan.makespan_us <= (1 + SLACK) * start.makespan_us and plan.excess_bytes <= start.excess_bytes:
             misses = 0
             yield space.assignment(plan, f"{start.policy} with a few changes: measured, not predicted, to be faster")
 
@@ -195,6 +208,7 @@ class _Plan:
         makespan_us: how long the run takes, µs.
         waits: how many of them there are.
         critical: chains whose starts decided the makespan, from the last back, each with what it waited for.
+        excess_bytes: what it needs above the room there is.
     """
 
     policy: str
@@ -204,15 +218,21 @@ class _Plan:
     makespan_us: float
     waits: int
     critical: tuple[tuple[str, str], ...]
+    excess_bytes: float = 0.0
 
     @property
     def streams(self) -> int:
         return max(self.stream.values(), default=0) + 1
 
     @property
-    def price(self) -> tuple[float, int]:
-        """What is to be small: the makespan, and of equal ones the number of waits."""
-        return self.makespan_us, self.waits
+    def burden(self) -> tuple[float, float]:
+        """What no change may make larger: the excess, and where that is equal the makespan."""
+        return self.excess_bytes, self.makespan_us
+
+    @property
+    def price(self) -> tuple[float, float, int]:
+        """What is to be small: the burden, and of equal ones the number of waits."""
+        return *self.burden, self.waits
 
 
 @dataclass(frozen=True)
@@ -224,6 +244,12 @@ class _Space:
     profile: DeviceProfile
     coarse: Coarse
     captured: bool
+    room_bytes: float = inf
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """Of the ops."""
+        return Footprint(self.graph)
 
     def steps(self) -> Sequence[int]:
         """The numbers of streams up to the first that gives enough to every policy, whatever is allowed."""
@@ -237,15 +263,28 @@ class _Space:
         coarse = self.coarse
         return self.simulated(policy(coarse.graph, coarse.costs, self.profile, streams, coarse.pinned))
 
+    def fitting(self, plan: _Plan) -> Iterator[_Plan]:
+        """The plan and, if it needs more than the room there is, the same one with what takes memory postponed."""
+        yield plan
+        if plan.excess_bytes > 0:
+            schedule, timeline = self.run(Assignment(plan.policy, plan.streams, plan.order, plan.stream))
+            edge_us = self.profile.over(plan.streams).cross_stream_edge_us
+            yield self.plan_of(synchronize(self.graph, postponed(self.graph, schedule, timeline, edge_us)))
+
     def plan_of(self, schedule: Schedule) -> _Plan:
         """The plan that a schedule of ops is, with chains where their first ops are."""
         stream = {launch.op: launch.stream for launch in schedule.launches if launch.op in self.coarse.chains}
         return self.simulated(Assignment(schedule.policy, schedule.streams, tuple(stream), stream))
 
+    def run(self, chains: Assignment) -> tuple[Schedule, Timeline]:
+        """The schedule that an assignment of chains is, and how it runs."""
+        schedule = synchronize(self.graph, expand(self.coarse, chains))
+        return schedule, simulate(schedule, self.costs, self.profile, captured=self.captured)
+
     def simulated(self, chains: Assignment) -> _Plan:
         """The plan that an assignment of chains is."""
-        schedule = synchronize(self.graph, expand(self.coarse, chains))
-        timeline = simulate(schedule, self.costs, self.profile, captured=self.captured)
+        schedule, timeline = self.run(chains)
+        needed = 0 if isinf(self.room_bytes) else self.footprint.live_bytes(timeline)
         start = {piece.op: piece.start_us for piece in timeline.slices}
         by_start = tuple(sorted(chains.order, key=start.__getitem__))
         critical = tuple(_critical(schedule, timeline, self.coarse))
@@ -257,6 +296,7 @@ class _Space:
             makespan_us=timeline.makespan_us,
             waits=schedule.wait_count,
             critical=critical,
+            excess_bytes=max(0.0, needed - self.room_bytes),
         )
 
     def climb(self, plan: _Plan, streams: int, changes: int, random: Random, deadline: float) -> _Plan:
@@ -272,7 +312,7 @@ class _Space:
             if other is None:
                 chains = Assignment(plan.policy, max(stream.values()) + 1, tuple(order), stream)
                 other = seen[key] = self.simulated(chains)
-            if other.makespan_us <= plan.makespan_us:
+            if other.burden <= plan.burden:
                 plan = other
             if other.price < best.price:
                 best, idle = other, 0
@@ -294,6 +334,8 @@ class _Space:
 
 def _gain(plan: _Plan, start: _Plan) -> str:
     """What a plan is better by than the one that it was made of."""
+    if plan.excess_bytes < start.excess_bytes:
+        return f"needs less memory than by {start.policy}, which exceeds the budget"
     if (gain_us := round(start.makespan_us - plan.makespan_us, 1)) > 0:
         return f"{gain_us:.1f} µs less than by {start.policy}"
     fewer = f", with {plan.waits} waits instead of {start.waits}" if plan.waits < start.waits else ""

@@ -24,10 +24,10 @@ from autostream.bench.clock import clock_of
 from autostream.errors import CaptureError, ScheduleError
 from autostream.ir import Assignment, OpGraph, Schedule
 from autostream.options import Options
-from autostream.pipeline import Stopwatch
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
+from autostream.stopwatch import Stopwatch
 from autostream.tuning import tune
 from benchmarks import random_search, zoo
 from benchmarks.random_search import (

@@ -49,6 +49,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules place whatever can be placed, even where blocks that come and go would need no more."""
+    monkeypatch.setattr("autostream.candidates.peak_bytes", lambda graph, schedule: -schedule.arena.bytes)
+
+
+@pytest.mark.usefixtures("placed")
 @pytest.mark.parametrize("streams", [1, 2, 4])
 @pytest.mark.parametrize("name", ["googlenet", "squeezenet1_1", "resnet50", "bert_base", "towers8", "moe8"])
 def test_nothing_is_read_in_an_arena_that_was_not_written(name: str, streams: int, poisoned: list[int]) -> None:
@@ -59,7 +66,7 @@ def test_nothing_is_read_in_an_arena_that_was_not_written(name: str, streams: in
     fast = autostream.optimize(subject.model, policy=policy, streams=streams, **FUSED)
     check_calls(fast, examples)
     check_streams(fast, examples, lanes(GPU, 2))
-    assert poisoned, "some memory is placed"
+    assert poisoned
     (report,) = fast.reports
     assert report.chosen is not None
     assert report.chosen.schedule.arena.bytes in poisoned

@@ -116,3 +116,48 @@ def test_the_run_takes_no_longer_and_is_still_right(data: st.DataObject, streams
     assert found.wait_count >= schedule.wait_count or any(
         set(after.waits) != set(before.waits) for after, before in zip(found.launches, schedule.launches, strict=True)
     )
+
+
+#   stream 0:  a ── b ── c ── d ── e        x, y and z are copies for c, d and e, and stream 1 is free from the start
+#   stream 1:  x ── y ── z
+COPIES = graph_of("x-c y-d z-e a-b b-c c-d d-e", names="axybzcde", outputs="e")
+COPYING = Schedule(
+    "by hand",
+    2,
+    tuple(
+        Launch(name, int(name in "xyz"), {"x": (FORK,), "c": ("x",), "d": ("y",), "e": ("z",)}.get(name, ()))
+        for name in "axybzcde"
+    ),
+)
+COPY_US = {**dict.fromkeys("abcde", 10.0), **dict.fromkeys("xyz", 1.0)}
+
+
+@pytest.mark.parametrize(("slack", "known"), [(0.0, {}), (0.7, {"z": "b"}), (0.9, {"y": "b", "z": "c"})])
+def test_what_can_wait_waits_longer_the_more_of_its_slack_it_may_use_up(slack: float, known: dict[str, str]) -> None:
+    """At once, nothing is free that the copies could use; each would be in time later."""
+    costs = costs_of(COPIES, COPY_US)
+    timeline = simulate(COPYING, costs, PROFILE)
+    found = wait_for_memory(COPIES, COPYING, timeline, EDGE_US, 1, slack)
+    before = {op: set(waits(found).get(op, ())) - {FORK} for op in "xyz"}
+    assert before == {op: {known[op]} if op in known else set() for op in "xyz"}
+    assert simulate(found, costs, PROFILE).makespan_us == timeline.makespan_us
+    verify(COPIES, place_releases(COPIES, found))
+
+
+@settings(max_examples=60)
+@given(data=st.data(), streams=st.integers(1, 4), slack=st.sampled_from([0.3, 0.9, 1.0]))
+def test_slack_is_what_a_launch_can_be_late_by(data: st.DataObject, streams: int, slack: float) -> None:
+    """Where ops do not slow each other down: then the run takes no longer than an edge or so for each rounding."""
+    graph = data.draw(random_graphs())
+    costs = {
+        name: replace(cost, sm_share=0.01, bandwidth_share=0.01)
+        for name, cost in data.draw(random_costs(graph)).items()
+    }
+    policy = data.draw(st.sampled_from(["critical_path", "path_cover"]))
+    schedule = synchronize(graph, POLICIES[policy](graph, costs, PROFILE, streams, frozenset()))
+    profile = PROFILE.over(schedule.streams)
+    timeline = simulate(schedule, costs, PROFILE)
+    found = wait_for_memory(graph, schedule, timeline, profile.cross_stream_edge_us, 1, slack)
+    verify(graph, place_releases(graph, found))
+    assert found.stream_of == schedule.stream_of
+    assert simulate(found, costs, PROFILE).makespan_us <= timeline.makespan_us + 1e-6

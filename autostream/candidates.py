@@ -1,0 +1,289 @@
+"""From priced ops to schedules that are worth measuring: assign, synchronize, place, release, verify.
+
+Where a schedule exceeds the memory budget, the same streams are tried in another order and with more waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+from autostream import collector
+from autostream.budget import excess, room_bytes
+from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile, OpGraph, Schedule, Timeline
+from autostream.options import Options
+from autostream.scheduling import POLICIES
+from autostream.scheduling.arena import place_storages
+from autostream.scheduling.check import check_costs
+from autostream.scheduling.footprint import Footprint
+from autostream.scheduling.peak import given_bytes, peak_bytes
+from autostream.scheduling.postpone import postponed
+from autostream.scheduling.recycling import wait_for_memory
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.search import search_by_streams, variants
+from autostream.scheduling.simulate import replay_us, run_us, simulate
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
+from autostream.stopwatch import Stopwatch
+
+SHORTLIST = 6
+"""Schedules that are worth measuring, besides the sequential one: the simulator ranks them, but it is only a model."""
+
+_GPU_STREAMS = (2, 3, 4, 6, 8)
+_CPU_STREAMS = (2, 4)
+
+_LARGE = 4000
+"""Graphs of more ops than this are planned for every other number of streams: it takes long, and gains little. Nor are
+they searched, unless that is asked for: there would be time for a few changes only."""
+
+_LOOKS = 10
+"""Variants in a row that may exceed the memory budget, before no more are looked at: all of them may."""
+
+SEARCH_SHARE = 0.2
+"""Of the seconds for tuning, what a search may take. Nothing is left to the clock there, so that it can be repeated."""
+
+WORTH_A_WAIT = 1 / 16
+"""The share of one stream's memory that must have become free elsewhere for a wait that makes it available."""
+
+SLACKS = (0.0, 0.5, 0.9)
+"""The shares of the launches' slack that waits for memory may use up, tried in turn: the last bit is left, for the
+simulation is not exact."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A program's dataflow with what each op costs.
+
+    Attributes:
+        graph: ops and hazards.
+        profile: the device that is planned for.
+        costs: of each op.
+        refusals: why a CUDA graph cannot hold the program; empty where it can, and on the CPU, which has none.
+        remarks: what was wrong with keeping measurements.
+    """
+
+    graph: OpGraph
+    profile: DeviceProfile
+    costs: Costs
+    refusals: tuple[Decision, ...]
+    remarks: tuple[Decision, ...] = ()
+
+
+def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: Stopwatch) -> tuple[Candidate, ...]:
+    """Schedules of a program: the sequential one first, then the most promising ones, best prediction first.
+
+    They are verified, but for those that exceed the memory budget, which say so in their refusal and must not run.
+
+    Args:
+        priced: the program's ops.
+        options: policy, streams and memory budget.
+        capture: whether they are to be captured; uncaptured schedules keep outputs on the caller's stream.
+        stopwatch: is told how long each stage takes.
+
+    Raises:
+        CostError: an op has no cost, or one that is no number.
+        ScheduleError: a schedule failed verification, which is a defect of autostream.
+    """
+    graph, profile, costs = priced.graph, priced.profile, priced.costs
+    pinned = _pinned(priced, capture)
+    check_costs(graph, costs)
+    with stopwatch("schedule"), collector.paused():
+        plain = _candidate(priced, POLICIES["sequential"](graph, costs, profile, 1, pinned), capture)
+        budget = _Budget(priced, _with_memory(graph, plain), options.memory_budget)
+        assigned = tuple(_assigned(priced, options, pinned))
+    if _searches(priced, options):
+        with stopwatch("search"), collector.paused():
+            assigned += _searched(priced, options, pinned, capture, budget.room_bytes)
+    with stopwatch("schedule"), collector.paused():
+        rivals = [_candidate(priced, assignment, capture) for assignment in _distinct(assigned)]
+        candidates = (budget.sequential, *_shortlist(rivals, budget.within))
+    with stopwatch("verify"), collector.paused():
+        for candidate in _allowed(candidates):
+            verify(graph, candidate.schedule, pinned=pinned)
+    return candidates
+
+
+def variants_of(priced: Priced, options: Options, sequential: Candidate, candidate: Candidate) -> Iterator[Candidate]:
+    """Verified schedules that differ little from one that was measured, made one by one as they are asked for.
+
+    The simulator cannot tell them apart; the device can. There are none where a search does not pay, and none that
+    exceeds the memory budget.
+
+    Args:
+        priced: the program's ops.
+        options: policy, streams and memory budget.
+        sequential: the schedule on one stream.
+        candidate: what to change.
+    """
+    if not _searches(priced, options):
+        return
+    budget = _Budget(priced, sequential, options.memory_budget)
+    graph, pinned, captured = priced.graph, _pinned(priced, candidate.captured), candidate.captured
+    most = max(_stream_counts(priced, options), default=1)
+    streams = min(candidate.schedule.streams + 1, most)
+    given = (graph, priced.costs, priced.profile, candidate.schedule, streams, pinned)
+    found = variants(*given, options.seed, captured, budget.room_bytes)
+    misses = 0
+    while misses < _LOOKS:
+        with collector.paused():
+            assignment = next(found, None)
+            if assignment is None:
+                return
+            variant = budget.within(_candidate(priced, assignment, captured))
+            if variant.refusal:
+                misses += 1
+                continue
+            misses = 0
+            verify(graph, variant.schedule, pinned=pinned)
+        yield variant
+
+
+def best_of(candidates: Iterable[Candidate]) -> Candidate:
+    """The one of the best prediction among those that may run."""
+    return min(_allowed(candidates), key=_promise)
+
+
+def _pinned(priced: Priced, capture: bool) -> frozenset[str]:
+    """Ops that must be on the caller's stream; in a CUDA graph none, for it is joined as a whole."""
+    return frozenset() if capture else priced.graph.pinned
+
+
+def _candidate(priced: Priced, assignment: Assignment, capture: bool) -> Candidate:
+    schedule = synchronize(priced.graph, assignment)
+    return Candidate(schedule, capture, run_us(schedule, priced.costs, priced.profile, captured=capture))
+
+
+def _with_memory(graph: OpGraph, candidate: Candidate) -> Candidate:
+    """A candidate whose schedule says where memory lies and when it is given back, with what it needs.
+
+    An arena is there for the whole run, beside what ops allocate by themselves: where there is much of that, blocks
+    that come and go may need less.
+    """
+    schedules = [place_releases(graph, place_storages(graph, candidate.schedule))]
+    if schedules[0].arena.bytes:
+        schedules.append(place_releases(graph, candidate.schedule))
+    needed, schedule = min(((peak_bytes(graph, each), each) for each in schedules), key=itemgetter(0))
+    return replace(candidate, schedule=schedule, memory_bytes=needed)
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """The memory that schedules may take.
+
+    Attributes:
+        priced: the program's ops.
+        sequential: the schedule on one stream, complete.
+        limit: bytes, or a ratio to what the model takes on one stream.
+    """
+
+    priced: Priced
+    sequential: Candidate
+    limit: int | float
+
+    @property
+    def room_bytes(self) -> float:
+        """What a schedule may allocate."""
+        return room_bytes(self.sequential, self.limit, given_bytes(self.priced.graph))
+
+    def within(self, candidate: Candidate) -> Candidate:
+        """The candidate with memory, and so that it needs less of it if it exceeds the budget; refused if all do."""
+        plain = self._judged(candidate)
+        if not plain.refusal:
+            return plain
+        return next((found for found in map(self._judged, self._thrifty(candidate)) if not found.refusal), plain)
+
+    def _judged(self, candidate: Candidate) -> Candidate:
+        graph = self.priced.graph
+        complete = _with_memory(graph, candidate)
+        return replace(complete, refusal=excess(complete, self.sequential, self.limit, given_bytes(graph)))
+
+    def _thrifty(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same streams in schedules that need less memory, those that change least first."""
+        graph, costs, profile = self.priced.graph, self.priced.costs, self.priced.profile
+        captured, room, footprint = candidate.captured, self.room_bytes, Footprint(graph)
+        edge_us = profile.over(candidate.schedule.streams).cross_stream_edge_us
+        least_bytes = max(1, round(WORTH_A_WAIT * self.sequential.memory_bytes))
+
+        def run(schedule: Schedule) -> Timeline:
+            return simulate(schedule, costs, profile, captured=captured)
+
+        asap = run(candidate.schedule)
+        late = synchronize(graph, postponed(graph, candidate.schedule, asap, edge_us))
+        for schedule, timeline in ((candidate.schedule, asap), (late, run(late))):
+            for slack in SLACKS:
+                waiting = wait_for_memory(graph, schedule, timeline, edge_us, least_bytes, slack)
+                then = run(waiting)
+                if footprint.live_bytes(then) <= room:  # no placement needs less than that
+                    predicted_us = then.makespan_us + replay_us(profile, captured)
+                    yield replace(candidate, schedule=waiting, predicted_us=predicted_us)
+
+
+def _assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:
+    """What each policy but the search makes of each number of streams."""
+    for policy in POLICIES if options.policy == "auto" else (options.policy,):
+        if policy == "search":
+            continue
+        for streams in _stream_counts(priced, options):
+            assignment = POLICIES[policy](priced.graph, priced.costs, priced.profile, streams, pinned)
+            yield assignment
+            if assignment.streams < streams:
+                break  # with more streams, the policy would leave more of them unused
+
+
+def _searches(priced: Priced, options: Options) -> bool:
+    """Whether to search: where that is asked for, or pays. Waking threads of a CPU costs more than it gains."""
+    pays = priced.graph.device != "cpu" and len(priced.graph.ops) <= _LARGE
+    return options.policy == "search" or (options.policy == "auto" and pays)
+
+
+def _searched(
+    priced: Priced, options: Options, pinned: frozenset[str], capture: bool, room_bytes: float
+) -> tuple[Assignment, ...]:
+    """What the search finds for each number of streams, up to the largest that is allowed."""
+    most = max(_stream_counts(priced, options), default=1)
+    seconds = SEARCH_SHARE * options.tuning_seconds
+    graph, costs, profile = priced.graph, priced.costs, priced.profile
+    return search_by_streams(graph, costs, profile, most, pinned, seconds, options.seed, capture, room_bytes)
+
+
+def _distinct(assignments: Iterable[Assignment]) -> Iterator[Assignment]:
+    """Those that use side streams, each once."""
+    seen = set()
+    for assignment in assignments:
+        plan = tuple((op, assignment.stream[op]) for op in assignment.order)
+        if assignment.streams > 1 and plan not in seen:
+            yield assignment
+        seen.add(plan)
+
+
+def _shortlist(rivals: Iterable[Candidate], complete: Callable[[Candidate], Candidate]) -> list[Candidate]:
+    """The best of each policy and the best of all others, and whatever is better but refused; best prediction first.
+
+    Args:
+        rivals: candidates.
+        complete: finds out what one comes to, and whether it is refused; not asked more often than needed.
+    """
+    waiting, completed, policies = sorted(rivals, key=_promise), list[Candidate](), set[str]()
+    while waiting and len(_allowed(completed)) < SHORTLIST:
+        first = next((at for at, rival in enumerate(waiting) if rival.schedule.policy not in policies), 0)
+        completed.append(complete(waiting.pop(first)))
+        policies = {candidate.schedule.policy for candidate in _allowed(completed)}
+    return sorted(completed, key=_promise)
+
+
+def _allowed(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that may run."""
+    return [candidate for candidate in candidates if not candidate.refusal]
+
+
+def _promise(candidate: Candidate) -> tuple[float, int]:
+    return candidate.predicted_us, candidate.schedule.streams
+
+
+def _stream_counts(priced: Priced, options: Options) -> Sequence[int]:
+    if options.streams != "auto":
+        return (options.streams,)
+    if priced.graph.device == "cpu":
+        return [count for count in _CPU_STREAMS if count <= priced.profile.multiprocessors]
+    return _GPU_STREAMS if len(priced.graph.ops) <= _LARGE else _GPU_STREAMS[::2]

@@ -1,0 +1,62 @@
+"""Just in time: what takes memory is launched when its result is needed, not when a stream happens to be free.
+
+    stream 0:  a ─── b ─── c ─── d         needs w at c, x at d             stream 0:  a ─── b ─── c ─── d
+    stream 1:  w ─ x ─ y ─ z               before: all there from the start  stream 1:       w ──── x ── y …
+
+List schedules start an op as soon as a stream is free. That is as good as any later start while time is all that
+counts; but copies of weights, which depend on nothing, are then all made in the first microseconds, and all of them lie
+in memory until they are used.
+"""
+
+from __future__ import annotations
+
+from autostream.ir import Assignment, OpGraph, Schedule, Timeline
+from autostream.scheduling.footprint import Footprint
+
+LEAD = 3
+"""Edges between streams that lie between the end of an op and the start of the first that needs it: no start is known
+to the microsecond."""
+
+
+def postponed(graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: float) -> Assignment:
+    """The same streams, where each op that takes more memory than it frees is launched as late as is safe.
+
+    All others keep their time, and what is postponed never passes an op that needs it. So the run takes about as long,
+    as far as the ops that come later have their stream to themselves then: the simulator has to tell. O(V log V + E)
+    steps for V ops and E dependencies.
+
+    Args:
+        graph: the ops with their accesses, and the storages.
+        schedule: the launches.
+        timeline: when each of them starts and ends.
+        edge_us: what an edge between streams takes, µs.
+
+    Example:
+        ``w`` is a copy of a weight that ``b`` needs.
+
+        >>> from autostream.ir import Dependency, Hazard, Launch, Op, Role, Slice, Storage
+        >>> reads = {"w": "weight", "x": "a", "a": "input", "b": "w"}
+        >>> ops = {n: Op(n, "f", (n,), frozenset({r}), frozenset({n}), frozenset({n})) for n, r in reads.items()}
+        >>> storages = {n: Storage(n, Role.INTERMEDIATE, 512, (n,)) for n in ops}
+        >>> after = tuple(Dependency(u, v, Hazard.RAW, u) for u, v in ("ax", "xb", "wb"))
+        >>> graph = OpGraph(ops, after, storages, (), "cuda:0")
+        >>> launches = (Launch("w", 1), Launch("a", 0), Launch("x", 0), Launch("b", 0))
+        >>> times = {"w": (0, 2), "a": (0, 9), "x": (9, 20), "b": (20, 30)}
+        >>> timeline = Timeline(tuple(Slice(n, int(n == "w"), *map(float, t)) for n, t in times.items()))
+        >>> postponed(graph, Schedule("mine", 2, launches), timeline, edge_us=1.0).order
+        ('a', 'x', 'w', 'b')
+    """
+    start = {piece.op: piece.start_us for piece in timeline.slices}
+    takes = {piece.op: piece.end_us - piece.start_us for piece in timeline.slices}
+    footprint = Footprint(graph)
+    freed = footprint.freed(timeline)
+    order = [launch.op for launch in schedule.launches]
+    place = {op: at for at, op in enumerate(order)}
+    moment: dict[str, float] = {}
+    for op in reversed(order):
+        moment[op] = start[op]
+        needed = min((moment[after] for after in graph.digraph.successors(op)), default=None)
+        if needed is not None and footprint.taken[op] > freed[op]:
+            moment[op] = max(start[op], needed - LEAD * edge_us - takes[op])
+    late = tuple(sorted(order, key=lambda op: (moment[op], place[op])))
+    return Assignment(schedule.policy, schedule.streams, late, dict(schedule.stream_of), schedule.decisions)

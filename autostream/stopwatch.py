@@ -1,0 +1,33 @@
+"""Seconds by stage: what a report says that preparing took, and what is left of the time for tuning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from autostream.options import Options
+
+TUNING = ("price", "search", "select")
+"""The stages that ``tuning_seconds`` are for."""
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Wall-clock seconds by stage."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Add the time spent inside to a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    def left(self, options: Options) -> float:
+        """What remains of the seconds for tuning, 0 or more."""
+        return max(0.0, options.tuning_seconds - sum(self.seconds.get(stage, 0.0) for stage in TUNING))
