@@ -32,7 +32,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "new pool")
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: None, raising=False)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda device, pool: None, raising=False)
     monkeypatch.setattr("autostream.execution.capture.idle_capture_stream", lambda device: STREAM)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, nullcontext)

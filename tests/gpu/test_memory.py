@@ -130,7 +130,7 @@ def streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autostream.select.VARIANTS", 0)
 
 
-@pytest.mark.usefixtures("streams_win")
+@pytest.mark.usefixtures("placed", "streams_win")
 @pytest.mark.parametrize(
     ("options", "batch", "smaller"), [(ONE_STREAM, 8, 1), (ONE_STREAM, 8, 6), (THREE_STREAMS, 64, 48)]
 )
@@ -153,6 +153,7 @@ def test_two_signatures_take_not_much_more_than_the_larger_alone(
     assert both_bytes < large_bytes + small_bytes, told
 
 
+@pytest.mark.usefixtures("placed")
 def test_a_larger_signature_takes_new_memory_for_what_does_not_fit() -> None:
     """A graph's memory does not move, so the arena of batch 1 stays: together, they take at most what they do apart."""
     subject = prepare(INFERENCE["googlenet"], 8, GPU, torch.float16)
@@ -177,7 +178,7 @@ def two_signatures(name: str) -> tuple[nn.Module, list[Example]]:
     return eight.model, examples_of(eight.model, [eight.args, one.args, eight.others, one.others])
 
 
-@pytest.mark.usefixtures("streams_win")
+@pytest.mark.usefixtures("placed", "streams_win")
 @pytest.mark.parametrize("level", [FUSED, EAGER], ids=["fused", "eager"])
 @pytest.mark.parametrize("name", ["googlenet", "bert_base", "towers8"])
 def test_two_signatures_in_one_pool_compute_what_the_model_does(
@@ -194,7 +195,7 @@ def test_two_signatures_in_one_pool_compute_what_the_model_does(
     check_threads(fast, examples, lanes(GPU, 4))
 
 
-@pytest.mark.usefixtures("streams_win")
+@pytest.mark.usefixtures("placed", "streams_win")
 def test_weights_that_move_leave_both_signatures_in_one_pool(poisoned: list[int]) -> None:
     model, examples = two_signatures("squeezenet1_1")
     fast = autostream.optimize(model, **THREE_STREAMS, **FUSED)
