@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import itemgetter
 
 from autostream import collector
@@ -130,7 +131,7 @@ def variants_of(priced: Priced, options: Options, sequential: Candidate, candida
             assignment = next(found, None)
             if assignment is None:
                 return
-            variant = budget.within(_candidate(priced, assignment, captured))
+            variant, *_ = budget.within(_candidate(priced, assignment, captured))
             if variant.refusal:
                 misses += 1
                 continue
@@ -186,12 +187,17 @@ class _Budget:
         """What a schedule may allocate."""
         return room_bytes(self.sequential, self.limit, given_bytes(self.priced.graph))
 
-    def within(self, candidate: Candidate) -> Candidate:
-        """The candidate with memory, and so that it needs less of it if it exceeds the budget; refused if all do."""
+    def within(self, candidate: Candidate) -> tuple[Candidate, ...]:
+        """The candidate with memory if it keeps to the budget.
+
+        If it does not: the schedule most like it that does, if there is one, and itself, refused, if it would be faster.
+        """
         plain = self._judged(candidate)
         if not plain.refusal:
-            return plain
-        return next((found for found in map(self._judged, self._thrifty(candidate)) if not found.refusal), plain)
+            return (plain,)
+        fitting = list(islice(filter(_may_run, map(self._judged, self._thrifty(candidate))), 1))
+        faster = all(plain.predicted_us < found.predicted_us for found in fitting)
+        return (*fitting, *([plain] if faster else []))
 
     def _judged(self, candidate: Candidate) -> Candidate:
         graph = self.priced.graph
@@ -257,7 +263,7 @@ def _distinct(assignments: Iterable[Assignment]) -> Iterator[Assignment]:
         seen.add(plan)
 
 
-def _shortlist(rivals: Iterable[Candidate], complete: Callable[[Candidate], Candidate]) -> list[Candidate]:
+def _shortlist(rivals: Iterable[Candidate], complete: Callable[[Candidate], Sequence[Candidate]]) -> list[Candidate]:
     """The best of each policy and the best of all others, and whatever is better but refused; best prediction first.
 
     Args:
@@ -267,14 +273,17 @@ def _shortlist(rivals: Iterable[Candidate], complete: Callable[[Candidate], Cand
     waiting, completed, policies = sorted(rivals, key=_promise), list[Candidate](), set[str]()
     while waiting and len(_allowed(completed)) < SHORTLIST:
         first = next((at for at, rival in enumerate(waiting) if rival.schedule.policy not in policies), 0)
-        completed.append(complete(waiting.pop(first)))
+        completed.extend(complete(waiting.pop(first)))
         policies = {candidate.schedule.policy for candidate in _allowed(completed)}
     return sorted(completed, key=_promise)
 
 
+def _may_run(candidate: Candidate) -> bool:
+    return not candidate.refusal
+
+
 def _allowed(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that may run."""
-    return [candidate for candidate in candidates if not candidate.refusal]
+    return list(filter(_may_run, candidates))
 
 
 def _promise(candidate: Candidate) -> tuple[float, int]:

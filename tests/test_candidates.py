@@ -131,7 +131,7 @@ def rival(policy: str, predicted_us: float) -> Candidate:
 
 def shortlisted(rivals: list[Candidate], refused: Callable[[Candidate], bool] = lambda rival: False) -> list[Candidate]:
     """The shortlist where some turn out to be refused."""
-    return module._shortlist(rivals, lambda rival: replace(rival, refusal="too large") if refused(rival) else rival)
+    return module._shortlist(rivals, lambda rival: [replace(rival, refusal="too large") if refused(rival) else rival])
 
 
 def test_the_next_best_takes_the_place_of_what_is_refused() -> None:
@@ -181,7 +181,8 @@ def test_where_memory_is_short_streams_wait_for_it_if_that_takes_no_time(limit: 
     plain = module._candidate(given, Assignment("by hand", 2, tuple("asptuqr"), stream), capture=True)
     one = module._candidate(given, sequential(WIDE, costs, given.profile, 1, frozenset()), capture=True)
     alone = module._with_memory(WIDE, one)
-    found = module._Budget(given, alone, limit).within(plain)
+    found, *slower = module._Budget(given, alone, limit).within(plain)
+    assert slower == []
     assert (found.schedule.wait_count, found.memory_bytes) == (waits, kib * 1024)
     assert bool(found.refusal) == (limit == 11 * 1024)
     assert bool(found.schedule.arena.bytes) == (waits == 3), "without the wait, blocks of each stream are no worse"
@@ -220,6 +221,12 @@ def test_copies_of_weights_are_no_reason_to_stay_on_one_stream() -> None:
     assert best.memory_bytes <= 4.0 * alone.memory_bytes
     assert best.predicted_us <= 1.15 * best_of(free).predicted_us
     verify(copying().graph, best.schedule)
+    refused = [each for each in others if each.refusal]
+    assert {each.schedule.policy for each in refused} >= {"critical_path"}, "what the budget costs is told"
+    for large in refused:
+        assert "(memory_budget)" in large.refusal
+        small = [each for each in others if not each.refusal and each.schedule.policy == large.schedule.policy]
+        assert all(each.memory_bytes < large.memory_bytes for each in small)
 
 
 def _variants(given: Priced, capture: bool = True, **options: Any) -> list[Candidate]:

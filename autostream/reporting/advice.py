@@ -21,6 +21,9 @@ _LARGE = 0.25
 _WORTH = 0.1
 """A part of the time that is worth an option."""
 
+_SOME = 0.02
+"""A part of the time that can be told from none."""
+
 _FULL = 0.7
 """Who is so busy has little left for others."""
 
@@ -126,9 +129,10 @@ def _free(report: Report) -> Iterator[str]:
 
 
 def _allow(report: Report) -> Iterator[str]:
-    """The memory budget is the user's to raise."""
-    if best := kept_out(report):
-        gain_us = best.within_us - best.predicted_us
+    """The memory budget is the user's to raise, where that shows."""
+    best = kept_out(report)
+    gain_us = best.within_us - best.predicted_us if best else 0.0
+    if best and gain_us > _SOME * best.within_us:
         yield f"memory_budget={best.budget}: {best.schedule} needs that, and is predicted to take {us(gain_us)} less"
 
 
