@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from autostream.budget import exemption
 from autostream.errors import CaptureError, TargetError, first_line
 from autostream.execution.bound import Bound, Frozen, Writes
-from autostream.execution.cuda_graph import CapturedGraph, Moved
+from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved
 from autostream.execution.lower import lower
 from autostream.execution.static import Output, static_copies
 from autostream.ir import Candidate, Decision, Role
@@ -28,7 +28,7 @@ from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
-from autostream.select import build, has_integers, repeatable, written
+from autostream.select import has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
@@ -66,6 +66,7 @@ class Scheduled:
         signature: what this is made for.
         bound_inputs: positions of inputs that stay where they are from call to call.
         options: how to schedule.
+        pools: of the model's captured graphs: calls of one signature compute where those of the others do.
 
     Attributes:
         report: what was done, and why.
@@ -82,6 +83,7 @@ class Scheduled:
         signature: Signature,
         bound_inputs: frozenset[int],
         options: Options,
+        pools: GraphPools,
     ) -> None:
         with preparing:
             stopwatch = Stopwatch()
@@ -95,6 +97,8 @@ class Scheduled:
             arguments = self._arguments(tensors)
             writes = Writes(arguments if options.inductor_options.get("freezing") else ())
             tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
+            with stopwatch("select"):
+                tuned = _pooled(tuned, arguments, pools)
             self._frozen = Frozen(tuned.program.frozen, arguments, writes)
             self._program, self._graph, self._selection = tuned.program, tuned.priced.graph, tuned.selection
             self._structure = traced.structure
@@ -211,18 +215,50 @@ class Scheduled:
 
     def _recaptured(self, arguments: list[Tensor]) -> CapturedGraph:
         """The same schedule, captured again where the weights lie now."""
-        program, chosen = self._program, self._selection.chosen
-        unseen = undone(arguments, written(program, self._graph), program.device)
-        with preparing, torch.inference_mode(False), torch.no_grad(), unseen:
+        former = self._selection.execution
+        assert isinstance(former, CapturedGraph), "what is captured again was captured"
+        with preparing, torch.inference_mode(False), torch.no_grad():
             static = static_copies(arguments, [at for at, is_bound in enumerate(self._bound) if not is_bound])
             try:
-                execution = build(program, self._graph, chosen, static, self._bound)
+                execution = _recaptured(former, static, former.pool, arguments)
             except CaptureError:
                 raise Stale from None
-        assert isinstance(execution, CapturedGraph), "a captured candidate is captured again"
         self._selection = replace(self._selection, execution=execution)
         self._shortcut = None
         return execution
+
+
+def _pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tuned:
+    """What was tuned, captured again in the pool of the model's other graphs; the first one's pool becomes theirs.
+
+    Candidates have pools of their own: what those that lose have taken would stay in a pool that others live in.
+    """
+    graph = tuned.selection.execution
+    if not isinstance(graph, CapturedGraph):
+        return tuned
+    pool = pools.setdefault(graph.device, graph.pool)
+    if pool is graph.pool:
+        return tuned
+    try:
+        pooled = _recaptured(graph, graph.static, pool, arguments)
+    except (CaptureError, torch.OutOfMemoryError) as error:
+        pools[graph.device] = graph.pool  # a pool in which a capture has failed takes no other
+        reason = f"captured into the pool of the model's other graphs, it fails: {first_line(error)}"
+        alone = Decision("", "memory of its own", reason)
+        return replace(tuned, refusals=(*tuned.refusals, alone))
+    return replace(tuned, selection=replace(tuned.selection, execution=pooled))
+
+
+def _recaptured(
+    graph: CapturedGraph, static: Sequence[Tensor], pool: GraphPool, arguments: Sequence[Tensor]
+) -> CapturedGraph:
+    """A graph captured again; the arguments of the program, and the generators of random numbers, are as before.
+
+    Raises:
+        CaptureError: the capture failed.
+    """
+    with torch.inference_mode(False), torch.no_grad(), undone(arguments, graph.written, str(graph.device)):
+        return graph.recaptured(static, pool)
 
 
 class _Captured:

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
 from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.execution.cuda_graph import GraphPools
 from autostream.ir import Decision
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
@@ -49,6 +50,7 @@ class Dispatcher:
         options: how to schedule it.
         bound_inputs: of a piece that Dynamo made, the flat positions of inputs that stay where they are from call to
             call, as weights do. A piece is not split any further.
+        pools: of captured graphs; a piece shares those of its model.
 
     Example:
         >>> dispatcher = Dispatcher(nn.ReLU(), Options())
@@ -58,10 +60,17 @@ class Dispatcher:
         ['2:float32 on cpu, train, no gradients']
     """
 
-    def __init__(self, model: nn.Module, options: Options, bound_inputs: frozenset[int] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        bound_inputs: frozenset[int] | None = None,
+        pools: GraphPools | None = None,
+    ) -> None:
         self.model = model
         self.options = options
         self.bound_inputs = bound_inputs
+        self._pools = GraphPools() if pools is None else pools
         self._disabled = disabled()
         self._lock = threading.RLock()
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
@@ -261,7 +270,7 @@ class Dispatcher:
             if _optimized_in_part(self.model):
                 raise TraceError("a part of it is optimized already: optimize the whole alone")
             bound_inputs = self.bound_inputs or frozenset()
-            entry = Scheduled(self.model, structure, tensors, signature, bound_inputs, self.options)
+            entry = Scheduled(self.model, structure, tensors, signature, bound_inputs, self.options, self._pools)
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:
@@ -276,7 +285,7 @@ class Dispatcher:
             return Plain(self.model, signature, reason)
 
     def _piece(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
-        return Dispatcher(module, self.options, bound_inputs)
+        return Dispatcher(module, self.options, bound_inputs, self._pools)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the model and the options; schedules are made anew."""

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from autostream import optimize, tuning
-from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, _Captured, lowered, preparing
+from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, _Captured, _pooled, lowered, preparing
 from autostream.costs.device import profile_named
-from autostream.errors import TargetError
+from autostream.errors import CaptureError, TargetError
 from autostream.execution import bound
 from autostream.execution.bound import Frozen, Writes
+from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools
 from autostream.ir import Decision, Program
 from autostream.options import Options
 from autostream.pipeline import plan
@@ -29,6 +30,7 @@ from autostream.tracing import inductor
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import flatten
+from autostream.tuning import Tuned
 from tests.semantics import Model, force_streams, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -42,7 +44,7 @@ def scheduled(model: nn.Module, *args: Any, bound: frozenset[int] = frozenset(),
     """A model scheduled for these arguments."""
     tensors, structure = flatten((args, {}))
     signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
-    return Scheduled(model, structure, tensors, signature, bound, Options(**options))
+    return Scheduled(model, structure, tensors, signature, bound, Options(**options), GraphPools())
 
 
 @pytest.fixture
@@ -192,6 +194,87 @@ def test_weights_and_bound_inputs_are_used_where_they_are(monkeypatch: pytest.Mo
     entry = scheduled(model, x, y, bound=frozenset({1}))
     assert seen == [(True, False, True)]
     assert entry.static_inputs() is None
+
+
+# Pools of captured graphs
+
+
+class Pool(GraphPool):
+    """A pool without memory."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+
+
+class Graph(CapturedGraph):
+    """A graph that scribbles on what it writes when it is captured again, if that does not fail."""
+
+    def __init__(self, *static: Tensor, written: Sequence[bool], pool: GraphPool) -> None:
+        self.device, self.static, self.written, self.pool = torch.device("cpu"), list(static), tuple(written), pool
+        self.failure: Exception | None = None
+
+    def __del__(self) -> None:
+        pass
+
+    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool) -> CapturedGraph:
+        for tensor, is_written in zip(tensors, self.written, strict=True):
+            if is_written:
+                tensor.copy_(torch.rand_like(tensor))
+        if self.failure is not None:
+            raise self.failure
+        return Graph(*tensors, written=self.written, pool=pool)
+
+
+def tuned(execution: Any) -> Tuned:
+    """What was tuned, as far as pools are concerned."""
+    nothing: Any = None
+    return Tuned(nothing, nothing, Selection(execution, nothing, ()), ())
+
+
+def test_the_first_graph_brings_the_pool_in_which_the_others_are_captured_again() -> None:
+    first, second = (Graph(t(2), written=[False], pool=Pool()) for _ in range(2))
+    pools = GraphPools()
+    assert _pooled(tuned(first), [t(2)], pools).selection.execution is first
+    found = _pooled(tuned(second), [t(2)], pools).selection.execution
+    assert isinstance(found, Graph)
+    assert found.pool is first.pool
+    assert found.static[0] is second.static[0]
+
+
+def test_capturing_again_puts_everything_back() -> None:
+    """The state is written where it is, by runs that draw."""
+    state, pools, first = t(4), GraphPools(), Graph(written=[], pool=Pool())
+    pools[first.device] = first.pool
+    generator = torch.get_rng_state()
+    _pooled(tuned(Graph(state, written=[True], pool=Pool())), [state], pools)
+    assert torch.equal(state, t(4))
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize("failure", [CaptureError("no way\nat all"), torch.OutOfMemoryError("no way\nat all")])
+def test_a_graph_that_cannot_join_the_others_stays_where_it_is_and_says_why(failure: Exception) -> None:
+    """Later ones join it: a pool in which a capture has failed takes no other."""
+    first, second, third = (Graph(t(2), written=[False], pool=Pool()) for _ in range(3))
+    pools = GraphPools()
+    _pooled(tuned(first), [t(2)], pools)
+    second.failure = failure
+    alone = _pooled(tuned(second), [t(2)], pools)
+    assert alone.selection.execution is second
+    (refusal,) = alone.refusals
+    assert refusal.choice == "memory of its own"
+    assert refusal.reason.endswith("Error: no way")
+    joined = _pooled(tuned(third), [t(2)], pools).selection.execution
+    assert isinstance(joined, Graph)
+    assert joined.pool is second.pool
+
+
+def test_what_is_not_captured_needs_no_pool() -> None:
+    pools, given = GraphPools(), tuned(lambda x: (x,))
+    assert _pooled(given, [t(2)], pools) is given
+    assert not pools
+
+
+# Pieces
 
 
 class Piece:

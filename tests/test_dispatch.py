@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import threading
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from autostream.build import preparing
 from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError, TargetError, TraceError
+from autostream.execution.cuda_graph import GraphPools
 from autostream.options import Options
 from autostream.tracing import inductor
+from autostream.tuning import Tuned
 from tests.semantics import CONFIGURATIONS, Model, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -256,6 +259,38 @@ def test_a_piece_on_the_cpu_is_not_fused_and_says_why() -> None:
     assert report.mode == "one stream"
     assert [refusal.choice for refusal in report.refusals] == ["not fused"]
     assert "this program runs on the CPU" in report.refusals[0].reason
+
+
+# Pools of captured graphs
+
+
+@torch.no_grad()
+def test_all_signatures_and_pieces_of_a_model_share_pools_and_copies_of_it_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[GraphPools] = []
+
+    def spy(tuned: Tuned, arguments: object, pools: GraphPools) -> Tuned:
+        seen.append(pools)
+        return tuned
+
+    monkeypatch.setattr("autostream.build._pooled", spy)
+
+    def pools_of(dispatch: Dispatcher, *calls: Tensor) -> list[GraphPools]:
+        seen.clear()
+        for x in calls:
+            dispatch(x)
+        return list(seen)
+
+    whole, split = dispatcher(nn.ReLU()), dispatcher(Model(lambda s, x: x.sin() if x.sum() > 0 else x.cos()))
+    ours, again = pools_of(whole, t(2), t(3))
+    (copied,) = pools_of(copy.deepcopy(whole), t(2))
+    pieces = pools_of(split, t(2))
+    assert again is ours
+    assert copied is not ours
+    assert len(pieces) > 1
+    assert all(piece is pieces[0] for piece in pieces)
+    assert pieces[0] is not ours
 
 
 # What else becomes of calls

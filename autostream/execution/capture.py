@@ -2,9 +2,10 @@
 
 PyTorch (seen on 2.11) does not clean up after a capture that the driver has invalidated: the default random generator
 goes on believing that it is in a capture, so that every later random number raises, and the allocator keeps serving
-the dead capture's pool. Both are put right here. The pool's memory itself stays with the process.
+the dead capture's pool, which nobody gives back. All three are put right here.
 
-Private to PyTorch: cuBLAS workspaces and ``_cuda_endAllocateToPool``. Where a version lacks them, they are passed over.
+Private to PyTorch: cuBLAS workspaces, ``_cuda_endAllocateToPool`` and ``_cuda_releasePool``. Where a version lacks
+them, they are passed over.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> N
         graph.capture_end()
     with suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
+        # Only if this was still to be done, the graph never came to own a share of the pool that it could release.
+        torch._C._cuda_releasePool(device.index, pool)
     # The driver reports what ended the capture once more, to whoever asks next.
     for _ in range(_ATTEMPTS):
         if _captures_nothing(device):
@@ -94,10 +97,11 @@ def _captures_nothing(device: torch.device) -> bool:
 
 @contextmanager
 def _own_cublas_workspaces() -> Iterator[None]:
-    """Make cuBLAS allocate new workspaces, so that a graph has its own, in its own memory, and shares them with nobody.
+    """Make cuBLAS allocate new workspaces, so that a graph has its own, in its pool, and leaves them to the next there.
 
     A workspace belongs to a thread and stream at capture. Two graphs captured over the same streams would scribble over
-    each other's when they are replayed at the same time. Inductor's CUDA graph trees do the same, before and after.
+    each other's when they are replayed at the same time, which those of one pool never are. Inductor's CUDA graph trees
+    do the same, before and after.
     """
     clear_cublas_workspaces()
     try:

@@ -3,6 +3,13 @@
 A CUDA graph holds addresses. Inputs are therefore copied into static tensors before a replay, outputs are copied out of
 the graph's memory after it, and tensors that stay where they are (weights) are *bound*: used in place, and compared at
 every call with what the graph holds.
+
+What a run computes in between lies in a *pool*, and graphs of one pool lie in the same memory::
+
+    call of A    copy in ─ replay ─ copy back and out
+    call of B                                         copy in ─ replay ─ copy back and out
+
+A call is one *turn*: it begins behind the end of the last one, whichever graph, thread or stream that was.
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import itemgetter
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -40,11 +48,51 @@ class Moved(Exception):  # noqa: N818 - a notice between modules, not an error
     """A tensor that a captured graph uses in place lies somewhere else now, or differently."""
 
 
+class GraphPool:
+    """Memory that captured graphs of one device compute in, one at a time.
+
+    A capture takes what earlier captures into the pool have let go of: arenas, workspaces, and whatever ops allocated
+    by themselves. So a replay overwrites what other graphs computed in between, and the outputs of those that were
+    captured later, which is why PyTorch wants graphs of one pool replayed in the order of their captures. Here any
+    order will do, since nothing in the pool is needed from one turn to the next: inputs, weights and what is written
+    lie elsewhere, and outputs are copied before the turn ends.
+
+    It lives as long as a graph in it: PyTorch refuses captures into a pool that has lost its last graph. What a dropped
+    graph has used is free for later captures, and goes back to the device after the last graph.
+
+    Args:
+        device: a CUDA device.
+
+    Attributes:
+        handle: what PyTorch calls the pool.
+        stream: that of the latest turn.
+        lock: is held during a turn.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.current_stream(device)
+        self.lock = threading.Lock()
+        self._device = device
+        self._raw_stream = self.stream.cuda_stream
+
+    def begin_turn(self) -> None:
+        """Let what is launched on the current stream from now on come after all earlier turns; hold the lock."""
+        if raw_stream(self._device.index) != self._raw_stream:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_stream(self.stream)
+            self.stream, self._raw_stream = stream, stream.cuda_stream
+
+
+GraphPools = WeakValueDictionary[torch.device, GraphPool]
+"""By device, the pool of a model's graphs, for as long as there are any."""
+
+
 class CapturedGraph:
     """A run captured into a CUDA graph; calling it replays the graph on the current stream.
 
     Outputs are the caller's to keep: later replays do not overwrite them. Calls from several threads or streams run one
-    after another, because they share the graph's memory.
+    after another, and so do those of all graphs in the same pool, because they share its memory.
 
     Args:
         run: what to capture; it may use several streams, if it forks them from the current one and joins them.
@@ -55,9 +103,16 @@ class CapturedGraph:
         device: a CUDA device.
         draws: whether ``run`` may draw random numbers. If it neither draws nor writes, running it once more than asked
             changes nothing, and bound tensors are compared while the device is busy already.
+        pool: to compute in, beside the graphs that are in it; by default the graph's own.
+
+    Attributes:
+        static: the tensors that the graph reads.
+        written: which of them it writes.
+        pool: where it computes.
 
     Raises:
-        CaptureError: the capture failed. The current device and stream are as before.
+        CaptureError: the capture failed. The current device and stream are as before. Nothing can be captured into
+            this pool any more; graphs that are in it work.
     """
 
     def __init__(
@@ -69,11 +124,13 @@ class CapturedGraph:
         device: torch.device,
         *,
         draws: bool,
+        pool: GraphPool | None = None,
     ) -> None:
         self.device = device
-        self._home = self._last_stream = torch.cuda.current_stream(device)
-        self._last_handle = self._home.cuda_stream
-        self._draws = draws
+        self.pool = pool or GraphPool(device)
+        self._home = torch.cuda.current_stream(device)
+        self.written = tuple(written)
+        self._run, self._bound, self._draws = run, tuple(bound), draws
         self._repeatable = not draws and not any(written)
         bound_places = [index for index, is_bound in enumerate(bound) if is_bound]
         self._copied = [index for index, is_bound in enumerate(bound) if not is_bound]
@@ -84,18 +141,31 @@ class CapturedGraph:
         # What the graph reads stays allocated when a weight moves away, until a call notices.
         self._held = [tensors[index].detach() for index in bound_places]
         self._unmoved = Bound(self._held).unmoved
-        self._lock = threading.Lock()
-        self._graph, outputs = _captured(run, self.static, device)
+        self._graph, outputs = _captured(run, self.static, device, self.pool)
         self._handouts: tuple[Handout, ...] = handouts(outputs, self.static, self._copied)
+        with self.pool.lock:  # calls come after the making of the static tensors too
+            self.pool.begin_turn()
 
     def __del__(self) -> None:
         """Whoever is given the static tensors' memory next, on the stream of their making, comes after all replays."""
-        if self._last_stream != self._home:
+        if self.pool.stream != self._home:
             with suppress(RuntimeError):  # CUDA may have ended before Python does
-                self._home.wait_stream(self._last_stream)
+                self._home.wait_stream(self.pool.stream)
+
+    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool) -> CapturedGraph:
+        """The same run, captured with other tensors or into another pool; it runs on them a few times.
+
+        Args:
+            tensors: arguments of the run, like those of this graph.
+            pool: to compute in.
+
+        Raises:
+            CaptureError: as of the class.
+        """
+        return CapturedGraph(self._run, tensors, self._bound, self.written, self.device, draws=self._draws, pool=pool)
 
     def replay(self) -> None:
-        """Replay on the current stream with what the static tensors hold, copying nothing."""
+        """Replay on the current stream with what the static tensors hold, copying nothing and waiting for no turn."""
         if not self._draws:
             self._graph.replay()
             return
@@ -120,20 +190,14 @@ class CapturedGraph:
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.launch(tensors)
-        with self._lock:
-            if raw_stream(self.device.index) != self._last_handle:
-                self._come_after_the_last()
+        pool = self.pool
+        with pool.lock:
+            pool.begin_turn()
             self._copy_in(self._those_copied(tensors))
             self.replay()
             if self._returned:
                 copier([tensors[index] for index in self._returned])([self.static[index] for index in self._returned])
             return _hand_out(self._handouts, tensors)
-
-    def _come_after_the_last(self) -> None:
-        """All replays share the graph's memory."""
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_stream(self._last_stream)
-        self._last_stream, self._last_handle = stream, stream.cuda_stream
 
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether bound tensors lie where the graph reads them, in the way that they did."""
@@ -169,7 +233,7 @@ def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Output
 
 
 def _captured(
-    run: FlatFunction, tensors: Sequence[Tensor], device: torch.device
+    run: FlatFunction, tensors: Sequence[Tensor], device: torch.device, pool: GraphPool
 ) -> tuple[torch.cuda.CUDAGraph, Sequence[Output]]:
     """Warm up, then capture."""
     stream = capture_stream(device)
@@ -179,7 +243,7 @@ def _captured(
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_RUNS):
                     run(*tensors)
-            return capture(lambda: run(*tensors), stream)
+            return capture(lambda: run(*tensors), stream, pool.handle)
     except Exception as error:
         raise CaptureError(f"{first_line(error)}{where(error)}") from error
     finally:

@@ -32,7 +32,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "new pool")
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: None, raising=False)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda device, pool: None, raising=False)
     monkeypatch.setattr("autostream.execution.capture.idle_capture_stream", lambda device: STREAM)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, nullcontext)
@@ -57,6 +58,25 @@ def test_a_capture_that_fails_is_ended_and_followed_by_one_of_nothing(log: list[
     with pytest.raises(ZeroDivisionError):
         capture(lambda: 1 / 0, STREAM)
     assert log == [{}, ("begin", "new pool"), "end", {}, ("begin", None), "end"]
+
+
+@pytest.mark.parametrize("invalidated", [False, True])
+def test_a_graph_that_never_owned_its_share_of_a_pool_does_not_keep_it(
+    invalidated: bool, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch counts the graphs of a pool, and itself takes off only those whose capture it could end."""
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", raising if invalidated else lambda graph: None)
+    end = (lambda device, pool: None) if invalidated else raising
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    released: list[Any] = []
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: released.append(args), raising=False)
+    with pytest.raises(ZeroDivisionError):
+        capture(lambda: 1 / 0, STREAM, "a pool")
+    assert released == ([(0, "a pool")] if invalidated else [])
+
+
+def raising(*args: object) -> None:
+    raise RuntimeError
 
 
 def run_alone(program: str) -> None:
@@ -108,6 +128,51 @@ def test_after_a_failed_capture_all_goes_on() -> None:
         assert torch.equal(first, y)
         torch.cuda.manual_seed(7)
         assert torch.equal(torch.rand(4, device="cuda"), expected[0])
+        """
+    )
+
+
+@pytest.mark.gpu
+def test_the_memory_of_a_failed_capture_comes_back() -> None:
+    """Of one whose pool was new, and of one that joined a graph, when that is dropped as well."""
+    run_alone(
+        """
+        import gc, torch
+        from autostream.execution.capture import capture
+        from autostream.execution.streams import capture_stream
+
+        def fails():
+            block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+            x.sum().item()
+
+        def reserved():
+            gc.collect()
+            torch.cuda.empty_cache()
+            return torch.cuda.memory_reserved()
+
+        def attempt(pool):
+            try:
+                capture(fails, stream, pool)
+            except RuntimeError as error:
+                print(error)
+            else:
+                raise AssertionError("a capture that waits for the device must fail")
+
+        x, stream = torch.ones(1024, device="cuda"), capture_stream("cuda:0")
+        x.sum().item()
+        attempt(None)
+        before = reserved()
+        for _ in range(3):
+            attempt(None)
+        assert reserved() == before, (reserved(), before)
+
+        graph, y = capture(lambda: x + 1, stream)
+        attempt(graph.pool())
+        graph.replay()
+        assert y.eq(2).all().item()
+        assert reserved() >= before + (64 << 20)
+        del graph, y
+        assert reserved() == before, (reserved(), before)
         """
     )
 

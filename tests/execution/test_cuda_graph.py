@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autostream.errors import CaptureError
 from autostream.execution import cuda_graph
-from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, Moved
+from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, GraphPool, GraphPools, Moved
 from autostream.execution.static import static_copies
 from tests.threads import in_threads
 
@@ -39,15 +41,22 @@ class Stream:
 
 
 class Replayable:
-    """What was recorded: a replay runs it again and puts the results where those of the recorded run lie."""
+    """What was recorded: a replay runs it again and puts the results where those of the recorded run lie.
 
-    def __init__(self, run: Callable[[], Sequence[Tensor]]) -> None:
+    Whatever others in the same pool have returned is rubbish afterwards.
+    """
+
+    def __init__(self, run: Callable[[], Sequence[Tensor]], pool: list[Replayable]) -> None:
         with torch.inference_mode(False):  # a replay knows no modes
             self._run, self.outputs = run, run()
+        self._pool = pool
+        pool.append(self)
 
     def replay(self) -> None:
         for recorded, new in zip(self.outputs, self._run(), strict=True):
             recorded.copy_(new)
+        for output in (output for other in self._pool if other is not self for output in other.outputs):
+            output.fill_(math.nan)
 
 
 @dataclass
@@ -69,9 +78,11 @@ class Cuda:
         finally:
             self.current = before
 
-    def capture(self, run: Callable[[], Sequence[Tensor]], stream: Stream) -> tuple[Replayable, Sequence[Tensor]]:
+    def capture(
+        self, run: Callable[[], Sequence[Tensor]], stream: Stream, pool: list[Replayable]
+    ) -> tuple[Replayable, Sequence[Tensor]]:
         self.log.append(f"capture on {stream.name}, current {self.current.name}")
-        graph = Replayable(run)
+        graph = Replayable(run, pool)
         return graph, graph.outputs
 
 
@@ -81,6 +92,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
     monkeypatch.setattr(torch.cuda, "stream", fake.on)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)
     monkeypatch.setattr(cuda_graph, "raw_stream", lambda device: fake.current.cuda_stream)
     monkeypatch.setattr(cuda_graph, "capture", fake.capture)
     monkeypatch.setattr(cuda_graph, "capture_stream", lambda device: fake.capturing)
@@ -95,12 +107,13 @@ def captured(
     written: Sequence[int] = (),
     draws: bool = False,
     device: torch.device = CPU,
+    pool: GraphPool | None = None,
 ) -> CapturedGraph:
     places = range(len(tensors))
     flags = ([place in chosen for place in places] for chosen in (bound, written))
     with torch.inference_mode(False), torch.no_grad():
         static = static_copies(tensors, [place for place in places if place not in bound])
-    return CapturedGraph(run, static, *flags, device, draws=draws)
+    return CapturedGraph(run, static, *flags, device, draws=draws, pool=pool)
 
 
 class Copies(TorchDispatchMode):
@@ -342,6 +355,122 @@ def test_calls_of_several_threads_take_turns(cuda: Cuda) -> None:
             assert torch.equal(output, torch.full((64,), 2.0 * value))
 
     in_threads(8, work)
+
+
+# Pools
+
+
+def power(exponent: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    return lambda x: (x**exponent,)
+
+
+def together(count: int) -> list[CapturedGraph]:
+    """The square, the cube and so on, in one pool."""
+    pool = GraphPool(CPU)
+    return [captured(power(number + 2), torch.zeros(64), pool=pool) for number in range(count)]
+
+
+def test_what_graphs_of_one_pool_overwrite_has_been_copied(cuda: Cuda) -> None:
+    """In whatever order they are called, among them the one that was captured last before the first."""
+    graphs = together(3)
+    outputs = [(place, graphs[place](torch.full((64,), 2.0))[0]) for place in (2, 0, 1, 1, 0, 2)]
+    assert all(torch.equal(output, torch.full((64,), 2.0 ** (place + 2))) for place, output in outputs)
+
+
+def test_threads_that_call_graphs_of_one_pool_take_turns(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = together(4)
+
+    def work(number: int) -> None:
+        for turn in range(50):
+            (output,) = graphs[number % 4](torch.full((64,), float(turn)))
+            assert torch.equal(output, torch.full((64,), float(turn) ** (number % 4 + 2)))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(8, work)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_calls_of_graphs_in_one_pool_come_after_each_other(cuda: Cuda) -> None:
+    """A on the left, B on the right, then both in the middle."""
+    a, b = together(2)
+    left, right, middle = (Stream(name) for name in ("left", "right", "middle"))
+    cuda.home.waits.clear()
+    for graph, stream in ((a, left), (b, right), (a, middle), (b, middle)):
+        with cuda.on(stream):
+            graph(torch.zeros(64))
+    assert (left.waits, right.waits, middle.waits) == ([cuda.home], [left], [right])
+    assert cuda.home.waits == []
+
+
+def test_graphs_in_pools_of_their_own_do_not_wait_for_each_other(cuda: Cuda) -> None:
+    a, b = captured(twice, torch.ones(1)), captured(twice, torch.ones(1))
+    left, right = Stream("left"), Stream("right")
+    for graph, stream in ((a, left), (b, right), (a, left), (b, right)):
+        with cuda.on(stream):
+            graph(torch.ones(1))
+    assert (left.waits, right.waits) == ([cuda.home], [cuda.home])
+
+
+def test_calls_come_after_the_making_of_the_latest_graph_in_the_pool(cuda: Cuda) -> None:
+    """Its static tensors have been filled on the stream on which it was made."""
+    first, left, right = captured(twice, torch.ones(1)), Stream("left"), Stream("right")
+    with cuda.on(left):
+        first(torch.ones(1))
+    cuda.home.waits.clear()
+    second = captured(twice, torch.ones(1), pool=first.pool)
+    assert cuda.home.waits == [cuda.capturing, left]
+    with cuda.on(right):
+        second(torch.ones(1))
+    assert right.waits == [cuda.home]
+
+
+def test_memory_of_a_graph_that_dies_comes_after_the_last_turn_in_its_pool(cuda: Cuda) -> None:
+    a, b = together(2)
+    left, right = Stream("left"), Stream("right")
+    with cuda.on(left):
+        a(torch.zeros(64))
+    with cuda.on(right):
+        b(torch.zeros(64))
+    cuda.home.waits.clear()
+    del a
+    gc.collect()
+    assert cuda.home.waits == [right]
+
+
+def test_a_pool_lives_as_long_as_a_graph_in_it(cuda: Cuda) -> None:
+    pools, (a, b) = GraphPools(), together(2)
+    pools[CPU] = a.pool
+    del a
+    gc.collect()
+    assert pools[CPU] is b.pool
+    del b
+    gc.collect()
+    assert CPU not in pools
+
+
+def test_a_graph_that_is_captured_again_is_the_same_in_other_memory(cuda: Cuda) -> None:
+    """Where its weight lies now, and among other graphs: what it writes, it writes there."""
+
+    def run(w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return w * x, y.add_(x)
+
+    weight, other = torch.tensor([2.0]), captured(twice, torch.ones(1))
+    former = captured(run, weight, torch.ones(1), torch.ones(1), bound=[0], written=[2], draws=True)
+    moved = torch.tensor([5.0])
+    again = former.recaptured([moved, *former.static[1:]], other.pool)
+    assert again.pool is other.pool
+    assert former.pool is not other.pool
+    x, y = torch.tensor([3.0]), torch.tensor([4.0])
+    product, total = again(moved, x, y)
+    other(torch.ones(1))
+    assert (product.item(), total.item(), y.item()) == (15.0, 7.0, 7.0)
+    assert total is y
+    with pytest.raises(Moved):
+        again(weight, x, y)
+    assert y.item() == 7.0
 
 
 # Capturing
