@@ -9,6 +9,7 @@
     slack                                    Timeline ─▶ Timeline (all as late as it may be)
     postpone                                 Schedule, Timeline ─▶ Assignment (what takes memory is launched later)
     recycling                                Schedule, Timeline ─▶ Schedule (waits that take no time and save memory)
+    clocks                                   Schedule ─▶ what has happened before each launch
     lifetimes, arena                         Schedule ─▶ when each storage is in use ─▶ Schedule (where storages lie)
     verify                                   Schedule ─▶ nothing, or ScheduleError; shares no code with the above
     simulate                                 Schedule ─▶ Timeline

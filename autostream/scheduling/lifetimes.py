@@ -1,22 +1,16 @@
 """Lifetimes: from when until when a storage is in use, where time is the partial order of a schedule.
 
-Streams run side by side, so *before* is happens-before: stream order and waits, closed transitively. It is told by
-vector clocks (Fidge and Mattern, 1988), which hold one launch position per stream: what a stream did up to a position
-has happened when the launch there has.
+*Before* is happens-before, which vector clocks tell (:mod:`~autostream.scheduling.clocks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import le
 
-from autostream.ir import FORK, Op, OpGraph, Role, Schedule
-
-NEVER = -1
-
-Clock = tuple[int, ...]
-"""For each stream, the position of a launch there, or ``NEVER``."""
+from autostream.ir import Op, OpGraph, Role, Schedule
+from autostream.scheduling.clocks import NEVER, Clock, seen_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +72,7 @@ def lifetimes(graph: OpGraph, schedule: Schedule) -> Mapping[str, Lifetime]:
     birth: dict[str, list[int]] = {}
     death: dict[str, list[int]] = {}
     first: dict[str, int] = {}
-    for position, (launch, seen) in enumerate(zip(schedule.launches, _seen(schedule), strict=True)):
+    for position, (launch, seen) in enumerate(zip(schedule.launches, seen_before(schedule), strict=True)):
         for storage in _touched(graph.ops[launch.op], owner):
             if storage not in first:
                 first[storage], birth[storage], death[storage] = position, list(seen), [NEVER] * schedule.streams
@@ -101,15 +95,3 @@ def _owners(graph: OpGraph) -> Mapping[str, str]:
 
 def _touched(op: Op, owner: Mapping[str, str]) -> frozenset[str]:
     return frozenset(owner[name] for name in op.reads | op.writes | op.allocates if name in owner)
-
-
-def _seen(schedule: Schedule) -> Iterator[Clock]:
-    """For each launch, what has happened before it starts."""
-    nothing = (NEVER,) * schedule.streams
-    after: dict[str, Clock] = {FORK: nothing}
-    end = [nothing] * schedule.streams
-    for position, launch in enumerate(schedule.launches):
-        here = launch.stream
-        seen = tuple(map(max, end[here], *(after[op] for op in launch.waits))) if launch.waits else end[here]
-        yield seen
-        end[here] = after[launch.op] = (*seen[:here], position, *seen[here + 1 :])

@@ -13,9 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autostream.ir import FORK, OpGraph, Role, Schedule
-
-NEVER = -1
+from autostream.ir import OpGraph, Role, Schedule
+from autostream.scheduling.clocks import Clock, at_the_end, seen_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class _Moment:
     """The end of a stream behind the launch at ``position``, and the last launch on each stream that it has seen."""
 
     position: int
-    clock: tuple[int, ...]
+    clock: Clock
 
 
 def place_releases(graph: OpGraph, schedule: Schedule) -> Schedule:
@@ -94,16 +93,10 @@ def _accesses(graph: OpGraph) -> Mapping[str, Sequence[str]]:
 
 
 def _moments(schedule: Schedule) -> Mapping[int, Sequence[_Moment]]:
-    """The ends of each stream, launch by launch, as vector clocks (Fidge and Mattern, 1988)."""
-    clock_of = {FORK: (NEVER,) * schedule.streams}
+    """The ends of each stream, launch by launch."""
     moments: dict[int, list[_Moment]] = defaultdict(list)
-    for position, launch in enumerate(schedule.launches):
-        here = moments[launch.stream]
-        before = here[-1].clock if here else clock_of[FORK]
-        clock = [max(seen) for seen in zip(before, *(clock_of[op] for op in launch.waits), strict=True)]
-        clock[launch.stream] = position
-        clock_of[launch.op] = tuple(clock)
-        here.append(_Moment(position, clock_of[launch.op]))
+    for position, (launch, seen) in enumerate(zip(schedule.launches, seen_before(schedule), strict=True)):
+        moments[launch.stream].append(_Moment(position, at_the_end(seen, launch.stream, position)))
     return moments
 
 
