@@ -7,7 +7,15 @@ print(autostream.explain(fast))        # what runs beside what, what it gained, 
 """
 
 from autostream.api import OptimizedModule, explain, optimize
-from autostream.errors import AutostreamError, CaptureError, OptionError, ScheduleError, TargetError, TraceError
+from autostream.errors import (
+    AutostreamError,
+    CaptureError,
+    MismatchError,
+    OptionError,
+    ScheduleError,
+    TargetError,
+    TraceError,
+)
 from autostream.reporting.report import Report
 from autostream.version import VERSION
 
@@ -16,6 +24,7 @@ __version__ = VERSION
 __all__ = [
     "AutostreamError",
     "CaptureError",
+    "MismatchError",
     "OptimizedModule",
     "OptionError",
     "Report",

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
+from autostream.comparison import compared
 from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.ir import Decision
-from autostream.options import Options, disabled
+from autostream.options import Options, disabled, paranoid
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
@@ -72,6 +73,7 @@ class Dispatcher:
         self.bound_inputs = bound_inputs
         self._pools = GraphPools() if pools is None else pools
         self._disabled = disabled()
+        self._paranoid = paranoid()
         self._lock = threading.RLock()
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
         self._proven: WeakSet[Entry] = WeakSet()
@@ -179,7 +181,7 @@ class Dispatcher:
         for _ in range(2):
             entry, proven = self._entry(tensors, structure, signature)
             try:
-                outputs = entry(tensors) if isinstance(entry, Scheduled) else entry(*args, **kwargs)
+                outputs = self._outputs(entry, tensors, args, kwargs)
             except Stale:
                 self._drop(entry)
                 continue
@@ -191,10 +193,17 @@ class Dispatcher:
                     self._drop(entry)
                 raise
             proven()
-            if isinstance(entry, Scheduled) and not kwargs and watch is self._watch:
+            if isinstance(entry, Scheduled) and not kwargs and watch is self._watch and not self._paranoid:
                 self._shortcut = entry.shortcut(args, watch)
             return outputs
         raise self._refused("the model's state changes while it is called")
+
+    def _outputs(self, entry: Entry, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(entry, Scheduled):
+            return entry(*args, **kwargs)
+        if self._paranoid:
+            return compared(self.model, partial(entry, tensors), tensors, args, kwargs)
+        return entry(tensors)
 
     def _signature(self, args: Any, kwargs: Any) -> tuple[list[Tensor], Structure, Signature, ModelWatch]:
         """The flat inputs of a call, its signature, and the watch on the modules that it was made for."""

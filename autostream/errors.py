@@ -8,11 +8,13 @@
     │   └── FastPathError           … and pieces of it would not compute the same either
     ├── FusionError                 a program's ops cannot be fused into kernels
     ├── ScheduleError               a schedule failed verification; it was not executed
-    └── CaptureError                a schedule cannot be captured into a CUDA graph
+    ├── CaptureError                a schedule cannot be captured into a CUDA graph
+    └── MismatchError               a scheduled call did not compute what the model computes
 
-``OptionError``, ``TargetError`` and ``CostError`` are mistakes of the caller and always reach them. The others are
-caught by :func:`autostream.optimize`, which falls back and reports why, unless ``strict=True``; ``FusionError`` even
-then, since what falls back is only what one op is.
+``OptionError``, ``TargetError`` and ``CostError`` are mistakes of the caller and always reach them, and a
+``MismatchError`` was asked for (``AUTOSTREAM_VERIFY=paranoid``). The others are caught by :func:`autostream.optimize`,
+which falls back and reports why, unless ``strict=True``; ``FusionError`` even then, since what falls back is only what
+one op is.
 """
 
 
@@ -50,6 +52,10 @@ class ScheduleError(AutostreamError):
 
 class CaptureError(AutostreamError):
     """A schedule cannot be captured into a CUDA graph; the message names the op and the user's source line."""
+
+
+class MismatchError(AutostreamError):
+    """A scheduled call did not compute what the model computes; the message says where and by how much they differ."""
 
 
 def first_line(error: BaseException) -> str:

@@ -117,6 +117,18 @@ def disabled() -> bool:
     return os.environ.get("AUTOSTREAM_DISABLE", "") not in ("", "0")
 
 
+def paranoid() -> bool:
+    """Whether ``AUTOSTREAM_VERIFY=paranoid`` asks that every scheduled call be compared with the model's own.
+
+    Raises:
+        OptionError: it asks for something else.
+    """
+    asked = os.environ.get("AUTOSTREAM_VERIFY", "")
+    if asked not in ("", "paranoid"):
+        raise OptionError(f"AUTOSTREAM_VERIFY is {asked!r}: use 'paranoid', or leave it unset")
+    return asked == "paranoid"
+
+
 def cache_folder() -> Path:
     """Where measurements are kept between runs, whether or not it exists.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from autostream.options import Options
+
+log = logging.getLogger(__name__)
 
 TUNING = ("price", "search", "select")
 """The stages that ``tuning_seconds`` are for."""
@@ -21,12 +24,14 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
+        """Add the time spent inside to a stage, and log it (``TORCH_LOGS="+autostream"``)."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+            log.debug("%s: %.3f s", stage, seconds)
 
     def left(self, options: Options) -> float:
         """What remains of the seconds for tuning, 0 or more."""

@@ -19,7 +19,7 @@ FLOORS = {
     0: {"errors", "options", "ir", "version", "collector", "stopwatch", "storages", "kernels"},
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
-    3: {"pipeline", "candidates", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
+    3: {"pipeline", "candidates", "comparison", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
     4: {"api", "backend"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
 }

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from autostream.errors import OptionError
-from autostream.options import MAX_STREAMS, Options, PolicyName, cache_folder, disabled
+from autostream.options import MAX_STREAMS, Options, PolicyName, cache_folder, disabled, paranoid
 from autostream.scheduling import POLICIES
 
 ALLOWED = {
@@ -110,6 +110,23 @@ def test_the_environment_can_switch_autostream_off(
     else:
         monkeypatch.setenv("AUTOSTREAM_DISABLE", value)
     assert disabled() is off
+
+
+@pytest.mark.parametrize(("value", "asked"), [(None, False), ("", False), ("paranoid", True)])
+def test_the_environment_can_ask_for_comparisons(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, asked: bool
+) -> None:
+    monkeypatch.delenv("AUTOSTREAM_VERIFY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("AUTOSTREAM_VERIFY", value)
+    assert paranoid() is asked
+
+
+@pytest.mark.parametrize("value", ["1", "yes", "paranoia"])
+def test_what_cannot_be_asked_for_is_told(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("AUTOSTREAM_VERIFY", value)
+    with pytest.raises(OptionError, match=f"AUTOSTREAM_VERIFY is '{value}': use 'paranoid'"):
+        paranoid()
 
 
 @pytest.mark.parametrize(
