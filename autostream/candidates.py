@@ -264,18 +264,26 @@ def _distinct(assignments: Iterable[Assignment]) -> Iterator[Assignment]:
 
 
 def _shortlist(rivals: Iterable[Candidate], complete: Callable[[Candidate], Sequence[Candidate]]) -> list[Candidate]:
-    """The best of each policy and the best of all others, and whatever is better but refused; best prediction first.
+    """The best of each policy, of each policy and number of streams, then of all; and whatever is better but refused.
+
+    What differs little by prediction and by how it was made differs little on the device, and variants of the winner
+    are measured anyway.
 
     Args:
         rivals: candidates.
         complete: finds out what one comes to, and whether it is refused; not asked more often than needed.
     """
-    waiting, completed, policies = sorted(rivals, key=_promise), list[Candidate](), set[str]()
+    waiting, completed = sorted(rivals, key=_promise), list[Candidate]()
     while waiting and len(_allowed(completed)) < SHORTLIST:
-        first = next((at for at, rival in enumerate(waiting) if rival.schedule.policy not in policies), 0)
-        completed.extend(complete(waiting.pop(first)))
-        policies = {candidate.schedule.policy for candidate in _allowed(completed)}
+        known = {kind for candidate in _allowed(completed) for kind in _kinds(candidate)}
+        old = [len(known & _kinds(rival)) for rival in waiting]
+        completed.extend(complete(waiting.pop(old.index(min(old)))))
     return sorted(completed, key=_promise)
+
+
+def _kinds(candidate: Candidate) -> set[tuple[object, ...]]:
+    """How a candidate was made: of equal kinds, the device can tell candidates apart no better than the simulator."""
+    return {(candidate.schedule.policy,), (candidate.schedule.policy, candidate.schedule.streams)}
 
 
 def _may_run(candidate: Candidate) -> bool:

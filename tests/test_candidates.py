@@ -125,8 +125,15 @@ def test_the_best_of_each_policy_is_on_the_shortlist_however_promising_others_ar
     assert shortlisted([*others, *searched]) == [*searched[:4], others[1], others[0]]
 
 
-def rival(policy: str, predicted_us: float) -> Candidate:
-    return Candidate(Schedule(policy, 2, ()), captured=True, predicted_us=predicted_us)
+def rival(policy: str, predicted_us: float, streams: int = 2) -> Candidate:
+    return Candidate(Schedule(policy, streams, ()), captured=True, predicted_us=predicted_us)
+
+
+def test_other_numbers_of_streams_come_before_more_of_the_same() -> None:
+    """Of seven, one has to go: not the worst, but the third search over as many streams."""
+    alike = [rival("search", 1.0 + at / 10, streams=4) for at in range(3)]
+    others = [rival("search", 5.0, 3), rival("search", 6.0, 2), rival("path_cover", 7.0, 8), rival("path_cover", 8.0)]
+    assert shortlisted([*others, *alike]) == [*alike[:2], *others]
 
 
 def shortlisted(rivals: list[Candidate], refused: Callable[[Candidate], bool] = lambda rival: False) -> list[Candidate]:
