@@ -38,14 +38,17 @@ def room_bytes(sequential: Candidate, budget: int | float, given_bytes: int) -> 
     return most - given_bytes
 
 
-def excess(candidate: Candidate, sequential: Candidate, budget: int | float, given_bytes: int) -> str:
+def excess(
+    candidate: Candidate, sequential: Candidate, budget: int | float, given_bytes: int, *, at_least: bool = False
+) -> str:
     """Why a candidate takes more memory than it may, or ``""`` where it does not.
 
     Args:
-        candidate: a complete schedule.
+        candidate: a schedule, with what it takes.
         sequential: the one on one stream.
         budget: what it may take, as for :func:`room_bytes`.
         given_bytes: of weights and inputs.
+        at_least: whether the candidate was not completed, and may take more than is known.
 
     Example:
         >>> from autostream.ir import Schedule
@@ -61,12 +64,13 @@ def excess(candidate: Candidate, sequential: Candidate, budget: int | float, giv
     room = room_bytes(sequential, budget, given_bytes)
     if candidate.memory_bytes <= room:
         return ""
+    needs = "needs at least" if at_least else "needs"
     if not isinstance(budget, float):
-        return f"needs {size(candidate.memory_bytes)}, the budget is {size(budget)} (memory_budget)"
+        return f"{needs} {size(candidate.memory_bytes)}, the budget is {size(budget)} (memory_budget)"
     one, most = sequential.memory_bytes + given_bytes, round(room) + given_bytes
     factor = f"{budget:g} ×" if most == round(budget * one) else f"{size(SLACK_BYTES)} more than"
     whole = f"{factor} the {size(one)} of one stream" + (", weights and inputs included" if given_bytes else "")
-    return f"needs {size(candidate.memory_bytes + given_bytes)}, the budget is {size(most)}: {whole} (memory_budget)"
+    return f"{needs} {size(candidate.memory_bytes + given_bytes)}, the budget is {size(most)}: {whole} (memory_budget)"
 
 
 def exemption(sequential: Candidate, budget: int | float, given_bytes: int) -> tuple[Decision, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from operator import itemgetter
 
@@ -182,7 +183,12 @@ class _Budget:
     sequential: Candidate
     limit: int | float
 
-    @property
+    @cached_property
+    def footprint(self) -> Footprint:
+        """Of the ops."""
+        return Footprint(self.priced.graph)
+
+    @cached_property
     def room_bytes(self) -> float:
         """What a schedule may allocate."""
         return room_bytes(self.sequential, self.limit, given_bytes(self.priced.graph))
@@ -192,37 +198,38 @@ class _Budget:
 
         If it does not: the schedule most like it that does, if there is one, and itself, refused, if it were faster.
         """
-        plain = self._judged(candidate)
+        timeline = self._run(candidate.schedule)
+        plain = self._judged(candidate, timeline)
         if not plain.refusal:
             return (plain,)
-        fitting = list(islice(filter(_may_run, map(self._judged, self._thrifty(candidate))), 1))
+        fitting = list(islice(filter(_may_run, self._thrifty(candidate, timeline)), 1))
         faster = all(plain.predicted_us < found.predicted_us for found in fitting)
         return (*fitting, *([plain] if faster else []))
 
-    def _judged(self, candidate: Candidate) -> Candidate:
-        graph = self.priced.graph
-        complete = _with_memory(graph, candidate)
-        return replace(complete, refusal=excess(complete, self.sequential, self.limit, given_bytes(graph)))
+    def _run(self, schedule: Schedule) -> Timeline:
+        return simulate(schedule, self.priced.costs, self.priced.profile, captured=self.sequential.captured)
 
-    def _thrifty(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _judged(self, candidate: Candidate, timeline: Timeline) -> Candidate:
+        """The candidate with memory; where it cannot but exceed the budget, that is known without a place for each."""
+        graph = self.priced.graph
+        least = self.footprint.live_bytes(timeline)
+        hopeless = least > self.room_bytes
+        known = replace(candidate, memory_bytes=least) if hopeless else _with_memory(graph, candidate)
+        refusal = excess(known, self.sequential, self.limit, given_bytes(graph), at_least=hopeless)
+        return replace(known, refusal=refusal)
+
+    def _thrifty(self, candidate: Candidate, timeline: Timeline) -> Iterator[Candidate]:
         """The same streams in schedules that need less memory, those that change least first."""
-        graph, costs, profile = self.priced.graph, self.priced.costs, self.priced.profile
-        captured, room, footprint = candidate.captured, self.room_bytes, Footprint(graph)
+        graph, profile = self.priced.graph, self.priced.profile
         edge_us = profile.over(candidate.schedule.streams).cross_stream_edge_us
         least_bytes = max(1, round(WORTH_A_WAIT * self.sequential.memory_bytes))
-
-        def run(schedule: Schedule) -> Timeline:
-            return simulate(schedule, costs, profile, captured=captured)
-
-        asap = run(candidate.schedule)
-        late = synchronize(graph, postponed(graph, candidate.schedule, asap, edge_us))
-        for schedule, timeline in ((candidate.schedule, asap), (late, run(late))):
+        late = synchronize(graph, postponed(graph, candidate.schedule, timeline, edge_us))
+        for schedule, when in ((candidate.schedule, timeline), (late, self._run(late))):
             for slack in SLACKS:
-                waiting = wait_for_memory(graph, schedule, timeline, edge_us, least_bytes, slack)
-                then = run(waiting)
-                if footprint.live_bytes(then) <= room:  # no placement needs less than that
-                    predicted_us = then.makespan_us + replay_us(profile, captured)
-                    yield replace(candidate, schedule=waiting, predicted_us=predicted_us)
+                waiting = wait_for_memory(graph, schedule, when, edge_us, least_bytes, slack)
+                then = self._run(waiting)
+                predicted_us = then.makespan_us + replay_us(profile, candidate.captured)
+                yield self._judged(replace(candidate, schedule=waiting, predicted_us=predicted_us), then)
 
 
 def _assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:

@@ -414,7 +414,8 @@ class Candidate:
         predicted_us: makespan by the simulator, µs.
         measured_us: median time of one run on the device, µs, or ``None`` where nothing was measured.
         refusal: why it was not measured or cannot run, or ``""``.
-        memory_bytes: what it allocates at most, by its plan; libraries' workspaces come on top.
+        memory_bytes: what it allocates at most, by its plan; libraries' workspaces come on top. Of one that exceeds the
+            memory budget, perhaps only what it needs at least.
     """
 
     schedule: Schedule

@@ -133,7 +133,9 @@ def _allow(report: Report) -> Iterator[str]:
     best = kept_out(report)
     gain_us = best.within_us - best.predicted_us if best else 0.0
     if best and gain_us > _SOME * best.within_us:
-        yield f"memory_budget={best.budget}: {best.schedule} needs that, and is predicted to take {us(gain_us)} less"
+        needed = "at least that" if "at least" in best.why else "that"
+        gain = f"is predicted to take {us(gain_us)} less"
+        yield f"memory_budget={best.budget}: {best.schedule} needs {needed}, and {gain}"
 
 
 def _measure(report: Report) -> Iterator[str]:

@@ -122,22 +122,25 @@ def place_storages(graph: OpGraph, schedule: Schedule) -> Schedule:
     """
     lives = lifetimes(graph, schedule)
     sizes = _padded([graph.storages[name].bytes for name in lives])
-    tenants = {name: _Tenant(name, size, lives[name]) for name, size in zip(lives, sizes, strict=True)}
+    tenants = [_Tenant(name, size, lives[name]) for name, size in zip(lives, sizes, strict=True)]
     best = min(_arenas(tenants), key=lambda arena: arena.bytes)
     return replace(schedule, arena=replace(best, offsets={name: best.offsets[name] for name in lives}))
 
 
-def _arenas(tenants: Mapping[str, _Tenant]) -> Iterator[Arena]:
+def _arenas(tenants: Sequence[_Tenant]) -> Iterator[Arena]:
     """One arena for each order that is tried; their offsets iterate in that order."""
     if len(tenants) > MANY:
-        yield _first_fit(sorted(tenants.values(), key=RULES[0]))
+        yield _first_fit_in_blocks(sorted(tenants, key=RULES[0]))
         return
-    ruled = [_first_fit(sorted(tenants.values(), key=rule)) for rule in RULES]
+    known = {tenant.name: tenant for tenant in tenants}
+    lives = [tenant.life for tenant in tenants]
+    bits = dict(zip(known, enumerate(_conflicts(lives, lives)), strict=True))
+    ruled = [_first_fit(sorted(tenants, key=rule), bits) for rule in RULES]
     yield from ruled
     arena = min(ruled, key=lambda arena: arena.bytes)
     for _ in range(ROUNDS):
-        highest = [name for name, offset in arena.offsets.items() if offset + tenants[name].bytes == arena.bytes]
-        arena = _first_fit([tenants[name] for name in dict.fromkeys([*highest, *arena.offsets])])
+        highest = [name for name, offset in arena.offsets.items() if offset + known[name].bytes == arena.bytes]
+        arena = _first_fit([known[name] for name in dict.fromkeys([*highest, *arena.offsets])], bits)
         yield arena
 
 
@@ -153,8 +156,23 @@ def _rounded_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _first_fit(tenants: Sequence[_Tenant]) -> Arena:
-    """Put one after the other at the lowest offset where it conflicts with none of those before it."""
+def _first_fit(tenants: Sequence[_Tenant], bits: Mapping[str, tuple[int, int]]) -> Arena:
+    """Put one after the other at the lowest offset where it conflicts with none of those before it.
+
+    Args:
+        tenants: in this order.
+        bits: of each, the place of its bit in sets, and the set of those that it conflicts with.
+    """
+    slots, offsets = _Slots(), dict[str, int]()
+    for tenant in tenants:
+        bit, conflicts = bits[tenant.name]
+        start = offsets[tenant.name] = slots.lowest(bit, tenant.bytes)
+        slots.take(start, start + tenant.bytes, conflicts)
+    return Arena(max((offsets[tenant.name] + tenant.bytes for tenant in tenants), default=0), offsets)
+
+
+def _first_fit_in_blocks(tenants: Sequence[_Tenant]) -> Arena:
+    """The same, where sets of all would take too much memory: a block is put beside all that are there by then."""
     offsets: list[int] = []
     for start in range(0, len(tenants), BLOCK):
         known = tenants[: start + BLOCK]

@@ -36,6 +36,11 @@ class Footprint:
         return users
 
     @cached_property
+    def allocated(self) -> frozenset[str]:
+        """The storages that ops allocate; others are there before the first."""
+        return frozenset(name for op in self.graph.ops.values() for name in op.allocates)
+
+    @cached_property
     def taken(self) -> Mapping[str, int]:
         """What each op allocates."""
         storages = self.graph.storages
@@ -55,7 +60,7 @@ class Footprint:
         return freed
 
     def live_bytes(self, timeline: Timeline) -> int:
-        """The most that is in use at a time.
+        """The most that is in use at a time of what ops allocate.
 
         Example:
             ``b`` reads what ``a`` made; then it is gone, and ``c`` takes as much.
@@ -73,6 +78,8 @@ class Footprint:
         changes: list[tuple[float, int]] = []
         for name, users in self.users.items():
             storage = self.graph.storages[name]
+            if name not in self.allocated:
+                continue
             changes.append((min(start[op] for op in users), storage.bytes))
             if not storage.escapes:
                 changes.append((max(end[op] for op in users), -storage.bytes))

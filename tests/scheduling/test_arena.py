@@ -189,9 +189,14 @@ def test_small_arenas_are_at_most_a_third_larger_than_the_best(plan: tuple[OpGra
 @given(plan=plans(max_ops=12), block=st.integers(1, 5), chunk=st.integers(1, 3))
 @settings(max_examples=200, deadline=None)
 def test_blocks_and_chunks_change_nothing(plan: tuple[OpGraph, Schedule], block: int, chunk: int) -> None:
+    """One order is tried, with sets of all or block by block; and several, whose slots are in chunks."""
     graph, schedule = plan
-    whole = place_storages(graph, schedule)
-    with patch.multiple(arena, BLOCK=block, CHUNK=chunk):
+    best = place_storages(graph, schedule)
+    with patch.multiple(arena, CHUNK=chunk):
+        assert place_storages(graph, schedule) == best
+    with patch.multiple(arena, RULES=arena.RULES[:1], ROUNDS=0):
+        whole = place_storages(graph, schedule)
+    with patch.multiple(arena, MANY=0, BLOCK=block, CHUNK=chunk):
         assert place_storages(graph, schedule) == whole
 
 
