@@ -215,6 +215,7 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
         try:
             exported = export(flat, _ordinary(tensors), strict=False)
         except Exception as error:
+            _let_go(error)
             recalled(flat.constants.seen)
             raise _refusal(flat.model, error) from error
     if recalled(flat.constants.seen):
@@ -240,6 +241,13 @@ def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:
     return frozenset(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
+def _let_go(error: BaseException | None) -> None:
+    """Drop what the frames of an error and of its causes hold: to look for who else holds a fake tensor takes long."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _refusal(model: nn.Module, error: Exception) -> TraceError:
     if isinstance(error, TraceError):
         refusal, _, _ = str(error).partition("\n")  # torch.fx adds pages to errors in graphs that it interprets
@@ -258,20 +266,19 @@ def _blamed(error: Exception) -> str:
 
 
 def _ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, with stand-ins for those made in inference mode, whose in-place ops autograd would refuse to trace.
+    """The tensors, with stand-ins in the same memory for those made in inference mode, and for views.
 
-    Stand-ins alias as the tensors do; their contents do not matter, for tracing computes nothing.
+    Autograd would refuse to trace in-place ops on the former. Of a view, export looks at the base as well, whose sizes
+    it takes for unknown: also where the base is an input, too.
     """
-    storages: dict[int, torch.UntypedStorage] = {}
+    stand_ins: dict[int, Tensor] = {}
 
     def ordinary(tensor: Tensor) -> Tensor:
-        if not tensor.is_inference():
+        if not (tensor.is_inference() or tensor._is_view()):
             return tensor
-        original = tensor.untyped_storage()
-        copy = torch.UntypedStorage(original.nbytes(), device=original.device)  # type: ignore[no-untyped-call]
-        storage = storages.setdefault(original._cdata, copy)
-        stand_in = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return stand_in.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return stand_ins.setdefault(id(tensor), empty.set_(tensor.untyped_storage(), *place))
 
     return tuple(map(ordinary, tensors))
 
@@ -329,16 +336,30 @@ def _state(
 
 
 def _pruned(exported: ExportedProgram) -> torch.fx.GraphModule:
-    """Export's graph without checks that the signature makes already, and without state that nobody reads."""
+    """Export's graph without checks that the signature makes already, dropouts that return their argument, and state
+    that nobody reads.
+    """
     module: torch.fx.GraphModule = exported.graph_module
     nodes = list(module.graph.nodes)
     for node in reversed(nodes):
+        if _is_idle_dropout(node):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+            continue
         checked = node.op == "call_function" and node.target is torch.ops.aten._assert_tensor_metadata.default
         if checked or (node.op == "placeholder" and not node.users and not _is_input(node, exported)):
             module.graph.erase_node(node)
     if len(module.graph.nodes) < len(nodes):
         module.recompile()
     return module
+
+
+def _is_idle_dropout(node: torch.fx.Node) -> bool:
+    """Whether a node is a dropout with nothing to do. Its fake value has memory of its own, its value has not."""
+    if node.target is not torch.ops.aten.dropout.default:
+        return False
+    _, p, training = node.args
+    return bool(p == 0 or not training)
 
 
 def _is_input(node: torch.fx.Node, exported: ExportedProgram) -> bool:
