@@ -39,6 +39,22 @@ class Net(nn.Module):
 def inputs():
     return [torch.randn(4)], {}
 """,
+        "a look at a dropout that returns its argument, which is written meanwhile": """
+class Net(nn.Module):
+    def forward(self, x0):
+        v0 = F.dropout(x0, 0.5, False)
+        v1 = v0[0]
+        v2 = v1.sin()
+        v3 = x0.sin()
+        x0.add_(x0)
+        v4 = v1[0]
+        v5 = x0.sin()
+        return x0, v2, v3, v4, v5
+
+
+def inputs():
+    return [torch.randn(4, 4)], {}
+""",
         "a view of an input in front of it: sizes were unknown": """
 class Net(nn.Module):
     def forward(self, x0, x1):

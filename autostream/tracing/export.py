@@ -27,6 +27,7 @@ from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.constants import Constants, tensors_held, unasked
+from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.guards import unusual
 from autostream.tracing.leaks import recalled
 from autostream.tracing.replica import replica, with_ordinary_parameters
@@ -157,7 +158,7 @@ class _FlatModel(nn.Module):
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
-            with patched_for_this_thread(), preserve_node_meta(), self.constants, self._unasked():
+            with patched_for_this_thread(), preserve_node_meta(), IdleDropouts(), self.constants, self._unasked():
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
@@ -336,30 +337,16 @@ def _state(
 
 
 def _pruned(exported: ExportedProgram) -> torch.fx.GraphModule:
-    """Export's graph without checks that the signature makes already, dropouts that return their argument, and state
-    that nobody reads.
-    """
+    """Export's graph without checks that the signature makes already, and without state that nobody reads."""
     module: torch.fx.GraphModule = exported.graph_module
     nodes = list(module.graph.nodes)
     for node in reversed(nodes):
-        if _is_idle_dropout(node):
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-            continue
         checked = node.op == "call_function" and node.target is torch.ops.aten._assert_tensor_metadata.default
         if checked or (node.op == "placeholder" and not node.users and not _is_input(node, exported)):
             module.graph.erase_node(node)
     if len(module.graph.nodes) < len(nodes):
         module.recompile()
     return module
-
-
-def _is_idle_dropout(node: torch.fx.Node) -> bool:
-    """Whether a node is a dropout with nothing to do. Its fake value has memory of its own, its value has not."""
-    if node.target is not torch.ops.aten.dropout.default:
-        return False
-    _, p, training = node.args
-    return bool(p == 0 or not training)
 
 
 def _is_input(node: torch.fx.Node, exported: ExportedProgram) -> bool:
