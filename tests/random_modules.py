@@ -59,7 +59,7 @@ VIEWS = _several("""
     {x}[0]; {x}[1:]; {x}.t(); {x}.view(-1); {x}.reshape(-1); {x}[::2]; {x}[..., 1:]; {x}.detach(); {x}.contiguous();
     {x}.unsqueeze(0); {x}.squeeze(); {x}.expand(2, *{x}.shape); {x}.transpose(0, -1); {x}.diagonal(); {x}.view_as({x});
     {x}.chunk(2); {x}.split(1); {x}.unbind(-1); {x}.unfold(0, 2, 1); {x}.narrow(0, 1, 1); {x}.float();
-    {x}.to({x}.dtype); torch.broadcast_tensors({x}, {z}); {x}.flatten(); {x}.as_strided((2, 2), (1, 2));
+    {x}.to({x}.dtype); {x}.flatten(); {x}.as_strided((2, 2), (1, 2));
     {x}.float().view(torch.int32)
 """)
 
@@ -141,13 +141,15 @@ class Writer:
 
     def module(self) -> RandomModule:
         """Write all of a module."""
+        mode = f"self.train({self._draw(st.booleans())})"
         layers, state = self._layers(), self._state()
+        assert self._runs(mode)
         inputs, parameters, call = self._inputs()
         lines = self._lines(layers)
         result = self._pick(RESULTS)
         chosen = [self._pick(self._tensors) for _ in range(result.count("{}"))]
         result = result.format(*chosen, all=", ".join(self._tensors))
-        setting = [*layers, *state, f"self.train({self._draw(st.booleans())})"]
+        setting = [*layers, *state, mode]
         return RandomModule(
             "class Net(nn.Module):\n"
             + _indented(1, ["def __init__(self):"])
