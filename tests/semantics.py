@@ -81,27 +81,38 @@ class Observed:
         result: what was returned, or the type and the message of the exception.
         world: the arguments and the model's tensors afterwards.
         relations: which of all these tensors are the same object, and which share memory.
+        gradients: of all tensors around it, where it was called with gradients, and backward from its results.
         generators: states of the random generators afterwards.
     """
 
     result: Any
     world: Any
     relations: Sequence[tuple[int, int]]
-    generators: tuple[Tensor, object]
+    gradients: Sequence[Tensor | None]
+    generators: tuple[object, ...]
 
 
-def observe(run: Callable[..., Any], model: Any, inputs: Inputs) -> Observed:
+def observe(run: Callable[..., Any], model: Any, inputs: Inputs, seed: int = 7) -> Observed:
     """Call ``run``, which is ``model`` or was made of it, and look at everything around it."""
-    torch.manual_seed(7)
-    random.seed(7)
+    torch.manual_seed(seed)
+    random.seed(seed)
     args, kwargs = inputs
     try:
         result = run(*args, **kwargs)
+        sums = [tensor.float().sum() for tensor in tensors_in(result) if tensor.requires_grad]
+        if torch.is_grad_enabled() and sums:
+            torch.stack(sums).sum().backward()
     except Exception as error:
         result = (type(error), str(error))
     world = (inputs, dict(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else {})
-    generators = (torch.get_rng_state(), random.getstate())
-    return Observed(result, world, relations([*tensors_in(result), *tensors_in(world)]), generators)
+    gradients = [tensor.grad for tensor in tensors_in(world) if tensor.is_leaf]
+    generators = (torch.get_rng_state(), random.getstate(), *map(torch.cuda.get_rng_state, range(_devices())))
+    return Observed(result, world, relations([*tensors_in(result), *tensors_in(world)]), gradients, generators)
+
+
+def _devices() -> int:
+    """How many CUDA devices are in use."""
+    return torch.cuda.device_count() if torch.cuda.is_initialized() else 0
 
 
 def check_same(
@@ -116,31 +127,37 @@ def check_same(
     return fast
 
 
-def same(ours: Any, theirs: Any) -> None:
-    """Check that two values have the same structure, types, numbers to the bit, and layouts."""
+def same(ours: Any, theirs: Any, tolerance: float = 0.0) -> None:
+    """Check that two values have the same structure, types, numbers and layouts.
+
+    Args:
+        ours: one value.
+        theirs: the other one.
+        tolerance: how far numbers in tensors may be apart, relatively or absolutely; 0.0 is to the bit.
+    """
     assert type(ours) is type(theirs), (ours, theirs)
     if isinstance(ours, Tensor):
-        _same_tensor(ours, theirs)
+        _same_tensor(ours, theirs, tolerance)
     elif isinstance(ours, Mapping):
-        same(list(ours.items()), list(theirs.items()))
-        same(getattr(ours, "__dict__", None), getattr(theirs, "__dict__", None))
+        same(list(ours.items()), list(theirs.items()), tolerance)
+        same(getattr(ours, "__dict__", None), getattr(theirs, "__dict__", None), tolerance)
     elif isinstance(ours, (list, tuple)):
         assert len(ours) == len(theirs), (ours, theirs)
         for one, other in zip(ours, theirs, strict=True):
-            same(one, other)
+            same(one, other, tolerance)
     elif dataclasses.is_dataclass(ours) and not isinstance(ours, type):
-        same(vars(ours), vars(theirs))
+        same(vars(ours), vars(theirs), tolerance)
     elif isinstance(ours, float):
         assert ours.hex() == theirs.hex()
     else:
         assert ours == theirs
 
 
-def _same_tensor(ours: Tensor, theirs: Tensor) -> None:
+def _same_tensor(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
     assert _layout(ours) == _layout(theirs)
     ours, theirs = ours.detach(), theirs.detach()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-    if ours.is_floating_point() and ours.layout is torch.strided and not ours.is_meta:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if not tolerance and ours.is_floating_point() and ours.layout is torch.strided and not ours.is_meta:
         assert torch.equal(ours.signbit(), theirs.signbit())
 
 

@@ -27,6 +27,7 @@ from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.constants import Constants, tensors_held, unasked
+from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.guards import unusual
 from autostream.tracing.leaks import recalled
 from autostream.tracing.replica import replica, with_ordinary_parameters
@@ -157,7 +158,7 @@ class _FlatModel(nn.Module):
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
-            with patched_for_this_thread(), preserve_node_meta(), self.constants, self._unasked():
+            with patched_for_this_thread(), preserve_node_meta(), IdleDropouts(), self.constants, self._unasked():
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
@@ -215,6 +216,7 @@ def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
         try:
             exported = export(flat, _ordinary(tensors), strict=False)
         except Exception as error:
+            _let_go(error)
             recalled(flat.constants.seen)
             raise _refusal(flat.model, error) from error
     if recalled(flat.constants.seen):
@@ -240,6 +242,13 @@ def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:
     return frozenset(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
+def _let_go(error: BaseException | None) -> None:
+    """Drop what the frames of an error and of its causes hold: to look for who else holds a fake tensor takes long."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _refusal(model: nn.Module, error: Exception) -> TraceError:
     if isinstance(error, TraceError):
         refusal, _, _ = str(error).partition("\n")  # torch.fx adds pages to errors in graphs that it interprets
@@ -258,20 +267,19 @@ def _blamed(error: Exception) -> str:
 
 
 def _ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, with stand-ins for those made in inference mode, whose in-place ops autograd would refuse to trace.
+    """The tensors, with stand-ins in the same memory for those made in inference mode, and for views.
 
-    Stand-ins alias as the tensors do; their contents do not matter, for tracing computes nothing.
+    Autograd would refuse to trace in-place ops on the former. Of a view, export looks at the base as well, whose sizes
+    it takes for unknown: also where the base is an input, too.
     """
-    storages: dict[int, torch.UntypedStorage] = {}
+    stand_ins: dict[int, Tensor] = {}
 
     def ordinary(tensor: Tensor) -> Tensor:
-        if not tensor.is_inference():
+        if not (tensor.is_inference() or tensor._is_view()):
             return tensor
-        original = tensor.untyped_storage()
-        copy = torch.UntypedStorage(original.nbytes(), device=original.device)  # type: ignore[no-untyped-call]
-        storage = storages.setdefault(original._cdata, copy)
-        stand_in = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return stand_in.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return stand_ins.setdefault(id(tensor), empty.set_(tensor.untyped_storage(), *place))
 
     return tuple(map(ordinary, tensors))
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.utils._pytree import tree_leaves
 
 from autostream.errors import FastPathError, TraceError
 from autostream.ir import Role
@@ -394,6 +395,15 @@ def test_inputs_made_in_inference_mode_alias_as_they_do() -> None:
     result = traced(lambda a, b: (a.relu_(), a + b)[1], base[:2], base[1:3])
     assert storages(result) == {"0": "0", "1": "0"}
     assert torch.equal(base, kept)
+
+
+def test_inputs_that_are_views_keep_their_sizes_and_those_of_their_base() -> None:
+    """Export takes a view's base for a part of the view, whose sizes it need not know."""
+    base = torch.randn(4, 4)
+    result = traced(lambda a, b, c: (a + b.sum(), b.max(0), c + 1), base[1:], base, base[1:])
+    assert storages(result) == {"0": "0", "1": "0", "2": "0"}
+    values = tree_leaves([node.meta.get("val") for node in result.program.module.graph.nodes])
+    assert {type(size) for value in values if isinstance(value, Tensor) for size in value.shape} == {int}
 
 
 def test_inputs_that_require_grad_are_left_alone() -> None:
