@@ -1,0 +1,84 @@
+"""Every small change to a schedule: what is wrong is refused and gives wrong numbers, and what is right does neither.
+
+The short form of ``python -m tests.mutations``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from autostream.errors import ScheduleError
+from tests import mutations
+from tests.mutations import AS_IS, KINDS, Findings, attack_model, attack_random, main, model_case
+
+GRAPHS = range(10_000, 10_024)
+"""Seeds that the long form does not draw."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_for_each_op() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def attacked(graphs: range = GRAPHS) -> Findings:
+    findings = Findings()
+    for seed in graphs:
+        attack_random(findings, seed, schedules=2, emulated=1)
+    return findings
+
+
+def test_random_schedules() -> None:
+    findings = attacked()
+    assert not findings.faults, findings.faults[0]
+    assert all(findings.counts[kind, verdict] for kind in KINDS for verdict in ("accepted", "rejected"))
+    assert all(findings.counts[kind, "rejected, wrong numbers"] for kind in KINDS)
+
+
+@pytest.mark.parametrize("name", ["squeezenet1_1", "dlrm"])
+def test_models(name: str) -> None:
+    findings = Findings()
+    attack_model(findings, name, model_case(name), seed=0, most=40, runs=4)
+    assert not findings.faults, findings.faults[0]
+    assert not findings.forgiven, findings.forgiven[0]
+    assert findings.counts[AS_IS, "accepted, right"] == len(mutations.PLANS)
+    assert findings.counts["wait deleted", "accepted"] == 0
+    assert all(findings.counts[kind, "rejected"] for kind in KINDS)
+
+
+@pytest.mark.parametrize("asked", ["fewer", "more"])
+def test_a_verifier_that_is_wrong_is_found_out(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ScheduleError("whatever it is")
+
+    monkeypatch.setattr(mutations, "verify", refuse if asked == "more" else lambda *_, **__: None)
+    findings = attacked(GRAPHS[:1])
+    assert findings.faults
+    assert ("judge: right" in findings.faults[0]) == (asked == "more")
+
+
+def test_an_emulator_that_forgives_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutations.Emulated, "symptom", lambda *_: "")
+    findings = attacked(GRAPHS[:1])
+    assert "run: right" in findings.faults[0]
+    assert "kernel0" in findings.faults[0], "the graph is drawn"
+
+
+def test_the_command_leaves_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mutations.json"
+    sizes = ["--graphs", "2", "--schedules", "2", "--emulated", "1", "--most", "2", "--runs", "1"]
+    assert main([*sizes, "--models", "towers8", "--seed", "3", "--out", str(out)]) == 0
+    summary = json.loads(out.read_text())
+    assert summary["graphs"]["counts"]["as is: accepted, right"] == 4
+    assert summary["ops"].keys() == {"towers8"}
+    assert (summary["seed"], summary["models"]["faults"]) == (3, [])
+    assert "| storage moved" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--models", "nothing"])
