@@ -136,9 +136,11 @@ class Kernels:
         args = (matrix, [rows, end - start], [width, 1], start)
         return self.graph.call_function(torch.ops.inductor._reinterpret_tensor.default, args)
 
-    def launch(self, name: str, function: Callable[..., object], *args: object, reads_too: bool = False) -> None:
-        """A kernel that writes its last argument."""
-        last = frozenset({len(args) - 1})
+    def launch(
+        self, name: str, function: Callable[..., object], *args: object, reads_too: bool = False, written: int = 1
+    ) -> None:
+        """A kernel that writes its last argument, or so many of the last ones."""
+        last = frozenset(range(len(args) - written, len(args)))
         self.graph.call_function(Kernel(name, function, last, frozenset() if reads_too else last), args)
 
     def case(self, result: fx.Node, *roles: Role) -> Case:

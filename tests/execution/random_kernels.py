@@ -29,7 +29,7 @@ _ODD = torch.randint(1 << 62, (max(SIZES),), generator=_GENERATOR) * 2 + 1
 
 
 def random_kernels(seed: int, most_ops: int = 14) -> Case:
-    """A program of 3 to ``most_ops`` kernels, or a few more where it ends with a matrix."""
+    """A program of 3 to ``most_ops`` kernels, or a few more where the last move takes several."""
     return _Player(Random(seed)).play(most_ops)
 
 
@@ -56,7 +56,7 @@ class _Player:
         self._launched = 0
 
     def play(self, most_ops: int) -> Case:
-        moves = [self._compute] * 6 + [self._update] * 2 + [self._overwrite] * 2 + [self._fill]
+        moves = [self._compute] * 6 + [self._update] * 2 + [self._overwrite, self._overwrite_twice, self._fill]
         most = self._choose.randint(2, most_ops - 1)
         while self._launched < most:
             self._choose.choice(moves)()
@@ -82,8 +82,18 @@ class _Player:
         """
         target = self._choose.choice(self._buffers)
         sources = self._drawn(target)
-        if self._unread.keys().isdisjoint(self._cells(target)):
+        if target not in self._unread:
             self._launch(sources, target)
+
+    def _overwrite_twice(self) -> None:
+        """A buffer, whose first values nobody reads: but they are in a new storage as well, so not in vain."""
+        target = self._choose.choice(self._buffers)
+        sources = self._drawn(target)
+        if target not in self._unread:
+            value = _Value(self._kernels.taken(SIZES[0]))
+            self._launch(sources, target, value)
+            self._keep(value)
+            self._launch(self._drawn(target), target)
 
     def _fill(self) -> None:
         """A matrix, part by part."""
@@ -99,16 +109,20 @@ class _Player:
 
     def _made(self, value: _Value, sources: Sequence[_Value]) -> None:
         self._launch(sources, value)
+        self._keep(value)
+
+    def _keep(self, value: _Value) -> None:
         self._known.append(value)
         self._writable.append(value)
 
-    def _launch(self, sources: Sequence[_Value], target: _Value, reads_too: bool = False) -> None:
-        looks = [self._look(value) for value in (*sources, target)]
-        self._kernels.launch(f"kernel{self._launched}", _kernel(self._launched, reads_too), *looks, reads_too=reads_too)
+    def _launch(self, sources: Sequence[_Value], *targets: _Value, reads_too: bool = False) -> None:
+        looks = [self._look(value) for value in (*sources, *targets)]
+        kernel = _kernel(self._launched, len(sources), reads_too)
+        self._kernels.launch(f"kernel{self._launched}", kernel, *looks, reads_too=reads_too, written=len(targets))
         self._launched += 1
         for cell in (cell for source in sources for cell in self._cells(source)):
             self._unread.pop(cell, None)
-        self._unread[target] = None
+        self._unread |= dict.fromkeys(targets)
 
     def _look(self, value: _Value) -> fx.Node:
         if value.part is None:
@@ -120,15 +134,17 @@ class _Player:
         return [known for known in self._unread if known.storage is value.storage and value.part in (None, known.part)]
 
 
-def _kernel(number: int, reads_too: bool) -> Callable[..., object]:
+def _kernel(number: int, sources: int, reads_too: bool) -> Callable[..., object]:
     """A kernel unlike all others: it writes a fingerprint of what it reads."""
 
     def launch(*tensors: Tensor) -> None:
-        *sources, out = tensors
-        kept = out * (2 * number + 3) if reads_too else number
-        out.fill_(-1)
-        total = sum((at + 2 * number + 1) * _fingerprint(source) for at, source in enumerate(sources))
-        out.copy_(total * _ODD[: out.numel()].view(out.shape) + kept)
+        read, written = tensors[:sources], tensors[sources:]
+        kept = [out * (2 * number + 3) if reads_too else number for out in written]
+        for out in written:
+            out.fill_(-1)
+        total = sum((at + 2 * number + 1) * _fingerprint(source) for at, source in enumerate(read))
+        for out, old in zip(written, kept, strict=True):
+            out.copy_(total * _ODD[: out.numel()].view(out.shape) + old)
 
     return launch
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import fx
 
-from autostream.ir import Role
+from autostream.ir import Hazard, Role
 from tests.execution.programs import same
 from tests.execution.random_kernels import random_kernels
 
@@ -25,6 +25,7 @@ def test_there_is_all_that_kernels_do_with_memory() -> None:
     ops = [op for graph in graphs for op in graph.ops.values()]
     assert any(op.writes & op.reads for op in ops), "updates"
     assert any(op.writes & {"m", "n"} - op.reads for op in ops), "buffers that are overwritten"
+    assert any(hazard.hazard is Hazard.WAW for graph in graphs for hazard in graph.dependencies)
     storages = [storage for graph in graphs for storage in graph.storages.values()]
     assert any(storage.parts for storage in storages), "matrices that are filled part by part"
     assert all(storage.placeable == (storage.role is Role.INTERMEDIATE) for storage in storages)
@@ -50,5 +51,5 @@ class _Spoiled(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if n.name == self._spoiled:
-            self.env[n.args[-1]].add_(1)
+            self.env[n.args[-1]].add_(1)  # what must be read; of two results, that is the last
         return result
