@@ -65,7 +65,7 @@ def test_a_verifier_that_is_wrong_is_found_out(asked: str, monkeypatch: pytest.M
 
 
 def test_an_emulator_that_forgives_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mutations.Emulated, "symptom", lambda *_: "")
+    monkeypatch.setattr(mutations.Emulated, "symptom", lambda *_, **__: "")
     findings = attacked(GRAPHS[:1])
     assert "run: right" in findings.faults[0]
     assert "kernel0" in findings.faults[0], "the graph is drawn"

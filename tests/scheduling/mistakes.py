@@ -47,12 +47,12 @@ def with_a_release_advanced(graph: OpGraph, plan: Schedule) -> Iterator[Schedule
 
 
 def with_a_release_at(plan: Schedule, storage: str, index: int) -> Schedule:
-    """The schedule in which a storage goes behind this launch."""
-    bare = tuple(
-        replace(launch, releases=tuple(name for name in launch.releases if name != storage)) for launch in plan.launches
-    )
-    releases = (*bare[index].releases, storage)
-    return _with(replace(plan, launches=bare), index, replace(bare[index], releases=releases))
+    """The schedule in which a storage goes behind this launch, and nowhere else."""
+    for at, launch in enumerate(plan.launches):
+        if storage in launch.releases:
+            plan = _with(plan, at, replace(launch, releases=tuple(name for name in launch.releases if name != storage)))
+    launch = plan.launches[index]
+    return _with(plan, index, replace(launch, releases=(*launch.releases, storage)))
 
 
 def with_neighbours_swapped(plan: Schedule) -> Iterator[Schedule]:
