@@ -13,8 +13,22 @@ import pytest
 import torch
 
 from autostream.errors import ScheduleError
+from autostream.ir import FORK, Arena, Launch, Role, Schedule
 from tests import mutations
-from tests.mutations import AS_IS, KINDS, Findings, attack_model, attack_random, main, model_case
+from tests.execution.programs import Kernels
+from tests.mutations import (
+    AS_IS,
+    KINDS,
+    MORE_ORDERS,
+    Emulated,
+    Findings,
+    attack_model,
+    attack_random,
+    main,
+    model_case,
+    refusal,
+)
+from tests.scheduling.judge import Judge
 
 GRAPHS = range(10_000, 10_024)
 """Seeds that the long form does not draw."""
@@ -69,6 +83,54 @@ def test_an_emulator_that_forgives_is_found_out(monkeypatch: pytest.MonkeyPatch)
     findings = attacked(GRAPHS[:1])
     assert "run: right" in findings.faults[0]
     assert "kernel0" in findings.faults[0], "the graph is drawn"
+
+
+def test_lifetimes_that_meet_show_where_streams_take_turns() -> None:
+    """
+    0:  x ─┬─▶ a ─▶ b ─▶ e      what a writes for b, and c for d, is at one place; each stream by itself, one after
+           │            ╱       the other, is right
+    1:     ╰─▶ c ─▶ d ─╯
+    """
+    kernels = Kernels({"x": torch.randn(4)})
+    (x,) = kernels.arguments
+    a, b, c, d, e = (kernels.taken(4) for _ in range(5))
+    for name, function, *args in (
+        ("a", torch.sin, x, a),
+        ("b", torch.cos, a, b),
+        ("c", torch.exp, x, c),
+        ("d", torch.cos, c, d),
+        ("e", torch.add, b, d, e),
+    ):
+        kernels.launch(name, lambda *given, f=function: f(*given[:-1], out=given[-1]), *args)
+    case = kernels.case(e, Role.INPUT)
+    launches = (Launch("a", 0), Launch("c", 1, (FORK,)), Launch("b", 0), Launch("d", 1), Launch("e", 0, ("d",)))
+    plan = Schedule("drawn", 2, launches, arena=Arena(512, {a.name: 0, c.name: 0}))
+    emulated = Emulated(case)
+    assert Judge(case.graph).fault(plan) == "arena"
+    assert "of the arena" in refusal(case.graph, plan, frozenset())
+    assert emulated.symptom(case.graph, plan) == ""
+    assert emulated.symptom(case.graph, plan, MORE_ORDERS) == "wrong numbers"
+
+
+def test_memory_that_nobody_has_written_holds_rubbish() -> None:
+    """
+    0:  taken ────▶ read ─▶ out     what is read was written in the run before, at the same place: that must not help
+                   ┊
+    1:    write ──╯
+    """
+    kernels = Kernels({"x": torch.randn(4)})
+    (x,) = kernels.arguments
+    matrix, out = kernels.taken(4, 2), kernels.taken(4, 2)
+    kernels.launch("first", lambda value, out: out.copy_(value[:, None]), x, kernels.columns(matrix, 0, 1))
+    kernels.launch("write", lambda value, out: out.copy_(value[:, None]), x, kernels.columns(matrix, 1, 2))
+    kernels.launch("read", lambda value, out: torch.sin(value, out=out), matrix, out)
+    case = kernels.case(out, Role.INPUT)
+    right = Schedule("drawn", 2, (Launch("first", 0), Launch("write", 1, (FORK,)), Launch("read", 0, ("write",))))
+    wrong = Schedule("drawn", 2, (*right.launches[:2], Launch("read", 0)), ("write",))
+    emulated = Emulated(case)
+    for _ in range(20):
+        assert emulated.symptom(case.graph, right) == ""
+        assert emulated.symptom(case.graph, wrong) == "wrong numbers"
 
 
 def test_the_command_leaves_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
