@@ -124,7 +124,7 @@ class Emulated:
         parts = {part: storage.name for storage in case.graph.storages.values() for part in storage.parts}
         written = {parts.get(name, name) for op in case.graph.ops.values() for name in op.writes}
         self._written = [at for at, given in enumerate(case.program.placeholders) if given.storage in written]
-        with _rubbish_in_new_memory():
+        with rubbish_in_new_memory():
             self._results, self._after = case.expected()
 
     def symptom(self, graph: OpGraph, plan: Schedule, more: int = 0) -> str:
@@ -136,7 +136,7 @@ class Emulated:
             lowered = lower(self._case.program, graph, plan)
         except ScheduleError:
             return "not lowered"
-        with _rubbish_in_new_memory():
+        with rubbish_in_new_memory():
             return next(filter(None, (self._outcome(lowered, seed) for seed in range(plan.streams + more))), "")
 
     def _outcome(self, lowered: fx.GraphModule, seed: int) -> str:
@@ -152,7 +152,7 @@ class Emulated:
 
 
 @contextmanager
-def _rubbish_in_new_memory() -> Iterator[None]:
+def rubbish_in_new_memory() -> Iterator[None]:
     """What is taken holds NaN, or the largest number, until it is written, and not what the run before left there."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
