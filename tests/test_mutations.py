@@ -57,7 +57,7 @@ def test_random_schedules() -> None:
     assert all(findings.counts[kind, "rejected, wrong numbers"] for kind in KINDS)
 
 
-@pytest.mark.parametrize("name", ["squeezenet1_1", "dlrm"])
+@pytest.mark.parametrize("name", ["squeezenet1_1", "towers8"])
 def test_models(name: str) -> None:
     findings = Findings()
     attack_model(findings, name, model_case(name), seed=0, most=30, runs=3)
