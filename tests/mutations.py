@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(options.models) - set(zoo.INFERENCE):
         parser.error(f"{min(unknown)}: use {', '.join(zoo.INFERENCE)}")
     torch.set_num_threads(1)
-    graphs, models = Findings(), Findings()
+    now, graphs, models = stamp(), Findings(), Findings()
     start = time.perf_counter()
     for seed in range(options.seed, options.seed + options.graphs):
         attack_random(graphs, seed, options.schedules, options.emulated)
@@ -363,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
     seconds = {"graphs": round(between - start), "models": round(time.perf_counter() - between)}
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "models")}
     found = {"graphs": _summary(graphs), "models": _summary(models)}
-    result = {"schema": 1, "stamp": stamp(), **settings, "seconds": seconds, "ops": ops, **found}
+    result = {"schema": 1, "stamp": now, **settings, "seconds": seconds, "ops": ops, **found}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for what, findings in (("Random graphs", graphs), ("Models", models)):
         print(f"{what}\n\n{table(findings)}\n")
