@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autostream.ir import FORK, JOIN, Launch, Op, OpGraph, Schedule
+from autostream.ir import FORK, JOIN, Launch, OpGraph, Schedule
 from autostream.scheduling.verify import ALIGNMENT
 from tests.scheduling.brute_force import in_parts, is_releasable, stream_edges, wait_edges
 
@@ -28,10 +28,9 @@ class Judge:
     def __init__(self, graph: OpGraph) -> None:
         self._graph = graph
         self._number = {point: at for at, point in enumerate((FORK, *graph.ops, JOIN))}
-        self._users = {
-            name: [op.name for op in graph.ops.values() if in_parts(graph, [name]) & in_parts(graph, _touched(op))]
-            for name in graph.storages
-        }
+        touched = {op.name: in_parts(graph, op.reads | op.writes | op.allocates) for op in graph.ops.values()}
+        parts = {name: in_parts(graph, [name]) for name in graph.storages}
+        self._users = {name: [op for op in graph.ops if not touched[op].isdisjoint(parts[name])] for name in parts}
         self._required = self._conflicts()
 
     def fault(self, plan: Schedule) -> str:
@@ -108,10 +107,6 @@ class Judge:
             or happens_before[np.ix_(users[other], users[one])].all()
             for one, other in zip(*np.nonzero(shared), strict=True)
         )
-
-
-def _touched(op: Op) -> frozenset[str]:
-    return op.reads | op.writes | op.allocates
 
 
 def _meet(rows: Sequence[frozenset[str]], columns: Sequence[frozenset[str]]) -> Matrix:
