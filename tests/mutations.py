@@ -353,18 +353,16 @@ def main(argv: list[str] | None = None) -> int:
         attack_random(graphs, seed, options.schedules, options.emulated)
         if seed % 50 == 49:
             _tell(f"{seed - options.seed + 1} graphs", graphs, start)
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "models")}
+    summary = {"schema": 1, "stamp": now, **settings, "random": _summary(graphs, start), "ops": {}}
     between = time.perf_counter()
-    ops: dict[str, int] = {}
     for name in options.models:
         case = model_case(name)
-        ops[name] = len(case.graph.ops)
         attack_model(models, name, case, options.seed, options.most, options.runs)
-        _tell(f"{name}, {ops[name]} ops", models, between)
-    seconds = {"graphs": round(between - start), "models": round(time.perf_counter() - between)}
-    settings = {name: value for name, value in vars(options).items() if name not in ("out", "models")}
-    found = {"graphs": _summary(graphs), "models": _summary(models)}
-    result = {"schema": 1, "stamp": now, **settings, "seconds": seconds, "ops": ops, **found}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+        _tell(f"{name}, {len(case.graph.ops)} ops", models, between)
+        summary["ops"][name] = len(case.graph.ops)
+        options.out.write_text(json.dumps({**summary, "models": _summary(models, between)}, indent=1) + "\n")
+    options.out.write_text(json.dumps({**summary, "models": _summary(models, between)}, indent=1) + "\n")
     for what, findings in (("Random graphs", graphs), ("Models", models)):
         print(f"{what}\n\n{table(findings)}\n")
         print("\n\n".join([*findings.forgiven, *findings.faults[:MOST_FAULTS]]))
@@ -380,9 +378,10 @@ def _changes(findings: Findings) -> int:
     return sum(count for (_, outcome), count in findings.counts.items() if outcome in VERDICTS)
 
 
-def _summary(findings: Findings) -> dict[str, Any]:
+def _summary(findings: Findings, start: float) -> dict[str, Any]:
+    seconds = round(time.perf_counter() - start)
     counts = {f"{kind}: {outcome}": count for (kind, outcome), count in sorted(findings.counts.items())}
-    return {"counts": counts, "faults": findings.faults, "forgiven": findings.forgiven}
+    return {"seconds": seconds, "counts": counts, "faults": findings.faults, "forgiven": findings.forgiven}
 
 
 def table(findings: Findings) -> str:

@@ -159,7 +159,7 @@ def test_the_command_leaves_a_summary(tmp_path: Path, capsys: pytest.CaptureFixt
     sizes = ["--graphs", "2", "--schedules", "2", "--emulated", "1", "--most", "2", "--runs", "1"]
     assert main([*sizes, "--models", "towers8", "--seed", "3", "--out", str(out)]) == 0
     summary = json.loads(out.read_text())
-    assert summary["graphs"]["counts"]["as is: accepted, right"] == 4
+    assert summary["random"]["counts"]["as is: accepted, right"] == 4
     assert summary["ops"].keys() == {"towers8"}
     assert (summary["seed"], summary["models"]["faults"]) == (3, [])
     assert "| storage moved" in capsys.readouterr().out
