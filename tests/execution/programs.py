@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from random import Random
 
 import torch
 from torch import Tensor, fx, nn
@@ -63,7 +63,7 @@ def fused_case() -> Case:
     """
     rows, width = 4, 6
     left_w, right_w = (torch.randn(width, width) for _ in range(2))  # the branches compute different things
-    kernels = _Kernels({"x": torch.randn(rows, width), "w": left_w, "v": right_w, "mean": torch.randn(width)})
+    kernels = Kernels({"x": torch.randn(rows, width), "w": left_w, "v": right_w, "mean": torch.randn(width)})
     x, w, v, mean = kernels.arguments
 
     def multiplied(value: fx.Node, by: fx.Node) -> fx.Node:
@@ -92,7 +92,7 @@ def sliced_case() -> Case:
                                  ╰▶ square ───────────────────────╯
     """
     rows, width = 4, 3
-    kernels = _Kernels({"x": torch.randn(rows, width)})
+    kernels = Kernels({"x": torch.randn(rows, width)})
     (x,) = kernels.arguments
     stem = kernels.taken(rows, width)
     kernels.launch("stem", lambda value, out: torch.mul(value, 2, out=out), x, stem)
@@ -110,8 +110,8 @@ def sliced_case() -> Case:
     return kernels.case(result, Role.INPUT)
 
 
-class _Kernels:
-    """A program of kernels in the making.
+class Kernels:
+    """A program of kernels in the making; all of its tensors are of one dtype.
 
     Attributes:
         arguments: the nodes of the program's arguments.
@@ -122,11 +122,12 @@ class _Kernels:
         self.graph = fx.Graph()
         self.arguments = tuple(map(self.graph.placeholder, inputs))
         self._inputs = inputs
+        (self._dtype,) = {tensor.dtype for tensor in inputs.values()}
 
     def taken(self, *shape: int) -> fx.Node:
         """Memory that holds nothing yet."""
         strides = torch.empty(shape, device="meta").stride()
-        options = {"dtype": torch.float32, "device": torch.device("cpu")}
+        options = {"dtype": self._dtype, "device": torch.device("cpu")}
         return self.graph.call_function(torch.ops.aten.empty_strided.default, (list(shape), list(strides)), options)
 
     def columns(self, matrix: fx.Node, start: int, end: int) -> fx.Node:
@@ -135,9 +136,11 @@ class _Kernels:
         args = (matrix, [rows, end - start], [width, 1], start)
         return self.graph.call_function(torch.ops.inductor._reinterpret_tensor.default, args)
 
-    def launch(self, name: str, function: Callable[..., object], *args: object, reads_too: bool = False) -> None:
-        """A kernel that writes its last argument."""
-        last = frozenset({len(args) - 1})
+    def launch(
+        self, name: str, function: Callable[..., object], *args: object, reads_too: bool = False, written: int = 1
+    ) -> None:
+        """A kernel that writes its last argument, or so many of the last ones."""
+        last = frozenset(range(len(args) - written, len(args)))
         self.graph.call_function(Kernel(name, function, last, frozenset() if reads_too else last), args)
 
     def case(self, result: fx.Node, *roles: Role) -> Case:
@@ -160,7 +163,11 @@ def schedule_of(launches: Launches, join_waits: Sequence[str] = ()) -> Schedule:
 
 def random_schedule(graph: OpGraph, streams: int, seed: int) -> Schedule:
     """A correct schedule: any topological order, any streams (what must be on stream 0 is), waits and releases."""
-    choose = random.Random(seed)
+    return place_releases(graph, synchronize(graph, random_assignment(graph, graph.pinned, streams, Random(seed))))
+
+
+def random_assignment(graph: OpGraph, pinned: Collection[str], streams: int, choose: Random) -> Assignment:
+    """Any topological order, and any streams, but for what is pinned."""
     missing = {name: graph.digraph.in_degree(name) for name in graph.ops}
     order: list[str] = []
     while len(order) < len(missing):
@@ -168,8 +175,8 @@ def random_schedule(graph: OpGraph, streams: int, seed: int) -> Schedule:
         order.append(name)
         for after in graph.digraph.successors(name):
             missing[after] -= 1
-    stream = {name: 0 if name in graph.pinned else choose.randrange(streams) for name in order}
-    return place_releases(graph, synchronize(graph, Assignment("random", streams, tuple(order), stream)))
+    stream = {name: 0 if name in pinned else choose.randrange(streams) for name in order}
+    return Assignment("random", streams, tuple(order), stream)
 
 
 def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

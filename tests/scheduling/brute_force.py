@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import networkx as nx
 from hypothesis import strategies as st
 
-from autostream.ir import FORK, JOIN, Assignment, Dependency, Hazard, Launch, Op, OpGraph, Role, Schedule, Storage
+from autostream.ir import (
+    FORK,
+    JOIN,
+    Arena,
+    Assignment,
+    Dependency,
+    Hazard,
+    Launch,
+    Op,
+    OpGraph,
+    Role,
+    Schedule,
+    Storage,
+)
+from autostream.scheduling.verify import ALIGNMENT
 
 Pair = tuple[str, str]
 
@@ -99,6 +114,29 @@ def is_releasable(storage: Storage) -> bool:
     return storage.role is Role.INTERMEDIATE and not storage.escapes
 
 
+def is_placeable(storage: Storage) -> bool:
+    return is_releasable(storage) and storage.placeable
+
+
+def is_safe_arena(graph: OpGraph, schedule: Schedule) -> bool:
+    """Whether each storage may be where it is, and any two with a byte in common are used one after the other."""
+    arena, storages, before = schedule.arena, graph.storages, happens_before(schedule)
+    blocks = {name: set(range(at, at + storages[name].bytes)) for name, at in arena.offsets.items()}
+    users = {
+        name: {op.name for op in graph.ops.values() if in_parts(graph, [name]) & in_parts(graph, op.reads | op.writes)}
+        for name in blocks
+    }
+    return all(
+        is_placeable(storages[name]) and at % ALIGNMENT == 0 and blocks[name] <= set(range(arena.bytes))
+        for name, at in arena.offsets.items()
+    ) and all(
+        not blocks[a] & blocks[b]
+        or all((x, y) in before for x in users[a] for y in users[b])
+        or all((y, x) in before for x in users[a] for y in users[b])
+        for a, b in combinations(blocks, 2)
+    )
+
+
 @st.composite
 def conflict_graphs(draw: st.DrawFn, max_ops: int = 7) -> OpGraph:
     """Ops ``n0``, ``n1``, … with every kind of hazard, and the conflicting pairs as dependencies, redundant ones too.
@@ -154,3 +192,33 @@ def schedules(draw: st.DrawFn, graph: OpGraph, max_streams: int = 3) -> Schedule
 
     launches = tuple(Launch(op, stream[op], waits(stream[op], order[:at])) for at, op in enumerate(order))
     return Schedule("random", streams, launches, waits(0, order))
+
+
+@st.composite
+def placeable(draw: st.DrawFn, graph: OpGraph) -> OpGraph:
+    """The same graph with other sizes, in which most storages may lie in an arena, outputs and inputs perhaps too.
+
+    Some are allocated by no op, as is what is taken before the fork: its first accesses may be in no order.
+    """
+    sizes = st.sampled_from([0, 8, ALIGNMENT, ALIGNMENT + 8, 3 * ALIGNMENT])
+    storages = {
+        name: replace(storage, bytes=draw(sizes), placeable=draw(st.integers(0, 7)) > 0)
+        for name, storage in graph.storages.items()
+    }
+    early = {name for name in storages if not draw(st.integers(0, 3))}
+    ops = {
+        op.name: replace(op, writes=op.writes - (early & op.allocates), allocates=op.allocates - early)
+        for op in graph.ops.values()
+    }
+    changed = replace(graph, ops=ops, storages=storages)
+    return replace(changed, dependencies=tuple(conflicts(changed)))
+
+
+@st.composite
+def arenas(draw: st.DrawFn, graph: OpGraph) -> Arena:
+    """Some storages at any places, which overlap or not, now and then in the midst of a unit or behind the end."""
+    offsets = {}
+    for name, storage in graph.storages.items():
+        if draw(st.booleans()) and (is_placeable(storage) or not draw(st.integers(0, 15))):
+            offsets[name] = draw(st.integers(0, 4)) * ALIGNMENT + (0 if draw(st.integers(0, 31)) else ALIGNMENT // 2)
+    return Arena(draw(st.sampled_from([8 * ALIGNMENT, 8 * ALIGNMENT, 5 * ALIGNMENT])), offsets)

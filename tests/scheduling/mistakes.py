@@ -1,10 +1,10 @@
-"""Schedules with one mistake each, made of one that has none."""
+"""Schedules with one change each, made of one that is right; most changes are mistakes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 
 from autostream.ir import Arena, Launch, OpGraph, Schedule
 from autostream.scheduling.verify import ALIGNMENT
@@ -33,6 +33,41 @@ def with_a_release_too_early(graph: OpGraph, plan: Schedule) -> Iterator[Schedul
                 kept = replace(launch, releases=tuple(name for name in launch.releases if name != storage))
                 earlier = plan.launches[last]
                 yield _with(_with(plan, index, kept), last, replace(earlier, releases=(*earlier.releases, storage)))
+
+
+def with_a_release_advanced(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
+    """Each schedule in which one storage goes 1, 2, 4, … launches of its stream earlier, but not before it is there."""
+    born = {storage: op.name for op in graph.ops.values() for storage in op.allocates}
+    place = {launch.op: at for at, launch in enumerate(plan.launches)}
+    for index, launch in enumerate(plan.launches):
+        for storage in launch.releases:
+            earlier = [at for at in range(place[born[storage]], index) if plan.launches[at].stream == launch.stream]
+            for step in (1 << power for power in range(len(earlier).bit_length())):
+                yield with_a_release_at(plan, storage, earlier[-step])
+
+
+def with_a_release_at(plan: Schedule, storage: str, index: int) -> Schedule:
+    """The schedule in which a storage goes behind this launch, and nowhere else."""
+    for at, launch in enumerate(plan.launches):
+        if storage in launch.releases:
+            plan = _with(plan, at, replace(launch, releases=tuple(name for name in launch.releases if name != storage)))
+    launch = plan.launches[index]
+    return _with(plan, index, replace(launch, releases=(*launch.releases, storage)))
+
+
+def with_neighbours_swapped(plan: Schedule) -> Iterator[Schedule]:
+    """Each schedule in which two launches change places in the order of the host, with their waits and releases."""
+    for index, (first, second) in enumerate(pairwise(plan.launches)):
+        yield _with(_with(plan, index, second), index + 1, first)
+
+
+def with_a_storage_moved(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
+    """Each schedule in which one storage in the arena begins where another one does."""
+    for storage, other in permutations(_placed(graph, plan), 2):
+        offset = plan.arena.offsets[other]
+        if offset != plan.arena.offsets[storage]:
+            size = max(plan.arena.bytes, offset + graph.storages[storage].bytes)
+            yield replace(plan, arena=Arena(size, {**plan.arena.offsets, storage: offset}))
 
 
 def with_two_storages_too_close(graph: OpGraph, plan: Schedule) -> Iterator[tuple[str, str, Schedule]]:

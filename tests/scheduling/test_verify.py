@@ -16,14 +16,15 @@ from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import ALIGNMENT, verify
 from tests.scheduling.brute_force import (
+    arenas,
     assignments,
     conflict_graphs,
-    conflicts,
-    happens_before,
-    in_parts,
     is_covered,
+    is_placeable,
     is_releasable,
+    is_safe_arena,
     is_safe_release,
+    placeable,
     schedules,
 )
 from tests.scheduling.graphs import graph_of
@@ -61,59 +62,6 @@ def without_releases(schedule: Schedule) -> Schedule:
 
 def without(names: tuple[str, ...], name: str) -> tuple[str, ...]:
     return tuple(other for other in names if other != name)
-
-
-@st.composite
-def placeable(draw: st.DrawFn, graph: OpGraph) -> OpGraph:
-    """The same graph with other sizes, in which most storages may lie in an arena, outputs and inputs perhaps too.
-
-    Some are allocated by no op, as is what is taken before the fork: its first accesses may be in no order.
-    """
-    sizes = st.sampled_from([0, 8, ALIGNMENT, ALIGNMENT + 8, 3 * ALIGNMENT])
-    storages = {
-        name: replace(storage, bytes=draw(sizes), placeable=draw(st.integers(0, 7)) > 0)
-        for name, storage in graph.storages.items()
-    }
-    early = {name for name in storages if not draw(st.integers(0, 3))}
-    ops = {
-        op.name: replace(op, writes=op.writes - (early & op.allocates), allocates=op.allocates - early)
-        for op in graph.ops.values()
-    }
-    changed = replace(graph, ops=ops, storages=storages)
-    return replace(changed, dependencies=tuple(conflicts(changed)))
-
-
-@st.composite
-def arenas(draw: st.DrawFn, graph: OpGraph) -> Arena:
-    """Some storages at any places, which overlap or not, now and then in the midst of a unit or behind the end."""
-    offsets = {}
-    for name, storage in graph.storages.items():
-        if draw(st.booleans()) and (is_placeable(storage) or not draw(st.integers(0, 15))):
-            offsets[name] = draw(st.integers(0, 4)) * ALIGNMENT + (0 if draw(st.integers(0, 31)) else ALIGNMENT // 2)
-    return Arena(draw(st.sampled_from([8 * ALIGNMENT, 8 * ALIGNMENT, 5 * ALIGNMENT])), offsets)
-
-
-def is_placeable(storage: Storage) -> bool:
-    return is_releasable(storage) and storage.placeable
-
-
-def is_safe_arena(graph: OpGraph, schedule: Schedule) -> bool:
-    """Whether each storage may be where it is, and any two with a byte in common are used one after the other."""
-    arena, storages, before = schedule.arena, graph.storages, happens_before(schedule)
-    blocks = {name: set(range(at, at + storages[name].bytes)) for name, at in arena.offsets.items()}
-    users = {
-        name: {op.name for op in graph.ops.values() if in_parts(graph, [name]) & in_parts(graph, op.reads | op.writes)}
-        for name in blocks
-    }
-    return all(
-        is_placeable(storages[name]) and at % ALIGNMENT == 0 and blocks[name] <= set(range(arena.bytes))
-        for name, at in arena.offsets.items()
-    ) and all(
-        not blocks[a] & blocks[b]
-        or all((x, y) in before for x in users[a] for y in users[b])
-        or all((y, x) in before for x in users[a] for y in users[b])
-        for a, b in combinations(blocks, 2)
-    )
 
 
 @st.composite

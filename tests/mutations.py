@@ -1,0 +1,398 @@
+"""Mutation testing of schedules: whatever is changed about one, the verifier and the emulator know what is wrong.
+
+    python -m tests.mutations --graphs 1000 --schedules 10 --seed 0 --out mutations.json
+
+Every schedule of every graph is changed in one place, in every way there is of each kind (``scheduling/mistakes.py``):
+
+    schedule ─▶ one change ─┬─▶ judge: is anything out of order, by brute force? ─╮
+                            ├─▶ verify: is it refused? ───────────────────────────┼─▶ they must agree
+                            ╰─▶ emulator: is a number wrong, in some order? ──────╯
+
+Random graphs are programs of kernels that hide nothing (``execution/random_kernels.py``), so what is refused must give
+wrong numbers, and what is not, right ones. Models of the zoo run with small images, on estimates for an H200; they are
+traced to ops of ATen, which have no arena: for those changes alone all their memory is taken to be free to place, and
+nothing is run. What a model's numbers forgive is listed by op.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx
+
+from autostream.analysis.dependencies import analyze
+from autostream.costs.device import profile_named
+from autostream.costs.roofline import price
+from autostream.errors import ScheduleError
+from autostream.execution.cpu_streams import run_interleaved
+from autostream.execution.lower import lower
+from autostream.ir import OpGraph, Schedule
+from autostream.pipeline import arguments_of
+from autostream.scheduling import POLICIES
+from autostream.scheduling.arena import place_storages
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
+from autostream.tracing.export import trace
+from autostream.tracing.tree import flatten
+from benchmarks import zoo
+from benchmarks.stamp import stamp
+from tests.execution.programs import Case, random_assignment, same
+from tests.execution.random_kernels import random_kernels
+from tests.scheduling.judge import Judge
+from tests.scheduling.mistakes import (
+    with_a_release_advanced,
+    with_a_release_at,
+    with_a_storage_moved,
+    with_neighbours_swapped,
+    without_a_wait,
+)
+
+KINDS: Mapping[str, Callable[[OpGraph, Schedule], Iterator[Schedule]]] = {
+    "wait deleted": lambda graph, plan: without_a_wait(plan),
+    "release advanced": with_a_release_advanced,
+    "neighbours swapped": lambda graph, plan: with_neighbours_swapped(plan),
+    "storage moved": with_a_storage_moved,
+}
+"""What is changed, by name."""
+
+PLANS = (("critical_path", 3), ("path_cover", 4))
+"""Policies, and streams, by which models of the zoo are scheduled."""
+
+PIXELS = 96
+"""The height and width of images, but for models that take one size only."""
+
+ONE_SIZE = {"vit_b_16", "clip"}
+
+AS_IS = "as is"
+VERDICTS = ("accepted", "rejected")
+SYMPTOMS = ("right", "harmless", "wrong numbers", "not lowered", "crash")
+"""What verify says, and what may come of a run: lowering refuses as well what it cannot write down."""
+
+ALL = sys.maxsize
+
+MORE_ORDERS = 200
+"""At random, for what is wrong and gave right numbers with each stream running ahead: some races take turns. What one
+stream writes and reads, and another writes and reads at the same place, is right if either is over before the other."""
+
+MOST_FAULTS = 20
+"""Disagreements that are printed in full."""
+
+
+@dataclass
+class Findings:
+    """What came of the changes so far.
+
+    Attributes:
+        counts: changes by kind and outcome; ``"as is"`` is the kind of schedules that are not changed.
+        faults: what must not be, with all that it takes to see it again.
+        forgiven: what the verifier refuses for a reason, though the numbers of a model happen to be right.
+    """
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    forgiven: list[str] = field(default_factory=list)
+
+
+def refusal(graph: OpGraph, plan: Schedule, pinned: frozenset[str]) -> str:
+    """Why the verifier rejects a schedule, or ``""``."""
+    try:
+        verify(graph, plan, pinned=pinned)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+class Emulated:
+    """A program with its arguments, to be run on emulated streams."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        parts = {part: storage.name for storage in case.graph.storages.values() for part in storage.parts}
+        written = {parts.get(name, name) for op in case.graph.ops.values() for name in op.writes}
+        self._written = [at for at, given in enumerate(case.program.placeholders) if given.storage in written]
+        with rubbish_in_new_memory():
+            self._results, self._after = case.expected()
+
+    def symptom(self, graph: OpGraph, plan: Schedule, more: int = 0) -> str:
+        """What becomes of a schedule when each of its streams runs ahead once, then in so many more orders, at random.
+
+        It is ``""`` if all is right each time.
+        """
+        try:
+            lowered = lower(self._case.program, graph, plan)
+        except ScheduleError:
+            return "not lowered"
+        with rubbish_in_new_memory():
+            return next(filter(None, (self._outcome(lowered, seed) for seed in range(plan.streams + more))), "")
+
+    def _outcome(self, lowered: fx.GraphModule, seed: int) -> str:
+        args = list(self._case.tensors)
+        for at in self._written:
+            args[at] = args[at].clone()
+        try:
+            results = run_interleaved(lowered, args, seed)
+        except (RuntimeError, IndexError):  # an index that is poisoned
+            return "crash"
+        right = same(results, self._results) and all(torch.equal(args[at], self._after[at]) for at in self._written)
+        return "" if right else "wrong numbers"
+
+
+@contextmanager
+def rubbish_in_new_memory() -> Iterator[None]:
+    """What is taken holds NaN, or the largest number, until it is written, and not what the run before left there."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def is_harmless(graph: OpGraph, plan: Schedule) -> bool:
+    """Whether a schedule is wrong only in that a storage in the arena is taken while another one has its bytes.
+
+    To the verifier that is an access like any other. But where memory is taken for ops to come, as for a matrix that
+    is filled part by part, nobody touches it yet.
+    """
+    divided = {name for name, storage in graph.storages.items() if storage.parts}
+    ops = {
+        op.name: replace(op, writes=op.writes - (op.allocates & divided), allocates=op.allocates - divided)
+        for op in graph.ops.values()
+    }
+    launches = tuple(replace(launch, releases=()) for launch in plan.launches)
+    return not Judge(replace(graph, ops=ops)).fault(replace(plan, launches=launches))
+
+
+def drawn(graph: OpGraph, plan: Schedule) -> str:
+    """A graph in program order, and a schedule in that of the host."""
+    ops = [
+        f"  {op.name}: {_names(op.reads)} -> {_names(op.writes)}"
+        + (f", allocates {_names(op.allocates)}" if op.allocates else "")
+        for op in graph.ops.values()
+    ]
+    launches = [
+        f"  {launch.stream}: {launch.op}"
+        + (f", waits for {_names(launch.waits)}" if launch.waits else "")
+        + (f", releases {_names(launch.releases)}" if launch.releases else "")
+        for launch in plan.launches
+    ]
+    return "\n".join([*ops, *launches, f"  join waits for {_names(plan.join_waits)}", f"  {plan.arena}"])
+
+
+def _names(names: Any) -> str:
+    return " ".join(sorted(names)) or "nothing"
+
+
+def changes_of(graph: OpGraph, plan: Schedule, most: int, choose: Random) -> Mapping[str, Sequence[Schedule]]:
+    """Schedules with one change, by kind, in any order: all there are, or so many of each kind, drawn at random."""
+    return {kind: _sample(changed(graph, plan), most, choose) for kind, changed in KINDS.items()}
+
+
+def _sample(changes: Iterator[Schedule], most: int, choose: Random) -> Sequence[Schedule]:
+    """So many of what may be too much to be kept (Vitter 1985, algorithm R)."""
+    kept: list[Schedule] = []
+    for count, change in enumerate(changes, start=1):
+        if count <= most:
+            kept.append(change)
+        elif (place := choose.randrange(count)) < most:
+            kept[place] = change
+    choose.shuffle(kept)
+    return kept
+
+
+def attack(
+    findings: Findings,
+    label: str,
+    graph: OpGraph,
+    pinned: frozenset[str],
+    changes: Mapping[str, Sequence[Schedule]],
+    run: Callable[[Schedule, int], str],
+    runs: int,
+    forgiving: bool = False,
+) -> None:
+    """Hold what is said of schedules against what is true.
+
+    Args:
+        findings: what to add to.
+        label: how to get these schedules again.
+        graph: the ops.
+        pinned: ops on stream 0.
+        changes: schedules by what was changed.
+        run: says what becomes of a schedule in the worst orders, and so many more; ``""`` if all is right.
+        runs: so many of each kind are run.
+        forgiving: whether numbers may be right by chance.
+    """
+    judge = Judge(graph)
+    for kind, plans in changes.items():
+        for number, plan in enumerate(plans):
+            fault, refused, outcome = judge.fault(plan), refusal(graph, plan, pinned), None
+            verdict = "rejected" if refused else "accepted"
+            findings.counts[kind, verdict] += 1
+            if number < runs:
+                harmless = fault == "arena" and is_harmless(graph, plan)
+                more = MORE_ORDERS if fault and not harmless and not forgiving else 0
+                outcome = run(plan, more) or ("harmless" if harmless else "right")
+                findings.counts[kind, f"{verdict}, {outcome}"] += 1
+            shown = bool(fault) if outcome is None else outcome != "right"
+            if bool(fault) == bool(refused) == shown and not (refused and kind == AS_IS):
+                continue
+            said = f"judge: {fault or 'right'}, verify: {refused or 'right'}, run: {outcome}"
+            if forgiving and fault and refused and kind != AS_IS:
+                findings.forgiven.append(f"{label}, {kind} {number}: {said}")
+            else:
+                findings.faults.append(f"{label}, {kind} {number}: {said}\n{drawn(graph, plan)}")
+
+
+def attack_random(findings: Findings, seed: int, schedules: int, emulated: int) -> None:
+    """Attack random schedules of one random graph; all are run, and of so many all that is made of them as well."""
+    case = random_kernels(seed)
+    emulation = Emulated(case)
+    for number in range(schedules):
+        choose = Random(f"{seed} {number}")
+        graph = _partly_placeable(case.graph, choose)
+        pinned = graph.pinned if choose.random() < 0.5 else frozenset()
+        plan, run = random_plan(graph, pinned, choose), partial(emulation.symptom, graph)
+        label = f"graph {seed}, schedule {number}"
+        attack(findings, label, graph, pinned, {AS_IS: [plan]}, run, 1)
+        changes = changes_of(graph, plan, ALL, choose)
+        attack(findings, label, graph, pinned, changes, run, ALL if number < emulated else 0)
+
+
+def random_plan(graph: OpGraph, pinned: frozenset[str], choose: Random) -> Schedule:
+    """A right schedule that waits and keeps memory a little longer than it need: so not all changes are mistakes."""
+    assignment = random_assignment(graph, pinned, choose.randint(2, 4), choose)
+    waiting = _with_idle_waits(synchronize(graph, assignment), choose)
+    plan = place_releases(graph, place_storages(graph, waiting))
+    for index, launch in enumerate(plan.launches):
+        later = [at for at, other in enumerate(plan.launches) if at > index and other.stream == launch.stream]
+        for storage in launch.releases:
+            if later and choose.random() < 0.5:
+                plan = with_a_release_at(plan, storage, choose.choice(later))
+    return plan
+
+
+def _with_idle_waits(plan: Schedule, choose: Random) -> Schedule:
+    launches = []
+    for at, launch in enumerate(plan.launches):
+        others = {other.op for other in plan.launches[:at] if other.stream != launch.stream} - {*launch.waits}
+        idle = [op for op in sorted(others) if choose.random() < 0.5 / at]
+        launches.append(replace(launch, waits=(*launch.waits, *idle)))
+    return replace(plan, launches=tuple(launches))
+
+
+def _partly_placeable(graph: OpGraph, choose: Random) -> OpGraph:
+    """The same graph, where half of the storages get a block of their own."""
+    storages = {
+        name: replace(storage, placeable=storage.placeable and choose.random() < 0.5)
+        for name, storage in graph.storages.items()
+    }
+    return replace(graph, storages=storages)
+
+
+def model_case(name: str) -> Case:
+    """A model of the zoo, with random weights and small images, traced and analysed."""
+    workload = zoo.INFERENCE[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(zoo.SEED)
+        model, args = workload.model().eval(), workload.inputs(1)
+    if name not in ONE_SIZE:
+        args = tuple(x[..., :PIXELS, :PIXELS] if x.dim() == 4 else x for x in args)
+    tensors, structure = flatten((args, {}))
+    with torch.no_grad():
+        traced = trace(model, tensors, structure)
+        held = arguments_of(traced, model, tensors)
+    return Case(traced.program, analyze(traced.program), tuple(tensor.detach() for tensor in held))
+
+
+def attack_model(findings: Findings, name: str, case: Case, seed: int, most: int, runs: int) -> None:
+    """Attack what policies make of a model: ``most`` changes of each kind, of which ``runs`` are run as well."""
+    graph, profile, emulation = case.graph, profile_named("h200"), Emulated(case)
+    free = replace(graph, storages={name: replace(s, placeable=True) for name, s in graph.storages.items()})
+    for policy, streams in PLANS:
+        label, choose = f"{name}, {policy}, seed {seed}", Random(f"{name} {policy} {seed}")
+        assignment = POLICIES[policy](graph, price(graph, profile), profile, streams, graph.pinned)
+        waiting = synchronize(graph, assignment)
+        released, placed = place_releases(graph, waiting), place_storages(free, waiting)
+        changes, run = dict(changes_of(graph, released, most, choose)), partial(emulation.symptom, graph)
+        if released.streams == 1:
+            del changes["release advanced"]  # plain code has no releases: Python drops what is used no more
+        attack(findings, label, graph, graph.pinned, {AS_IS: [released], **changes}, run, runs, forgiving=True)
+        moved = {"storage moved": changes_of(free, placed, most, choose)["storage moved"]}
+        attack(findings, label, free, graph.pinned, {AS_IS: [placed]} | moved, run, 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Attack, print what came of it, and fail if anything was not as it must be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.splitlines()[0])
+    parser.add_argument("--graphs", type=int, default=1000, help="random graphs (default: 1000)")
+    parser.add_argument("--schedules", type=int, default=10, help="random schedules of each (default: 10)")
+    parser.add_argument("--emulated", type=int, default=1, help="of these, how many have all changes run (default: 1)")
+    parser.add_argument("--models", nargs="*", default=list(zoo.INFERENCE), help="models of the zoo (default: all)")
+    parser.add_argument("--most", type=int, default=50, help="changes of a kind to a model's schedule (default: 50)")
+    parser.add_argument("--runs", type=int, default=2, help="of these, how many are run (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first graph; the others follow (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("mutations.json"), help="where to write the summary")
+    options = parser.parse_args(argv)
+    if unknown := set(options.models) - set(zoo.INFERENCE):
+        parser.error(f"{min(unknown)}: use {', '.join(zoo.INFERENCE)}")
+    torch.set_num_threads(1)
+    now, graphs, models = stamp(), Findings(), Findings()
+    start = time.perf_counter()
+    for seed in range(options.seed, options.seed + options.graphs):
+        attack_random(graphs, seed, options.schedules, options.emulated)
+        if seed % 50 == 49:
+            _tell(f"{seed - options.seed + 1} graphs", graphs, start)
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "models")}
+    summary = {"schema": 1, "stamp": now, **settings, "random": _summary(graphs, start), "ops": {}}
+    between = time.perf_counter()
+    for name in options.models:
+        case = model_case(name)
+        attack_model(models, name, case, options.seed, options.most, options.runs)
+        _tell(f"{name}, {len(case.graph.ops)} ops", models, between)
+        summary["ops"][name] = len(case.graph.ops)
+        options.out.write_text(json.dumps({**summary, "models": _summary(models, between)}, indent=1) + "\n")
+    options.out.write_text(json.dumps({**summary, "models": _summary(models, between)}, indent=1) + "\n")
+    for what, findings in (("Random graphs", graphs), ("Models", models)):
+        print(f"{what}\n\n{table(findings)}\n")
+        print("\n\n".join([*findings.forgiven, *findings.faults[:MOST_FAULTS]]))
+    return 1 if graphs.faults or models.faults else 0
+
+
+def _tell(what: str, findings: Findings, start: float) -> None:
+    seconds = time.perf_counter() - start
+    print(f"{what}: {_changes(findings)} changes, {len(findings.faults)} faults, {seconds:.0f} s", file=sys.stderr)
+
+
+def _changes(findings: Findings) -> int:
+    return sum(count for (_, outcome), count in findings.counts.items() if outcome in VERDICTS)
+
+
+def _summary(findings: Findings, start: float) -> dict[str, Any]:
+    seconds = round(time.perf_counter() - start)
+    counts = {f"{kind}: {outcome}": count for (kind, outcome), count in sorted(findings.counts.items())}
+    return {"seconds": seconds, "counts": counts, "faults": findings.faults, "forgiven": findings.forgiven}
+
+
+def table(findings: Findings) -> str:
+    """Kinds of changes, what the verifier said of them, and what came of those that were run, in Markdown."""
+    heads = [*VERDICTS, *(f"{verdict}, {symptom}" for verdict in VERDICTS for symptom in SYMPTOMS)]
+    heads = [head for head in heads if any(outcome == head for _, outcome in findings.counts)]
+    rows = [[kind, *(findings.counts[kind, head] for head in heads)] for kind in (AS_IS, *KINDS)]
+    return tabulate(rows, ["", *heads], tablefmt="github", intfmt=",")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
