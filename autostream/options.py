@@ -16,6 +16,9 @@ PolicyName = Literal["auto", "sequential", "critical_path", "path_cover", "searc
 CostSource = Literal["auto", "roofline", "measured"]
 KernelLevel = Literal["auto", "eager", "inductor"]
 
+_LARGEST_RATIO = 100.0
+"""Of memory to that of one stream: whoever writes more than that means bytes."""
+
 MAX_STREAMS = 16
 """More streams than this cost more in workspaces and edges than any model measured so far got back."""
 
@@ -90,6 +93,9 @@ class Options:
             raise _refusal("tuning_seconds", self.tuning_seconds, "a finite number above 0, such as 10.0")
         if self.memory_budget != math.inf and not _positive(self.memory_budget):
             raise _refusal("memory_budget", self.memory_budget, "a ratio such as 1.1, or bytes such as 64_000_000")
+        if isinstance(self.memory_budget, float) and _LARGEST_RATIO < self.memory_budget < math.inf:
+            advice = f"a ratio such as 1.1, math.inf for no limit, or int({self.memory_budget:g}) for bytes"
+            raise _refusal("memory_budget", self.memory_budget, advice)
         if not _whole_number(self.seed, 0, None):
             raise _refusal("seed", self.seed, "a whole number from 0")
 

@@ -179,7 +179,7 @@ WIDE = replace(
 
 
 @pytest.mark.usefixtures("to_the_byte")
-@pytest.mark.parametrize(("limit", "waits", "kib"), [(100.0, 2, 19), (12 * 1024, 3, 12), (11 * 1024, 2, 19)])
+@pytest.mark.parametrize(("limit", "waits", "kib"), [(100.0, 2, 19), (12 * 1024, 2, 12), (11 * 1024, 2, 19)])
 def test_where_memory_is_short_streams_wait_for_it_if_that_takes_no_time(limit: float, waits: int, kib: int) -> None:
     """What t needed can be given to q once it waits for u, which ended long before; the output has 1 KiB of its own."""
     costs = costs_of(WIDE, {**dict.fromkeys("astuqr", 1.0), "p": 30.0})
@@ -192,7 +192,8 @@ def test_where_memory_is_short_streams_wait_for_it_if_that_takes_no_time(limit: 
     assert slower == []
     assert (found.schedule.wait_count, found.memory_bytes) == (waits, kib * 1024)
     assert bool(found.refusal) == (limit == 11 * 1024)
-    assert bool(found.schedule.arena.bytes) == (waits == 3), "without the wait, blocks of each stream are no worse"
+    assert bool(found.schedule.arena.bytes) == (kib == 12), "without the wait, blocks of each stream are no worse"
+    assert bool(found.schedule.join_waits) == (kib == 19), "a wait for memory takes the place of that at the join"
     assert found.predicted_us == plain.predicted_us == run_us(found.schedule, costs, given.profile)
     verify(WIDE, found.schedule)
 

@@ -63,7 +63,7 @@ def test_a_schedule_that_computes_something_else_is_found_out_at_the_first_call_
     fast = autostream.optimize(nn.Linear(4, 4), torch.ones(2, 4))
     fast(torch.ones(2, 4))
     monkeypatch.setattr("autostream.build.Scheduled.__call__", lambda self, tensors: torch.zeros(2, 4))
-    with pytest.raises(MismatchError, match=r"Linear, scheduled: output 0 is off by 1 of its norm, and 0.001 is"):
+    with pytest.raises(MismatchError, match=r"Linear, scheduled: output 0 is off by 1 of its size, and 0.001 is"):
         fast(torch.ones(2, 4))
 
 
@@ -100,7 +100,7 @@ def wrong(change: Callable[[Counts, Tensor], None]) -> str:
 
 
 def test_the_models_state_and_the_inputs_are_compared_too() -> None:
-    assert "input 0 afterwards is off by 1 of its norm" in wrong(lambda model, x: x.zero_())
+    assert "input 0 afterwards is off by 1 of its size" in wrong(lambda model, x: x.zero_())
     assert "calls afterwards is off by" in wrong(lambda model, x: model.calls[0].add_(1))
 
 
@@ -160,6 +160,12 @@ def test_values_that_are_no_numbers_and_integers_are_to_be_the_same(
 ) -> None:
     assert difference({"y": torch.tensor(ours)}, {"y": torch.tensor(theirs)}).startswith(reason)
     assert bool(difference({"y": torch.tensor(ours)}, {"y": torch.tensor(theirs)})) == bool(reason)
+
+
+def test_one_wrong_element_of_many_is_found() -> None:
+    ours, theirs = torch.ones(1_000_000), torch.ones(1_000_000)
+    ours[7] = 0.5
+    assert difference({"y": ours}, {"y": theirs}).startswith("y is off by 0.5")
 
 
 def test_the_sign_of_an_infinity_counts() -> None:

@@ -36,7 +36,7 @@ REFUSED = {
     "strict": [1, 0, "auto", None],
     "max_signatures": [0, -1, 1.5, True, "8", None],
     "tuning_seconds": [0, 0.0, -1.0, math.nan, math.inf, True, "10", None],
-    "memory_budget": [0, 0.0, -1, -0.5, math.nan, -math.inf, True, "1.1", None],
+    "memory_budget": [0, 0.0, -1, -0.5, math.nan, -math.inf, 4e9, 101.0, True, "1.1", None],
     "seed": [-1, 1.5, True, "0", None],
 }
 

@@ -41,6 +41,15 @@ class Footprint:
         return frozenset(name for op in self.graph.ops.values() for name in op.allocates)
 
     @cached_property
+    def prelude_bytes(self) -> int:
+        """What is taken before the first op, and there until the end whatever the schedule."""
+        return sum(
+            storage.bytes
+            for storage in self.graph.storages.values()
+            if storage.role is Role.INTERMEDIATE and storage.name not in self.allocated and not storage.placeable
+        )
+
+    @cached_property
     def taken(self) -> Mapping[str, int]:
         """What each op allocates."""
         storages = self.graph.storages
@@ -55,12 +64,12 @@ class Footprint:
         freed = dict.fromkeys(self.graph.ops, 0)
         for name, users in self.users.items():
             storage = self.graph.storages[name]
-            if not storage.escapes:
+            if not storage.escapes and (name in self.allocated or storage.placeable):
                 freed[max(users, key=end.__getitem__)] += storage.bytes
         return freed
 
     def live_bytes(self, timeline: Timeline) -> int:
-        """The most that is in use at a time of what ops allocate.
+        """The most that is in use at a time, but for what the prelude takes and an arena may hold.
 
         Example:
             ``b`` reads what ``a`` made; then it is gone, and ``c`` takes as much.
@@ -83,7 +92,7 @@ class Footprint:
             changes.append((min(start[op] for op in users), storage.bytes))
             if not storage.escapes:
                 changes.append((max(end[op] for op in users), -storage.bytes))
-        live = most = 0
+        live = most = self.prelude_bytes
         for _, change in sorted(changes):  # at one moment, what is freed goes first
             live += change
             most = max(most, live)

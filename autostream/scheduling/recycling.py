@@ -12,7 +12,7 @@ latest (:mod:`~autostream.scheduling.slack`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autostream.ir import FORK, Launch, OpGraph, Schedule, Timeline
@@ -58,7 +58,7 @@ def wait_for_memory(
     later = delayed(schedule, timeline, edge_us, slack)
     start = {piece.op: piece.start_us for piece in later.slices}
     end = {piece.op: piece.end_us for piece in later.slices}
-    freed = Footprint(graph).freed(timeline)
+    freed = Footprint(graph).freed(later)
     place = {launch.op: at for at, launch in enumerate(schedule.launches)}
     done = [_Stream() for _ in range(schedule.streams)]
     clock_of = {FORK: [_NEVER] * schedule.streams}
@@ -68,7 +68,12 @@ def wait_for_memory(
 
     def follows(op: str, clock: Sequence[int]) -> bool:
         """Whether whoever has seen this much has seen the end of the op."""
-        return op != FORK and clock[stream_of[op]] >= clock_of[op][stream_of[op]]
+        return clock[stream_of[op]] >= clock_of[op][stream_of[op]]
+
+    def needed(waits: Iterable[str], known: Sequence[int]) -> tuple[str, ...]:
+        """The waits that do not follow from what is known, or from another wait."""
+        unknown = [op for op in waits if not follows(op, known)]
+        return tuple(op for op in unknown if not any(follows(op, clock_of[other]) for other in unknown if other != op))
 
     for launch in sorted(schedule.launches, key=lambda launch: (start[launch.op], place[launch.op])):
         clock = [max(seen) for seen in zip(clocks[launch.stream], *(clock_of[op] for op in launch.waits), strict=True)]
@@ -80,16 +85,14 @@ def wait_for_memory(
             if at >= 0 and other.freed_between(clock[stream], at) >= least_bytes:
                 added[stream] = other.ops[at]
                 clock = [max(seen) for seen in zip(clock, clock_of[other.ops[at]], strict=True)]
-        seen = [
-            max(known) for known in zip(clocks[launch.stream], *(clock_of[op] for op in added.values()), strict=True)
-        ]
-        kept = [op for op in launch.waits if not follows(op, seen)]
-        launches.append(replace(launch, waits=(*kept, *added.values())))
+        wanted = dict.fromkeys([*(op for op in launch.waits if op != FORK), *added.values()])
+        fork = [FORK] if FORK in launch.waits else []
+        launches.append(replace(launch, waits=(*fork, *needed(wanted, clocks[launch.stream]))))
         own = done[launch.stream]
         clock[launch.stream] = len(own.ops)
         own.launched(launch.op, end[launch.op], freed[launch.op])
         clocks[launch.stream] = clock_of[launch.op] = clock
-    return replace(schedule, launches=tuple(launches))
+    return replace(schedule, launches=tuple(launches), join_waits=needed(schedule.join_waits, clocks[0]))
 
 
 class _Stream:

@@ -89,13 +89,16 @@ def search(
 ) -> Assignment:
     """The fastest assignment found for at most ``streams`` streams; never slower than the other policies', simulated.
 
+    That is, than those of them that fit into the room there is.
+
     Args:
         graph: V ops and E dependencies.
         costs: of each op.
         profile: of the device.
         streams: the largest number.
         pinned: ops that must be on stream 0.
-        seconds: effort: that of ``seconds * EVENTS_PER_S / (V + E)`` simulations, shared by the numbers of streams.
+        seconds: effort: that of ``seconds * EVENTS_PER_S / (V + E)`` simulations, or of fewer, ``/ (2 V + E)``, where
+            room is limited, shared by the numbers of streams.
             Where these are too few to try all of these numbers, ``streams`` alone is tried.
         seed: of the random choices.
         captured: whether the result is to run as a CUDA graph, or launched op by op.
@@ -130,7 +133,8 @@ def search_by_streams(
     best = start = space.known(sequential, 1)
     found = [space.assignment(best, _gain(best, start))]
     deadline = time.perf_counter() + seconds
-    simulations = int(seconds * EVENTS_PER_S / max(len(graph.ops) + len(graph.dependencies), 1))
+    events = len(graph.ops) + len(graph.dependencies) + (0 if isinf(room_bytes) else len(graph.ops))
+    simulations = int(seconds * EVENTS_PER_S / max(events, 1))
     steps = space.steps() if simulations >= _LEAST else (streams,)
     counts = range(steps[0], steps[-1] + 1) if steps else ()
     changes = (simulations - len(_POLICIES) * len(counts)) // max(len(steps), 1)
@@ -287,10 +291,14 @@ class _Space:
         edge_us = self.profile.over(schedule.streams).cross_stream_edge_us
         return self.footprint.live_bytes(delayed(schedule, timeline, edge_us, MOST))
 
-    def simulated(self, chains: Assignment) -> _Plan:
-        """The plan that an assignment of chains is."""
+    def simulated(self, chains: Assignment, worth_us: float = inf) -> _Plan:
+        """The plan that an assignment of chains is; what takes longer than is worth it is taken to need too much."""
         schedule, timeline = self.run(chains)
-        needed = 0 if isinf(self.room_bytes) else self.needed_bytes(schedule, timeline)
+        excess = inf
+        if isinf(self.room_bytes):
+            excess = 0.0
+        elif timeline.makespan_us <= worth_us:  # to find out what it needs takes about as long as the simulation
+            excess = max(0.0, self.needed_bytes(schedule, timeline) - self.room_bytes)
         start = {piece.op: piece.start_us for piece in timeline.slices}
         by_start = tuple(sorted(chains.order, key=start.__getitem__))
         critical = tuple(_critical(schedule, timeline, self.coarse))
@@ -302,11 +310,11 @@ class _Space:
             makespan_us=timeline.makespan_us,
             waits=schedule.wait_count,
             critical=critical,
-            excess_bytes=max(0.0, needed - self.room_bytes),
+            excess_bytes=excess,
         )
 
     def climb(self, plan: _Plan, streams: int, changes: int, random: Random, deadline: float) -> _Plan:
-        """The best plan that a number of changes lead to, each of which made the run no longer."""
+        """The best plan that a number of changes lead to, each of which made the burden no larger."""
         best, seen = plan, {_key(plan.order, plan.stream): plan}
         idle = 0
         for _ in range(changes):
@@ -317,7 +325,7 @@ class _Space:
             other = seen.get(key := _key(order, stream))
             if other is None:
                 chains = Assignment(plan.policy, max(stream.values()) + 1, tuple(order), stream)
-                other = seen[key] = self.simulated(chains)
+                other = seen[key] = self.simulated(chains, inf if plan.excess_bytes else plan.makespan_us)
             if other.burden <= plan.burden:
                 plan = other
             if other.price < best.price:

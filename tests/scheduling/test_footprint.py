@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autostream.ir import OpGraph, Slice, Storage, Timeline
+from autostream.ir import Assignment, OpGraph, Slice, Storage, Timeline
 from autostream.scheduling import POLICIES
 from autostream.scheduling.arena import place_storages
 from autostream.scheduling.footprint import Footprint
@@ -52,6 +52,23 @@ def test_parts_belong_to_their_storage_and_what_is_given_takes_nothing() -> None
     assert Footprint(graph).users["a"] == ["a", "b", "c"]
     assert "x_in" not in Footprint(graph).users
     assert Footprint(graph).live_bytes(timeline(TIMES)) == 3 * 1024
+
+
+def test_what_no_op_allocates_is_there_from_the_first_to_the_last() -> None:
+    """The prelude takes m, of 4 KiB, which a fills; an arena might hold it if it could be placed."""
+    a = replace(DIAMOND.ops["a"], writes=frozenset("m"), allocates=frozenset())
+    ops = {**DIAMOND.ops, "a": a, **{n: replace(DIAMOND.ops[n], reads=frozenset("m")) for n in "bc"}}
+    m = replace(DIAMOND.storages["a"], name="m", bytes=4096, holders=("m",))
+    storages = {name: storage for name, storage in DIAMOND.storages.items() if name != "a"}
+    graph = replace(DIAMOND, ops=ops, storages={**storages, "m": m}, prelude=("m",))
+    footprint = Footprint(graph)
+    assert footprint.live_bytes(timeline(TIMES)) == 4096 + 3 * 1024, "to the end, when b, c and d are there"
+    assert footprint.freed(timeline(TIMES)) == {"a": 0, "b": 0, "c": 0, "d": 2048}
+    schedule = synchronize(graph, Assignment("by hand", 1, tuple("abcd"), dict.fromkeys("abcd", 0)))
+    assert peak_bytes(graph, place_releases(graph, schedule)) == 4096 + 3 * 1024
+    placeable = replace(graph, storages={**graph.storages, "m": replace(m, placeable=True)})
+    assert Footprint(placeable).live_bytes(timeline(TIMES)) == 3 * 1024
+    assert Footprint(placeable).freed(timeline(TIMES))["b"] == 4096
 
 
 def test_nothing_takes_nothing() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from autostream.ir import FORK, Costs, Launch, OpGraph, Schedule
 from autostream.scheduling import POLICIES
-from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.recycling import wait_for_memory
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import simulate
@@ -51,7 +50,7 @@ def test_a_stream_waits_for_what_ended_long_ago() -> None:
     """While p runs, stream 1 is done with s, t and u: from q on, stream 0 knows."""
     found = waiting(GRAPH, PLAN, costs_of(GRAPH, TIMES))
     assert waits(found) == {"s": ("a",), "q": ("u",)}
-    assert found.join_waits == PLAN.join_waits
+    assert found.join_waits == (), "behind r, all that u did is known"
 
 
 def test_nobody_waits_for_what_has_only_just_ended() -> None:
@@ -88,8 +87,21 @@ def test_a_wait_takes_the_place_of_an_earlier_one() -> None:
     verify(graph, place_releases(graph, found))
 
 
-def test_memory_is_saved() -> None:
-    """Chains of ten on two streams, with memory handed to and fro: without waits, each keeps what it had."""
+def test_waits_that_follow_from_others_are_gone() -> None:
+    """Op e needs x; for memory it waits for y, which waits for x itself, and so the join needs no wait for y."""
+    graph = graph_of("a-b b-e x-y x-e", names="axybe", outputs="e")
+    launches = (
+        Launch("a", 0), Launch("x", 1, (FORK,)), Launch("y", 2, ("x",)), Launch("b", 0), Launch("e", 0, ("x",)),
+    )  # fmt: skip
+    schedule = Schedule("by hand", 3, launches, ("y",))
+    found = waiting(graph, schedule, costs_of(graph, {"a": 20.0, "b": 20.0, "e": 1.0, "x": 1.0, "y": 1.0}))
+    assert waits(found) == {"x": (FORK,), "y": ("x",), "b": ("y",)}
+    assert found.join_waits == ()
+    verify(graph, place_releases(graph, found))
+
+
+def test_memory_that_others_gave_back_is_waited_for_again_and_again() -> None:
+    """Chains of ten on two streams: what each has done with is known to the other one op later."""
     left, right = ([f"{side}{at}" for at in range(10)] for side in "lr")
     edges = [*pairwise(left), *pairwise(right)]
     names = [name for pair in zip(left, right, strict=True) for name in pair]
@@ -97,9 +109,8 @@ def test_memory_is_saved() -> None:
     launches = tuple(Launch(name, int(name[0] == "r"), (FORK,) if name == "r0" else ()) for name in names)
     schedule = Schedule("by hand", 2, launches, ("r9",))
     found = waiting(graph, schedule, costs_of(graph, 10.0))
-    assert found.wait_count > schedule.wait_count
+    assert found.wait_count > 10
     verify(graph, place_releases(graph, found))
-    assert peak_bytes(graph, place_releases(graph, found)) <= peak_bytes(graph, place_releases(graph, schedule))
 
 
 @settings(max_examples=60)
@@ -113,9 +124,6 @@ def test_the_run_takes_no_longer_and_is_still_right(data: st.DataObject, streams
     found = wait_for_memory(graph, schedule, simulate(schedule, costs, PROFILE), edge_us, least_bytes)
     verify(graph, place_releases(graph, found))
     assert simulate(found, costs, PROFILE).makespan_us == pytest.approx(simulate(schedule, costs, PROFILE).makespan_us)
-    assert found.wait_count >= schedule.wait_count or any(
-        set(after.waits) != set(before.waits) for after, before in zip(found.launches, schedule.launches, strict=True)
-    )
 
 
 #   stream 0:  a ── b ── c ── d ── e        x, y and z are copies for c, d and e, and stream 1 is free from the start
