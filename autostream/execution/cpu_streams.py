@@ -107,10 +107,12 @@ def enqueue(lowered: fx.GraphModule) -> Queues:
     """
     lanes: dict[int, list[Step]] = defaultdict(list)
     home: dict[str, int] = {}
-    frees = _frees(lowered.graph)
+    frees, unseen = _frees(lowered.graph), _unseen_views(lowered.graph)
     current = 0
     for node in lowered.graph.nodes:
-        if node.target is streams.use:
+        if node in unseen:
+            pass
+        elif node.target is streams.use:
             current = node.args[1]
         elif node.target is streams.record:
             lanes[node.args[1]].append(Record(node.name))
@@ -354,6 +356,27 @@ def _frees(graph: fx.Graph) -> Mapping[str, Sequence[Free]]:
             names = tuple(dict.fromkeys(node.name for node in nodes))
             frees[last.name].append(Free(names, indices[storage]))
     return frees
+
+
+def _unseen_views(graph: fx.Graph) -> set[fx.Node]:
+    """Views that nothing looks at. They launch nothing, so no wait keeps another lane from dropping what they view."""
+    first: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        for tensor in _tensors(node.meta.get("val")) if node.op != "output" else ():
+            if tensor.layout is torch.strided:
+                first.setdefault(storage_of(tensor), node)
+    unseen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        looked_at = any(user not in unseen and user.target is not streams.release for user in node.users)
+        tensors = _tensors(node.meta.get("val")) if _only_looks(node) and not looked_at else ()
+        if tensors and all(t.layout is torch.strided and first[storage_of(t)] is not node for t in tensors):
+            unseen.add(node)
+    return unseen
+
+
+def _only_looks(node: fx.Node) -> bool:
+    target = node.target
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable)
 
 
 def _tensors(value: object) -> Sequence[Tensor]:

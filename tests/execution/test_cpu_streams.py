@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import signal
 import threading
@@ -192,6 +193,31 @@ def test_the_queues_of_a_graph() -> None:
         ["neg", Record("record"), Wait("record_1"), Free(("neg",), 0), "output"],
         [Wait("record"), "abs_1", Record("record_1")],
     ]
+
+
+def test_a_view_that_nothing_looks_at_is_not_taken() -> None:
+    """It launches nothing, so lane 0 need not wait for it, and had dropped ``one`` when lane 1 came to look: KeyError.
+
+    Written, ``two`` is no such view, though nobody looks at what that returns.
+    """
+    aten = torch.ops.aten
+    hand = Hand(2)
+    one = hand.call(torch.neg, hand.x)
+    two = hand.call(torch.abs, hand.x)
+    written = hand.call(aten.add_.Scalar, two, 1)
+    hand.use(1)
+    halves = hand.call(aten.chunk.default, one, 2)
+    half = hand.call(operator.getitem, halves, 0)
+    hand.release(one, halves, half)
+    for node in (halves, half):
+        node.meta["val"] = one.meta["val"]
+    written.meta["val"] = two.meta["val"]
+    lowered = hand.module(two)
+    taken = [getattr(step, "name", step) for lane in enqueue(lowered).lanes for step in lane]
+    assert taken == ["neg", "abs_1", "add__scalar", Free(("neg", "chunk_default", "getitem"), 0), "output"]
+    for _ in range(20):
+        assert ThreadedProgram(lowered)(torch.ones(2))[0].tolist() == [2.0, 2.0]
+    assert run_interleaved(lowered, [torch.ones(2)], seed=1)[0].tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("dtype", "garbage"), [(torch.float16, float("nan")), (torch.int64, -1), (torch.bool, True)])
