@@ -60,7 +60,7 @@ VIEWS = _several("""
     {x}.unsqueeze(0); {x}.squeeze(); {x}.expand(2, *{x}.shape); {x}.transpose(0, -1); {x}.diagonal(); {x}.view_as({x});
     {x}.chunk(2); {x}.split(1); {x}.unbind(-1); {x}.unfold(0, 2, 1); {x}.narrow(0, 1, 1); {x}.float();
     {x}.to({x}.dtype); {x}.flatten(); {x}.as_strided((2, 2), (1, 2));
-    {x}.float().view(torch.int32)
+    {x}.float().view(torch.int32); torch.broadcast_tensors({x}, {z})
 """)
 
 RANDOM = _several("""

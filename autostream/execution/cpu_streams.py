@@ -30,6 +30,16 @@ from torch.utils._pytree import tree_map_only
 from autostream.execution import arena, streams
 from autostream.storages import storage_of
 
+aten = torch.ops.aten
+
+_NEW_MEMORY = frozenset(
+    {
+        *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
+        *(aten.new_empty.default, aten.new_empty_strided.default),
+    }
+)
+"""What these return holds what somebody left there, which may be right by chance."""
+
 Values = dict[str, Any]
 """What each node that has run came to, by name."""
 
@@ -164,7 +174,7 @@ def run_interleaved(lowered: fx.GraphModule, args: Sequence[Tensor], seed: int) 
         for step in _hostile_order([(*given, *caller), *sides], seed):
             if isinstance(step, Compute):
                 step(memory)
-                if step.function is arena.reserve:
+                if step.function is arena.reserve or step.function in _NEW_MEMORY:
                     _poison(memory[step.name])
             elif isinstance(step, Free):
                 memory.free(step)
