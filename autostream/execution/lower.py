@@ -21,15 +21,16 @@ What is printed is what runs, in this order::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autostream.errors import ScheduleError
 from autostream.execution import arena, streams
 from autostream.ir import FORK, JOIN, Arena, OpGraph, Program, Role, Schedule, Storage
+from autostream.storages import storage_of
 
 
 def lower(program: Program, graph: OpGraph, schedule: Schedule) -> fx.GraphModule:
@@ -80,14 +81,15 @@ def _write_streams(writer: _Writer, graph: OpGraph, schedule: Schedule) -> None:
 
 def _write_closing_fence(writer: _Writer, graph: OpGraph, schedule: Schedule) -> None:
     """Drop what was kept until now, once the streams that allocated it come after all work."""
-    kept = _kept(graph, schedule)
+    kept, strays = _kept(graph, schedule), writer.strays()
     home = {storage: launch.stream for launch in schedule.launches for storage in graph.ops[launch.op].allocates}
     # The prelude allocates on the caller's stream, which has just joined the others.
-    if sides := sorted({home.get(storage, 0) for storage in kept} - {0}):
+    if sides := sorted({home.get(storage, 0) for storage in (*kept, *strays)} - {0}):
         writer.record(JOIN, "joined")
     for side in sides:
         writer.wait("the closing fence", [JOIN], side)
     writer.release(kept, "at the end")
+    writer.hold(node for nodes in strays.values() for node in nodes)
     writer.release_arena()
 
 
@@ -113,6 +115,7 @@ class _Writer:
 
     def __init__(self, program: Program, graph: OpGraph, plan: Arena) -> None:
         self.graph = fx.Graph()
+        self._program = program
         self._offsets = plan.offsets
         self._ops = graph.ops
         self._storages = graph.storages
@@ -165,6 +168,32 @@ class _Writer:
         if holders:
             self._call(streams.release, *(self._copies.pop(holder) for holder in holders))
         self._released |= dict.fromkeys(holders, when)
+
+    def strays(self) -> Mapping[str, Sequence[str]]:
+        """Storages that an output may be in by the schemas, and is not by the fake values, with the values that are.
+
+        So nobody may release them, and nobody keeps them: ``broadcast_tensors(a, b)`` returns both in one list.
+        """
+        outputs = {storage_of(t) for name in self._program.outputs for t in _tensors_of(self._originals[name])}
+        found: dict[str, Sequence[str]] = {}
+        for storage in self._storages.values():
+            if storage.role is not Role.INTERMEDIATE or not storage.escapes:
+                continue
+            name, _, place = storage.name.partition(".")
+            blocks = [storage_of(tensor) for tensor in _tensors_of(self._originals[name])]
+            block = blocks[int(place or 0)] if len(blocks) > int(place or 0) else None
+            if block is not None and block not in outputs:
+                found[storage.name] = [
+                    holder
+                    for holder in storage.holders
+                    if block in map(storage_of, _tensors_of(self._originals[holder]))
+                ]
+        return found
+
+    def hold(self, nodes: Iterable[str]) -> None:
+        """Keep values until here that nothing else may keep."""
+        if held := [self._copies[name] for name in dict.fromkeys(nodes) if name in self._copies]:
+            self._call(streams.release, *held)
 
     def release_arena(self) -> None:
         if self._offsets:
@@ -219,3 +248,10 @@ class _Writer:
         live = [holder for holder in self._storages[storage].holders if holder in self._copies]
         tensors = [holder for holder in live if not isinstance(self._originals[holder].meta.get("val"), (list, tuple))]
         yield from (holder for holder in tensors if not self._held[holder]) if tensors else live
+
+
+def _tensors_of(node: fx.Node) -> Sequence[Tensor]:
+    """The fake tensors of a node's value that lie somewhere."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in values if isinstance(each, Tensor) and each.layout is torch.strided]

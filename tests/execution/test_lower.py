@@ -404,3 +404,25 @@ def test_a_lowered_graph_can_be_captured_closing_fence_included() -> None:
         results[0].zero_()
         graph.replay()
         assert same(results, expected)
+
+
+def a_list_of_what_is_returned_and_what_is_not(x: Tensor) -> Tensor:
+    half = x.new_full((4,), 0.5)
+    _, same_as_x = torch.broadcast_tensors(half, x)
+    return same_as_x.add_(half)
+
+
+def test_what_an_output_may_keep_alive_and_does_not_is_kept_until_the_end() -> None:
+    """By the schemas, what is returned may lie in ``half``: so it is never released, but nobody else keeps it.
+
+    It was dropped right behind add_ on stream 1, while its block was stream 0's to hand out again.
+    """
+    case = case_of(a_list_of_what_is_returned_and_what_is_not, torch.randn(4, 4))
+    assert case.graph.storages["new_full"].escapes
+    launches = (Launch("new_full", 0), Launch("add_", 1, ("new_full",)))
+    lowered = lower(case.program, case.graph, Schedule("by hand", 2, launches, ("add_",)))
+    lines = [line.partition(" = ")[2] for line in written(lowered)]
+    assert lines.index("wait(lanes, 0, add__done)") < lines.index("release(new_full, broadcast_tensors, getitem)")
+    for seed in range(4):
+        (result,) = run_interleaved(lowered, [torch.ones(4, 4)], seed)
+        assert result.tolist() == [[1.5] * 4] * 4
