@@ -72,6 +72,7 @@ def test_imports_are_found() -> None:
     assert room_of("autostream.tracing.export") == "tracing"
     assert set(own_imports_of("autostream.execution.lower")) == {
         "autostream.errors", "autostream.execution.arena", "autostream.execution.streams", "autostream.ir",
+        "autostream.storages",
     }  # fmt: skip
 
 
