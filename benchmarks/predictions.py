@@ -54,8 +54,9 @@ def main(argv: list[str] | None = None) -> int:
         with ThreadPoolExecutor(options.processes) as pool:
             list(pool.map(lambda row: list(_from_a_process("prepare", [row])), wanted))
     now = stamp()
-    found = {row["row"]: row for row in (*earlier_rows("predictions", options.out, now), *measured(wanted))}
-    rows = list(found.values())
+    found = list(measured(wanted))
+    earlier = earlier_rows("predictions", options.out, now)  # now: what ran beside this has been written
+    rows = list({row["row"]: row for row in (*earlier, *found)}.values())
     result: dict[str, Any] = {"schema": 1, "stamp": now, "summary": summary(rows), "rows": rows}
     save("predictions", result, table(result), options.out)
     plot(rows, options.out / "predictions.svg")

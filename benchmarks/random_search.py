@@ -90,8 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     if not (isfinite(options.seconds) and options.seconds > 0):
         parser.error(f"--seconds {options.seconds}: use a finite number above 0")
     now, settings = stamp(), {"seconds": options.seconds, "seed": options.seed, "fresh": FRESH}
-    rows = {found["workload"]: found for found in earlier_rows("random_search", options.out, now, **settings)}
-    rows |= {name: row(name, options.seconds, options.seed) for name in options.workloads or WORKLOADS}
+    found = [row(name, options.seconds, options.seed) for name in options.workloads or WORKLOADS]
+    earlier = earlier_rows("random_search", options.out, now, **settings)  # now: what ran beside this has been written
+    rows = {row["workload"]: row for row in (*earlier, *found)}
     result: dict[str, Any] = {"schema": 1, "stamp": now, **settings, "rows": list(rows.values())}
     save("random_search", result, table(result["rows"]), options.out)
     return 0

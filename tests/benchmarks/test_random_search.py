@@ -361,6 +361,22 @@ def test_results_are_saved_with_their_stamp(arena: Arena, monkeypatch: pytest.Mo
         assert [row["workload"] for row in result["rows"]] == workloads, "with another seed it is another search"
 
 
+def test_what_ran_beside_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two searches, each on a GPU of its own, begin before either has written anything."""
+    line = {"policy": "search", "streams": 4, "measured_us": 100.0}
+
+    def row(workload: str, *_: object) -> dict[str, Any]:
+        if workload == "googlenet":
+            main(["inception_v3", "--out", str(tmp_path)])
+        found = {"workload": workload, "level": "inductor", "ops": 9, "tried": {"fresh": 3}, "refused": 1}
+        return {**found, "autostream": line, "best": line, "ratio": 1.0, "standard_error": 0.001}
+
+    monkeypatch.setattr(random_search, "row", row)
+    main(["googlenet", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "random_search.json").read_text())["rows"]
+    assert [row["workload"] for row in rows] == ["inception_v3", "googlenet"]
+
+
 def test_the_table_adds_up_what_was_tried() -> None:
     line = {"policy": "search", "streams": 4, "measured_us": 100.0}
     row = {"workload": "w", "level": "inductor", "ops": 9, "tried": {"fresh": 3, "changed": 9}, "refused": 1}
