@@ -22,6 +22,7 @@ from autostream.bench.ratios import Measure
 from autostream.bench.table import ratios_table
 from benchmarks import predictions, random_search
 from benchmarks.compare import changes
+from benchmarks.memory import memory_table
 from benchmarks.stamp import RESULTS
 from benchmarks.suites import SUITES
 
@@ -118,6 +119,8 @@ def tables(result: Any) -> str:
     parts = [
         f"{text}\n\n{ratios_table(result['rows'], baseline, measure, 'github')}" for measure, text in _MEASURES.items()
     ]
+    if memory := memory_table(result["rows"]):
+        parts.append(f"Memory, MB on top of the weights and inputs that are given:\n\n{memory}")
     used = sorted({row.get("stamp", 0) for row in result["rows"]})
     stamps = "; ".join(f"{stamp['date']}, commit {stamp['commit']}" for stamp in (result["stamps"][n] for n in used))
     first = result["stamps"][0]

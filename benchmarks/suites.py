@@ -13,6 +13,7 @@ from autostream.bench.contest import Contest
 from autostream.bench.inference import Inference
 from autostream.bench.training import Training
 from benchmarks import zoo
+from benchmarks.memory import ONE_STREAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def _contest(row: Row, device: str) -> Contest:
 
 
 _COMPILED = ("compile_default", "compile_reduce_overhead", "compile_captured")
-_MODES = ("eager", "cuda_graph", *_COMPILED, "autostream", "make_graphed_callables")
+_MODES = ("eager", "cuda_graph", *_COMPILED, "autostream", ONE_STREAM, "make_graphed_callables")
 _QUICK = ("eager", "cuda_graph", "compile_reduce_overhead", "autostream")
 
 SUITES: Mapping[str, Suite] = {

@@ -17,6 +17,7 @@ from autostream.bench.clock import Clock, Times, clock_of, interleaved
 from autostream.errors import first_line
 from autostream.execution.capture import clear_cublas_workspaces
 from autostream.reporting.report import Report
+from autostream.scheduling.peak import given_bytes
 
 Status = Literal["ok", "wrong", "failed", "crashed", "timed out"]
 
@@ -76,7 +77,7 @@ class Cell:
         call_us, device_us: of each round; see :mod:`autostream.bench.clock`. What cannot be queued in all rounds has no
             ``device_us``.
         host_us, latency_us: quartiles, and the 99th percentile of the latency.
-        schedule: what autostream chose.
+        schedule: what autostream chose, with the bytes that its plan allocates, and those of weights and inputs.
     """
 
     status: Status
@@ -200,11 +201,12 @@ def _schedule(reports: tuple[Report, ...]) -> dict[str, Any]:
     report = reports[0]
     facts: dict[str, Any] = {"mode": report.mode}
     if report.graph:
-        facts["ops"] = len(report.graph.ops)
+        facts |= {"ops": len(report.graph.ops), "given_bytes": given_bytes(report.graph)}
     if report.chosen:
         schedule = report.chosen.schedule
         facts |= {"policy": schedule.policy, "streams": schedule.streams, "waits": schedule.wait_count}
         facts["predicted_us"] = round(report.chosen.predicted_us, 2)
+        facts["planned_bytes"] = report.chosen.memory_bytes
     if report.refusals:
         facts["refusals"] = sorted({refusal.reason for refusal in report.refusals})[:3]
     return facts

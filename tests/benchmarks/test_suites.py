@@ -12,6 +12,7 @@ from autostream.bench.inference import Inference
 from autostream.bench.modes import AUTOSTREAM, SLOW, modes_of
 from autostream.bench.training import Training, training_modes_of
 from benchmarks import zoo
+from benchmarks.memory import ONE_STREAM
 from benchmarks.suites import SUITES, Row, contest_of
 from tests.benchmarks.results import SCHEMA
 
@@ -42,9 +43,9 @@ def test_inference_has_every_workload_alone_and_eight_in_batches() -> None:
     assert {row.dtype for row in rows} == {"float16"}
 
 
-def test_inference_runs_all_modes_but_the_slow_ones_and_variants_of_autostream() -> None:
+def test_inference_runs_all_modes_but_the_slow_ones_and_of_autostreams_variants_one_stream_alone() -> None:
     every = modes_of(torch.device("cuda"))
-    assert set(SUITES["inference"].modes) == every.keys() - {*SLOW} - (AUTOSTREAM.keys() - {"autostream"})
+    assert set(SUITES["inference"].modes) == every.keys() - {*SLOW} - (AUTOSTREAM.keys() - {"autostream", ONE_STREAM})
 
 
 def test_training_has_every_workload_with_every_optimizer_and_all_modes() -> None:
