@@ -403,6 +403,16 @@ class Timeline:
         """From the first start to the last end, µs."""
         return max((s.end_us for s in self.slices), default=0.0) - min((s.start_us for s in self.slices), default=0.0)
 
+    @property
+    def starts(self) -> dict[str, float]:
+        """When each op starts, by name, µs."""
+        return {s.op: s.start_us for s in self.slices}
+
+    @property
+    def ends(self) -> dict[str, float]:
+        """When each op ends, by name, µs."""
+        return {s.op: s.end_us for s in self.slices}
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

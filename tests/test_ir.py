@@ -72,11 +72,13 @@ def test_a_schedule_counts_every_wait() -> None:
     assert schedule.stream_of == {"a": 0, "b": 1, "c": 0}
 
 
-def test_a_makespan_is_from_the_first_start_to_the_last_end() -> None:
+def test_a_timeline_knows_starts_and_ends_and_the_makespan_from_first_to_last() -> None:
     """The op that ends last need be neither the last one nor the one that starts last."""
     slices = (Slice("a", 0, 5.0, 30.0), Slice("b", 1, 3.0, 4.0), Slice("c", 1, 7.0, 9.0))
     assert Timeline(slices).makespan_us == 27.0
     assert Timeline(()).makespan_us == 0.0
+    assert Timeline(slices).starts == {"a": 5.0, "b": 3.0, "c": 7.0}
+    assert Timeline(slices).ends == {"a": 30.0, "b": 4.0, "c": 9.0}
 
 
 def test_values_cannot_be_changed() -> None:

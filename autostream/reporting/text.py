@@ -281,13 +281,18 @@ def _work(costs: Costs, numbers: Summary) -> str:
     return f"{us(numbers.work_us)} ({sources} costs), {us(chain.work_us)} of it on the critical path{gaps}"
 
 
+LESS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 in the environment makes that a quarter"
+"""What PyTorch takes on other GPUs. It is read once, before the first product."""
+
+
 def _memory(memory: Memory, streams: int) -> Iterator[str]:
     one = memory.sequential_bytes
     ratio = f", {memory.bytes / one:.2f}× one stream ({size(one)})" if one else ""
     yield f"{size(memory.bytes)} at most{ratio}"
     if streams > 1 and memory.workspace_bytes:
         each = f"on Hopper, cuBLAS takes {size(WORKSPACE_BYTES)} for each stream that it is used on"
-        yield f"workspaces come on top, and no budget counts them: {each}, {size(memory.workspace_bytes)} at most"
+        most = f"{size(memory.workspace_bytes)} at most"
+        yield f"workspaces come on top, and no budget counts them: {each}, {most}; {LESS_WORKSPACE}"
 
 
 def _cost_of_budget(best: KeptOut) -> str:
@@ -372,7 +377,7 @@ def _ops(report: Report, numbers: Summary | None, shown: frozenset[str]) -> str:
 
 
 def _starts(timeline: Timeline | None) -> dict[str, str]:
-    return {s.op: f"{s.start_us:,.1f}" for s in timeline.slices} if timeline else {}
+    return {op: f"{start_us:,.1f}" for op, start_us in timeline.starts.items()} if timeline else {}
 
 
 def _placements(report: Report, explanation: Explanation, shown: frozenset[str]) -> Iterator[str]:

@@ -60,7 +60,7 @@ class Footprint:
 
     def freed(self, timeline: Timeline) -> Mapping[str, int]:
         """What nobody uses after each op, by the ops that are the last to end; outputs are never freed."""
-        end = {piece.op: piece.end_us for piece in timeline.slices}
+        end = timeline.ends
         freed = dict.fromkeys(self.graph.ops, 0)
         for name, users in self.users.items():
             storage = self.graph.storages[name]
@@ -82,8 +82,7 @@ class Footprint:
             >>> footprint.live_bytes(Timeline(tuple(Slice(n, 0, at, at + 1.0) for at, n in enumerate("abc"))))
             1024
         """
-        start = {piece.op: piece.start_us for piece in timeline.slices}
-        end = {piece.op: piece.end_us for piece in timeline.slices}
+        start, end = timeline.starts, timeline.ends
         changes: list[tuple[float, int]] = []
         for name, users in self.users.items():
             storage = self.graph.storages[name]

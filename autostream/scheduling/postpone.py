@@ -46,8 +46,7 @@ def postponed(graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: f
         >>> postponed(graph, Schedule("mine", 2, launches), timeline, edge_us=1.0).order
         ('a', 'x', 'w', 'b')
     """
-    start = {piece.op: piece.start_us for piece in timeline.slices}
-    takes = {piece.op: piece.end_us - piece.start_us for piece in timeline.slices}
+    start, end = timeline.starts, timeline.ends
     footprint = Footprint(graph)
     freed = footprint.freed(timeline)
     order = [launch.op for launch in schedule.launches]
@@ -57,6 +56,6 @@ def postponed(graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: f
         moment[op] = start[op]
         needed = min((moment[after] for after in graph.digraph.successors(op)), default=None)
         if needed is not None and footprint.taken[op] > freed[op]:
-            moment[op] = max(start[op], needed - LEAD * edge_us - takes[op])
+            moment[op] = max(start[op], needed - LEAD * edge_us - (end[op] - start[op]))
     late = tuple(sorted(order, key=lambda op: (moment[op], place[op])))
     return Assignment(schedule.policy, schedule.streams, late, dict(schedule.stream_of), schedule.decisions)

@@ -56,8 +56,7 @@ def wait_for_memory(
         {'c': ('a',), 'e': ('d',)}
     """
     later = delayed(schedule, timeline, edge_us, slack)
-    start = {piece.op: piece.start_us for piece in later.slices}
-    end = {piece.op: piece.end_us for piece in later.slices}
+    start, end = later.starts, later.ends
     freed = Footprint(graph).freed(later)
     place = {launch.op: at for at, launch in enumerate(schedule.launches)}
     done = [_Stream() for _ in range(schedule.streams)]

@@ -299,7 +299,7 @@ class _Space:
             excess = 0.0
         elif timeline.makespan_us <= worth_us:  # to find out what it needs takes about as long as the simulation
             excess = max(0.0, self.needed_bytes(schedule, timeline) - self.room_bytes)
-        start = {piece.op: piece.start_us for piece in timeline.slices}
+        start = timeline.starts
         by_start = tuple(sorted(chains.order, key=start.__getitem__))
         critical = tuple(_critical(schedule, timeline, self.coarse))
         return _Plan(
@@ -358,7 +358,7 @@ def _gain(plan: _Plan, start: _Plan) -> str:
 
 def _critical(schedule: Schedule, timeline: Timeline, coarse: Coarse) -> Iterator[tuple[str, str]]:
     """Chains back from the last end, each with the chain that it started behind: that of its last producer to end."""
-    end = {piece.op: piece.end_us for piece in timeline.slices}
+    end = timeline.ends
     before: dict[str, list[str]] = {}
     last: dict[int, str] = {}
     for launch in schedule.launches:

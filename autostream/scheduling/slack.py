@@ -41,8 +41,7 @@ def delayed(schedule: Schedule, timeline: Timeline, edge_us: float, share: float
     """
     if not share:
         return timeline
-    start = {piece.op: piece.start_us for piece in timeline.slices}
-    end = {piece.op: piece.end_us for piece in timeline.slices}
+    start, end = timeline.starts, timeline.ends
     behind: dict[str, list[str]] = defaultdict(list)
     last: dict[int, str] = {}
     for launch in schedule.launches:
