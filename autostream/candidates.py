@@ -20,7 +20,7 @@ from autostream.scheduling.arena import place_storages
 from autostream.scheduling.check import check_costs
 from autostream.scheduling.footprint import Footprint
 from autostream.scheduling.peak import given_bytes, peak_bytes
-from autostream.scheduling.postpone import postponed
+from autostream.scheduling.postpone import in_program_order, postponed
 from autostream.scheduling.recycling import wait_for_memory
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.search import search_by_streams, variants
@@ -224,7 +224,9 @@ class _Budget:
         edge_us = profile.over(candidate.schedule.streams).cross_stream_edge_us
         least_bytes = max(1, round(WORTH_A_WAIT * self.sequential.memory_bytes))
         late = synchronize(graph, postponed(graph, candidate.schedule, timeline, edge_us))
-        for schedule, when in ((candidate.schedule, timeline), (late, self._run(late))):
+        written = synchronize(graph, in_program_order(graph, candidate.schedule))
+        for schedule in (candidate.schedule, late, written):
+            when = self._run(schedule)
             for slack in SLACKS:
                 waiting = wait_for_memory(graph, schedule, when, edge_us, least_bytes, slack)
                 then = self._run(waiting)

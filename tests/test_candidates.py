@@ -17,7 +17,7 @@ from autostream import candidates as module
 from autostream.candidates import SHORTLIST, Priced, best_of, candidates_for, variants_of
 from autostream.errors import CostError, ScheduleError
 from autostream.ir import Assignment, Candidate, DeviceProfile, OpGraph, Schedule
-from autostream.options import Options
+from autostream.options import Options, PolicyName
 from autostream.scheduling import POLICIES
 from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.releases import place_releases
@@ -34,7 +34,11 @@ from tests.scheduling.graphs import costs_of, graph_of, profile_with
 BRANCHES = graph_of("a-b b-c a-d d-e a-f f-g c-h e-h g-h", names="abcdefgh", outputs="h")
 
 
-def priced(graph: OpGraph = BRANCHES, profile: DeviceProfile | None = None, duration_us: float = 9.0) -> Priced:
+def priced(
+    graph: OpGraph = BRANCHES,
+    profile: DeviceProfile | None = None,
+    duration_us: float | Mapping[str, float] = 9.0,
+) -> Priced:
     return Priced(
         graph,
         profile or profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0),
@@ -329,6 +333,25 @@ def test_without_memory_to_spare_one_stream_is_left_whatever_it_takes() -> None:
         assert (first.schedule.policy, first.refusal) == ("sequential", "")
         assert others
         assert all(other.refusal for other in others)
+
+
+@pytest.mark.usefixtures("to_the_byte")
+@pytest.mark.parametrize("policy", ["critical_path", "path_cover", "search"])
+def test_branches_that_are_added_up_run_side_by_side_in_little_memory(policy: PolicyName) -> None:
+    """Twelve branches: policies compute all of them before the first sum, and one stream each before the next.
+
+    l0 ── r0 ──── l1 ── r1 ──── l2 ── r2 ── …
+             s0 ────────── s1 ─────────── s2 ── …
+    """
+    names = [f"{kind}{at}" for at in range(12) for kind in "lrs"]
+    edges = [edge for at in range(12) for edge in ((f"l{at}", f"r{at}"), (f"r{at}", f"s{at}"))]
+    graph = graph_of([*edges, *((f"s{at}", f"s{at + 1}") for at in range(11))], names, outputs=["s11"])
+    given = priced(graph, duration_us={name: 20.0 if name[0] == "l" else 3.0 for name in names})
+    first, *others = candidates(given=given, policy=policy, memory_budget=8 * 1024)
+    best = best_of([first, *others])
+    assert first.memory_bytes == 3 * 1024
+    assert best.memory_bytes <= 8 * 1024
+    assert best.predicted_us < 0.8 * first.predicted_us
 
 
 def test_there_are_as_many_variants_as_are_measured() -> None:

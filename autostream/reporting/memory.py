@@ -25,8 +25,8 @@ class Holder:
         storage: its name.
         bytes: its size.
         pool: ``"stream 1"``, whose memory it is, or ``"arena"``, in which all streams have theirs.
-        op: what makes it.
-        source: the user's line of that op.
+        op: what makes it; of memory that is taken before the first op, its name again.
+        source: the user's line of that op, or ``""``.
     """
 
     storage: str
@@ -96,16 +96,11 @@ def holders(graph: OpGraph, schedule: Schedule) -> tuple[Holder, ...]:
         >>> holders(graph, Schedule("mine", 1, (Launch("a", 0),)))
         (Holder(storage='a', bytes=512, pool='stream 0', op='a', source='net.py:3: y = f(x)'),)
     """
-    maker = {name: op for op in graph.ops.values() for name in op.allocates}
+    makers = {name: (op.name, op.source) for op in graph.ops.values() for name in op.allocates}
     found = [
-        Holder(
-            storage=name,
-            bytes=graph.storages[name].bytes,
-            pool="arena" if pool.stream == ARENA else f"stream {pool.stream}",
-            op=maker[name].name,
-            source=maker[name].source,
-        )
+        Holder(name, graph.storages[name].bytes, where, *makers.get(name, (name, "")))
         for pool in pools(graph, schedule)
+        for where in ["arena" if pool.stream == ARENA else f"stream {pool.stream}"]
         for name in pool.live
     ]
     return tuple(sorted(found, key=lambda holder: -holder.bytes))

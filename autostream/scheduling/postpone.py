@@ -5,7 +5,8 @@
 
 List schedules start an op as soon as a stream is free. That is as good as any later start while time is all that
 counts; but copies of weights, which depend on nothing, are then all made in the first microseconds, and all of them lie
-in memory until they are used.
+in memory until they are used. Branches that are added up are all computed before the first sum, in the same way: in the
+order of the program, each is used as soon as it is there.
 """
 
 from __future__ import annotations
@@ -59,3 +60,20 @@ def postponed(graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: f
             moment[op] = max(start[op], needed - LEAD * edge_us - (end[op] - start[op]))
     late = tuple(sorted(order, key=lambda op: (moment[op], place[op])))
     return Assignment(schedule.policy, schedule.streams, late, dict(schedule.stream_of), schedule.decisions)
+
+
+def in_program_order(graph: OpGraph, schedule: Schedule) -> Assignment:
+    """The same streams, launched as one stream would be: what lies in memory meanwhile is about as much for each.
+
+    Args:
+        graph: the ops.
+        schedule: the launches.
+
+    Example:
+        >>> from autostream.ir import Launch, Op
+        >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset(), frozenset()) for name in "axby"}
+        >>> launches = (Launch("a", 0), Launch("b", 1), Launch("x", 0), Launch("y", 1))
+        >>> in_program_order(OpGraph(ops, (), {}, (), "cuda:0"), Schedule("mine", 2, launches)).order
+        ('a', 'x', 'b', 'y')
+    """
+    return Assignment(schedule.policy, schedule.streams, tuple(graph.ops), schedule.stream_of, schedule.decisions)

@@ -16,7 +16,7 @@
    late acceptance found better schedules in as many steps.
 
 Where room is limited, what a plan needs above that comes before its time in all comparisons, and the search starts from
-:mod:`postponed <autostream.scheduling.postpone>` plans as well.
+plans in orders that need less (``postpone.py``) as well.
 
 The same arguments give the same result. Effort is therefore counted in simulated events, :data:`EVENTS_PER_S` for each
 second asked for, which any machine of these years does in that time; the clock is but a last resort, for one that
@@ -40,7 +40,7 @@ from autostream.scheduling.coarsen import Coarse, coarsen, expand
 from autostream.scheduling.critical_path import critical_path
 from autostream.scheduling.footprint import Footprint
 from autostream.scheduling.path_cover import path_cover
-from autostream.scheduling.postpone import postponed
+from autostream.scheduling.postpone import in_program_order, postponed
 from autostream.scheduling.sequential import sequential
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.slack import MOST, delayed
@@ -269,12 +269,13 @@ class _Space:
         return self.simulated(policy(coarse.graph, coarse.costs, self.profile, streams, coarse.pinned))
 
     def fitting(self, plan: _Plan) -> Iterator[_Plan]:
-        """The plan and, if it needs more than the room there is, the same one with what takes memory postponed."""
+        """The plan and, if it needs more than the room there is, the same streams in orders that may need less."""
         yield plan
         if plan.excess_bytes > 0:
             schedule, timeline = self.run(Assignment(plan.policy, plan.streams, plan.order, plan.stream))
             edge_us = self.profile.over(plan.streams).cross_stream_edge_us
-            yield self.plan_of(synchronize(self.graph, postponed(self.graph, schedule, timeline, edge_us)))
+            for late in (postponed(self.graph, schedule, timeline, edge_us), in_program_order(self.graph, schedule)):
+                yield self.plan_of(synchronize(self.graph, late))
 
     def plan_of(self, schedule: Schedule) -> _Plan:
         """The plan that a schedule of ops is, with chains where their first ops are."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autostream.budget import SLACK_BYTES, excess
 from autostream.ir import FORK, Arena, Candidate, Launch, Schedule
-from autostream.reporting.memory import Holder, KeptOut, Memory, kept_out, memory_of
+from autostream.reporting.memory import Holder, KeptOut, Memory, holders, kept_out, memory_of
 from autostream.scheduling.peak import given_bytes
 from tests.reporting.reports import CHOSEN, DIAMOND, GRAPHED, REFUSED, REPORT, with_source
 from tests.scheduling.graphs import graph_of
@@ -41,6 +41,17 @@ def test_holders_of_all_pools_are_told_by_size_with_the_op_that_makes_them() -> 
             Holder("a", 300, "stream 1", "a", ""),
             Holder("c", 100, "arena", "c", ""),
         ),
+    )
+
+
+def test_what_is_taken_before_the_first_op_has_no_op_that_makes_it() -> None:
+    """Two halves of m are written, each by an op of its own, that take no memory; which m is."""
+    graph = graph_of((), names="ab")
+    ops = {name: replace(op, allocates=frozenset()) for name, op in graph.ops.items()}
+    m = replace(graph.storages["a"], name="m", bytes=800, holders=("view", "m"))
+    graph = replace(graph, ops=ops, storages={"m": m}, prelude=("m",))
+    assert holders(graph, Schedule("test", 1, (Launch("a", 0), Launch("b", 0)))) == (
+        Holder("m", 800, "stream 0", "m", ""),
     )
 
 
