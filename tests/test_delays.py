@@ -1,0 +1,113 @@
+"""Delays show what is missing, and do no harm where nothing is; here on the CPU, where streams are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.execution import streams
+from tests.delays import LONGEST_US, MOST, delayed, pause, symptoms, without_inner_waits
+from tests.planned import Planned, planned
+
+
+class Cells(nn.Module):
+    """Two cells in a row, as search for architectures finds them: whoever waits in the first is not at the end.
+
+        x ─▶ cell ─▶ cell ─▶        cell: x ─┬▶ linear ─▶ relu ─╮
+                                             ├▶ linear ─▶ tanh ─┼▶ sum
+                                             ╰▶ linear ─▶ sin ──╯
+    """
+
+    def __init__(self, width: int = 8, cells: int = 2) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(3)) for _ in range(cells))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one, two, three in self.cells:  # type: ignore[misc]
+            x = one(x).relu() + two(x).tanh() + three(x).sin()
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_for_each_op() -> Iterator[None]:
+    """Lanes are threads already; where there are more threads than cores, those of OpenMP spin."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cells() -> Planned:
+    torch.manual_seed(0)
+    return planned(Cells(), [(torch.randn(4, 8),) for _ in range(2)])
+
+
+def test_delays_are_put_before_ops_and_are_the_same_for_the_same_seed(cells: Planned) -> None:
+    lowered = cells.lowered(cells.schedule("scattered", 3, captured=False))
+    before = lowered.code
+    first, again, other = (delayed(cells, lowered, seed) for seed in (1, 1, 2))
+    assert lowered.code == before
+    assert first.code == again.code != other.code
+    pauses = [node for node in first.graph.nodes if node.target is pause]
+    assert 1 <= len(pauses) <= MOST
+    assert all(node.next.name in cells.graph.ops for node in pauses)
+    assert all(node.args[0] == "cpu" and 1 <= node.args[1] <= LONGEST_US["cpu"] for node in pauses)
+    kept = [node.name for node in first.graph.nodes if node.target is not pause]
+    assert kept == [node.name for node in lowered.graph.nodes]
+
+
+def test_all_lanes_are_delayed_some_time(cells: Planned) -> None:
+    lowered, seen = cells.lowered(cells.schedule("scattered", 3, captured=False)), set()
+    for seed in range(10):
+        lane = 0
+        for node in delayed(cells, lowered, seed).graph.nodes:
+            lane = node.args[1] if node.target is streams.use else lane
+            seen |= {lane} if node.target is pause else set()
+    assert seen == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("policy", "lanes"), [("critical_path", 3), ("scattered", 3)])
+def test_delays_do_no_harm(cells: Planned, policy: str, lanes: int) -> None:
+    schedule = cells.schedule(policy, lanes, captured=False)
+    assert schedule.streams == lanes
+    found = list(symptoms(cells, schedule, cells.expected(), range(10), runs=20))
+    assert found == [""] * 20
+
+
+def test_each_run_sees_other_arguments_than_the_one_before() -> None:
+    """Fifteen runs with ten seeds: each seed serves one or two, and arguments take turns all the way."""
+    model = planned(nn.ReLU(), [(torch.full((2,), float(at)),) for at in (1, 2)])
+    expected = model.expected()
+    schedule = model.schedule("sequential", 1, captured=False)
+    assert list(symptoms(model, schedule, expected, range(10), runs=15)) == [""] * 15
+    wrong = list(symptoms(model, schedule, expected[::-1], range(2), runs=4))
+    assert wrong == [f"seed {seed}: wrong numbers for arguments {at}" for seed in (0, 1) for at in (0, 1)]
+
+
+def test_a_missing_wait_shows(cells: Planned) -> None:
+    """Each of them that is for the end of an op. The fork is none here: inputs are there when a thread starts."""
+    expected = cells.expected()
+    changed = list(without_inner_waits(cells.schedule("scattered", 3, captured=False)))
+    assert len(changed) > 5
+    for broken in changed:
+        assert any(symptoms(cells, broken, expected, range(40), runs=40))
+
+
+def test_inner_waits_leave_all_streams_forked_and_joined(cells: Planned) -> None:
+    schedule = cells.schedule("critical_path", 3, captured=False)
+    changed = list(without_inner_waits(schedule))
+    assert 0 < len(changed) < schedule.wait_count
+    assert {each.wait_count for each in changed} == {schedule.wait_count - 1}
+
+
+def test_what_is_not_the_same_twice_is_no_yardstick() -> None:
+    noise = planned(nn.Dropout(0.5), [(torch.ones(100),)])
+    with pytest.raises(AssertionError, match="does not compute the same twice"):
+        noise.expected()
+    deaf = planned(nn.ReLU(), [(-torch.ones(2),), (-torch.full((2,), 2.0),)])
+    with pytest.raises(AssertionError, match="stale result"):
+        deaf.expected()
