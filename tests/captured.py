@@ -173,7 +173,10 @@ def nodes_of(graph: int) -> frozenset[int]:
 class _EdgeData(ctypes.Structure):
     """``CUgraphEdgeData``: some kernels may start before the one that they follow has ended, as both have agreed."""
 
-    _fields_ = [(name, ctypes.c_ubyte) for name in ("from_port", "to_port", "type")] + [("reserved", ctypes.c_ubyte * 5)]
+    _fields_ = [
+        *((name, ctypes.c_ubyte) for name in ("from_port", "to_port", "type")),
+        ("reserved", ctypes.c_ubyte * 5),
+    ]
 
 
 def edges_of(graph: int) -> frozenset[Edge]:

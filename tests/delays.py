@@ -140,5 +140,3 @@ def without_inner_waits(schedule: Schedule) -> Iterator[Schedule]:
     for (op, wait), changed in zip(waits, without_a_wait(schedule), strict=False):
         if wait != FORK and op not in starts.values() and wait not in ends.values():
             yield changed
-
-

@@ -1,6 +1,6 @@
 """A model with schedules made by the stages themselves: no clock has a say, so they are the same each time.
 
-    model ─▶ trace ─▶ fuse, if asked ─▶ analyze ─▶ price for an H200 ─▶ Planned ─▶ any schedule of it
+model ─▶ trace ─▶ fuse, if asked ─▶ analyze ─▶ price for an H200 ─▶ Planned ─▶ any schedule of it
 """
 
 from __future__ import annotations
@@ -108,3 +108,22 @@ def copied(outputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
 def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     """Whether tensors are equal to the bit; NaN is equal to nothing."""
     return len(ours) == len(theirs) and all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+class Cells(nn.Module):
+    """Two cells in a row, as search for architectures finds them: whoever waits in the first is not at the end.
+
+    x ─▶ cell ─▶ cell ─▶        cell: x ─┬▶ linear ─▶ relu ─╮
+                                         ├▶ linear ─▶ tanh ─┼▶ sum
+                                         ╰▶ linear ─▶ sin ──╯
+    """
+
+    def __init__(self, width: int = 8, cells: int = 2) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(3)) for _ in range(cells))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            one, two, three = (layer(x) for layer in cell)  # type: ignore[union-attr]
+            x = one.relu() + two.tanh() + three.sin()
+        return x

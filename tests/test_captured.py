@@ -75,7 +75,8 @@ def test_an_op_without_nodes_is_passed_over() -> None:
 
 def test_hazards_are_held_against_the_graph_itself() -> None:
     """A schedule that forgets one is no excuse."""
-    graph = replace(NO_HAZARDS, dependencies=(Dependency("a", "c", Hazard.RAW, "a"), Dependency("b", "c", Hazard.WAR, "x")))
+    hazards = (Dependency("a", "c", Hazard.RAW, "a"), Dependency("b", "c", Hazard.WAR, "x"))
+    graph = replace(NO_HAZARDS, dependencies=hazards)
     found = drawn({"a": {1}, "b": {3}, "c": {4}, "d": {5}}, (1, 5), (3, 4), (4, 5))
     assert disagreements(graph, HALVES, found) == ["c may start before a has ended: read after write"]
 

@@ -6,29 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autostream.execution import streams
 from tests.delays import LONGEST_US, MOST, delayed, pause, symptoms, without_inner_waits
-from tests.planned import Planned, planned
-
-
-class Cells(nn.Module):
-    """Two cells in a row, as search for architectures finds them: whoever waits in the first is not at the end.
-
-        x ─▶ cell ─▶ cell ─▶        cell: x ─┬▶ linear ─▶ relu ─╮
-                                             ├▶ linear ─▶ tanh ─┼▶ sum
-                                             ╰▶ linear ─▶ sin ──╯
-    """
-
-    def __init__(self, width: int = 8, cells: int = 2) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(3)) for _ in range(cells))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for one, two, three in self.cells:  # type: ignore[misc]
-            x = one(x).relu() + two(x).tanh() + three(x).sin()
-        return x
+from tests.planned import Cells, Planned, planned
 
 
 @pytest.fixture(autouse=True)
