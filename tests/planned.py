@@ -16,7 +16,7 @@ from autostream.costs.device import profile_named
 from autostream.costs.roofline import price
 from autostream.execution.cuda_graph import FlatFunction
 from autostream.execution.lower import lower
-from autostream.execution.runs import UncastRun, uncaptured, without_autocast
+from autostream.execution.runs import UncastRun, uncaptured
 from autostream.ir import OpGraph, Program, Role, Schedule
 from autostream.pipeline import arguments_of
 from autostream.scheduling import POLICIES
@@ -95,8 +95,7 @@ def planned(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], level: str =
     tensors, structure = flatten((tuple(inputs[0]), {}))
     traced = trace(model, tensors, structure)
     arguments = [tuple(t.detach() for t in arguments_of(traced, model, list(args))) for args in inputs]
-    with without_autocast(level):
-        program = fuse(traced.program, {}, arguments[0]) if level == "inductor" else traced.program
+    program = fuse(traced.program, {}, arguments[0]) if level == "inductor" else traced.program
     return Planned(program, analyze(program), tuple(arguments))
 
 
@@ -124,6 +123,6 @@ class Cells(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for cell in self.cells:
-            one, two, three = (layer(x) for layer in cell)  # type: ignore[union-attr]
+            one, two, three = (layer(x) for layer in cell)  # type: ignore[attr-defined]
             x = one.relu() + two.tanh() + three.sin()
         return x

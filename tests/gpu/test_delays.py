@@ -23,7 +23,7 @@ GPU = torch.device("cuda", 0)
 
 SHORT = [
     *((name, "eager") for name in ("googlenet", "bert_base", "towers8", "moe8", "dlrm", "ensemble4")),
-    *((name, "inductor") for name in ("googlenet", "bilstm")),
+    *((name, "inductor") for name in ("towers8", "moe8")),
 ]
 """What the suite delays; the long form delays all, at both levels."""
 
@@ -85,13 +85,14 @@ def test_not_a_bit_changes_in_two_hundred_runs(name: str, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("captured", [False, True], ids=["streams", "cuda graph"])
-def test_a_missing_wait_shows(level: str, captured: bool) -> None:
-    """Three of them, from all over the schedule, each within 40 delayed runs."""
+def test_a_missing_wait_shows(level: str) -> None:
+    """Two of them, from the middle and the end of the schedule, each within 40 delayed runs, captured or not."""
     model = prepared("googlenet", level)
-    expected, schedule = model.expected(), model.schedule("critical_path", 4, captured=captured)
-    broken = list(without_inner_waits(schedule))
-    assert len(broken) >= 3
-    look = captured_symptoms if captured else symptoms
-    for each in (broken[len(broken) // 4], broken[len(broken) // 2], broken[-1]):
-        assert any(look(model, each, expected, range(20), runs=40))
+    expected = model.expected()
+    for look, captured in ((symptoms, False), (captured_symptoms, True)):
+        schedule = model.schedule("critical_path", 4, captured=captured)
+        assert not any(look(model, schedule, expected, range(2), runs=4))
+        broken = list(without_inner_waits(schedule))
+        assert len(broken) >= 2
+        for each in (broken[len(broken) // 2], broken[-1]):
+            assert any(look(model, each, expected, range(20), runs=40)), (captured, each)
