@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autostream.execution import streams
-from tests.delays import LONGEST_US, MOST, delayed, pause, symptoms, without_inner_waits
-from tests.planned import Cells, Planned, planned
+from tests import delays as module
+from tests.delays import LONGEST_US, MOST, captured_symptoms, delayed, pause, symptoms, without_inner_waits
+from tests.execution.programs import fused_case
+from tests.planned import Cells, Planned, planned, same
 
 
 @pytest.fixture(autouse=True)
@@ -93,3 +96,41 @@ def test_what_is_not_the_same_twice_is_no_yardstick() -> None:
     deaf = planned(nn.ReLU(), [(-torch.ones(2),), (-torch.full((2,), 2.0),)])
     with pytest.raises(AssertionError, match="stale result"):
         deaf.expected()
+
+
+def test_fused_kernels_are_delayed_too() -> None:
+    """What they compute in between lies in an arena, and some of it is written part by part."""
+    case = fused_case()
+    others = tuple(tensor + 1 for tensor in case.tensors)
+    fused = Planned(case.program, case.graph, (case.tensors, others))
+    schedule = fused.schedule("scattered", 3, captured=False)
+    assert schedule.arena.offsets
+    lowered = delayed(fused, fused.lowered(schedule), 0)
+    assert any(node.target is pause for node in lowered.graph.nodes)
+    args, untouched = ([tensor.clone() for tensor in case.tensors] for _ in range(2))
+    with torch.no_grad():
+        assert same(fused.run(lowered, schedule.streams)(*args), case.program.module(*untouched))
+
+
+def test_captured_runs_are_delayed_as_others_are(cells: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a graph there is here only the run that would be captured, called at each replay."""
+    pools: list[object] = []
+
+    class Graph:
+        def __init__(self, run: Any, static: Any, bound: Any, *_: object, draws: bool, pool: object = None) -> None:
+            self.run, self.static, self.pool = run, static, pool or object()
+            self.inputs = [at for at, is_bound in enumerate(bound) if not is_bound]
+            pools.append(self.pool)
+
+        def __call__(self, *tensors: Tensor) -> Any:
+            for at in self.inputs:
+                self.static[at].copy_(tensors[at])
+            return self.run(*self.static)
+
+    monkeypatch.setattr(module, "CapturedGraph", Graph)
+    schedule, expected = cells.schedule("scattered", 3, captured=True), cells.expected()
+    assert list(captured_symptoms(cells, schedule, expected, range(5), runs=10)) == [""] * 10
+    assert len(pools) == 6
+    assert len(set(pools)) == 1
+    wrong = list(captured_symptoms(cells, schedule, expected[::-1], range(1), runs=2))
+    assert wrong == ["seed 0: wrong numbers for arguments 0", "seed 0: wrong numbers for arguments 1"]
