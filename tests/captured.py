@@ -159,8 +159,8 @@ class _Noting(fx.Interpreter):
 def graph_in_capture(stream: int) -> int:
     """The graph that a stream is being captured into."""
     status, graph = ctypes.c_int(), ctypes.c_void_p()
-    ask = _driver().cuStreamGetCaptureInfo_v2
-    occupancy._ask(ask, ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), None, None)
+    ask, rest = _driver().cuStreamGetCaptureInfo_v3, (None, None, None)
+    occupancy._ask(ask, ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), *rest)
     assert graph.value, "the stream is in no capture"
     return graph.value
 

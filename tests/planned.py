@@ -55,6 +55,11 @@ class Planned:
         """Which arguments are the model's own."""
         return tuple(placeholder.role is not Role.INPUT for placeholder in self.program.placeholders)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold it."""
+        return not any(op.uncapturable for op in self.graph.ops.values())
+
     def schedule(self, policy: str, streams: int, *, captured: bool) -> Schedule:
         """What a policy makes of it, with an arena where memory can be placed; verified."""
         graph, profile = self.graph, profile_named("h200")

@@ -128,7 +128,7 @@ class Driver:
 
     nodes, edges = (10, 20, 30), ((10, 20), (20, 30))
 
-    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, _id: Any, graph: Any, *rest: Any) -> int:  # noqa: N802
+    def cuStreamGetCaptureInfo_v3(self, stream: Any, status: Any, _id: Any, graph: Any, *rest: Any) -> int:  # noqa: N802
         status._obj.value, graph._obj.value = 1, 77 if stream.value == 5 else None
         return 0
 

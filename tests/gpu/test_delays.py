@@ -51,24 +51,22 @@ def _rubbish_in_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepared(name: str, level: str) -> Planned:
-    pytest.importorskip("torchvision")
     subject = prepare(INFERENCE[name], 1, GPU, torch.float16)
     return planned(subject.model, [subject.args, subject.others], level)
 
 
 def check(name: str, level: str, runs: int, seeds: int) -> None:
-    """So many delayed runs without a CUDA graph, and as many replays; half of each by either policy."""
+    """So many delayed runs without a CUDA graph, and as many replays of some; half of each by either policy."""
     model = prepared(name, level)
     expected = model.expected()
-    for at, (policy, streams) in enumerate(PLANS):
-        share, mine = (runs + 1 - at) // 2, range(at, seeds, 2)
-        uncaptured, captured = (model.schedule(policy, streams, captured=captured) for captured in (False, True))
-        found = [
-            *symptoms(model, uncaptured, expected, mine, share),
-            *captured_symptoms(model, captured, expected, mine, share),
-        ]
-        assert len(found) == 2 * share
-        assert not any(found), (policy, *filter(None, found))
+    for look, captured in ((symptoms, False), (captured_symptoms, True)):
+        if captured and not model.capturable:
+            continue
+        for at, (policy, streams) in enumerate(PLANS):
+            share, schedule = (runs + 1 - at) // 2, model.schedule(policy, streams, captured=captured)
+            found = list(look(model, schedule, expected, range(at, seeds, 2), share))
+            assert len(found) == share
+            assert not any(found), (policy, captured, *filter(None, found))
 
 
 @pytest.mark.parametrize(("name", "level"), SHORT)
@@ -80,7 +78,7 @@ def test_not_a_bit_changes(name: str, level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", INFERENCE)
 def test_not_a_bit_changes_in_two_hundred_runs(name: str, level: str) -> None:
-    """Each graph is replayed four times, at both arguments in turn: 100 delayed runs by a policy, from 25 seeds."""
+    """From 25 seeds by each policy: each graph is replayed four times, at both arguments in turn."""
     check(name, level, runs=LONG_RUNS, seeds=50)
 
 

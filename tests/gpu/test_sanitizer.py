@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.gpu
 def sanitized(*arguments: str) -> list[dict[str, Any]]:
     """What ``python -m tests.sanitizer`` prints; it must find nothing."""
     command = [sys.executable, "-m", "tests.sanitizer", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, [line for line in lines if line["finding"]] or done.stderr[-3000:]
     return lines
