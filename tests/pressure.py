@@ -11,6 +11,7 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -56,6 +57,9 @@ def pressure(device: torch.device, lanes: Sequence[Lane], most_bytes: int, seed:
 
     Yields:
         What it has taken in each turn, bytes.
+
+    Raises:
+        Exception: what that thread raised, afterwards.
     """
     stop, taken, choose = threading.Event(), list[int](), random.Random(seed)
 
@@ -65,13 +69,13 @@ def pressure(device: torch.device, lanes: Sequence[Lane], most_bytes: int, seed:
                 return
             taken.append(churn(device, lane, most_bytes, choose))
 
-    thread = threading.Thread(target=work, name="pressure")
-    thread.start()
-    try:
-        yield taken
-    finally:
-        stop.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as others:
+        working = others.submit(work)
+        try:
+            yield taken
+        finally:
+            stop.set()
+        working.result()
 
 
 @contextmanager

@@ -104,6 +104,10 @@ TRAINING_ERROR = 1e-2
 """Of a training step against the plain model's, in the same kernels, and with the same random numbers."""
 
 
+class Uncheckable(Exception):  # noqa: N818 - nothing is wrong
+    """With its present weights, the plain model itself is too far from float64, or the same for all inputs."""
+
+
 @dataclass
 class Subject:
     """A model under test.
@@ -133,9 +137,17 @@ class Subject:
         return tuple(x.to(parameter.device, parameter.dtype if x.is_floating_point() else x.dtype) for x in drawn)
 
     def at(self, batch: int) -> list[Example]:
-        """Two calls of this batch size, and what the plain model says to them."""
+        """Two calls of this batch size, and what the plain model says to them.
+
+        Raises:
+            Uncheckable: it says nothing that others could be held against.
+        """
         if batch not in self.examples:
-            self.examples[batch] = examples_of(self.model, [self.inputs(batch, seed) for seed in (0, 1)])
+            inputs = [self.inputs(batch, seed) for seed in (0, 1)]
+            try:
+                self.examples[batch] = examples_of(self.model, inputs)
+            except AssertionError as error:
+                raise Uncheckable from error
         return self.examples[batch]
 
 
@@ -442,7 +454,7 @@ class Soak:
     calls: Iterator[int] = field(default_factory=itertools.count)
 
     def round(self, number: int, seconds_left: Callable[[], float]) -> None:
-        """One round; it ends early with a failure, or when the time is over."""
+        """One round; it ends early with a failure, with weights that leave nothing to check, or when time is over."""
         self._act(number, seconds_left)
         self.memories.append(memory(self.device))
         if grown := self.memories[-1].grown(self.memories[0]):
@@ -462,6 +474,9 @@ class Soak:
                 try:
                     action()
                     self.actions[name] += 1
+                except Uncheckable:
+                    self.actions["given up"] += 1
+                    break
                 except Exception as error:
                     self._failed(number, name, now.subjects, error)
                     break

@@ -45,3 +45,12 @@ def test_it_goes_on_beside_other_work_and_then_stops(monkeypatch: pytest.MonkeyP
     assert turns[:4] == [*lanes, *lanes]
     assert taken == [7] * count
     assert len(turns) == count
+
+
+def test_what_goes_wrong_there_is_told_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "churn", failing)
+    with pytest.raises(ZeroDivisionError), pressure(CPU, [nullcontext], most_bytes=0):
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,21 @@ def test_a_schedule_that_cannot_be_made_is_a_failure(monkeypatch: pytest.MonkeyP
     code, summary = soaked(tmp_path, "--rounds", "1")
     assert code == 1
     assert "it cannot be scheduled" in summary["failures"][-1]["error"]
+
+
+def test_weights_that_leave_nothing_to_check_are_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def hopeless(self: Round) -> None:
+        subject = self.subjects[0]
+        with torch.no_grad():
+            for parameter in subject.model.parameters():
+                parameter.zero_()
+        self._changed(subject)
+
+    actions = [("optimize", Round.optimize), ("zero", hopeless), ("call", Round.call)]
+    monkeypatch.setattr(Round, "actions", lambda self: ((name, partial(action, self)) for name, action in actions))
+    code, summary = soaked(tmp_path, "--rounds", "1")
+    assert code == 0
+    assert summary["actions"] == {"optimize": 1, "given up": 1}
 
 
 def test_it_stops_in_time(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_not_a_bit_changes_in_two_hundred_runs(name: str, level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_missing_wait_shows(level: str) -> None:
-    """Two of them, from the middle and the end of the schedule, each within 40 delayed runs, captured or not."""
+    """Two of them, from the middle and the end of the schedule, each within 80 delayed runs, captured or not."""
     model = prepared("googlenet", level)
     expected = model.expected()
     for look, captured in ((symptoms, False), (captured_symptoms, True)):
@@ -93,4 +93,4 @@ def test_a_missing_wait_shows(level: str) -> None:
         broken = list(without_inner_waits(schedule))
         assert len(broken) >= 2
         for each in (broken[len(broken) // 2], broken[-1]):
-            assert any(look(model, each, expected, range(20), runs=40)), (captured, each)
+            assert any(look(model, each, expected, range(40), runs=80)), (captured, each)
