@@ -134,3 +134,14 @@ def test_captured_runs_are_delayed_as_others_are(cells: Planned, monkeypatch: py
     assert len(set(pools)) == 1
     wrong = list(captured_symptoms(cells, schedule, expected[::-1], range(1), runs=2))
     assert wrong == ["seed 0: wrong numbers for arguments 0", "seed 0: wrong numbers for arguments 1"]
+
+
+def test_a_run_is_late_as_often_and_as_long_as_its_graph_says(cells: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    schedule = cells.schedule("scattered", 3, captured=False)
+    lowered = delayed(cells, cells.lowered(schedule), 1)
+    wanted = [node.args[1] / 1e6 for node in lowered.graph.nodes if node.target is pause]
+    with torch.no_grad():
+        cells.run(lowered, schedule.streams)(*cells.arguments[0])
+    assert sorted(slept) == sorted(wanted)
