@@ -101,15 +101,19 @@ def _driver() -> Any:
 
 
 def _kernels(driver: Any, graph: int) -> Iterator[Kernel]:
-    count = ctypes.c_size_t()
-    _ask(driver.cuGraphGetNodes, ctypes.c_void_p(graph), None, ctypes.byref(count))
-    nodes = (ctypes.c_void_p * count.value)()
-    _ask(driver.cuGraphGetNodes, ctypes.c_void_p(graph), nodes, ctypes.byref(count))
-    for node in map(ctypes.c_void_p, nodes):
+    for node in map(ctypes.c_void_p, _nodes(driver, graph)):
         kind = ctypes.c_int()
         _ask(driver.cuGraphNodeGetType, node, ctypes.byref(kind))
         if kind.value == _KERNEL:
             yield _kernel(driver, node)
+
+
+def _nodes(driver: Any, graph: int) -> ctypes.Array[ctypes.c_void_p]:
+    count = ctypes.c_size_t()
+    _ask(driver.cuGraphGetNodes, ctypes.c_void_p(graph), None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    _ask(driver.cuGraphGetNodes, ctypes.c_void_p(graph), nodes, ctypes.byref(count))
+    return nodes
 
 
 def _kernel(driver: Any, node: ctypes.c_void_p) -> Kernel:

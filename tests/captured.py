@@ -1,0 +1,201 @@
+"""A captured CUDA graph against the schedule that it was captured from: which op comes before which, node by node.
+
+    capture:   linear │ relu │ …     after each op, the nodes that the graph has got since the last one are its own
+    driver:    edges between nodes ─▶ reachability ─▶ op before op
+    schedule:  stream order, waits ─▶ happens-before ─▶ op before op      the same, or one of the two is wrong
+
+The nodes and edges are read from the CUDA driver, as those of ``costs/occupancy.py`` are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from autostream.costs import occupancy
+from autostream.execution.capture import capture
+from autostream.execution.cuda_graph import WARMUP_RUNS
+from autostream.execution.runs import without_autocast
+from autostream.execution.streams import capture_stream, restored
+from autostream.ir import FORK, OpGraph, Schedule
+from tests.planned import Planned
+
+Edge = tuple[int, int]
+
+MOST = 10
+"""Disagreements that are told."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a CUDA graph holds.
+
+    Attributes:
+        nodes: by op, those that launch it; an op that launches nothing has none.
+        edges: node before node, none of them twice.
+    """
+
+    nodes: Mapping[str, frozenset[int]]
+    edges: frozenset[Edge]
+
+
+def disagreements(graph: OpGraph, schedule: Schedule, captured: Captured) -> list[str]:
+    """What a captured graph orders and its schedule does not, or the other way round; then hazards that neither orders.
+
+    One op is before another if all of its nodes are before all of the other's, and not if any one is before any other.
+
+    Args:
+        graph: the ops that are scheduled.
+        schedule: what was captured.
+        captured: what came of it.
+    """
+    return list(islice(_disagreements(graph, schedule, captured), MOST))
+
+
+def _disagreements(graph: OpGraph, schedule: Schedule, captured: Captured) -> Iterator[str]:
+    ops = [launch.op for launch in schedule.launches if captured.nodes.get(launch.op)]
+    wanted, (all_of, any_of) = _happens_before(schedule), _reached(captured, ops)
+    for after in ops:
+        for before in ops:
+            if before in wanted[after] and before not in all_of[after]:
+                yield f"{before} must be before {after}, and in the graph it is not"
+            if before not in wanted[after] and before in any_of[after]:
+                yield f"{before} is before {after} in the graph, and nothing asks for it"
+    for hazard in graph.dependencies:
+        if {hazard.before, hazard.after} <= set(ops) and hazard.before not in all_of[hazard.after]:
+            yield f"{hazard.after} may start before {hazard.before} has ended: {hazard.hazard.value}"
+
+
+def _happens_before(schedule: Schedule) -> Mapping[str, frozenset[str]]:
+    """By op, all ops that come before it, by stream order and waits."""
+    before: dict[str, frozenset[str]] = {FORK: frozenset()}
+    last: dict[int, frozenset[str]] = {}
+    for launch in schedule.launches:
+        sources = (before[wait] | {wait} for wait in launch.waits)
+        before[launch.op] = last.get(launch.stream, frozenset()).union(*sources) - {FORK}
+        last[launch.stream] = before[launch.op] | {launch.op}
+    return before
+
+
+def _reached(
+    captured: Captured, ops: Sequence[str]
+) -> tuple[Mapping[str, frozenset[str]], Mapping[str, frozenset[str]]]:
+    """By op, those of which all nodes are before all of its own, and those of which any node is before any of its own.
+
+    Nodes are bits of numbers: there are thousands.
+    """
+    digraph: nx.DiGraph[int] = nx.DiGraph(list(captured.edges))
+    digraph.add_nodes_from(node for op in ops for node in captured.nodes[op])
+    bit = {node: 1 << place for place, node in enumerate(nx.topological_sort(digraph))}
+    past: dict[int, int] = {}
+    for node in bit:
+        past[node] = 0
+        for source in digraph.predecessors(node):
+            past[node] |= past[source] | bit[source]
+    own = {op: sum(bit[node] for node in captured.nodes[op]) for op in ops}
+    all_of, any_of = {}, {}
+    for op in ops:
+        common, total = -1, 0
+        for node in captured.nodes[op]:
+            common, total = common & past[node], total | past[node]
+        all_of[op] = frozenset(other for other in ops if own[other] & common == own[other])
+        any_of[op] = frozenset(other for other in ops if other != op and own[other] & total)
+    return all_of, any_of
+
+
+# From the driver
+
+
+@torch.no_grad()
+def captured(planned: Planned, schedule: Schedule, arguments: Sequence[Tensor]) -> Captured:
+    """Capture a schedule as it is captured to be replayed, and read what the graph holds.
+
+    Args:
+        planned: whose schedule it is; on a GPU.
+        schedule: with any number of streams.
+        arguments: of the program.
+    """
+    device, lowered = planned.program.device, planned.lowered(schedule)
+    stream = capture_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    run = planned.run(lowered, schedule.streams)
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP_RUNS):
+            run(*arguments)
+    noting = _Noting(lowered, planned.graph.ops, stream.cuda_stream)
+
+    def once() -> object:
+        with restored(device), without_autocast(planned.program.level):
+            return noting.run(*arguments, enable_io_processing=False)
+
+    graph, _outputs = capture(once, stream, keep_nodes=True)
+    return Captured(noting.nodes, edges_of(graph.raw_cuda_graph()))
+
+
+class _Noting(fx.Interpreter):
+    """Runs a lowered graph in a capture, and notes after each op which nodes are new."""
+
+    def __init__(self, lowered: fx.GraphModule, ops: Collection[str], stream: int) -> None:
+        super().__init__(lowered)
+        self.nodes: dict[str, frozenset[int]] = {}
+        self._ops, self._stream = ops, stream
+        self._known: frozenset[int] = frozenset()
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.name in self._ops:
+            nodes = nodes_of(graph_in_capture(self._stream))
+            self.nodes[n.name], self._known = nodes - self._known, nodes
+        return result
+
+
+def graph_in_capture(stream: int) -> int:
+    """The graph that a stream is being captured into."""
+    status, graph = ctypes.c_int(), ctypes.c_void_p()
+    ask, rest = _driver().cuStreamGetCaptureInfo_v3, (None, None, None)
+    occupancy._ask(ask, ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), *rest)
+    assert graph.value, "the stream is in no capture"
+    return graph.value
+
+
+def nodes_of(graph: int) -> frozenset[int]:
+    """All nodes of a graph: kernels, copies, and whatever else was captured."""
+    return frozenset(filter(None, occupancy._nodes(_driver(), graph)))
+
+
+class _EdgeData(ctypes.Structure):
+    """``CUgraphEdgeData``: some kernels may start before the one that they follow has ended, as both have agreed."""
+
+    _fields_ = [
+        *((name, ctypes.c_ubyte) for name in ("from_port", "to_port", "type")),
+        ("reserved", ctypes.c_ubyte * 5),
+    ]
+
+
+def edges_of(graph: int) -> frozenset[Edge]:
+    """All edges of a graph."""
+    ask, count = _driver().cuGraphGetEdges_v2, ctypes.c_size_t()
+    occupancy._ask(ask, ctypes.c_void_p(graph), None, None, None, ctypes.byref(count))
+    sources, targets = ((ctypes.c_void_p * count.value)() for _ in range(2))
+    data = (_EdgeData * count.value)()
+    occupancy._ask(ask, ctypes.c_void_p(graph), sources, targets, data, ctypes.byref(count))
+    return frozenset(_pairs(sources, targets))
+
+
+def _pairs(sources: Iterable[int | None], targets: Iterable[int | None]) -> Iterator[Edge]:
+    for source, target in zip(sources, targets, strict=True):
+        if source and target:
+            yield source, target
+
+
+def _driver() -> Any:
+    driver = occupancy._driver()
+    assert driver is not None, "there is no CUDA driver"
+    return driver

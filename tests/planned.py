@@ -1,0 +1,133 @@
+"""A model with schedules made by the stages themselves: no clock has a say, so they are the same each time.
+
+model ─▶ trace ─▶ fuse, if asked ─▶ analyze ─▶ price for an H200 ─▶ Planned ─▶ any schedule of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from autostream.analysis.dependencies import analyze
+from autostream.costs.device import profile_named
+from autostream.costs.roofline import price
+from autostream.execution.cuda_graph import FlatFunction
+from autostream.execution.lower import lower
+from autostream.execution.runs import UncastRun, uncaptured
+from autostream.ir import OpGraph, Program, Role, Schedule
+from autostream.pipeline import arguments_of
+from autostream.scheduling import POLICIES
+from autostream.scheduling.arena import place_storages
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
+from autostream.tracing.export import trace
+from autostream.tracing.inductor import fuse
+from autostream.tracing.tree import flatten
+from tests.semantics import scattered
+
+LEVELS = ("eager", "inductor")
+"""What one op is."""
+
+STREAMED = {**POLICIES, "scattered": scattered}
+"""Policies by name; ``scattered`` has as many waits as there can be."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A program, its ops, and arguments for it.
+
+    Attributes:
+        program: of a model that draws no random numbers.
+        graph: its ops and hazards.
+        arguments: of several calls, in the order of its placeholders; the model's own tensors are the same ones in all.
+    """
+
+    program: Program
+    graph: OpGraph
+    arguments: tuple[tuple[Tensor, ...], ...]
+
+    @property
+    def bound(self) -> tuple[bool, ...]:
+        """Which arguments are the model's own."""
+        return tuple(placeholder.role is not Role.INPUT for placeholder in self.program.placeholders)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold it."""
+        return not any(op.uncapturable for op in self.graph.ops.values())
+
+    def schedule(self, policy: str, streams: int, *, captured: bool) -> Schedule:
+        """What a policy makes of it, with an arena where memory can be placed; verified."""
+        graph, profile = self.graph, profile_named("h200")
+        pinned = frozenset[str]() if captured else graph.pinned
+        assignment = STREAMED[policy](graph, price(graph, profile), profile, streams, pinned)
+        schedule = place_releases(graph, place_storages(graph, synchronize(graph, assignment)))
+        verify(graph, schedule, pinned=pinned)
+        return schedule
+
+    def lowered(self, schedule: Schedule) -> fx.GraphModule:
+        """The graph that runs a schedule."""
+        return lower(self.program, self.graph, schedule)
+
+    def run(self, lowered: fx.GraphModule, streams: int) -> FlatFunction:
+        """What runs a lowered graph of so many streams, without a CUDA graph."""
+        run = uncaptured(lowered, self.program.device, streams)
+        return UncastRun(run) if self.program.level == "inductor" else run
+
+    @torch.no_grad()
+    def expected(self) -> tuple[tuple[Tensor, ...], ...]:
+        """What one stream computes, in the same kernels, for each call.
+
+        Raises:
+            AssertionError: not the same each time, or the same for different arguments: then nothing can be compared.
+        """
+        schedule = self.schedule("sequential", 1, captured=False)
+        run = self.run(self.lowered(schedule), 1)
+        first, second = ([copied(run(*arguments)) for arguments in self.arguments] for _ in range(2))
+        assert all(map(same, first, second)), "one stream does not compute the same twice, to the bit"
+        different = [not same(first[0], other) for other in first[1:]]
+        assert all(different), "a stale result of one call would pass for another's"
+        return tuple(first)
+
+
+@torch.no_grad()
+def planned(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], level: str = "eager") -> Planned:
+    """Trace a model at the first inputs, and fuse its ops if ``level`` is ``"inductor"``."""
+    tensors, structure = flatten((tuple(inputs[0]), {}))
+    traced = trace(model, tensors, structure)
+    arguments = [tuple(t.detach() for t in arguments_of(traced, model, list(args))) for args in inputs]
+    program = fuse(traced.program, {}, arguments[0]) if level == "inductor" else traced.program
+    return Planned(program, analyze(program), tuple(arguments))
+
+
+def copied(outputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Copies of the tensors among outputs: some ops leave one undefined."""
+    return tuple(output.clone() for output in outputs if output is not None)
+
+
+def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether tensors are equal to the bit; NaN is equal to nothing."""
+    return len(ours) == len(theirs) and all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+class Cells(nn.Module):
+    """Two cells in a row, as search for architectures finds them: whoever waits in the first is not at the end.
+
+    x ─▶ cell ─▶ cell ─▶        cell: x ─┬▶ linear ─▶ relu ─╮
+                                         ├▶ linear ─▶ tanh ─┼▶ sum
+                                         ╰▶ linear ─▶ sin ──╯
+    """
+
+    def __init__(self, width: int = 8, cells: int = 2) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(3)) for _ in range(cells))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            one, two, three = (layer(x) for layer in cell)  # type: ignore[attr-defined]
+            x = one.relu() + two.tanh() + three.sin()
+        return x

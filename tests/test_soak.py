@@ -1,0 +1,126 @@
+"""The soak, for a few rounds on the CPU; and that it finds what is wrong, and says how to see it again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autostream.api import OptimizedModule
+from tests import soak
+from tests.soak import KINDS, MORE_BYTES, MORE_TENSORS, Memory, Round, main
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def soaked(out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit code, and the summary, which is printed as well as written."""
+    code = main(["--device", "cpu", "--models", "cells", "--out", str(out / "soak.json"), *arguments])
+    return code, json.loads((out / "soak.json").read_text())
+
+
+def test_some_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, summary = soaked(tmp_path, "--rounds", "2", "--seed", "0")
+    assert json.loads(capsys.readouterr().out) == summary
+    assert code == 0, summary["failures"]
+    assert (summary["seed"], summary["device"], summary["rounds"], summary["failures"]) == (0, "cpu", 2, [])
+    assert sum(summary["actions"].values()) == 2 * soak.ACTIONS
+    assert summary["calls"] > 100
+    assert summary["fates"]["threads"] > 0
+
+
+def test_no_action_does_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of them once, where there are two models or three."""
+    actions = ["optimize", *KINDS]
+    monkeypatch.setattr(Round, "actions", lambda self: ((action, getattr(self, action)) for action in actions))
+    code, summary = soaked(tmp_path, "--rounds", "1", "--models", "cells", "learners")
+    assert code == 0, summary["failures"]
+    assert summary["actions"] == {**dict.fromkeys(KINDS, 1), "optimize": 2}
+
+
+def test_what_is_wrong_is_found_and_can_be_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Results that are off by a hundredth after a while; the same round fails again at the same action."""
+
+    def off(self: OptimizedModule, *args: Any) -> Any:
+        calls.append(args)
+        return self._autostream(*args) * (1.01 if len(calls) > 20 else 1)
+
+    calls: list[Any] = []
+    monkeypatch.setattr(OptimizedModule, "__call__", off)
+    code, summary = soaked(tmp_path, "--rounds", "2", "--seed", "5")
+    assert code == 1
+    first, second = summary["failures"]
+    assert first["repeat"] == "python -m tests.soak --device cpu --seed 5 --first 0 --rounds 1 --models cells"
+    assert "--first 1 " in second["repeat"]
+    assert set(first["models"]) == {"cells (eager)"}
+    assert "the error is" in first["error"]
+    assert f"again: {first['repeat']}" in capsys.readouterr().err
+    calls.clear()
+    code, again = soaked(tmp_path, *first["repeat"].split()[3:])
+    assert code == 1
+    assert again["failures"] == [first]
+
+
+def test_a_schedule_that_cannot_be_made_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*_: object) -> object:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("autostream.tuning.candidates_for", broken)
+    code, summary = soaked(tmp_path, "--rounds", "1")
+    assert code == 1
+    assert "it cannot be scheduled" in summary["failures"][-1]["error"]
+
+
+def test_weights_that_leave_nothing_to_check_are_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def hopeless(self: Round) -> None:
+        subject = self.subjects[0]
+        with torch.no_grad():
+            for parameter in subject.model.parameters():
+                parameter.zero_()
+        self._changed(subject)
+
+    actions = [("optimize", Round.optimize), ("zero", hopeless), ("call", Round.call)]
+    monkeypatch.setattr(Round, "actions", lambda self: ((name, partial(action, self)) for name, action in actions))
+    code, summary = soaked(tmp_path, "--rounds", "1")
+    assert code == 0
+    assert summary["actions"] == {"optimize": 1, "given up": 1}
+
+
+def test_it_stops_in_time(tmp_path: Path) -> None:
+    """With no time at all, nothing is done."""
+    code, summary = soaked(tmp_path, "--minutes", "0")
+    assert code == 0
+    assert (summary["rounds"], summary["calls"], summary["actions"]) == (1, 0, {})
+
+
+def test_memory_that_grows_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = Memory(100, 50)
+    assert not first.grown(first)
+    assert not Memory(100 + MORE_BYTES, 50 + MORE_TENSORS).grown(first)
+    assert Memory(101 + MORE_BYTES, 50).grown(first) == "64 MiB and 0 tensors more than after the first round"
+    assert Memory(100, 51 + MORE_TENSORS).grown(first) == "0 MiB and 201 tensors more than after the first round"
+
+    monkeypatch.setattr(Round, "actions", lambda self: iter(()))
+    kept = [torch.ones(1)]
+    count = soak.memory(torch.device("cpu")).tensors
+    kept.extend(torch.ones(1) for _ in range(7))
+    assert soak.memory(torch.device("cpu")).tensors == count + 7
+    readings = iter([first, Memory(100, 1000)])
+    monkeypatch.setattr(soak, "memory", lambda device: next(readings))
+    code, summary = soaked(tmp_path, "--rounds", "2")
+    assert code == 1
+    assert [failure["action"] for failure in summary["failures"]] == ["memory"]
