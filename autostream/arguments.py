@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from math import isinf
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -54,4 +55,7 @@ def memory(text: str) -> int | float:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not allowed: use a ratio to one stream such as 1.1 or 2x, or bytes such as 64MiB or 100000000"
         )
-    return round(float(found[1]) * _UNITS[found[2]]) if found[2] else int(text)
+    size = float(found[1]) * _UNITS[found[2]]
+    if isinf(size):
+        raise argparse.ArgumentTypeError(f"{text[:9]}… is more bytes than there are: use inf for no limit")
+    return round(size) if found[2] else int(text)

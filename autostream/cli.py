@@ -79,7 +79,8 @@ _HERE = "cpu, cuda or cuda:N (default: the GPU if there is one)"
 _DEVICE = f"""plan for this: cpu, cuda, cuda:N, or a GPU that need not be here: {", ".join(known_names()[:-1])} or a
 FILE.json in which it was measured (default: the GPU if there is one)"""
 
-_BUDGET = "what a schedule may allocate: a ratio to one stream, 1.1 or 2x, or bytes, 64MiB (default: 1.1)"
+_BUDGET = """the most memory: a ratio to what one stream, weights and inputs take together, 1.1 or 2x, or bytes that
+a schedule may allocate beside them, 64MiB (default: 1.1)"""
 
 _TOLERANCE = {torch.float16: 1e-2, torch.float32: 1e-4}
 """Largest difference that is put down to kernels chosen differently, relative to the largest output."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,7 +18,8 @@ CostSource = Literal["auto", "roofline", "measured"]
 KernelLevel = Literal["auto", "eager", "inductor"]
 
 _LARGEST_RATIO = 100.0
-"""Of memory to that of one stream: whoever writes more than that means bytes."""
+"""Of memory to that of one stream: whoever writes more than that means bytes, and who writes a whole number up to that
+means a ratio."""
 
 MAX_STREAMS = 16
 """More streams than this cost more in workspaces and edges than any model measured so far got back."""
@@ -33,8 +35,8 @@ class Options:
             ``"search"`` fixes one (``sequential`` stays a candidate, so that nothing becomes slower).
         costs: ``"measured"`` times each op on the device, ``"roofline"`` derives its time from FLOPs and bytes,
             ``"auto"`` measures where there is a GPU.
-        cuda_graph: ``"auto"`` captures a CUDA graph where nothing forbids it and keeps it if it is faster, ``True``
-            keeps it wherever it can be captured, ``False`` never captures.
+        cuda_graph: ``"auto"`` captures a CUDA graph where there is a GPU and nothing forbids it, ``True`` does too and
+            says so where there is none, ``False`` never captures.
         kernels: what one op is; ``"eager"``: one ATen call; ``"inductor"``: one kernel that TorchInductor fused;
             ``"auto"``: on a GPU whichever is faster, on the CPU ``"eager"``.
         inductor_options: for fused kernels, settings of ``torch._inductor.config`` by name, e.g.
@@ -95,6 +97,9 @@ class Options:
             raise _refusal("memory_budget", self.memory_budget, "a ratio such as 1.1, or bytes such as 64_000_000")
         if isinstance(self.memory_budget, float) and _LARGEST_RATIO < self.memory_budget < math.inf:
             advice = f"a ratio such as 1.1, math.inf for no limit, or int({self.memory_budget:g}) for bytes"
+            raise _refusal("memory_budget", self.memory_budget, advice)
+        if isinstance(self.memory_budget, int) and self.memory_budget <= _LARGEST_RATIO:
+            advice = f"a ratio as a float, such as 1.1 or {self.memory_budget}.0: whole numbers are bytes"
             raise _refusal("memory_budget", self.memory_budget, advice)
         if not _whole_number(self.seed, 0, None):
             raise _refusal("seed", self.seed, "a whole number from 0")
@@ -160,7 +165,7 @@ def _whole_number(value: object, low: int, high: int | None) -> bool:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _refusal(name: str, value: object, allowed: str) -> OptionError:

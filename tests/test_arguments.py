@@ -39,6 +39,12 @@ def test_memory_is_bytes_or_a_ratio(text: str, value: float) -> None:
     assert (found, type(found)) == (value, type(value))
 
 
+@pytest.mark.parametrize("text", ["9" * 400, f"{'9' * 400}GB"])
+def test_more_bytes_than_there_are_is_told(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="999999999… is more bytes than there are: use inf"):
+        memory(text)
+
+
 @pytest.mark.parametrize("text", ["", "x", "-1", "-1.1", "nan", "1,1", "1e9", "64mb", "64 MiB", "1.1xB", "²", "lots"])
 def test_what_is_neither_is_told(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not allowed: use a ratio to one stream such as 1"):

@@ -23,7 +23,7 @@ ALLOWED = {
     "strict": [True, False],
     "max_signatures": [1, 8, 1000],
     "tuning_seconds": [10.0, 0.1, 60],
-    "memory_budget": [1.1, 0.5, math.inf, 1, 2**40],
+    "memory_budget": [1.1, 0.5, 100.0, math.inf, 101, 2**40],
     "seed": [0, 1, 2**40],
 }
 REFUSED = {
@@ -35,8 +35,8 @@ REFUSED = {
     "inductor_options": [None, "max_autotune", ["max_autotune"], {1: True}],
     "strict": [1, 0, "auto", None],
     "max_signatures": [0, -1, 1.5, True, "8", None],
-    "tuning_seconds": [0, 0.0, -1.0, math.nan, math.inf, True, "10", None],
-    "memory_budget": [0, 0.0, -1, -0.5, math.nan, -math.inf, 4e9, 101.0, True, "1.1", None],
+    "tuning_seconds": [0, 0.0, -1.0, 10**400, math.nan, math.inf, True, "10", None],
+    "memory_budget": [0, 0.0, -1, -0.5, math.nan, -math.inf, 4e9, 101.0, 1, 2, 100, 10**400, True, "1.1", None],
     "seed": [-1, 1.5, True, "0", None],
 }
 

@@ -148,8 +148,9 @@ class CapturedGraph:
 
     def __del__(self) -> None:
         """Whoever is given the static tensors' memory next, on the stream of their making, comes after all replays."""
-        if self.pool.stream != self._home:
-            with suppress(RuntimeError):  # CUDA may have ended before Python does
+        # CUDA may have ended before Python does, or there may have been too little memory for a pool.
+        with suppress(RuntimeError, AttributeError):
+            if self.pool.stream != self._home:
                 self._home.wait_stream(self.pool.stream)
 
     def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool) -> CapturedGraph:

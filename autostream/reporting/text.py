@@ -257,16 +257,17 @@ def _no_gain(report: Report, chosen: Candidate) -> str:
         return "none from streams: no schedule over several streams was a candidate"
     measured = best.measured_us is not None and chosen.measured_us is not None
     how = "measured" if measured else "predicted"
-    refused = f" and was refused: {line(best.refusal)}" if best.refusal else ""
-    speed = f"{gain(best, chosen):.2f}× the speed of one"
-    return f"none from streams: the best, {named(best.schedule)}, is {how} at {speed}{refused}"
+    speed = f"{how} at {gain(best, chosen):.2f}× the speed of one"
+    if best.refusal:
+        return f"none: {named(best.schedule)}, {speed}, was refused: {line(best.refusal)}"
+    return f"none from streams: the best, {named(best.schedule)}, is {speed}"
 
 
 def _graph(report: Report, graph: OpGraph, numbers: Summary) -> str:
     ops = f"{count(len(graph.ops), 'op')} ({_LEVELS[report.level]})" if report.level else count(len(graph.ops), "op")
     facts = [ops, f"width {numbers.width}"]
-    if numbers.regions:
-        branches = max(len(region.branches) for region in numbers.regions)
+    branches = max((len(region.branches) for region in numbers.regions), default=0)
+    if branches >= numbers.width > 1:  # fewer, where branches meet one by one, would say less than the width
         facts.append(f"{count(len(numbers.regions), 'region')} of up to {branches} independent branches")
     if report.chosen:
         schedule = report.chosen.schedule
@@ -288,7 +289,7 @@ LESS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 in the environment makes 
 def _memory(memory: Memory, streams: int) -> Iterator[str]:
     one = memory.sequential_bytes
     ratio = f", {memory.bytes / one:.2f}× one stream ({size(one)})" if one else ""
-    yield f"{size(memory.bytes)} at most{ratio}"
+    yield f"{size(memory.bytes)} at most{ratio}, weights and inputs not included"
     if streams > 1 and memory.workspace_bytes:
         each = f"on Hopper, cuBLAS takes {size(WORKSPACE_BYTES)} for each stream that it is used on"
         most = f"{size(memory.workspace_bytes)} at most"

@@ -41,9 +41,9 @@ def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captur
         captured: whether it runs as a CUDA graph, or launched op by op.
 
     Returns:
-        One slice per launch, in launch order. Where side streams are used, two empty slices on stream 0 mark the
-        moments of ``FORK`` (time 0) and of ``JOIN``: the end of stream 0's last op, or ``join_us`` after the last end
-        that the join waits for, whichever is later. The makespan thus includes both.
+        One slice per launch, in launch order. Two empty slices on stream 0 mark the moments of ``FORK`` (time 0), if a
+        launch waits for it, and of ``JOIN``, if that waits for any op: the end of stream 0's last op, or ``join_us``
+        after the last end that the join waits for, whichever is later. The makespan thus includes both.
 
     Raises:
         ScheduleError: ops wait for each other, or for an op that is not launched.

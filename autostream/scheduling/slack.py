@@ -21,7 +21,7 @@ MOST = 0.9
 def delayed(schedule: Schedule, timeline: Timeline, edge_us: float, share: float) -> Timeline:
     """When each launch runs if all start later by a share of their slack.
 
-    Whatever the share, nothing starts before what it must come after has ended: that holds for the earliest starts and
+    Nothing starts before what it must come after has ended: that holds for the earliest starts and
     for the latest ones, so also in between. Ops that then run beside others than before are taken to run as long. Takes
     O(V + W) steps for V launches with W waits.
 
@@ -29,7 +29,7 @@ def delayed(schedule: Schedule, timeline: Timeline, edge_us: float, share: float
         schedule: the launches with their waits.
         timeline: when each of them starts and ends; as early as it can.
         edge_us: what an edge between streams takes, µs.
-        share: 0 to 1.
+        share: 0 to 1; with all of it, roundings may start an op a bit before the end of one that it needs.
 
     Example:
         >>> from autostream.ir import Launch, Slice

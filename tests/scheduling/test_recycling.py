@@ -153,7 +153,7 @@ def test_what_can_wait_waits_longer_the_more_of_its_slack_it_may_use_up(slack: f
 
 
 @settings(max_examples=60)
-@given(data=st.data(), streams=st.integers(1, 4), slack=st.sampled_from([0.3, 0.9, 1.0]))
+@given(data=st.data(), streams=st.integers(1, 4), slack=st.sampled_from([0.3, 0.9, 0.99]))
 def test_slack_is_what_a_launch_can_be_late_by(data: st.DataObject, streams: int, slack: float) -> None:
     """Where ops do not slow each other down: then the run takes no longer than an edge or so for each rounding."""
     graph = data.draw(random_graphs())
