@@ -232,6 +232,8 @@ def explain(optimized: OptimizedModule, *, ops: int | None = 10) -> str:
     if not isinstance(optimized, OptimizedModule):
         raise TargetError(f"explain takes what optimize returned, not a {type(optimized).__name__}")
     reports = reports_of(optimized)
+    if not reports and optimized._autostream.disabled:
+        return "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"
     if not reports:
         return "nothing is known yet: call it once, or give optimize() example inputs"
     return "\n\n\n".join(answers(report, ops=ops) for report in reports)

@@ -6,6 +6,7 @@ trace ──▶ tune ──▶ Scheduled
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,9 @@ preparing = threading.RLock()
 """One model is traced, measured and captured at a time: tracing patches ``nn.Module`` for all threads, measurements
 of two models disturb each other, and a process can capture one CUDA graph at a time."""
 
+# A fork waits for that: what is half traced would stay so in the new process, and the lock would never be released.
+os.register_at_fork(before=preparing.acquire, after_in_parent=preparing.release, after_in_child=preparing.release)
+
 
 RECORDS_GRADIENTS = "gradients are recorded: call it under torch.no_grad() or torch.inference_mode()"
 
@@ -70,6 +74,7 @@ class Scheduled:
 
     Attributes:
         report: what was done, and why.
+        repeatable: whether a call more than asked, or one that fails, changes nothing that anybody can see.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -105,10 +110,10 @@ class Scheduled:
             self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
             self._expected = self._metadata(arguments)
             self._writes = any(written(self._program, self._graph))
-            self._repeatable = repeatable(self._program, self._graph)
+            self.repeatable = repeatable(self._program, self._graph)
             # Running with weights that are no longer the model's does no harm then. Where integers are computed with it
             # might: an index that is new may be beyond the end of what is old.
-            self._harmless = self._repeatable and not has_integers(traced.program)
+            self._harmless = self.repeatable and not has_integers(traced.program)
             self.report = _report(name_of(model), signature, tuned, options, stopwatch)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -138,7 +143,7 @@ class Scheduled:
             args: the positional arguments of that call, which had no others.
             watch: on the model's modules, as they were before that call.
         """
-        if torch.is_grad_enabled() or not self._repeatable or not all(isinstance(arg, Tensor) for arg in args):
+        if torch.is_grad_enabled() or not self.repeatable or not all(isinstance(arg, Tensor) for arg in args):
             return None
         known = self._shortcut
         if known is None or known.outdated or not known.fits(args):
@@ -218,10 +223,10 @@ class Scheduled:
         former = self._selection.execution
         assert isinstance(former, CapturedGraph), "what is captured again was captured"
         with preparing, torch.inference_mode(False), torch.no_grad():
-            static = static_copies(arguments, [at for at, is_bound in enumerate(self._bound) if not is_bound])
             try:
+                static = static_copies(arguments, [at for at, is_bound in enumerate(self._bound) if not is_bound])
                 execution = _recaptured(former, static, former.pool, arguments)
-            except CaptureError:
+            except (CaptureError, torch.OutOfMemoryError):
                 raise Stale from None
         self._selection = replace(self._selection, execution=execution)
         self._shortcut = None
@@ -236,17 +241,25 @@ def _pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tun
     graph = tuned.selection.execution
     if not isinstance(graph, CapturedGraph):
         return tuned
-    pool = pools.setdefault(graph.device, graph.pool)
+    pool = _host(graph, pools)
     if pool is graph.pool:
         return tuned
     try:
         pooled = _recaptured(graph, graph.static, pool, arguments)
     except (CaptureError, torch.OutOfMemoryError) as error:
-        pools[graph.device] = graph.pool  # a pool in which a capture has failed takes no other
+        _host(graph, pools)  # this one's is theirs from now on, if a capture into the other one is what failed
         reason = f"captured into the pool of the model's other graphs, it fails: {first_line(error)}"
         alone = Decision("", "memory of its own", reason)
         return replace(tuned, refusals=(*tuned.refusals, alone))
     return replace(tuned, selection=replace(tuned.selection, execution=pooled))
+
+
+def _host(graph: CapturedGraph, pools: GraphPools) -> GraphPool:
+    """The pool of the model's graphs; that of this one where there is none yet, or none that takes another graph."""
+    pool = pools.get(graph.device)
+    if pool is None or pool.failed:
+        pool = pools[graph.device] = graph.pool
+    return pool
 
 
 def _recaptured(

@@ -9,6 +9,7 @@ call ──▶ like the last one? ──▶ short way
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -53,6 +54,9 @@ class Dispatcher:
             call, as weights do. A piece is not split any further.
         pools: of captured graphs; a piece shares those of its model.
 
+    Attributes:
+        disabled: whether every call goes to the plain model: ``AUTOSTREAM_DISABLE`` was set when this was made.
+
     Example:
         >>> dispatcher = Dispatcher(nn.ReLU(), Options())
         >>> dispatcher(torch.tensor([-1.0, 1.0]))
@@ -72,7 +76,7 @@ class Dispatcher:
         self.options = options
         self.bound_inputs = bound_inputs
         self._pools = GraphPools() if pools is None else pools
-        self._disabled = disabled()
+        self.disabled = disabled()
         self._paranoid = paranoid()
         self._lock = threading.RLock()
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
@@ -80,6 +84,7 @@ class Dispatcher:
         self._bypasses: dict[str, Report] = {}
         self._shortcut: Shortcut | None = None
         self._watch = ModelWatch(model)
+        _dispatchers.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
@@ -87,11 +92,11 @@ class Dispatcher:
         if shortcut is not None and not kwargs and shortcut.fits(args):
             try:
                 return shortcut(args)
-            except Changed:
-                self._shortcut = None
+            except (Changed, torch.OutOfMemoryError):  # what has no memory to run is found on the long way
+                shortcut = self._shortcut = None
         if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if self._disabled or exporting():
+        if self.disabled or exporting():
             return self.model(*args, **kwargs)
         try:
             return self._scheduled(args, kwargs)
@@ -106,7 +111,7 @@ class Dispatcher:
             TargetError: an input lies on another device than the model's state, or the model itself fails at them.
             TraceError: with ``strict=True``, the model cannot be traced.
         """
-        if not self._disabled and self._prepared(args, kwargs) is None:
+        if not self.disabled and self._prepared(args, kwargs) is None:
             check_devices(self.model, (args, kwargs))
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +126,7 @@ class Dispatcher:
             TargetError: the model itself fails at them.
             TraceError: with ``strict=True``, the model cannot be traced.
         """
-        entry = None if self._disabled else self._prepared(args, kwargs)
+        entry = None if self.disabled else self._prepared(args, kwargs)
         static = entry.static_inputs() if isinstance(entry, Scheduled) else None
         return unflatten(flatten((args, kwargs))[1], static) if static else (args, kwargs)
 
@@ -140,7 +145,7 @@ class Dispatcher:
             >>> "torch.ops.aten.relu" in lowered.code
             True
         """
-        entry = None if self._disabled else self._prepared(args, kwargs)
+        entry = None if self.disabled else self._prepared(args, kwargs)
         return entry.lowered() if isinstance(entry, Scheduled) else None
 
     @property
@@ -178,24 +183,26 @@ class Dispatcher:
         tensors, structure, signature, watch = self._signature(args, kwargs)
         if signature.records_gradients:
             raise self._refused(RECORDS_GRADIENTS)
-        for _ in range(2):
+        for _ in range(3):
             entry, proven = self._entry(tensors, structure, signature)
             try:
                 outputs = self._outputs(entry, tensors, args, kwargs)
             except Stale:
                 self._drop(entry)
-                continue
             except Unsuitable as reason:
                 proven()
                 raise self._refused(str(reason)) from None
-            except Exception:
+            except Exception as error:
                 if isinstance(entry, Plain) and not entry.works:  # the model failed, perhaps at this input only
                     self._drop(entry)
-                raise
-            proven()
-            if isinstance(entry, Scheduled) and not kwargs and watch is self._watch and not self._paranoid:
-                self._shortcut = entry.shortcut(args, watch)
-            return outputs
+                if not (isinstance(entry, Scheduled) and self._given_up(entry, error) and entry.repeatable):
+                    raise
+            else:
+                proven()
+                if isinstance(entry, Scheduled) and not kwargs and watch is self._watch and not self._paranoid:
+                    self._shortcut = entry.shortcut(args, watch)
+                return outputs
+            del entry, proven  # what comes next may need their memory
         raise self._refused("the model's state changes while it is called")
 
     def _outputs(self, entry: Entry, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,8 +276,22 @@ class Dispatcher:
     def _drop(self, entry: Entry) -> None:
         self._shortcut = None
         with self._lock:
-            for signature in [signature for signature, other in self._entries.items() if other is entry]:
+            for signature in self._signatures_of(entry):
                 del self._entries[signature]
+
+    def _given_up(self, entry: Scheduled, error: Exception) -> bool:
+        """Run plainly from now on what has too little memory as scheduled: a graph keeps its own between calls too."""
+        if self.options.strict or not isinstance(error, torch.OutOfMemoryError):
+            return False
+        reason = f"{_TOO_LITTLE_MEMORY} ({first_line(error)}): free some, or lower memory_budget, and optimize it again"
+        log.warning("%s runs plainly: %s", self._name, reason)
+        with self._lock:
+            for signature in self._signatures_of(entry):
+                self._entries[signature] = Plain(self.model, signature, reason)
+        return True
+
+    def _signatures_of(self, entry: Entry) -> list[Signature]:
+        return [signature for signature, other in self._entries.items() if other is entry]
 
     def _made(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
         try:
@@ -314,6 +335,20 @@ class Dispatcher:
     @property
     def _name(self) -> str:
         return name_of(self.model)
+
+
+_TOO_LITTLE_MEMORY = "there is too little memory to run it as scheduled"
+
+_dispatchers: WeakSet[Dispatcher] = WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked process, where no thread is left that could release them."""
+    for dispatcher in _dispatchers:
+        dispatcher._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 class _Bypass(Exception):  # noqa: N818 - a notice within this file, not an error

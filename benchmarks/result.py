@@ -10,7 +10,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,10 +50,13 @@ def load(path: Path) -> Result:
     try:
         result: Result = json.loads(path.read_text(), parse_constant=_refuse, parse_float=_finite, parse_int=_handy)
         found = result["schema"]
+        odd = next((text for text in _texts(result) if not text.replace("\n", "").isprintable()), None)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ResultError(f"{path} is no result file ({type(error).__name__}): write one with run --out") from error
+    if odd is not None:
+        raise ResultError(f"{path} is damaged (it says {reprlib.repr(odd)}): measure again, or take that row out")
     if found != SCHEMA:
-        raise ResultError(f"{path} has schema {found}, not {SCHEMA}: measure again")
+        raise ResultError(f"{path} has schema {reprlib.repr(found)}, not {SCHEMA}: measure again")
     if fault := _fault(result):
         raise ResultError(f"{path} is damaged ({fault}): measure again, or take that row out")
     return result
@@ -74,6 +78,15 @@ def _handy(number: str) -> int:
 
 
 _DIGITS = 30
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All text in a result, keys included: a terminal obeys some of what it is shown."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def _fault(result: Result) -> str:

@@ -48,13 +48,15 @@ def earlier_rows(name: str, folder: Path, now: Mapping[str, Any], **same: Any) -
         now: the stamp of this run; all of it but the date must be that of the earlier one.
         same: what else the file must say, by key.
     """
-    path = folder / f"{name}.json"
-    if not path.exists():
+    try:
+        earlier = json.loads((folder / f"{name}.json").read_text())
+    except (FileNotFoundError, ValueError, RecursionError):  # what is damaged is measured again
         return []
-    earlier = json.loads(path.read_text())
-    found, wanted = ({**stamped, "date": None} for stamped in (earlier["stamp"], now))
-    alike = found == wanted and all(earlier[key] == value for key, value in same.items())
-    return list(earlier["rows"]) if alike else []
+    match earlier:
+        case {"stamp": dict(stamped), "rows": list(rows), **settings}:
+            known = {**stamped, "date": None} == {**now, "date": None}
+            return rows if known and same.items() <= settings.items() else []
+    return []
 
 
 def save(name: str, result: dict[str, Any], table: str, folder: Path) -> None:

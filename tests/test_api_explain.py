@@ -25,6 +25,12 @@ def test_before_the_first_call_it_says_what_to_do() -> None:
     )
 
 
+def test_where_it_was_switched_off_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    fast = autostream.optimize(nn.ReLU(), torch.ones(2))
+    assert explain(fast) == "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"
+
+
 def test_reports_follow_each_other_in_their_order(optimized: autostream.OptimizedModule) -> None:
     assert explain(optimized) == f"{answers(REPORT, ops=10)}\n\n\n{answers(PLAIN, ops=10)}"
 

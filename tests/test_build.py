@@ -20,7 +20,7 @@ from autostream.costs.device import profile_named
 from autostream.errors import CaptureError, TargetError
 from autostream.execution import bound
 from autostream.execution.bound import Frozen, Writes
-from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools
+from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved
 from autostream.ir import Decision, Program
 from autostream.options import Options
 from autostream.pipeline import plan
@@ -203,7 +203,7 @@ class Pool(GraphPool):
     """A pool without memory."""
 
     def __init__(self) -> None:
-        self.captures = 0
+        self.failed = False
 
 
 class Graph(CapturedGraph):
@@ -221,6 +221,7 @@ class Graph(CapturedGraph):
             if is_written:
                 tensor.copy_(torch.rand_like(tensor))
         if self.failure is not None:
+            pool.failed = isinstance(self.failure, CaptureError)
             raise self.failure
         return Graph(*tensors, written=self.written, pool=pool)
 
@@ -251,9 +252,11 @@ def test_capturing_again_puts_everything_back() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-@pytest.mark.parametrize("failure", [CaptureError("no way\nat all"), torch.OutOfMemoryError("no way\nat all")])
-def test_a_graph_that_cannot_join_the_others_stays_where_it_is_and_says_why(failure: Exception) -> None:
-    """Later ones join it: a pool in which a capture has failed takes no other."""
+@pytest.mark.parametrize(
+    ("failure", "host"), [(CaptureError("no way\nat all"), 1), (torch.OutOfMemoryError("no way\nat all"), 0)]
+)
+def test_a_graph_that_cannot_join_the_others_stays_where_it_is_and_says_why(failure: Exception, host: int) -> None:
+    """A pool in which a capture has failed takes no other: later ones join this one. What fails before is no reason."""
     first, second, third = (Graph(t(2), written=[False], pool=Pool()) for _ in range(3))
     pools = GraphPools()
     _pooled(tuned(first), [t(2)], pools)
@@ -265,7 +268,41 @@ def test_a_graph_that_cannot_join_the_others_stays_where_it_is_and_says_why(fail
     assert refusal.reason.endswith("Error: no way")
     joined = _pooled(tuned(third), [t(2)], pools).selection.execution
     assert isinstance(joined, Graph)
-    assert joined.pool is second.pool
+    assert joined.pool is (first, second)[host].pool
+
+
+def test_a_pool_that_has_failed_since_is_not_tried() -> None:
+    """As by weights that have moved."""
+    first, second = (Graph(t(2), written=[False], pool=Pool()) for _ in range(2))
+    pools = GraphPools()
+    _pooled(tuned(first), [t(2)], pools)
+    first.pool.failed = True
+    alone = _pooled(tuned(second), [t(2)], pools)
+    assert (alone.selection.execution, alone.refusals) == (second, ())
+    assert pools[second.device] is second.pool
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stage", ["static_copies", "undone", "capture"])
+def test_without_memory_to_capture_it_again_it_is_stale(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller makes a new one, or runs the model plainly."""
+
+    def moved(graph: Graph, *tensors: Tensor) -> None:
+        raise Moved
+
+    def fails(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Graph, "__call__", moved)
+    entry, graph = scheduled(nn.ReLU(), t(4)), Graph(t(4), written=[False], pool=Pool())
+    entry._selection = replace(entry._selection, execution=graph)
+    if stage == "capture":
+        graph.failure = CaptureError("no memory")
+    else:
+        monkeypatch.setattr(f"autostream.build.{stage}", fails)
+    with pytest.raises(Stale):
+        entry([t(4)])
+    assert entry._selection.execution is graph
 
 
 def test_what_is_not_captured_needs_no_pool() -> None:

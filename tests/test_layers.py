@@ -129,6 +129,10 @@ ONLY_IN = [
     ),
     (r"\.record_stream\(", set()),
     (r"torch\.cuda\.(CUDAGraph\(|graph\()", {"execution.capture"}),
+    # runs what a file says
+    (r"\b(pickle|marshal|shelve|dill)\b|torch\.load\(|(?<![\w.])(eval|exec|compile|__import__)\(", set()),
+    # reads what others may have written
+    (r"\bjson\.loads?\(", {"costs.records"}),
     # reads, but for one that sets where compilers put what they make
     (r"os\.(environ|getenv)", {"options", "bench.isolation"}),
 ]

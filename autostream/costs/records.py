@@ -4,8 +4,10 @@
     Record          one measurement, names to numbers: {"duration_us": 3.2, "sm_share": 0.4}
     Measurements    a context, the profile of its device, and records by the key of what was measured
 
-A measurement counts for the same content in the same context, and for nothing else. Its numbers are finite, and their
-names say what they can be: what ends in ``_share`` is from 0 to 1, in ``_us`` or ``_bytes`` from 0, all else above 0.
+A measurement counts for the same content in the same context, and for nothing else. Its numbers are such that one can
+count with them, and their names say what they can be: what ends in ``_share`` is from 0 to 1, in ``_us`` or ``_bytes``
+from 0, all else above 0.
+A file may be from anybody: its text is printed only where it can do no more than be read.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import json
 import math
 import re
 import reprlib
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -65,7 +66,7 @@ class Measurements:
         >>> Measurements(Context("NVIDIA H200", 132), records={"relu": {"duration_us": float("nan")}})
         Traceback (most recent call last):
         ...
-        autostream.errors.CostError: record relu: duration_us=nan is not allowed: use a finite number from 0
+        autostream.errors.CostError: record relu: duration_us=nan is not allowed: use a number from 0 to 1e+30
     """
 
     context: Context
@@ -181,7 +182,7 @@ def from_json(text: str | bytes, name: str) -> tuple[Measurements, tuple[str, ..
         raise CostError(f"{name} is not JSON ({first_line(error)}): measure again") from error
     match data:
         case {"schema": schema} if schema != SCHEMA:
-            raise CostError(f"{name} has schema {schema}, and only {SCHEMA} can be read: measure again")
+            raise CostError(f"{name} has schema {reprlib.repr(schema)}, and only {SCHEMA} can be read: measure again")
         case {
             "schema": int(),
             "device": str(device),
@@ -189,7 +190,7 @@ def from_json(text: str | bytes, name: str) -> tuple[Measurements, tuple[str, ..
             "versions": dict(versions),
             "profile": dict() | None as profile,
             "records": dict(records),
-        }:
+        } if _is_context(device, multiprocessors, versions):
             context = Context(device, multiprocessors, versions)
         case _:
             raise CostError(f"{name} does not hold measurements as autostream writes them: measure again")
@@ -228,7 +229,7 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
         >>> profile_from_json({**profile_to_json(h200), "bandwidth": -1.0})
         Traceback (most recent call last):
         ...
-        autostream.errors.CostError: device profile: bandwidth=-1.0 is not allowed: use a finite number above 0
+        autostream.errors.CostError: device profile: bandwidth=-1.0 is not allowed: use a number from 1e-30 to 1e+30
     """
     types = get_type_hints(DeviceProfile)
     for known in fields(DeviceProfile):
@@ -236,7 +237,7 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
             raise CostError(f"device profile: there is no {known.name}: measure again")
     for name in data:
         if name not in types:
-            raise CostError(f"device profile: {name} is unknown: use {', '.join(types)}")
+            raise CostError(f"device profile: {_shown(name)} is unknown: use {', '.join(types)}")
     return DeviceProfile(**{name: _value(name, types[name], value) for name, value in data.items()})
 
 
@@ -247,10 +248,15 @@ def _value(name: str, kind: Any, value: Any) -> Any:
     if not isinstance(value, Mapping) or not value:
         raise _refusal(name, value, "a dict that is not empty")
     key_kind, inner_kind = get_args(kind)
-    return {_key(name, key_kind, key): _scalar(f"{key} of {name}", inner_kind, inner) for key, inner in value.items()}
+    return {
+        _key(name, key_kind, key): _scalar(f"{_shown(key)} of {name}", inner_kind, inner)
+        for key, inner in value.items()
+    }
 
 
 def _key(name: str, kind: Any, key: str) -> Any:
+    if kind is str:
+        return _scalar(f"a key of {name}", str, key)
     try:
         return kind(key)
     except ValueError:
@@ -259,7 +265,7 @@ def _key(name: str, kind: Any, key: str) -> Any:
 
 def _scalar(name: str, kind: Any, value: Any) -> Any:
     if kind is str:
-        allowed = "" if isinstance(value, str) else "a string"
+        allowed = "" if _is_plain(value) else f"a string of at most {_LONGEST} characters that can be printed"
     elif kind is int and not isinstance(value, int):
         allowed = "a whole number"
     else:
@@ -276,11 +282,15 @@ def _refusal(name: str, value: object, allowed: str) -> CostError:
 def _fault(key: str, record: object) -> str:
     """Why this is no record, or ``""``."""
     if not isinstance(record, Mapping):
-        return f"record {key}: {reprlib.repr(record)} is not allowed: use a dict of numbers"
+        return f"record {_shown(key)}: {reprlib.repr(record)} is not allowed: use a dict of numbers"
     for name, value in record.items():
         if allowed := _allowed_instead(name, value):
-            return f"record {key}: {name}={reprlib.repr(value)} is not allowed: use {allowed}"
+            return f"record {_shown(key)}: {_shown(name)}={reprlib.repr(value)} is not allowed: use {allowed}"
     return ""
+
+
+_MOST = 1e30
+"""More than anything that is measured, and so little that sums and products of it are finite."""
 
 
 def _allowed_instead(name: str, value: object) -> str:
@@ -290,8 +300,26 @@ def _allowed_instead(name: str, value: object) -> str:
     if name.endswith("_share"):
         return "" if 0 <= number <= 1 else "a number from 0 to 1"
     if name.endswith(("_us", "_bytes")):
-        return "" if 0 <= number <= sys.float_info.max else "a finite number from 0"
-    return "" if 0 < number <= sys.float_info.max else "a finite number above 0"
+        return "" if 0 <= number <= _MOST else f"a number from 0 to {_MOST:g}"
+    return "" if 1 / _MOST <= number <= _MOST else f"a number from {1 / _MOST:g} to {_MOST:g}"
+
+
+def _is_context(device: str, multiprocessors: int, versions: Mapping[Any, Any]) -> bool:
+    whole = not _allowed_instead("multiprocessors", multiprocessors)
+    return whole and all(map(_is_plain, (device, *versions, *versions.values())))
+
+
+_LONGEST = 200
+
+
+def _is_plain(text: object) -> bool:
+    """Whether this is text that a terminal or a log shows as it is, in about a line."""
+    return isinstance(text, str) and text.isprintable() and len(text) <= _LONGEST
+
+
+def _shown(text: str) -> str:
+    """Text from a file within a message of one line: what is not plain stands there escaped and cut."""
+    return text if _is_plain(text) else reprlib.repr(text)
 
 
 def _named(context: Context, packages: Iterable[str]) -> str:

@@ -50,7 +50,7 @@ def capture(
     stream.synchronize()
     with (
         torch.cuda.device(stream.device),
-        _own_cublas_workspaces(),
+        own_cublas_workspaces(),
         collector.paused(),  # freeing another graph's memory would end this thread's capture
         torch.cuda.stream(stream),
     ):
@@ -96,7 +96,7 @@ def _captures_nothing(device: torch.device) -> bool:
 
 
 @contextmanager
-def _own_cublas_workspaces() -> Iterator[None]:
+def own_cublas_workspaces() -> Iterator[None]:
     """Make cuBLAS allocate new workspaces, so that a graph has its own, in its pool, and leaves them to the next there.
 
     A workspace belongs to a thread and stream at capture. Two graphs captured over the same streams would scribble over

@@ -26,7 +26,7 @@ from torch import Tensor
 from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
 from autostream.execution.bound import Bound
-from autostream.execution.capture import capture
+from autostream.execution.capture import capture, own_cublas_workspaces
 from autostream.execution.static import Handout, Output, copier, handouts
 from autostream.execution.streams import capture_stream, raw_stream
 
@@ -67,12 +67,14 @@ class GraphPool:
         handle: what PyTorch calls the pool.
         stream: that of the latest turn.
         lock: is held during a turn.
+        failed: whether a capture into it has: it takes no other.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.current_stream(device)
         self.lock = threading.Lock()
+        self.failed = False
         self._device = device
         self._raw_stream = self.stream.cuda_stream
 
@@ -82,6 +84,16 @@ class GraphPool:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_stream(self.stream)
             self.stream, self._raw_stream = stream, stream.cuda_stream
+
+    def capture(
+        self, run: Callable[[], Sequence[Output]], stream: torch.cuda.Stream
+    ) -> tuple[torch.cuda.CUDAGraph, Sequence[Output]]:
+        """Capture a run that computes here; see :func:`~autostream.execution.capture.capture`."""
+        try:
+            return capture(run, stream, self.handle)
+        except BaseException:
+            self.failed = True
+            raise
 
 
 GraphPools = WeakValueDictionary[torch.device, GraphPool]
@@ -111,8 +123,8 @@ class CapturedGraph:
         pool: where it computes.
 
     Raises:
-        CaptureError: the capture failed. The current device and stream are as before. Nothing can be captured into
-            this pool any more; graphs that are in it work.
+        CaptureError: the run or its capture failed. The current device and stream are as before. If it was the capture,
+            nothing can be captured into this pool any more; graphs that are in it work.
     """
 
     def __init__(
@@ -240,11 +252,11 @@ def _captured(
     stream = capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
-        with _capturing:
+        with _capturing, own_cublas_workspaces():
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_RUNS):
                     run(*tensors)
-            return capture(lambda: run(*tensors), stream, pool.handle)
+            return pool.capture(lambda: run(*tensors), stream)
     except Exception as error:
         raise CaptureError(f"{first_line(error)}{where(error)}") from error
     finally:

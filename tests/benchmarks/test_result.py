@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -238,6 +239,29 @@ def test_a_cell_may_lack_the_devices_times(path: Path) -> None:
     check(found)
     result.save(found, path)
     assert result.load(path) == found
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "a\rb", "\u202eabc", "\ud800"], ids=ascii)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found, text: found["rows"][0].update(workload=text),
+        lambda found, text: found["rows"][0].update(failure=text),
+        lambda found, text: found["stamps"][0].update(gpu=text),
+        lambda found, text: found.update({text: 1}),
+        lambda found, text: found.update(schema=text),
+    ],
+    ids=range(5),
+)
+def test_text_that_a_terminal_would_obey_is_refused_in_a_line(
+    tmp_path: Path, change: Callable[[Any, str], None], text: str
+) -> None:
+    odd = copy.deepcopy(FULL)
+    change(odd, text)
+    (tmp_path / "odd.json").write_text(json.dumps(odd))
+    with pytest.raises(ResultError, match=r"odd.json is damaged \(it says ") as caught:
+        result.load(tmp_path / "odd.json")
+    assert str(caught.value).isprintable()
 
 
 def test_bytes_and_folders_are_no_results(tmp_path: Path) -> None:

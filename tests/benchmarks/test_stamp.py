@@ -66,3 +66,11 @@ def test_rows_of_the_same_code_on_the_same_machine_are_kept(
     save("search", {"stamp": now, "seconds": 60, "rows": [{"row": "x"}]}, "a table", tmp_path)
     found = earlier_rows("search", tmp_path, {**now, **changed}, seconds=settings)
     assert found == ([{"row": "x"}] if kept else [])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "7", "[" * 100_000, '{"rows": []}', '{"stamp": 1, "rows": []}', '{"stamp": {}, "rows": 1}']
+)
+def test_a_file_that_is_damaged_or_of_somebody_else_has_no_rows(tmp_path: Path, text: str) -> None:
+    (tmp_path / "search.json").write_text(text)
+    assert earlier_rows("search", tmp_path, {}) == []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 from autostream.execution.capture import capture
+from tests.alone import run_alone
 
 
 @pytest.fixture
@@ -77,12 +75,6 @@ def test_a_graph_that_never_owned_its_share_of_a_pool_does_not_keep_it(
 
 def raising(*args: object) -> None:
     raise RuntimeError
-
-
-def run_alone(program: str) -> None:
-    """Run a program in a new process and fail with what it printed if it fails."""
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.gpu

@@ -504,6 +504,35 @@ def test_a_run_that_fails_is_a_capture_error_that_says_what_failed(cuda: Cuda, k
     assert not cuda_graph._capturing.locked()
 
 
+def after(runs: int, error: BaseException) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """A run that raises once it has run so often."""
+    left = [None] * runs
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        if not left:
+            raise error
+        left.pop()
+        return (x * 2,)
+
+    return run
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no way"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize(("runs", "failed"), [(0, False), (1, False), (WARMUP_RUNS, True)])
+def test_a_pool_knows_that_a_capture_into_it_has_failed(
+    cuda: Cuda, runs: int, failed: bool, error: BaseException
+) -> None:
+    """What fails while it is warmed up has not touched it."""
+    graph = captured(twice, torch.ones(1))
+    with pytest.raises((CaptureError, KeyboardInterrupt)):
+        captured(after(runs, error), torch.ones(1), pool=graph.pool)
+    assert graph.pool.failed == failed
+    assert (cuda.current, cuda.home.waits[-1]) == (cuda.home, cuda.capturing)
+    assert not cuda_graph._capturing.locked()
+    assert not graph.pool.lock.locked()
+    assert graph(torch.tensor([3.0]))[0].item() == 6.0
+
+
 def test_an_interrupt_is_no_capture_error(cuda: Cuda) -> None:
     def interrupted(x: Tensor) -> tuple[Tensor, ...]:
         raise KeyboardInterrupt

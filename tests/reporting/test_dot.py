@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from autostream.ir import FORK, JOIN, Dependency, Hazard, Launch, OpGraph, Schedule
 from autostream.reporting.dot import render
 from tests.reporting.reports import COSTS, DIAMOND, TWO_STREAMS, with_source
@@ -100,6 +103,30 @@ def test_text_from_the_model_is_escaped() -> None:
     nodes, edges = parse(render(graph, TWO_STREAMS, COSTS, FREE))
     assert nodes["a"]["tooltip"] == r'"net.py:1: s = \"\\N\" + \"]; b -> c [\" +  \n}"'
     assert len(edges) == 5
+
+
+def read(string: str) -> str:
+    """What Graphviz shows for a label or tooltip."""
+    return re.sub(r"\\(.)", lambda escape: "\n" if escape[1] == "n" else escape[1], string[1:-1])
+
+
+@given(st.text())
+@example('<script>alert("x")</script>')
+@example("<b>&amp;</b>")
+@example('\\N \\G \\" \\')
+@example("\n\\\n")
+@example('"]; evil [label="')
+def test_whatever_the_model_says_is_shown_and_nothing_else(text: str) -> None:
+    """Neither a string ends early, nor does one begin with ``<``, nor do Graphviz's own escapes mean anything."""
+    printable = "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+    odd = replace(DIAMOND.ops["a"], name=text, target=text, source=f"source: {text}")
+    graph, schedule = OpGraph({text: odd}, (), {}, (), "cuda:0"), Schedule(text, 1, (Launch(text, 0),))
+    nodes, edges = parse(render(graph, schedule, {text: COSTS["a"]}, FREE))
+    ((name, attributes),) = nodes.items()
+    assert edges == {}
+    assert read(f'"{name}"') == printable
+    assert read(attributes["label"]).startswith(f"{printable}\n{printable}\nstream 0, ")
+    assert read(attributes["tooltip"]) == f"source: {printable}"
 
 
 def test_a_name_with_quotes_is_one_name() -> None:

@@ -1,0 +1,208 @@
+"""Faults to be brought about, models for them to strike, and what must be as before."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.api import OptimizedModule, optimize
+from autostream.build import preparing
+from autostream.execution.cuda_graph import _capturing
+from tests.semantics import same
+
+
+def out_of_memory() -> Exception:
+    """As PyTorch raises it; always a new one, since an exception keeps alive what its frames hold."""
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand so on")
+
+
+@torch.library.custom_op("tests_faults::risky", mutates_args=())
+def risky(x: Tensor) -> Tensor:
+    """The same, unless it is time for a fault."""
+    Risk.runs += 1
+    if Risk.runs in Risk.failing:
+        raise Risk.make_fault()
+    return x.clone()
+
+
+@risky.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Risk:
+    """When :func:`risky` raises what; it counts its runs from 1."""
+
+    runs = 0
+    failing = range(0)
+    make_fault: Callable[[], BaseException] = RuntimeError
+
+    @classmethod
+    def is_at(cls, run: int, make_fault: Callable[[], BaseException], times: int = 1) -> None:
+        cls.runs, cls.failing, cls.make_fault = 0, range(run, run + times), make_fault
+
+    @classmethod
+    def is_over(cls) -> None:
+        cls.failing = range(0)
+
+
+class Noisy(nn.Module):
+    """Two branches; it writes buffers and draws random numbers, before and after the risk.
+
+    ::
+
+        x ─▶ norm ─┬─▶ left ─▶ risky ─┬─▶ add
+                   └─▶ right ─▶ drop ─┘
+    """
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return risky(self.left(x)) + torch.dropout(self.right(x), 0.5, True)
+
+
+class Quiet(nn.Module):
+    """The same, but once more than asked does no harm."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return risky(self.left(x)) + self.right(x).tanh()
+
+
+class Surroundings:
+    """All that a fault could leave behind besides a broken model."""
+
+    place: object = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state = {name: value.clone() for name, value in model.state_dict().items()}
+        self.generators = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():
+            self.generators += [torch.cuda.get_rng_state()]
+            self.place = (
+                torch.cuda.current_device(),
+                torch.cuda.current_stream(),
+                torch.cuda.is_current_stream_capturing(),
+            )
+        self.others = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch.get_num_threads(),
+            torch._C._len_torch_dispatch_stack(),
+            torch._C._len_torch_function_stack(),
+            model.training,
+            [vars(nn.Module)[name] for name in ("__call__", "__getattr__", "__setattr__", "forward")],
+            gc.isenabled(),
+            logging.root.manager.disable,
+            list(warnings.filters),
+        )
+
+    def check(self, now: Surroundings) -> None:
+        """Everything is as it was."""
+        same(now.state, self.state)
+        same(now.generators, self.generators)
+        assert now.place == self.place
+        assert now.others == self.others
+
+
+def check_free(fast: OptimizedModule) -> None:
+    """No lock is held: another thread gets each of them."""
+    free: list[bool] = []
+
+    def take() -> None:
+        for lock in (preparing, fast._autostream._lock, _capturing):
+            free.append(lock.acquire(blocking=False))
+            if free[-1]:
+                lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert free == [True] * 3
+
+
+def check_works(fast: nn.Module, model: nn.Module, x: Tensor) -> None:
+    """Both compute the same, and change the same."""
+    Risk.is_over()
+    outputs, states = [], []
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for which in (model, fast, fast):
+        model.load_state_dict(before)
+        torch.manual_seed(3)
+        outputs.append(which(x))
+        states.append(Surroundings(model))
+    for output, state in zip(outputs[1:], states[1:], strict=True):
+        same(output, outputs[0])
+        states[0].check(state)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, stage: str, fault: BaseException) -> list[BaseException]:
+    """Let the next call of a stage raise; returns what is still to be raised."""
+    due = [fault]
+    module, _, name = f"autostream.{stage}".rpartition(".")
+    real: Callable[..., Any] = vars(__import__(module, fromlist=[name]))[name]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if due:
+            raise due.pop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(f"{module}.{name}", failing)
+    return due
+
+
+def strike(
+    model: nn.Module,
+    x: Tensor,
+    options: Mapping[str, Any],
+    make_fault: Callable[[], BaseException],
+    runs: Iterable[int],
+) -> int:
+    """Let an op raise in one of its runs while a model is prepared, in another one each time; see what is left.
+
+    Args:
+        model: has a :func:`risky` op.
+        x: its input.
+        options: to optimize it with.
+        make_fault: makes what the op raises.
+        runs: of the op; until preparing ends before it comes to that.
+
+    Returns:
+        How often it was prepared and the op raised.
+    """
+    struck = 0
+    for run in runs:
+        fast, before = optimize(model, **options), Surroundings(model)
+        Risk.is_at(run, make_fault)
+        try:
+            fast.prepare(x)
+            interrupted = False
+        except KeyboardInterrupt:
+            interrupted = True
+            assert fast.reports == ()
+        strikes = Risk.runs >= run
+        assert interrupted == (strikes and make_fault is KeyboardInterrupt)
+        before.check(Surroundings(model))
+        check_free(fast)
+        check_works(fast, model, x)
+        if not strikes:
+            break
+        struck += 1
+    return struck

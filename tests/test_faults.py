@@ -1,0 +1,280 @@
+"""Faults in the middle of things: no memory, Ctrl-C, ops that raise, forks. What the caller is left with.
+
+Wherever it strikes, the model runs afterwards, nothing that can be seen has changed, no lock is held, and there is one
+message; Ctrl-C reaches the caller. What only a GPU can suffer is in ``gpu/test_faults.py``, and what may befall the
+cache of measurements in ``costs/test_cache.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream import tuning
+from autostream.build import Scheduled
+from autostream.collector import paused
+from autostream.scheduling import POLICIES
+from tests.alone import run_alone
+from tests.faults import Noisy, Quiet, Risk, Surroundings, check_free, check_works, fail_once, out_of_memory, strike
+from tests.semantics import CONFIGURATIONS, force_streams, same, scattered
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+OTHERS = [lambda: MemoryError("no memory"), lambda: RuntimeError("no way"), KeyboardInterrupt]
+MakeFault = Callable[[], BaseException]
+FAULTS = pytest.mark.parametrize("make_fault", [out_of_memory, *OTHERS], ids=lambda make: type(make()).__name__)
+
+
+def t(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
+
+
+@pytest.fixture(autouse=True)
+def _no_risk() -> Iterator[None]:
+    yield
+    Risk.is_over()
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("autostream")]
+
+
+# While it is prepared
+
+STAGES = [
+    "build.trace", "build.LiveState", "tuning.price_program", "tuning.candidates_for", "tuning.static_copies",
+    "tuning.copyable", "tuning.select", "select.build", "select.lower", "select.uncaptured", "select.interleaved",
+    "build.Frozen", "build.simulate",
+]  # fmt: skip
+
+
+@torch.no_grad()
+@FAULTS
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fault_while_it_is_prepared(
+    stage: str, make_fault: MakeFault, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x, fault = Noisy(), t(4, 8), make_fault()
+    fast = autostream.optimize(model, costs="roofline", **force_streams(monkeypatch))
+    due, before = fail_once(monkeypatch, stage, fault), Surroundings(model)
+    if make_fault is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            fast.prepare(x)
+        assert (fast.reports, messages(caplog)) == ((), [])
+    else:
+        fast.prepare(x)
+        (report,) = fast.reports
+        (refusal,) = report.refusals
+        assert report.mode == "plain"
+        assert messages(caplog) == [f"Noisy runs plainly: {refusal.reason}"]
+        assert str(fault).splitlines()[0] in refusal.reason
+    assert not due
+    before.check(Surroundings(model))
+    check_free(fast)
+    check_works(fast, model, x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make_fault", [out_of_memory, KeyboardInterrupt])
+def test_an_op_that_raises_at_any_time_while_it_is_prepared(
+    make_fault: MakeFault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first run, in the second one, and so on with larger and larger steps, until preparing ends before that."""
+    options: dict[str, Any] = {"costs": "measured", "policy": "critical_path", "streams": 2, "memory_budget": math.inf}
+    monkeypatch.setattr("autostream.candidates.POLICIES", {**POLICIES, "critical_path": scattered})
+    monkeypatch.setattr("autostream.costs.here.save", lambda measurements: ())  # so that it is measured each time
+    monkeypatch.setattr("autostream.select._ROUNDS", 1)
+    monkeypatch.setattr("autostream.select._MAX_RUNS", 1)
+    monkeypatch.setattr("autostream.select.VARIANTS", 0)
+    assert 5 < strike(Noisy(), t(4, 8), options, make_fault, (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)) < 10
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stage", ["select.interleaved", "build.simulate"])
+def test_what_was_made_until_a_fault_is_given_back(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the inputs, at once: no cycle keeps them until the garbage is collected."""
+    copies: list[weakref.ref[Tensor]] = []
+    static_copies = tuning.static_copies
+
+    def watched(tensors: Sequence[Tensor], copied: Sequence[int]) -> list[Tensor]:
+        made = static_copies(tensors, copied)
+        copies.extend(weakref.ref(made[index]) for index in copied)
+        return made
+
+    monkeypatch.setattr(tuning, "static_copies", watched)
+    fail_once(monkeypatch, stage, out_of_memory())
+    gc.collect()
+    with paused():
+        fast = autostream.optimize(Noisy(), t(4, 8))
+        assert [copy() for copy in copies] == [None]
+    assert [report.mode for report in fast.reports] == ["plain"]
+
+
+# In a call
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make_fault", OTHERS, ids=lambda make: type(make()).__name__)
+@pytest.mark.parametrize("configuration", ["default", "scattered"])
+def test_what_an_op_raises_in_a_call_reaches_the_caller_and_the_next_call_works(
+    configuration: str, make_fault: MakeFault, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x, fault = Noisy(), t(4, 8), make_fault()
+    fast = autostream.optimize(model, x, **CONFIGURATIONS[configuration](monkeypatch))
+    mode, grad = fast.reports[0].mode, torch.is_grad_enabled()
+    Risk.is_at(1, make_fault)
+    with pytest.raises(type(fault), match=f"^{fault}$"):
+        fast(x)
+    assert torch.is_grad_enabled() == grad
+    check_free(fast)
+    check_works(fast, model, x)
+    assert [report.mode for report in fast.reports] == [mode]
+    assert messages(caplog) == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("short", [False, True], ids=["the long way", "the short way"])
+@pytest.mark.parametrize("configuration", ["default", "scattered"])
+def test_what_has_too_little_memory_as_scheduled_runs_plainly(
+    configuration: str, short: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Streams take more than the model alone. What fails on the short way is tried once more on the long one."""
+    model, x = Quiet(), t(4, 8)
+    fast = autostream.optimize(model, x, **CONFIGURATIONS[configuration](monkeypatch))
+    made = watched_entry(fast)
+    if short:
+        fast(x)
+    failures = 2 if short else 1
+    Risk.is_at(1, out_of_memory, times=failures)
+    with paused():
+        same(fast(x), model(x))
+        assert made() is None, "whose memory is given back"
+    assert Risk.runs == failures + 2
+    check_free(fast)
+    (report,) = fast.reports
+    (refusal,) = report.refusals
+    assert refusal.reason == (
+        "there is too little memory to run it as scheduled (OutOfMemoryError: CUDA out of memory. Tried to allocate "
+        "2.00 GiB.): free some, or lower memory_budget, and optimize it again"
+    )
+    assert messages(caplog) == [f"Quiet runs plainly: {refusal.reason}"]
+    check_works(fast, model, x)
+
+
+@torch.no_grad()
+def test_what_has_changed_something_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The running mean has taken in the inputs when memory ends; only the next call runs plainly."""
+    model, x = Noisy(), t(4, 8)
+    fast = autostream.optimize(model, x)
+    Risk.is_at(1, out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        fast(x)
+    assert Risk.runs == 1
+    assert model.norm.num_batches_tracked == torch.tensor(1)
+    assert len(messages(caplog)) == 1
+    check_free(fast)
+    check_works(fast, model, x)
+    assert [report.mode for report in fast.reports] == ["plain"]
+
+
+@torch.no_grad()
+def test_strict_raises_what_there_is_no_memory_for_and_keeps_the_schedule() -> None:
+    model, x = Quiet(), t(4, 8)
+    fast = autostream.optimize(model, x, strict=True)
+    Risk.is_at(1, out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        fast(x)
+    check_works(fast, model, x)
+    assert [report.mode for report in fast.reports] == ["one stream"]
+
+
+@torch.no_grad()
+def test_what_is_stale_is_gone_before_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one may need its memory."""
+    model, x = nn.Linear(8, 8), t(4, 8)
+    fast = autostream.optimize(model, x)
+    made, alive = watched_entry(fast), []
+    trace = autostream.build.trace
+
+    def watched(*args: Any) -> Any:
+        alive.append(made())
+        return trace(*args)
+
+    monkeypatch.setattr("autostream.build.trace", watched)
+    model.weight = nn.Parameter(t(16, 8)[:8].double().float().t())
+    with paused():
+        same(fast(x), model(x))
+    assert alive == [None]
+
+
+def watched_entry(fast: autostream.OptimizedModule) -> weakref.ref[Any]:
+    """What runs the calls of the one signature of a model."""
+    (entry,) = fast._autostream._entries.values()
+    assert isinstance(entry, Scheduled)
+    return weakref.ref(entry)
+
+
+# In a forked process
+
+
+def test_a_process_that_is_forked_while_others_prepare_and_call() -> None:
+    """It runs and prepares what is on the CPU, though the device is out of its reach; so does the one it comes from."""
+    run_alone(
+        """
+        import os, signal, threading, time
+        import torch
+        import autostream
+        from autostream.build import preparing
+
+        def refuse(*args):
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+        def prepare():
+            with preparing:
+                prepares.set()
+                forks.wait()
+                time.sleep(0.1)  # a fork that does not wait for this is over by now
+                prepared.append(True)
+
+        def call():
+            with fast._autostream._lock:
+                calls.set()
+                ended.wait()
+
+        def check():
+            with torch.no_grad():
+                for rows in (2, 2, 3):
+                    x = torch.randn(rows, 4)
+                    assert torch.equal(fast(x), model(x))
+            assert [report.mode for report in fast.reports] == ["one stream"] * 2, fast.reports
+
+        torch.set_num_threads(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        fast = autostream.optimize(model, torch.ones(2, 4))
+        prepares, forks, calls, ended, prepared = *(threading.Event() for _ in range(4)), []
+        threads = [threading.Thread(target=target) for target in (prepare, call)]
+        for thread in threads:
+            thread.start()
+        prepares.wait()
+        calls.wait()
+        os.register_at_fork(before=forks.set)
+        if not (child := os.fork()):
+            signal.alarm(100)  # ends it if it hangs
+            torch.cuda.init = torch.cuda._lazy_init = refuse
+            assert prepared
+            check()
+            os._exit(0)
+        ended.set()
+        assert os.waitpid(child, 0)[1] == 0
+        check()
+        """
+    )
