@@ -57,7 +57,8 @@ def fused_here(
     Raises:
         FusionError: as ``fuse`` does.
     """
-    path, remarks = None, ()
+    path: Path | None = None
+    remarks: Remarks = ()
     if not options.get("freezing") and not obstacle(program.device):
         with stopwatch("load"):
             path = _place(program, options)
