@@ -58,11 +58,8 @@ def content_of(program: Program) -> Json:
         Unwritable: no form is known for some of it.
     """
     storages: dict[int, int] = {}
-    return {
-        "placeholders": [[item.name, item.role.value, item.storage] for item in program.placeholders],
-        "nodes": [_node(node, storages) for node in program.module.graph.nodes],
-        "outputs": list(program.outputs),
-    }
+    placeholders = [[item.name, item.role.value, item.storage] for item in program.placeholders]
+    return [placeholders, [_node(node, storages) for node in program.module.graph.nodes]]
 
 
 def _node(node: fx.Node, storages: dict[int, int]) -> Json:

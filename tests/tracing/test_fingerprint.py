@@ -71,6 +71,7 @@ def by_hand(
     args: tuple[Any, ...] = (1.0,),
     value: Callable[[], Tensor] = lambda: torch.empty(4, 6, device="cuda:0"),
     aliased: bool = False,
+    in_place: bool = False,
     name: str = "x",
     role: Role = Role.INPUT,
     note: tuple[str, Any] = ("custom", {}),
@@ -80,10 +81,12 @@ def by_hand(
     graph = fx.Graph()
     x, y = graph.placeholder(name), graph.placeholder("y")
     result = graph.call_function(called, (x, *args))
+    result.name = "result"  # or else it says what is called
     outputs = (y, result) if swapped else (result, y)
     graph.output(outputs)
     with FakeTensorMode():
-        x.meta["val"], result.meta["val"] = value(), torch.empty(4, 6, device="cuda:0")
+        x.meta["val"] = value()
+        result.meta["val"] = x.meta["val"].detach() if in_place else torch.empty(4, 6, device="cuda:0")
         y.meta["val"] = x.meta["val"].detach() if aliased else value()
     result.meta[note[0]] = note[1]
     placeholders = (Placeholder(name, role, "0", name), Placeholder("y", Role.INPUT, "1", name if aliased else "y"))
@@ -110,6 +113,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "conjugate": {"value": lambda: torch.empty(4, 6, device="cuda:0", dtype=torch.complex64).conj()},
     "complex": {"value": lambda: torch.empty(4, 6, device="cuda:0", dtype=torch.complex64)},
     "shared memory": {"aliased": True},
+    "a result in an argument's memory": {"in_place": True},
     "name": {"name": "z"},
     "role": {"role": Role.BUFFER},
     "note": {"note": ("custom", {"inlined": True})},

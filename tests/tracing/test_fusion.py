@@ -231,7 +231,7 @@ DAMAGED = {
     "of other kernels": lambda folder: rewritten(folder, kernels=[{"name": "odd", "recipe": {}}]),
     "of fewer kernels": lambda folder: rewritten(folder, kernels=[]),
     "of another operator": lambda folder: rewritten(folder, calls=[{"name": "a", "target": "aten.no.such"}]),
-    "of outputs that lie elsewhere": lambda folder: rewritten(folder, outputs=["x"]),
+    "of outputs that lie elsewhere": lambda folder: rewritten(folder, outputs=[traced().placeholders[0].name]),
     "of nothing": lambda folder: rewritten(folder, calls=[]),
 }
 
