@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -17,6 +17,7 @@ class Kernel:
         written: positions of the arguments that it writes.
         overwritten: those of them that it does not read.
         content: what tells it from others of that name in every process, such as its source code.
+        recipe: what makes it again in another process, as JSON has it; ``None`` where nothing does.
 
     Example:
         >>> import torch
@@ -34,11 +35,13 @@ class Kernel:
         written: frozenset[int],
         overwritten: frozenset[int],
         content: str = "",
+        recipe: Mapping[str, Any] | None = None,
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.written = written
         self.overwritten = overwritten
         self.content = content
+        self.recipe = recipe
         self._launch = launch
 
     def __call__(self, *args: Any) -> None:

@@ -29,7 +29,8 @@ from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import Traced, trace
-from autostream.tracing.inductor import fuse, obstacle
+from autostream.tracing.fusion import fused_here
+from autostream.tracing.inductor import obstacle
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import flatten
@@ -143,7 +144,7 @@ def plan(
 def _fused(
     program: Program, options: Options, arguments: Sequence[Tensor], stopwatch: Stopwatch
 ) -> tuple[Program, tuple[Decision, ...]]:
-    """The program in the kernels that are asked for, without running them, and why it is not in fused ones."""
+    """The program in the kernels that are asked for, without running them, and why not, or what went wrong."""
     if options.kernels == "eager" or (options.kernels == "auto" and program.device == "cpu"):
         return program, ()
     if options.kernels == "auto":
@@ -152,8 +153,7 @@ def _fused(
     if reason := obstacle(program.device):
         raise OptionError(f'kernels="inductor" is not to be had: {reason}')
     try:
-        with stopwatch("fuse"):
-            return fuse(program, options.inductor_options, arguments), ()
+        return fused_here(program, options.inductor_options, arguments, stopwatch)
     except FusionError as error:
         return program, (Decision("", "not fused", str(error)),)
 

@@ -24,7 +24,7 @@ from autostream.options import Options
 from autostream.pipeline import price_program
 from autostream.select import MARGIN, Selection, select, written
 from autostream.stopwatch import Stopwatch
-from autostream.tracing.inductor import fuse
+from autostream.tracing.fusion import fused_here
 from autostream.tracing.state import versions_kept
 
 
@@ -95,12 +95,12 @@ def _fused(
 ) -> tuple[Tuned | None, str]:
     """The program in fused kernels, or why not. Whatever failed is forgotten: what comes next may need its memory."""
     try:
-        with stopwatch("fuse"):
-            kernels = fuse(program, options.inductor_options, arguments)
+        kernels, remarks = fused_here(program, options.inductor_options, arguments, stopwatch)
     except FusionError as error:
         return None, str(error)
     try:
-        return planned(kernels, options), ""
+        fused = planned(kernels, options)
+        return replace(fused, refusals=(*remarks, *fused.refusals)), ""
     except Exception as error:
         return None, f"TorchInductor's kernels do not run: {first_line(error)}"
 

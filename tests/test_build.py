@@ -51,15 +51,17 @@ def scheduled(model: nn.Module, *args: Any, bound: frozenset[int] = frozenset(),
 def freezes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options with which weights become constants, as if there were fused kernels on the CPU."""
 
-    def fuse(program: Program, settings: object, tensors: Sequence[Tensor]) -> Program:
+    def fuse(
+        program: Program, settings: object, tensors: Sequence[Tensor], stopwatch: object
+    ) -> tuple[Program, tuple[Decision, ...]]:
         functional = inductor._functional(program)
         constants = inductor._freezable(program, functional, tensors)
         module = inductor._named(inductor._frozen(functional, constants), program)
         outputs = tuple(node.name for node in module.graph.output_node().args[0])
-        return replace(program, module=module, outputs=outputs, frozen=frozenset(constants))
+        return replace(program, module=module, outputs=outputs, frozen=frozenset(constants)), ()
 
     monkeypatch.setattr(inductor, "obstacle", lambda device: "")
-    monkeypatch.setattr(tuning, "fuse", fuse)
+    monkeypatch.setattr(tuning, "fused_here", fuse)
     return {"kernels": "inductor", "inductor_options": {"freezing": True}}
 
 

@@ -16,7 +16,7 @@ ROOT = PACKAGE.parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}
 
 FLOORS = {
-    0: {"errors", "options", "ir", "version", "collector", "stopwatch", "storages", "kernels"},
+    0: {"errors", "options", "ir", "version", "collector", "stopwatch", "storages", "kernels", "keeping"},
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
     3: {"pipeline", "candidates", "comparison", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
@@ -106,9 +106,16 @@ ONLY_IN = [
     (
         r"\.(create_node|node_copy|graph_copy|erase_node|call_function|call_module|inserting_(before|after)"
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
-        {"execution.lower", "tracing.export", "tracing.inductor", "tracing.kernel_graph", "tracing.out_variants"},
+        {
+            "execution.lower",
+            "tracing.export",
+            "tracing.inductor",
+            "tracing.kernel_graph",
+            "tracing.kernel_json",
+            "tracing.out_variants",
+        },
     ),
-    (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower"}),
+    (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower", "tracing.kernel_json"}),
     (r"\.(create_node|node_copy)\(", {"execution.lower"}),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"execution.streams"}),

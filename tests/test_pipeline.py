@@ -222,12 +222,15 @@ def test_a_dry_run_for_a_gpu_plans_ops_as_they_are_and_says_so() -> None:
 def test_fused_kernels_are_planned_where_they_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
 
-    def fuse(program: Program, options: Mapping[str, Any], tensors: list[Tensor]) -> Program:
+    def fuse(
+        program: Program, options: Mapping[str, Any], tensors: list[Tensor], stopwatch: Stopwatch
+    ) -> tuple[Program, tuple[Decision, ...]]:
         given.append((options, [tensor.shape for tensor in tensors]))
-        return replace(program, level="inductor")
+        with stopwatch("fuse"):
+            return replace(program, level="inductor"), ()
 
     monkeypatch.setattr(pipeline, "obstacle", lambda device: "")
-    monkeypatch.setattr(pipeline, "fuse", fuse)
+    monkeypatch.setattr(pipeline, "fused_here", fuse)
     settings = {"max_autotune": True}
     report = dry_run(nn.Linear(8, 3), None, kernels="inductor", inductor_options=settings)
     assert (report.level, report.refusals) == ("inductor", ())
@@ -240,7 +243,7 @@ def test_what_cannot_be_fused_is_planned_as_it_is(monkeypatch: pytest.MonkeyPatc
         raise FusionError("it draws random numbers")
 
     monkeypatch.setattr(pipeline, "obstacle", lambda device: "")
-    monkeypatch.setattr(pipeline, "fuse", fuse)
+    monkeypatch.setattr(pipeline, "fused_here", fuse)
     report = dry_run(Towers(), None, kernels="inductor")
     assert report.level == "aten"
     assert report.refusals == (Decision("", "not fused", "it draws random numbers"),)

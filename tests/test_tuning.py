@@ -138,10 +138,13 @@ class Levels:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **times: float) -> None:
         self.settings: list[object] = []
         self.planned: list[tuple[str, str]] = []
+        self.remarks: tuple[Decision, ...] = ()
 
-        def fuse(program: Program, settings: object, tensors: object) -> Program:
+        def fuse(
+            program: Program, settings: object, tensors: object, stopwatch: object
+        ) -> tuple[Program, tuple[Decision, ...]]:
             self.settings.append(settings)
-            return replace(program, level="inductor")
+            return replace(program, level="inductor"), self.remarks
 
         def planned(program: Program, arguments: Any, bound: Any, options: Options, stopwatch: Any) -> Tuned:
             self.planned.append((program.level, options.policy))
@@ -152,7 +155,7 @@ class Levels:
             nothing: Any = None
             return Tuned(program, nothing, Selection(nothing, chosen, (chosen,)), ())
 
-        monkeypatch.setattr(tuning, "fuse", fuse)
+        monkeypatch.setattr(tuning, "fused_here", fuse)
         monkeypatch.setattr(tuning, "_planned", planned)
 
 
@@ -171,6 +174,12 @@ def test_fused_kernels_that_are_faster_are_kept(monkeypatch: pytest.MonkeyPatch)
     assert (result.program.level, result.refusals) == ("inductor", ())
     assert levels.settings == [{"max_autotune": True}]
     assert levels.planned == [("inductor", "auto"), ("aten", "sequential")], "ATen's schedules need no look"
+
+
+def test_what_was_wrong_with_keeping_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = Levels(monkeypatch, inductor=50.0, sequential=100.0)
+    levels.remarks = (Decision("", "cache rebuilt", "damaged"),)
+    assert of_a_gpu().refusals == levels.remarks
 
 
 @pytest.mark.parametrize(("aten", "level"), [(90.0, "aten"), (104.0, "aten"), (120.0, "inductor")])
@@ -203,11 +212,11 @@ def test_atens_ops_that_are_asked_for_are_not_fused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kernels", ["auto", "inductor"])
 def test_what_cannot_be_fused_stays_as_it_is_for_a_reason(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(program: Program, settings: object, tensors: object) -> Program:
+    def refuse(*args: object) -> None:
         raise FusionError("TorchInductor cannot fuse it: too odd")
 
     Levels(monkeypatch, aten=1.0)
-    monkeypatch.setattr(tuning, "fuse", refuse)
+    monkeypatch.setattr(tuning, "fused_here", refuse)
     result = of_a_gpu(kernels=kernels)
     assert result.program.level == "aten"
     (refusal,) = result.refusals

@@ -4,31 +4,21 @@
     save(measurements)   ──▶ what is kept and these, written as one; what hindered that
     read(path, context)  ──▶ a file that somebody hands over, or a refusal
 
-A file is only ever replaced as a whole, so a reader needs no lock and never sees half of one. A writer adds to what is
-there now, under a lock that ends with its process, so that writers lose nothing of each other's. Nothing that happens
-here stops the caller: what cannot be kept is measured again next time.
+A writer adds to what is there now, so that writers lose nothing of each other's. Nothing that happens here stops the
+caller: what cannot be kept is measured again next time.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from filelock import FileLock
-
-from autostream.costs.records import SCHEMA, Context, Measurements, check_context, from_json, key_of, to_json
+from autostream.costs.records import SCHEMA, Context, Measurements, check_context, from_json, to_json
 from autostream.errors import CostError, first_line
 from autostream.ir import Decision
+from autostream.keeping import HINDRANCES, key_of, lock, not_kept, replace_file, reported
 from autostream.options import cache_folder
-
-log = logging.getLogger(__name__)
-
-_PATIENCE_S = 5.0
-"""Writing takes some milliseconds: a lock that is held longer is held by a process that does not run."""
 
 _MOST_RECORDS = 50_000
 """Some 6 MB, read in a third of a second. A model has some hundreds, so what goes is more than a hundred models old."""
@@ -64,13 +54,12 @@ def save(new: Measurements) -> tuple[Decision, ...]:
     try:
         path = path_of(new.context)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=_PATIENCE_S):
+        with lock(path):
             kept, faults = _kept(path, new.context)
             damage = _damage(path, faults)
-            _replace(path, to_json(_joined(kept, new)))
-    # Without locks in the file system, some versions of filelock do not do what they are asked for.
-    except (OSError, NotImplementedError) as error:
-        return (*damage, _not_kept(error))
+            replace_file(path, to_json(_joined(kept, new)))
+    except HINDRANCES as error:
+        return (*damage, not_kept("measurements", error))
     return damage
 
 
@@ -127,38 +116,9 @@ def _joined(kept: Measurements, new: Measurements) -> Measurements:
     return Measurements(new.context, new.profile or kept.profile, dict(records))
 
 
-def _replace(path: Path, text: str) -> None:
-    """Put a text in the place of a file; others see the one or the other, and so they do after a crash.
-
-    A computer that loses its power may lose the text even so; then the file is a damaged one like any other.
-    """
-    beside = path.with_suffix(".new")
-    try:
-        beside.write_text(text)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def _damage(path: Path, faults: Sequence[str]) -> tuple[Decision, ...]:
     if not faults:
         return ()
     more = f", and {len(faults) - 1} more" if faults[1:] else ""
     reason = f"{path} was damaged ({faults[0]}{more}); what it has lost is measured again"
-    return (_reported("cache rebuilt", reason),)
-
-
-def _not_kept(error: Exception) -> Decision:
-    reason = f"measurements cannot be kept ({first_line(error)}): set AUTOSTREAM_CACHE_DIR to a folder that can"
-    return _reported("not cached", reason)
-
-
-def _reported(choice: str, reason: str) -> Decision:
-    _warn_once(reason)
-    return Decision("", choice, reason)
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    """Models say it in their reports each; the log of a process need not."""
-    log.warning("%s", reason)
+    return (reported("cache rebuilt", reason),)

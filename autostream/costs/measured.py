@@ -28,12 +28,13 @@ from torch.utils._pytree import tree_leaves
 
 from autostream.costs.locality import missed_share
 from autostream.costs.occupancy import busy_share, kernels_of
-from autostream.costs.records import Record, key_of
+from autostream.costs.records import Record
 from autostream.costs.replay import replay_us
 from autostream.costs.roofline import cost_of, fill, price
 from autostream.execution.capture import capture
 from autostream.execution.streams import capture_stream
 from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder, Program
+from autostream.keeping import key_of
 from autostream.kernels import Kernel
 from autostream.tracing.numerics import numerics
 
@@ -83,7 +84,7 @@ def measure(
         graph: its ops.
         profile: of ``program.device``; its replay and its edge within a stream are taken off the times.
         args: one tensor per placeholder, in order, on their devices.
-        known: what was measured before, by :func:`~autostream.costs.records.key_of` each op.
+        known: what was measured before, by :func:`~autostream.keeping.key_of` each op.
         budget_s: once timing has taken this long, ops not yet seen keep their estimates.
 
     Returns:

@@ -12,7 +12,6 @@ A file may be from anybody: its text is printed only where it can do no more tha
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -57,7 +56,7 @@ class Measurements:
     Attributes:
         context: the device and the versions.
         profile: of the device, or ``None`` where it was not measured.
-        records: by :func:`key_of` what was measured; the oldest come first.
+        records: by :func:`~autostream.keeping.key_of` what was measured; the oldest come first.
 
     Raises:
         CostError: a number is not what its name says that it can be.
@@ -126,26 +125,6 @@ def check_context(found: Context, here: Context, name: str) -> None:
     if found != here:
         there, this = _named(found, differing), _named(here, differing)
         raise CostError(f"{name} was measured on {there}, and this is {this}: measure again here")
-
-
-def key_of(*content: object) -> str:
-    """The key of what was measured: the same for the same content, in every process.
-
-    Args:
-        content: all that the measurement depends on (op, shapes, strides, dtypes, constants, …): strings, numbers,
-            ``None``, and sequences and dicts of such. What holds an address is not content.
-
-    Returns:
-        64 hexadecimal digits, SHA-256 of the content as JSON.
-
-    Raises:
-        TypeError: JSON has no form for some of it.
-
-    Example:
-        >>> key_of("aten.relu.default", (8, 3), "float32")[:8]
-        '192fb00c'
-    """
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def to_json(measurements: Measurements) -> str:

@@ -21,7 +21,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -65,8 +65,10 @@ SETTINGS: Mapping[str, Any] = {
 NEEDED: Mapping[str, Sequence[str]] = {
     "torch._functorch.aot_autograd": ["aot_export_module"],
     "torch._inductor.async_compile": ["AsyncCompile.wakeup"],
-    "torch._inductor.config": [*SETTINGS, "patch", "get_config_copy"],
+    "torch._inductor.config": [*SETTINGS, "patch", "get_config_copy", "force_disable_caches"],
+    "torch._functorch.config": ["get_config_copy"],
     "torch._inductor.decomposition": ["select_decomp_table"],
+    "torch._inductor.lowering": ["lowerings"],
     "torch._inductor.fx_passes.joint_graph": ["joint_graph_passes"],
     "torch._inductor.compile_fx": ["compile_fx_inner", "fake_tensor_prop", "record_original_output_strides"],
     "torch._inductor.freezing": ["convert_conv_weights_to_channels_last", "freeze"],
@@ -78,11 +80,13 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "torch._inductor.virtualized": ["V"],
     "torch._inductor.codegen.common": [
         "init_backend_registration",
+        "custom_backend_codegen_configs",
+        "custom_backend_passes",
         "device_codegens",
         "DeviceCodegen.fx_wrapper_codegen",
         "FileBackedGraphModule",
     ],
-    "torch._inductor.codegen.wrapper": ["WrapperLine.codegen_fx", "PythonWrapperCodegen._format_kernel_definition"],
+    "torch._inductor.codegen.wrapper": ["WrapperLine.codegen_fx"],
     "torch._inductor.codegen.wrapper_fxir": [
         "WrapperFxCodegen._generate",
         "WrapperFxCodegen.compile_graph",
@@ -190,22 +194,49 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
     reason = obstacle(program.device)
     if reason:
         raise FusionError(f"{reason}; ops stay those of ATen")
-    from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
     options = options or {}
     try:
         AsyncCompile.wakeup()  # until its processes are there, which takes seconds, this one compiles, one by one
-        with undisturbed(), config.patch({**options, **SETTINGS}):
+        with with_settings(options):
             functional = _functional(program)  # under the user's autocast; what comes out has casts of its own
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
             with torch._C._DisableAutocast():
                 fused = _named(_compiled(functional, torch.device(program.device), constants), program)
                 write_into_given_memory(fused)
-        elsewhere = _shared(fused) != _shared(program.module)
+        return _checked(program, fused, frozenset(constants))
+    except FusionError:
+        raise
     except Exception as error:
         raise FusionError(f"TorchInductor cannot fuse it: {first_line(error)}") from error
-    if elsewhere:
+
+
+@contextmanager
+def with_settings(options: Mapping[str, Any]) -> Iterator[None]:
+    """Let Inductor have these settings and those that every program is compiled with; other threads' compilers wait."""
+    from torch._inductor import config
+
+    with undisturbed(), config.patch({**options, **SETTINGS}):
+        yield
+
+
+def fused_before(program: Program, module: fx.GraphModule) -> Program:
+    """A program that was fused before, in another process.
+
+    Args:
+        program: of ATen ops, on a CUDA device. It stays as it is.
+        module: its kernels, without values: what :func:`fuse` has returned, read back.
+
+    Raises:
+        FusionError: they are not the kernels of such a program.
+    """
+    with torch._C._DisableAutocast():
+        return _checked(program, _named(module, program), frozenset())
+
+
+def _checked(program: Program, fused: fx.GraphModule, frozen: frozenset[int]) -> Program:
+    if _shared(fused) != _shared(program.module):
         raise FusionError("fused, outputs would share other memory with arguments or each other than the model's do")
     if _hands_out_constants(fused):
         raise FusionError(
@@ -213,7 +244,7 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
             "leave 'freezing' out of inductor_options"
         )
     outputs = tuple(node.name for node in _outputs(fused))
-    return replace(program, module=fused, outputs=outputs, level="inductor", frozen=frozenset(constants))
+    return replace(program, module=fused, outputs=outputs, level="inductor", frozen=frozen)
 
 
 def _installed(package: str) -> bool:

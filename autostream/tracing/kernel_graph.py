@@ -17,14 +17,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import common
 from torch._inductor.codegen.common import FileBackedGraphModule
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen, WrapperLine
+from torch._inductor.codegen.wrapper import WrapperLine
 from torch._inductor.codegen.wrapper_fxir import FxConverter, WrapperFxCodegen
 from torch._inductor.ir import ExternKernelOut
 from torch._inductor.select_algorithm import extern_kernels
@@ -94,7 +95,7 @@ class Converter(FxConverter):
 
     def generate(self) -> fx.GraphModule:
         """As in the class that this overrides, but nodes get the user's lines, and no values: kernels have none."""
-        self._sources: dict[str, str] = {}
+        self._definitions: dict[str, Definition] = {}
         self._generate_graph_inputs()
         self._generate_graph_constants()
         self._generate_subgm_getattrs()
@@ -140,21 +141,16 @@ class Converter(FxConverter):
     def _generate_kernel_definition(self, line: Any) -> None:
         if "user_autotune" in line.kernel_body:
             raise NotImplementedError(f"{line.kernel_name}, which the user wrote: what it writes is not known")
-        code = PythonWrapperCodegen._format_kernel_definition(
-            line.kernel_name, line.kernel_body, metadata=line.metadata
-        )
-        module = PyCodeCache.load(f"{self.prologue}\n{code}")
-        self.kernels[line.kernel_name] = getattr(module, line.kernel_name)
-        # Without its name: that has a number, which depends on the kernels before it.
-        self._sources[line.kernel_name] = line.kernel_body.replace(line.kernel_name, "kernel")
+        name = line.kernel_name
+        self.kernels[name], self._definitions[name] = defined(name, self.prologue, line.kernel_body)
 
     def _generate_triton_call(self, line: Any) -> None:
         kernels: dict[str, Any] = self.kernels
         name = line.kernel_name
         if not isinstance(kernels[name], Kernel):
             mutated = [at for at, argument in enumerate(line.call_args) if argument in V.graph.mutated_buffers]
-            signature, source = line.triton_meta["signature"], self._sources[name]
-            kernels[name] = triton_kernel(name, kernels[name], signature, line.device, mutated, source)
+            signature, definition = line.triton_meta["signature"], self._definitions[name]
+            kernels[name] = triton_kernel(name, kernels[name], signature, line.device, definition, mutated)
         arguments = self._lookup_args(line.call_args)
         self.gm.graph.call_function(kernels[name], tuple(map(_number, arguments)))
 
@@ -187,7 +183,58 @@ def extern_kernel(name: str, inputs: int, kwargs: Mapping[str, Any]) -> Kernel:
     def launch(*args: Any) -> None:
         function(*args[:inputs], **kwargs, out=args[inputs])
 
-    return Kernel(name, launch, frozenset({inputs}), frozenset({inputs}), repr((name, kwargs)))
+    recipe = {"function": name, "inputs": inputs, "kwargs": dict(kwargs)}
+    return Kernel(name, launch, frozenset({inputs}), frozenset({inputs}), repr((name, kwargs)), recipe)
+
+
+class Definition(NamedTuple):
+    """What Inductor writes to define a Triton kernel.
+
+    Attributes:
+        prologue: imports.
+        body: an expression, the kernel with its source code.
+        file: where Inductor keeps both.
+    """
+
+    prologue: str
+    body: str
+    file: str
+
+
+def defined(name: str, prologue: str, body: str) -> tuple[Any, Definition]:
+    """A Triton kernel as Inductor launches it, or a future of that. What Triton has on disk is not compiled again.
+
+    Args:
+        name: what it is called.
+        prologue: as in :class:`Definition`.
+        body: likewise.
+    """
+    module = PyCodeCache.load(f"{prologue}\n\n{name} = {body}\n")
+    return getattr(module, name), Definition(prologue, body, str(module.__file__))
+
+
+def made_again(name: str, recipe: Mapping[str, Any], device: torch.device) -> Kernel:
+    """A kernel that another process had.
+
+    Args:
+        name: what it is called.
+        recipe: its :attr:`~autostream.kernels.Kernel.recipe`.
+        device: where to launch it.
+
+    Raises:
+        FileNotFoundError: Inductor's file of it is gone, and with it most likely what Triton has compiled of all: many
+            processes compile them sooner than this one, to which it would be left here.
+        ValueError: it is no recipe.
+    """
+    match recipe:
+        case {"function": str(function), "inputs": int(inputs), "kwargs": dict(kwargs)}:
+            return extern_kernel(function, inputs, kwargs)
+        case {"prologue": str(prologue), "body": str(body), "file": file, "signature": signature, "mutated": mutated}:
+            if not Path(file).exists():
+                raise FileNotFoundError(f"{name}: {file} is gone")
+            launched, definition = defined(name, prologue, body)
+            return triton_kernel(name, launched, signature, device, definition, mutated)
+    raise ValueError(f"{name}: there is no such recipe")
 
 
 _OUTPUTS, _SCRATCH, _UPDATED = "out_ptr", ("ws_ptr", "sem_ptr"), "in_out_ptr"
@@ -201,8 +248,8 @@ def triton_kernel(
     compiled: Any,
     signature: Mapping[str, str],
     device: torch.device,
+    definition: Definition,
     mutated: Collection[int] = (),
-    content: str = "",
 ) -> Kernel:
     """A Triton kernel, which may still be compiling, as one that says what it writes.
 
@@ -211,9 +258,9 @@ def triton_kernel(
         compiled: Inductor's launcher of it (a ``CachingAutotuner``), or a future of that.
         signature: the type of each argument by name; Inductor's names say which are written.
         device: where to launch it.
+        definition: its source code.
         mutated: positions of buffers that are written somewhere after they have been made. The names of a template's
             arguments do not say whether it is there.
-        content: its source code.
     """
     names = list(signature)
     foreign = [name for name in names if signature[name].startswith("*") and not name.startswith(_POINTERS)]
@@ -222,8 +269,15 @@ def triton_kernel(
     overwritten = [at for at, argument in enumerate(names) if argument.startswith(_OUTPUTS)]
     updated = [at for at, argument in enumerate(names) if argument.startswith((_UPDATED, *_SCRATCH))]
     updated += [at for at in mutated if names[at].startswith(_TEMPLATE)]
-    triton = _Triton(compiled, device)
-    return Kernel(name, triton.launch, frozenset([*overwritten, *updated]), frozenset(overwritten), content)
+    return Kernel(
+        name,
+        _Triton(compiled, device).launch,
+        frozenset([*overwritten, *updated]),
+        frozenset(overwritten),
+        # Without its name: that has a number, which depends on the kernels before it.
+        content=definition.body.replace(name, "kernel"),
+        recipe={**definition._asdict(), "signature": dict(signature), "mutated": list(mutated)},
+    )
 
 
 class _Triton:

@@ -18,6 +18,7 @@ from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autostream import keeping
 from autostream.costs import cache
 from autostream.costs.cache import load, path_of, read, save
 from autostream.costs.device import profile_named
@@ -34,7 +35,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, in a process that has warned of nothing yet."""
     folder = tmp_path / "costs"
     monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", str(folder))
-    cache._warn_once.cache_clear()
+    keeping._warn_once.cache_clear()
     return folder
 
 
@@ -118,7 +119,7 @@ def test_of_too_many_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _save_each(folder: Path, names: list[str], start: Barrier) -> None:
     os.environ["AUTOSTREAM_CACHE_DIR"] = str(folder)
-    cache._PATIENCE_S = 600.0  # a machine may be slow
+    keeping._PATIENCE_S = 600.0  # a machine may be slow
     start.wait()
     for name in names:
         assert save(of(**{name: RELU})) == ()
@@ -255,7 +256,7 @@ def test_what_cannot_be_saved_is_reported_and_stops_nobody(
     obstruct(folder)
     assert load(H200)[0] == of()
     caplog.clear()
-    cache._warn_once.cache_clear()
+    keeping._warn_once.cache_clear()
     (first,) = save(of(relu=RELU))
     obstruct(folder)
     assert first.choice == "not cached"
@@ -283,7 +284,7 @@ def test_a_damaged_file_that_cannot_be_rebuilt_is_reported_with_the_reason(folde
 
 def test_a_lock_that_somebody_keeps_is_not_waited_for_forever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(of(relu=RELU))
-    monkeypatch.setattr(cache, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(keeping, "_PATIENCE_S", 0.0)
     with FileLock(f"{path_of(H200)}.lock"):
         (decision,) = save(of(add=ADD))
         assert decision.choice == "not cached"

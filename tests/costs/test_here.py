@@ -14,8 +14,8 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from autostream import optimize
-from autostream.costs import cache, here, measured
+from autostream import keeping, optimize
+from autostream.costs import here, measured
 from autostream.costs.cache import load, path_of, save
 from autostream.costs.device import profile_named, profile_of
 from autostream.costs.here import costs_here, profile_anew, profile_here
@@ -37,7 +37,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, in a process that has warned of nothing yet."""
     folder = tmp_path / "costs"
     monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", str(folder))
-    cache._warn_once.cache_clear()
+    keeping._warn_once.cache_clear()
     return folder
 
 
@@ -162,7 +162,7 @@ def test_a_profile_that_cannot_be_saved_though_the_cache_can_be_read_is_reported
 ) -> None:
     context = device(UNKNOWN).context
     folder.mkdir()
-    monkeypatch.setattr(cache, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(keeping, "_PATIENCE_S", 0.0)
     with FileLock(f"{path_of(context)}.lock"):
         profile, (decision,) = profile_here(GPU)
     assert (profile, decision.choice) == (MEASURED, "not cached")

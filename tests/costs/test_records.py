@@ -24,7 +24,6 @@ from autostream.costs.records import (
     check_context,
     context_of,
     from_json,
-    key_of,
     profile_from_json,
     profile_to_json,
     to_json,
@@ -242,28 +241,6 @@ def test_a_field_without_a_default_must_be_there(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(records, "DeviceProfile", Profile)
     with pytest.raises(CostError, match=f"^device profile: there is no {missing}: measure again$"):
         profile_from_json({name: value for name, value in SMALL.items() if name != missing})
-
-
-@given(contents, contents)
-def test_equal_contents_have_one_key_and_others_have_others(one: object, other: object) -> None:
-    # As text, since 1, 1.0 and True are equal to Python, but not to an op.
-    assert (key_of(one) == key_of(other)) == (repr(_sorted(one)) == repr(_sorted(other)))
-
-
-def _sorted(content: object) -> object:
-    if isinstance(content, dict):
-        return {name: _sorted(content[name]) for name in sorted(content)}
-    return [_sorted(inner) for inner in content] if isinstance(content, list) else content
-
-
-def test_a_key_is_that_of_the_content_whatever_its_containers() -> None:
-    assert key_of("relu", (8, 3), {"a": 1, "b": 2}) == key_of("relu", [8, 3], {"b": 2, "a": 1})
-    assert len({key_of("relu", constant) for constant in (1, 1.0, True, "1", None, [1])}) == 6
-
-
-def test_what_holds_an_address_has_no_key() -> None:
-    with pytest.raises(TypeError):
-        key_of("relu", object())
 
 
 def test_the_same_context_is_accepted() -> None:

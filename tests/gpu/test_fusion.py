@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -389,3 +394,68 @@ def test_a_kernel_says_what_it_writes(towers: Towers) -> None:
         (result,) = Watching(program.module).run(*arguments)
         torch.testing.assert_close(result, towers(x), rtol=1e-4, atol=1e-5)
     assert launched
+
+
+# Kept between processes
+
+
+class Learning(nn.Module):
+    """A norm that learns, draws that are random, and a product that a library computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.body(x)
+        return y.softmax(-1), y.sum(0)
+
+
+KEPT: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "towers": lambda: (Towers().eval(), torch.randn(64, 256)),
+    "rows": lambda: (Towers().half().eval(), torch.randn(1, 256).half()),
+    "learning": lambda: (Learning().train(), torch.randn(32, 64)),
+    "attention": lambda: (nn.TransformerEncoderLayer(64, 4, batch_first=True).eval(), torch.randn(2, 16, 64)),
+    "googlenet": lambda: (zoo.build("googlenet")[0].half().eval(), torch.randn(1, 3, 224, 224).half()),
+}
+
+
+def run_kept(name: str, options: str, path: str) -> None:
+    """What a process does that may find fused kernels on disk: it says which stages it went through."""
+    torch.manual_seed(0)
+    model, x = KEPT[name]()
+    model, x = model.cuda(), x.cuda()
+    with torch.no_grad():
+        fast = autostream.optimize(model, x, kernels="inductor", inductor_options=json.loads(options))
+        torch.cuda.manual_seed(5)
+        outputs = [fast(x), fast(x * 2)]
+    (report,) = fast.reports
+    torch.save((outputs, dict(model.state_dict())), path)
+    operations = [] if report.graph is None else [(op.target, op.source) for op in report.graph.ops.values()]
+    print(json.dumps([list(report.seconds), operations, [refusal.choice for refusal in report.refusals]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in KEPT), ("towers", {"max_autotune": True})], ids=str
+)
+def test_a_second_process_fuses_nothing_and_computes_the_same(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folders = {f"{whose}_CACHE_DIR": str(tmp_path / whose) for whose in ("AUTOSTREAM", "TORCHINDUCTOR", "TRITON")}
+
+    def run(path: Path) -> Any:
+        call = f"run_kept({name!r}, {json.dumps(options)!r}, {str(path)!r})"
+        command = [sys.executable, "-W", "ignore", "-c", f"from tests.gpu.test_fusion import run_kept; {call}"]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(command, env={**os.environ, **folders}, cwd=root, stdout=subprocess.PIPE, check=True)
+        return *json.loads(done.stdout.splitlines()[-1]), torch.load(path, weights_only=False)
+
+    stages, operations, refusals, results = run(tmp_path / "first.pt")
+    assert "fuse" in stages
+    assert refusals == []
+    stages, again, refusals, results_again = run(tmp_path / "second.pt")
+    assert "load" in stages
+    assert "fuse" not in stages
+    assert refusals == []
+    assert again == operations
+    torch.testing.assert_close(results_again, results, rtol=1e-5, atol=1e-6)

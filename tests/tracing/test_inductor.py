@@ -29,7 +29,7 @@ from autostream.analysis.dependencies import analyze
 from autostream.errors import FusionError, OptionError
 from autostream.ir import Program, Role
 from autostream.kernels import Kernel
-from autostream.tracing import inductor, kernel_graph
+from autostream.tracing import fingerprint, fusion, inductor, kernel_graph
 from autostream.tracing.inductor import NEEDED, check_level, check_settings, evaluate, fuse, obstacle
 from tests.execution.programs import Case, case_of, fused_case
 
@@ -217,7 +217,7 @@ def test_a_pytorch_without_the_converter_is_told_so(on_gpu: Program, monkeypatch
     )
 
 
-@pytest.mark.parametrize("path", [inductor.__file__, kernel_graph.__file__])
+@pytest.mark.parametrize("path", [module.__file__ for module in (inductor, kernel_graph, fingerprint, fusion)])
 def test_all_that_is_imported_of_pytorchs_compiler_is_looked_for(path: str) -> None:
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     imported = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import sympy
 import torch
 from torch import fx
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import common
 from torch._inductor.codegen.wrapper import WrapperLine
 from torch._inductor.codegen.wrapper_fxir import FxConverter
@@ -19,10 +22,19 @@ from torch._inductor.virtualized import V
 
 from autostream.kernels import Kernel
 from autostream.tracing import kernel_graph
-from autostream.tracing.kernel_graph import Converter, Wrapper, graphs_of_kernels, triton_kernel
+from autostream.tracing.kernel_graph import (
+    Converter,
+    Definition,
+    Wrapper,
+    extern_kernel,
+    graphs_of_kernels,
+    made_again,
+    triton_kernel,
+)
 
 aten = torch.ops.aten
 GPU = torch.device("cuda:0")
+NOWHERE = Definition("", "", "")
 
 
 # Graphs
@@ -97,7 +109,7 @@ def test_two_calls_of_one_kernel_are_of_the_same_kernel() -> None:
     x, out = made.gm.graph.placeholder("x"), made.gm.graph.placeholder("out")
     made.buffer_to_node |= {"x": x, "out": out}
     made.kernels["triton_0"] = object()  # type: ignore[assignment]
-    made._sources = {"triton_0": "out = x"}
+    made._definitions = {"triton_0": Definition("", "triton('triton_0', 'out = x')", "")}
     line = SimpleNamespace(
         kernel_name="triton_0",
         call_args=("x", "out", sympy.Integer(24)),
@@ -112,7 +124,7 @@ def test_two_calls_of_one_kernel_are_of_the_same_kernel() -> None:
     assert type(first.args[2]) is int
     assert isinstance(first.target, Kernel)
     assert first.target.written == {1}
-    assert first.target.content == "out = x"
+    assert first.target.content == "triton('kernel', 'out = x')", "its number depends on the kernels before it"
 
 
 def test_a_template_writes_those_of_its_arguments_that_are_written_anywhere() -> None:
@@ -121,7 +133,7 @@ def test_a_template_writes_those_of_its_arguments_that_are_written_anywhere() ->
     names = ("query", "sums", "out")
     made.buffer_to_node |= {name: made.gm.graph.placeholder(name) for name in names}
     made.kernels["triton_tem_0"] = object()  # type: ignore[assignment]
-    made._sources = {"triton_tem_0": "out = attention"}
+    made._definitions = {"triton_tem_0": Definition("", "out = attention", "")}
     types = {"arg_Q": "*fp32", "arg_LSE": "*fp32", "out_ptr0": "*fp32"}
     line = SimpleNamespace(
         kernel_name="triton_tem_0", call_args=(*names, 4, 1, 1), triton_meta={"signature": types}, device=GPU
@@ -229,7 +241,7 @@ def signature(*names: str) -> dict[str, str]:
 
 def test_argument_names_say_what_a_kernel_reads_and_writes() -> None:
     names = ("in_ptr0", "out_ptr0", "in_out_ptr0", "ws_ptr", "sem_ptr", "out_ptr1", "arg_A", "xnumel")
-    kernel = triton_kernel("triton_0", object(), signature(*names), GPU, mutated=[0, 7])
+    kernel = triton_kernel("triton_0", object(), signature(*names), GPU, NOWHERE, mutated=[0, 7])
     assert kernel.written == {1, 2, 3, 4, 5}
     assert kernel.overwritten == {1, 5}
 
@@ -237,7 +249,7 @@ def test_argument_names_say_what_a_kernel_reads_and_writes() -> None:
 def test_a_kernel_that_is_not_inductors_is_refused() -> None:
     """A user's own names do not say what it writes."""
     with pytest.raises(NotImplementedError, match="nobody knows whether it writes x_ptr"):
-        triton_kernel("theirs", object(), signature("in_ptr0", "x_ptr"), GPU)
+        triton_kernel("theirs", object(), signature("in_ptr0", "x_ptr"), GPU, NOWHERE)
 
 
 class Compiling:
@@ -272,8 +284,61 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_is_waited_for_once_when_it_is_first_launched() -> None:
     tuner = Tuner()
     compiling = Compiling(tuner)
-    kernel = triton_kernel("triton_0", compiling, signature("in_ptr0"), GPU)
+    kernel = triton_kernel("triton_0", compiling, signature("in_ptr0"), GPU, NOWHERE)
     assert compiling.waited == 0
     kernel(1)
     kernel(2)
     assert (compiling.waited, tuner.launched) == (1, [(1, 7), (2, 7)])
+
+
+# Kernels of another process
+
+
+def told(kernel: Kernel) -> tuple[object, ...]:
+    return kernel.__name__, kernel.written, kernel.overwritten, kernel.content, kernel.recipe
+
+
+def test_a_kernel_is_made_again_by_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "kernel.py"
+
+    def load(code: str) -> Any:
+        file.write_text(code)
+        scope: dict[str, Any] = {}
+        exec(code, scope)
+        return SimpleNamespace(__file__=file, **scope)
+
+    monkeypatch.setattr(PyCodeCache, "load", load)
+    launched, definition = kernel_graph.defined("triton_tem_0", "def triton(source): return source", "triton('x')")
+    assert launched == "x"
+    assert definition == ("def triton(source): return source", "triton('x')", str(file))
+    types = signature("arg_A", "out_ptr0", "in_out_ptr0", "xnumel")
+    kernel = triton_kernel("triton_tem_0", launched, types, GPU, definition, [0])
+    assert kernel.recipe
+    recipe = json.loads(json.dumps(kernel.recipe))
+    assert told(made_again("triton_tem_0", recipe, GPU)) == told(kernel)
+    assert kernel.written == {0, 1, 2}
+
+
+def test_a_function_is_made_again_by_its_recipe() -> None:
+    kernel = extern_kernel("bias_addmm", 3, {"alpha": 2, "beta": 1})
+    assert kernel.recipe
+    again = made_again("bias_addmm", json.loads(json.dumps(kernel.recipe)), GPU)
+    assert told(again) == told(kernel)
+    bias, one, other, out = torch.randn(3, 4), torch.randn(3, 5), torch.randn(5, 4), torch.empty(3, 4)
+    again(bias, one, other, out)
+    torch.testing.assert_close(out, bias + 2 * one @ other)
+
+
+def test_where_inductors_file_is_gone_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton has compiled is gone with it, as after a restart."""
+    monkeypatch.setattr(PyCodeCache, "load", lambda code: pytest.fail("compiled"))
+    gone = Definition("", "", str(tmp_path / "gone.py"))
+    kernel = triton_kernel("triton_0", object(), signature("in_ptr0"), GPU, gone)
+    with pytest.raises(FileNotFoundError, match=r"triton_0: .*gone\.py is gone"):
+        made_again("triton_0", kernel.recipe or {}, GPU)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"function": "mm"}, {"function": "mm", "inputs": "2", "kwargs": {}}])
+def test_what_is_no_recipe_is_refused(recipe: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="triton_0: there is no such recipe"):
+        made_again("triton_0", recipe, GPU)

@@ -1,0 +1,89 @@
+"""Files that outlive their process: what all that autostream keeps in the user's cache folder has in common.
+
+A file is only ever replaced as a whole, so a reader needs no lock and never sees half of one. Writers take turns, under
+a lock that ends with its process. What hinders keeping is told, once for each process, and stops nobody.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from filelock import FileLock
+
+from autostream.errors import first_line
+from autostream.ir import Decision
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0
+"""Writing takes some milliseconds: a lock that is held longer is held by a process that does not run."""
+
+HINDRANCES = (OSError, NotImplementedError)
+"""What keeps from keeping: without locks in the file system, some versions of filelock do not do as they are asked."""
+
+
+def key_of(*content: object) -> str:
+    """The key of what is kept: the same for the same content, in every process.
+
+    Args:
+        content: all that it depends on (op, shapes, strides, dtypes, constants, …): strings, numbers, ``None``, and
+            sequences and dicts of such. What holds an address is not content.
+
+    Returns:
+        64 hexadecimal digits, SHA-256 of the content as JSON.
+
+    Raises:
+        TypeError: JSON has no form for some of it.
+
+    Example:
+        >>> key_of("aten.relu.default", (8, 3), "float32")[:8]
+        '192fb00c'
+    """
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def lock(path: Path) -> FileLock:
+    """To be held by whoever writes a file; a ``TimeoutError`` says that somebody else does, and does not go on."""
+    return FileLock(f"{path}.lock", timeout=_PATIENCE_S)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Put a text in the place of a file; others see the one or the other, and so they do after a crash.
+
+    A computer that loses its power may lose the text even so; then the file is a damaged one like any other.
+
+    Args:
+        path: the file, whose :func:`lock`, or that of all files around it, the caller holds.
+        text: what it will hold.
+
+    Raises:
+        OSError: it cannot be written; the file is as it was.
+    """
+    beside = path.with_suffix(".new")
+    try:
+        beside.write_text(text)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def not_kept(what: str, error: Exception) -> Decision:
+    """Why something could not be kept, for a report."""
+    reason = f"{what} cannot be kept ({first_line(error)}): set AUTOSTREAM_CACHE_DIR to a folder that can"
+    return reported("not cached", reason)
+
+
+def reported(choice: str, reason: str) -> Decision:
+    """What a report says each time, and the log of a process once."""
+    _warn_once(reason)
+    return Decision("", choice, reason)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    log.warning("%s", reason)

@@ -1,0 +1,75 @@
+"""Keys, and files that are replaced as a whole; several processes at once are in ``tests/costs/test_cache.py``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autostream import keeping
+from autostream.ir import Decision
+from autostream.keeping import HINDRANCES, key_of, lock, not_kept, replace_file, reported
+
+contents = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(contents, contents)
+def test_equal_contents_have_one_key_and_others_have_others(one: object, other: object) -> None:
+    # As text, since 1, 1.0 and True are equal to Python, but not to an op.
+    assert (key_of(one) == key_of(other)) == (repr(_sorted(one)) == repr(_sorted(other)))
+
+
+def _sorted(content: object) -> object:
+    if isinstance(content, dict):
+        return {name: _sorted(content[name]) for name in sorted(content)}
+    return [_sorted(inner) for inner in content] if isinstance(content, list) else content
+
+
+def test_a_key_is_that_of_the_content_whatever_its_containers() -> None:
+    assert key_of("relu", (8, 3), {"a": 1, "b": 2}) == key_of("relu", [8, 3], {"b": 2, "a": 1})
+    assert len({key_of("relu", constant) for constant in (1, 1.0, True, "1", None, [1])}) == 6
+
+
+def test_what_holds_an_address_has_no_key() -> None:
+    with pytest.raises(TypeError):
+        key_of("relu", object())
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kept.json"
+    replace_file(path, "old")
+    with monkeypatch.context() as full:
+        full.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
+        with pytest.raises(OSError, match="full"):
+            replace_file(path, "new")
+    assert path.read_text() == "old"
+    replace_file(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writers_take_turns_and_wait_for_nobody_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_PATIENCE_S", 0.0)
+    with lock(tmp_path / "one"), lock(tmp_path / "other"), pytest.raises(HINDRANCES), lock(tmp_path / "one"):
+        pass
+
+
+def test_reports_tell_each_time_and_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    keeping._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert reported("odd", "a reason") == reported("odd", "a reason") == Decision("", "odd", "a reason")
+    assert [record.getMessage() for record in caplog.records] == ["a reason"]
+
+
+def test_what_is_not_kept_is_told_with_what_to_do() -> None:
+    assert not_kept("measurements", OSError("no space")).reason == (
+        "measurements cannot be kept (OSError: no space): set AUTOSTREAM_CACHE_DIR to a folder that can"
+    )
