@@ -2,8 +2,9 @@
 
     python -m benchmarks.planning --out benchmarks/results/latest
 
-No device is needed: models of eight chains, joined now and then, are planned for an H200 with default options. Of
-tracing, nearly all is ``torch.export``'s own: it is also timed alone.
+No device is needed: models of eight chains, joined now and then, and some of the zoo, are planned for an H200 with
+default options. Of tracing, nearly all is ``torch.export``'s own: it is also timed alone. Searching is left out of the
+total, for it takes the time that it is given.
 
 Scheduling is timed without a model too, for graphs as large as no model is: from a graph and its costs to one verified
 and simulated schedule of each policy but ``search``, which takes the time that it is given. Each graph has a process of
@@ -39,10 +40,12 @@ from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
+from benchmarks import zoo
 from benchmarks.stamp import RESULTS, save, stamp
 
 STAGES = ("trace", "analyze", "price", "schedule", "verify")
 SIZES = (1_000, 2_000, 5_000, 10_000)
+MODELS = ("googlenet", "inception_v3", "bert_base", "t5_small", "moe8", "towers8")
 GRAPH_SIZES = (10_000, 100_000)
 STREAMS = 8
 WIDTH = 8
@@ -84,20 +87,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("sizes", nargs="*", type=int, metavar="OPS", help=f"default: {' '.join(map(str, SIZES))}")
     parser.add_argument("--profile", default="h200", choices=known_names(), help="plan for this device (default: h200)")
     parser.add_argument(
+        "--models", nargs="*", choices=zoo.INFERENCE, default=MODELS, metavar="MODEL", help="plan these of the zoo"
+    )
+    parser.add_argument(
         "--graphs", nargs="*", type=int, default=GRAPH_SIZES, metavar="OPS", help="schedule graphs of so many ops alone"
     )
     parser.add_argument("--rounds", type=int, default=3, help="measure so many times, keep the medians (default: 3)")
     parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the tables")
     options = parser.parse_args(argv)
     sizes, profile = options.sizes or SIZES, profile_named(options.profile)
-    planned(64, profile)  # the first one loads code
-    rows = [_median_row([planned(size, profile) for _ in range(options.rounds)]) for size in sizes]
+    planned(*chained(64), profile)  # the first one loads code
+    rounds = range(options.rounds)
+    rows = [_median_row([planned(*chained(size), profile) for _ in rounds]) for size in sizes]
+    models = {name: _median_row([planned(*workload(name), profile) for _ in rounds]) for name in options.models}
     imports = {f"import_{name}_s": round(seconds, 3) for name, seconds in import_seconds().items()}
     result: dict[str, Any] = {
         "schema": 1,
         "stamp": stamp(),
         "profile": profile.name,
         "rows": rows,
+        "models": [{"model": name, **row} for name, row in models.items()],
         "scheduling": [scheduled_alone(shape, ops, profile) for shape in SHAPES for ops in options.graphs],
         "exponents": {column: round(exponent(rows, column), 2) for column in (*STAGES, "export", "total")},
         **imports,
@@ -107,16 +116,25 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def planned(ops: int, profile: DeviceProfile) -> dict[str, float]:
-    """Seconds that each stage takes for a model of so many ops, and that ``torch.export`` takes alone."""
-    model, x = Chains(ops).eval(), torch.randn(WIDTH, WIDTH)
+def chained(ops: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model of so many ops, and inputs for it."""
+    return Chains(ops).eval(), (torch.randn(WIDTH, WIDTH),)
+
+
+def workload(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model of the zoo, and inputs of batch size 1 for it."""
+    return zoo.INFERENCE[name].model().eval(), zoo.INFERENCE[name].inputs(1)
+
+
+def planned(model: nn.Module, args: tuple[Tensor, ...], profile: DeviceProfile) -> dict[str, float]:
+    """Seconds that each stage takes for a model, and that ``torch.export`` takes alone."""
     gc.collect()
     with torch.no_grad():
         start = time.perf_counter()
-        torch.export.export(model, (x,), strict=False)
+        torch.export.export(model, args, strict=False)
         export_s = time.perf_counter() - start
         gc.collect()
-        report = pipeline.plan(model, (x,), {}, Options(), profile)
+        report = pipeline.plan(model, args, {}, Options(), profile)
     assert report.graph is not None
     seconds = {stage: report.seconds[stage] for stage in STAGES}
     return {"ops": len(report.graph.ops), **seconds, "total": sum(seconds.values()), "export": export_s}
@@ -231,11 +249,18 @@ def _median_row(rows: list[dict[str, float]]) -> dict[str, float]:
     return {column: round(median(row[column] for row in rows), 6) for column in rows[0]}
 
 
+def _share(row: Mapping[str, float]) -> float:
+    """Of the time that all stages take, the percentage that verification does."""
+    return 100 * row["verify"] / row["total"]
+
+
 def _tables(result: dict[str, Any]) -> str:
-    columns = ["ops", *STAGES, "total", "export"]
-    rows = [[row[column] for column in columns] for row in result["rows"]]
-    rows.append(["exponent", *(result["exponents"][column] for column in columns[1:])])
-    headers = ["ops", *(f"{column} (s)" for column in columns[1:-1]), "torch.export alone (s)"]
+    columns = [*STAGES, "total", "export"]
+    rows = [["", row["ops"], *(row[column] for column in columns), _share(row)] for row in result["rows"]]
+    rows.append(["", "exponent", *(result["exponents"][column] for column in columns)])
+    rows += [[row["model"], row["ops"], *(row[column] for column in columns), _share(row)] for row in result["models"]]
+    seconds = [f"{column} (s)" for column in columns[:-1]]
+    headers = ["model", "ops", *seconds, "torch.export alone (s)", "verify (% of total)"]
     times = f"importing autostream {result['import_autostream_s']} s, torch {result['import_torch_s']} s"
     alone = {"shape": "graph", "ops": "ops", "peak_mb": "peak memory (MB)"}
     graphs = [{alone.get(key, f"{key} (s)"): value for key, value in row.items()} for row in result["scheduling"]]

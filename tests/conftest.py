@@ -28,6 +28,15 @@ def aten_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Options.__init__.__kwdefaults__, "kernels", "eager")
 
 
+@pytest.fixture(scope="module")
+def one_thread_for_each_op() -> Iterator[None]:
+    """Lanes are threads already, and tests run side by side: of more threads than cores, those of OpenMP spin."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measurements of tests are kept apart from the user's, and from those of earlier tests."""

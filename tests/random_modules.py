@@ -74,11 +74,17 @@ WRITES = _several("""
     {x}.sub_({z}.sum()); {x}.lerp_({y}, 0.5); {x}.fill_({z}.max()); {x}.cumsum_(0); {x}.neg_(); {x}.uniform_();
     {x}.t_(); [row.mul_({n}) for row in {x}]; torch._foreach_add_([{x}], {n}); {x}.index_fill_(0, {i}, {n});
     {x}.logical_not_(); {x}.index_add_(0, {i}, {x}[{i}]); F.relu({x}, inplace=True);
-    F.dropout({x}, 0.5, True, inplace=True); torch.sin({y}, out={x}); torch.add({y}, {n}, out={x});
-    torch.sum({z}.clone(), 0, out={x}); {x}.tril_(); torch.mm({z}.clone(), {z}.clone(), out={x});
-    torch.cat([{z}.clone(), {z}.clone()], out={x})
+    F.dropout({x}, 0.5, True, inplace=True); {x}.tril_()
 """)
 """What changes ``x``. Only ``y`` may be in the memory that is written, and only element by element."""
+
+OUTS = _several("""
+    torch.sin({y}.expand_as({x}), out={x}); torch.add({x}, {y}, out={x}); torch.mul({y}.expand_as({x}), {n}, out={x});
+    torch.where({x} > 0, {y}, {x}, out={x}); torch.mm({x}.clone(), {x}.clone(), out={x});
+    torch.sum(torch.stack([{x}, {y}.expand_as({x})]), 0, out={x}); torch.cumsum({x}.clone(), 0, out={x});
+    torch.cat([{x}[1:], {x}[:1]], out={x}.clone()); torch.cat([{x}[1:].clone(), {x}[:1].clone()], out={x})
+""")
+"""What writes a result into memory that has its shape already: ``x``, mostly. For ``y`` the same holds."""
 
 LAYERS = {
     "nn.Linear(4, 4)": "self.{m}({x}.float().reshape(-1, 4))",
@@ -105,7 +111,7 @@ ALIASES = _several("{x}; {x}[1:]; {x}.view(-1); {x}.t(); {x}[::2]; {x}[0]; {x}.d
 
 RESULTS = _several("""
     {}; ({}, {}); [{all}]; [{}, ({}, {})]; {{"a": {}, "b": [{}, None, 3]}}; ({}, {}, {}, {}.shape);
-    ({}, [{}, {{"c": ({}, {}), "d": "text"}}]); ([{all}], "text")
+    ({}, [{}, {{"c": ({}, {}), "d": "text"}}]); ([{all}], "text"); ({}, [{all}]); {{"a": [{all}], "b": {}}}
 """)
 
 
@@ -228,7 +234,8 @@ class Writer:
         return lines, ", ".join(parameters), f"[{', '.join(args)}], {_mapping(kwargs)}"
 
     def _lines(self, layers: Mapping[str, str]) -> list[str]:
-        kinds = [VALUES, VIEWS, WRITES, VALUES, VIEWS, WRITES, RANDOM, *([list(layers.values())] if layers else [])]
+        rest = [RANDOM, OUTS, *([list(layers.values())] if layers else [])]
+        kinds = [VALUES, VIEWS, WRITES, VALUES, VIEWS, WRITES, *rest]
         return [line for _ in range(self._draw(st.integers(1, 24))) if (line := self._line(self._pick(kinds)))]
 
     def _line(self, templates: Sequence[str]) -> str:
@@ -236,7 +243,7 @@ class Writer:
         template, target = self._pick(templates), self._pick(self._tensors)
         x = self._value(target)
         fitting = self._pick([name for name in self._tensors if _broadcasts(self._value(name), x)])
-        if templates is WRITES:
+        if templates in (WRITES, OUTS):
             if not _is_writable(x):
                 return ""
             if not _is_safe(x, self._value(fitting)):

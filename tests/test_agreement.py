@@ -147,15 +147,6 @@ def test_a_model_that_gets_itself_wrong_is_refused() -> None:
         examples_of(Random(), [(torch.ones(1000),), (torch.zeros(1000),)])
 
 
-@pytest.fixture
-def one_thread_for_each_op() -> Iterator[None]:
-    """Lanes are threads already; where there are more threads than cores, those of OpenMP spin."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread_for_each_op")
 @pytest.mark.parametrize("name", ["towers8", "dlrm"])
 def test_optimized_workloads_agree(name: str) -> None:

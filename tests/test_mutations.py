@@ -6,7 +6,6 @@ The short form of ``python -m tests.mutations``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,16 +30,10 @@ from tests.mutations import (
 )
 from tests.scheduling.judge import Judge
 
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
+
 GRAPHS = range(10_000, 10_024)
 """Seeds that the long form does not draw."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_for_each_op() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def attacked(graphs: range = GRAPHS) -> Findings:

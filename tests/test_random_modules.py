@@ -66,6 +66,24 @@ def inputs():
     x1 = torch.randn(4, 4)
     return [x1[1:], x1], {}
 """,
+        "a comparison with a parameter, which has the strides of that": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.s0 = nn.Buffer(torch.zeros(4))
+        self.s1 = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x0):
+        v0 = x0 > self.s1
+        v1 = self.s0.sin()
+        v2 = self.s0[0]
+        v3 = v2.sin()
+        return v0
+
+
+def inputs():
+    return [torch.randn(4, 4).t()], {}
+""",
     }.items()
 }
 """What was found at random, shrunk, by what was wrong."""

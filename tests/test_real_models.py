@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from autostream.execution.cpu_streams import run_interleaved
 from autostream.execution.lower import lower
 from autostream.ir import Candidate
 from tests.semantics import same, tensors_in
+
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 
 SEEDS = range(3)
 """The first ones let each of up to three streams run ahead, as far as waits allow."""
@@ -142,15 +144,6 @@ WIDE = {"googlenet", "inception_v3", "bert", "t5", "clip", "experts", "recommend
 def _torchvision() -> None:
     """Import it as the zoo does, for transformers imports it too, and fails where its compiled ops cannot load."""
     zoo.build("squeezenet1_1")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_for_each_op() -> Iterator[None]:
-    """Lanes are threads already; where there are more threads than cores, those of OpenMP spin."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -28,14 +28,14 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from autostream.execution import arena, streams
-from autostream.storages import storage_of
+from autostream.execution.lower import storages_of
 
 aten = torch.ops.aten
 
 _NEW_MEMORY = frozenset(
     {
         *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
-        *(aten.new_empty.default, aten.new_empty_strided.default),
+        *(aten.new_empty.default, aten.new_empty_strided.default, arena.reserve),
     }
 )
 """What these return holds what somebody left there, which may be right by chance."""
@@ -74,13 +74,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """From here on, later steps of this lane may be given the memory that ``holders`` shared.
-
-    It is that of the first holder, or of the result number ``index`` where the holder is a list of results.
-    """
+    """Let later steps of this lane be given the memory that ``holders`` share, which hold it no more."""
 
     holders: tuple[str, ...]
-    index: int
+
+    def __call__(self, values: Values) -> None:
+        """Drop them."""
+        for holder in self.holders:
+            values.pop(holder, None)
 
 
 Step = Compute | Record | Wait | Free
@@ -172,12 +173,10 @@ def run_interleaved(lowered: fx.GraphModule, args: Sequence[Tensor], seed: int) 
     memory = _Memory(queues)
     with torch.no_grad():
         for step in _hostile_order([(*given, *caller), *sides], seed):
-            if isinstance(step, Compute):
+            if isinstance(step, (Compute, Free)):
                 step(memory)
-                if step.function is arena.reserve or step.function in _NEW_MEMORY:
-                    _poison(memory[step.name])
-            elif isinstance(step, Free):
-                memory.free(step)
+            if isinstance(step, Compute) and step.function in _NEW_MEMORY:
+                _poison(memory[step.name])
             if step is caller[-1]:
                 results = tuple(tensor.clone() for tensor in memory[queues.result])
                 inputs = [(contents, contents.clone()) for contents in map(_bytes, args)]
@@ -252,11 +251,8 @@ class _ThreadedRun:
     def _execute(self, lane: Sequence[Step]) -> None:
         for step in lane:
             match step:
-                case Compute():
+                case Compute() | Free():
                     step(self.values)
-                case Free(holders):
-                    for holder in holders:
-                        self.values.pop(holder, None)
                 case Record(event):
                     self.events[event].set()
                 case Wait(event):
@@ -287,7 +283,7 @@ def _modes() -> Callable[[], AbstractContextManager[None]]:
 
 
 class _Memory(Values):
-    """Values, of which those that no step has written yet are garbage."""
+    """Values, of which those that no step has written yet, or that were freed, are garbage."""
 
     def __init__(self, queues: Queues) -> None:
         super().__init__(queues.constants)
@@ -295,16 +291,6 @@ class _Memory(Values):
 
     def __missing__(self, name: str) -> Any:
         return tree_map_only(Tensor, _garbage, self._fakes[name])
-
-    def free(self, step: Free) -> None:
-        """Drop values and overwrite their memory, unless others are in it that nobody could tell by their fakes."""
-        freed = _tensors(self[step.holders[0]])[step.index]
-        for holder in step.holders:
-            self.pop(holder, None)
-        live = (tensor for value in self.values() for tensor in _tensors(value) if tensor.layout is torch.strided)
-        storage = storage_of(freed)
-        if all(storage_of(tensor) != storage for tensor in live):
-            _poison(freed)
 
 
 def _garbage(fake: Tensor) -> Tensor:
@@ -350,21 +336,17 @@ def _frees(graph: fx.Graph) -> Mapping[str, Sequence[Free]]:
     """Node to the storages whose last value the generated code drops behind it: at its last use, or without one."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     holders: dict[int, list[fx.Node]] = defaultdict(list)
-    indices: dict[int, int] = {}
     for node in graph.nodes:
-        for index, tensor in enumerate(_tensors(node.meta.get("val")) if node.op != "output" else ()):
-            if tensor.layout is torch.strided:  # others have no storage, and live until the end of the run
-                storage = storage_of(tensor)
-                indices.setdefault(storage, index)
-                holders[storage].append(node)
+        for storage in filter(None, storages_of(node)):  # what lies in none lives until the end of the run
+            holders[storage].append(node)
     frees: dict[str, list[Free]] = defaultdict(list)
-    for storage, nodes in holders.items():
+    for nodes in holders.values():
         if any(node.target in (arena.reserve, arena.place) for node in nodes):
             continue  # the arena lives as long as the run
         last = max((user for node in nodes for user in (node, *node.users)), key=position.__getitem__)
         if last.op != "output" and not any(node.op in ("placeholder", "get_attr") for node in nodes):
             names = tuple(dict.fromkeys(node.name for node in nodes))
-            frees[last.name].append(Free(names, indices[storage]))
+            frees[last.name].append(Free(names))
     return frees
 
 
@@ -372,14 +354,13 @@ def _unseen_views(graph: fx.Graph) -> set[fx.Node]:
     """Views that nothing looks at. They launch nothing, so no wait keeps another lane from dropping what they view."""
     first: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        for tensor in _tensors(node.meta.get("val")) if node.op != "output" else ():
-            if tensor.layout is torch.strided:
-                first.setdefault(storage_of(tensor), node)
+        for storage in filter(None, storages_of(node)):
+            first.setdefault(storage, node)
     unseen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         looked_at = any(user not in unseen and user.target is not streams.release for user in node.users)
-        tensors = _tensors(node.meta.get("val")) if _only_looks(node) and not looked_at else ()
-        if tensors and all(t.layout is torch.strided and first[storage_of(t)] is not node for t in tensors):
+        blocks = [*filter(None, storages_of(node))] if _only_looks(node) and not looked_at else []
+        if blocks and all(first[block] is not node for block in blocks):
             unseen.add(node)
     return unseen
 
@@ -387,13 +368,6 @@ def _unseen_views(graph: fx.Graph) -> set[fx.Node]:
 def _only_looks(node: fx.Node) -> bool:
     target = node.target
     return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable)
-
-
-def _tensors(value: object) -> Sequence[Tensor]:
-    """The tensors of a node's value: itself, or the results of an op that has several."""
-    if isinstance(value, Tensor):
-        return (value,)
-    return tuple(item for item in value if isinstance(item, Tensor)) if isinstance(value, (list, tuple)) else ()
 
 
 def _reader(argument: Any) -> Callable[[Values], Any]:

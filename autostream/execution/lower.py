@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from autostream.errors import ScheduleError
 from autostream.execution import arena, streams
@@ -60,6 +61,22 @@ def lower(program: Program, graph: OpGraph, schedule: Schedule) -> fx.GraphModul
         _write_streams(writer, graph, schedule)
     writer.copy_output()
     return fx.GraphModule(program.module, writer.graph, class_name="Lowered")
+
+
+def storages_of(node: fx.Node) -> list[int | None]:
+    """The storage of each result of a node, or of the fake values that stand for them, leaf by leaf.
+
+    Numbers, ``None`` and sparse tensors lie in none.
+
+    Example:
+        >>> x, y = torch.empty(2), torch.empty(2)
+        >>> node = fx.Graph().placeholder("results")
+        >>> node.meta["val"] = (x, x[1:], 3, y)
+        >>> storages_of(node) == [storage_of(x), storage_of(x), None, storage_of(y)]
+        True
+    """
+    leaves = tree_leaves(node.meta.get("val"))
+    return [storage_of(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else None for leaf in leaves]
 
 
 def _write_streams(writer: _Writer, graph: OpGraph, schedule: Schedule) -> None:
@@ -174,20 +191,16 @@ class _Writer:
 
         So nobody may release them, and nobody keeps them: ``broadcast_tensors(a, b)`` returns both in one list.
         """
-        outputs = {storage_of(t) for name in self._program.outputs for t in _tensors_of(self._originals[name])}
+        outputs = {block for name in self._program.outputs for block in storages_of(self._originals[name])}
         found: dict[str, Sequence[str]] = {}
         for storage in self._storages.values():
             if storage.role is not Role.INTERMEDIATE or not storage.escapes:
                 continue
             name, _, place = storage.name.partition(".")
-            blocks = [storage_of(tensor) for tensor in _tensors_of(self._originals[name])]
-            block = blocks[int(place or 0)] if len(blocks) > int(place or 0) else None
+            block = storages_of(self._originals[name])[int(place or 0)]
             if block is not None and block not in outputs:
-                found[storage.name] = [
-                    holder
-                    for holder in storage.holders
-                    if block in map(storage_of, _tensors_of(self._originals[holder]))
-                ]
+                holders = (holder for holder in storage.holders if block in storages_of(self._originals[holder]))
+                found[storage.name] = list(holders)
         return found
 
     def hold(self, nodes: Iterable[str]) -> None:
@@ -248,10 +261,3 @@ class _Writer:
         live = [holder for holder in self._storages[storage].holders if holder in self._copies]
         tensors = [holder for holder in live if not isinstance(self._originals[holder].meta.get("val"), (list, tuple))]
         yield from (holder for holder in tensors if not self._held[holder]) if tensors else live
-
-
-def _tensors_of(node: fx.Node) -> Sequence[Tensor]:
-    """The fake tensors of a node's value that lie somewhere."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in values if isinstance(each, Tensor) and each.layout is torch.strided]

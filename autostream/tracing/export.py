@@ -26,6 +26,7 @@ from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
+from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, tensors_held, unasked
 from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.guards import unusual
@@ -158,7 +159,14 @@ class _FlatModel(nn.Module):
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
-            with patched_for_this_thread(), preserve_node_meta(), IdleDropouts(), self.constants, self._unasked():
+            with (
+                patched_for_this_thread(),
+                preserve_node_meta(),
+                IdleDropouts(),
+                self.constants,
+                self._unasked(),
+                ReflectedComparisons(),
+            ):
                 result = _called(self.model, args, kwargs)
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from benchmarks.planning import (
     SHAPES,
     STAGES,
     Chains,
+    chained,
     exponent,
     graph_of,
     main,
@@ -32,7 +34,7 @@ BOUNDED = ["sequential", "critical_path", "path_cover"]
 @pytest.mark.parametrize("ops", [1, 135, 136, 1000])
 def test_a_model_has_the_ops_that_are_asked_for_or_up_to_one_joint_more(ops: int) -> None:
     """Between two sums, eight chains have 16 ops each; a sum takes seven."""
-    seconds = planned(ops, profile_named("h200"))
+    seconds = planned(*chained(ops), profile_named("h200"))
     joint = 8 * 16 + 7
     assert seconds["ops"] % joint == 0
     assert ops <= seconds["ops"] < ops + joint
@@ -43,7 +45,7 @@ def test_chains_may_run_side_by_side_between_joints(monkeypatch: pytest.MonkeyPa
     reports: list[Report] = []
     plan = planning.pipeline.plan
     monkeypatch.setattr(planning.pipeline, "plan", lambda *args: reports.append(plan(*args)) or reports[-1])  # type: ignore[func-returns-value]
-    planned(135, profile_named("h200"))
+    planned(*chained(135), profile_named("h200"))
     (report,) = reports
     assert max(candidate.schedule.streams for candidate in report.candidates) == 8
     assert {candidate.captured for candidate in report.candidates} == {True}
@@ -65,9 +67,12 @@ def test_results_are_written_as_json_and_as_tables(
 ) -> None:
     monkeypatch.setattr(planning, "import_seconds", lambda: {"torch": 1.0, "autostream": 1.25})
     monkeypatch.setattr(planning, "scheduled_alone", scheduled)
-    assert main(["1", "200", "--rounds", "1", "--graphs", "300", "--out", str(tmp_path)]) == 0
+    sizes = ["1", "200", "--rounds", "1", "--graphs", "300"]
+    assert main([*sizes, "--models", "towers8", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "planning.json").read_text())
     assert [row["ops"] for row in result["rows"]] == [135, 270]
+    (towers,) = result["models"]
+    assert (towers["model"], towers["ops"]) == ("towers8", 41)
     assert set(result["exponents"]) == {*STAGES, "total", "export"}
     assert result["import_ratio"] == 1.25
     assert result["profile"] == "NVIDIA H200"
@@ -81,7 +86,8 @@ def test_results_are_written_as_json_and_as_tables(
     table = (tmp_path / "planning.md").read_text()
     assert table.strip() in capsys.readouterr().out
     assert "ratio 1.25" in table
-    assert "| 270" in table
+    assert re.search(r"\| +\| 270 +\|", table)
+    assert re.search(rf"\| towers8 +\| 41 .* {100 * towers['verify'] / towers['total']:.3g} +\|", table)
 
 
 def test_shapes_are_as_wide_as_they_say() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from benchmarks.zoo import (
     prepare,
     prepare_training,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 
 CPU = torch.device("cpu")
 HEAVY = ("inception_v4", "nasnetalarge", "pnasnet5large", "mask_rcnn_backbone", "mm_large")
@@ -73,15 +75,6 @@ def two_numbers(batch: int) -> tuple[Tensor, ...]:
 def all_tensors(subject: Subject | TrainingSubject) -> list[Tensor]:
     inputs = (*subject.args, *subject.others) if isinstance(subject, Subject) else subject.data
     return [*subject.model.state_dict().values(), *inputs]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tests run side by side; where there are more threads than cores, those of OpenMP spin."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_all_workloads_are_there() -> None:

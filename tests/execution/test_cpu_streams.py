@@ -190,7 +190,7 @@ def test_the_queues_of_a_graph() -> None:
     queues = enqueue(hand.module(two))
     readable = [[getattr(step, "name", step) for step in lane] for lane in queues.lanes]
     assert readable == [
-        ["neg", Record("record"), Wait("record_1"), Free(("neg",), 0), "output"],
+        ["neg", Record("record"), Wait("record_1"), Free(("neg",)), "output"],
         [Wait("record"), "abs_1", Record("record_1")],
     ]
 
@@ -214,7 +214,7 @@ def test_a_view_that_nothing_looks_at_is_not_taken() -> None:
     written.meta["val"] = two.meta["val"]
     lowered = hand.module(two)
     taken = [getattr(step, "name", step) for lane in enqueue(lowered).lanes for step in lane]
-    assert taken == ["neg", "abs_1", "add__scalar", Free(("neg", "chunk_default", "getitem"), 0), "output"]
+    assert taken == ["neg", "abs_1", "add__scalar", Free(("neg", "chunk_default", "getitem")), "output"]
     for _ in range(20):
         assert ThreadedProgram(lowered)(torch.ones(2))[0].tolist() == [2.0, 2.0]
     assert run_interleaved(lowered, [torch.ones(2)], seed=1)[0].tolist() == [2.0, 2.0]
@@ -230,6 +230,44 @@ def test_who_reads_too_early_reads_garbage(dtype: torch.dtype, garbage: float) -
     (result,) = run_interleaved(hand.module(read), [torch.zeros(2)], seed=0)
     torch.testing.assert_close(result, torch.full((2,), garbage, dtype=dtype), equal_nan=True)
     assert dtype is not torch.bool or result.view(torch.uint8).tolist() == [1, 1]
+
+
+def test_who_reads_a_result_too_late_reads_garbage() -> None:
+    """Of two results of one op, each has memory of its own: lane 0 frees both, and lane 1 then comes to read them."""
+    hand = Hand(2)
+    both = hand.call(lambda x: [x + 1, x + 2], hand.x)
+    both.meta["val"] = [torch.empty(2), torch.empty(2)]
+    results = [hand.call(operator.getitem, both, at) for at in range(2)]
+    for result, fake in zip(results, both.meta["val"], strict=True):
+        result.meta["val"] = fake
+    event = hand.record(0)
+    hand.use(1)
+    hand.wait(1, event)
+    read = [hand.call(torch.clone, result) for result in results]
+    done = hand.record(1)
+    hand.release(both, *results)
+    hand.use(0)
+    hand.wait(0, done)
+    lowered = hand.module(*read)
+    assert {step.holders for step in enqueue(lowered).lanes[0] if isinstance(step, Free)} == {
+        (both.name, result.name) for result in results
+    }
+    in_time, late = (run_interleaved(lowered, [torch.ones(2)], seed) for seed in (1, 0))
+    assert [result.tolist() for result in in_time] == [[2.0, 2.0], [3.0, 3.0]]
+    assert all(result.isnan().all() for result in late)
+
+
+def test_an_op_that_returns_fewer_results_than_its_fake() -> None:
+    """``_native_multi_head_attention`` has no second result where nobody asks for weights, and its fake has one."""
+    hand = Hand(2)
+    several = hand.call(lambda x: (x + 1, None), hand.x)
+    result = hand.call(operator.getitem, several, 0)
+    result.meta["val"], weights = torch.empty(2), torch.empty(0)
+    several.meta["val"] = (result.meta["val"], weights)
+    read = hand.call(torch.neg, result)
+    lowered = hand.module(read)
+    assert Free((several.name,)) in enqueue(lowered).lanes[0]
+    assert run_interleaved(lowered, [torch.ones(2)], seed=0)[0].tolist() == [-2.0, -2.0]
 
 
 def test_who_does_not_wait_for_the_fork_does_not_see_the_inputs() -> None:

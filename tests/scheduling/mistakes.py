@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, permutations
@@ -67,7 +68,8 @@ def with_a_storage_moved(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
         offset = plan.arena.offsets[other]
         if offset != plan.arena.offsets[storage]:
             size = max(plan.arena.bytes, offset + graph.storages[storage].bytes)
-            yield replace(plan, arena=Arena(size, {**plan.arena.offsets, storage: offset}))
+            # There are as many changes as pairs of storages: a copy of all places for each would take cubic time.
+            yield replace(plan, arena=Arena(size, ChainMap({storage: offset}, plan.arena.offsets)))
 
 
 def with_two_storages_too_close(graph: OpGraph, plan: Schedule) -> Iterator[tuple[str, str, Schedule]]:
