@@ -18,7 +18,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,9 +215,16 @@ class ThreadedProgram:
         values = dict(queues.constants) | dict(zip(queues.inputs, args, strict=True))
         run = _ThreadedRun(values, {event: threading.Event() for event in self._events}, _modes())
         own, *others = queues.lanes
-        lanes = [self._threads.submit(run.execute, lane) for lane in others]
-        run.execute(own)
-        wait(lanes)
+        lanes: list[Future[None]] = []
+        try:
+            for lane in others:
+                lanes.append(self._threads.submit(run.execute, lane))
+            run.execute(own)
+            wait(lanes)
+        except BaseException as interruption:  # Ctrl-C comes between ops as well
+            run.stop(interruption)
+            wait(lanes)
+            raise
         if run.failures:
             raise run.failures.pop(0)  # the exception must not keep itself, and all values with it, alive
         results: tuple[Tensor, ...] = run.values[queues.result]
@@ -244,9 +251,13 @@ class _ThreadedRun:
             with self.modes():
                 self._execute(lane)
         except BaseException as failure:
-            self.failures.append(failure)
-            for event in self.events.values():  # nobody may wait for a lane that has stopped
-                event.set()
+            self.stop(failure)
+
+    def stop(self, failure: BaseException) -> None:
+        """Let every lane end at its next wait: nobody may wait for one that has stopped."""
+        self.failures.append(failure)
+        for event in self.events.values():
+            event.set()
 
     def _execute(self, lane: Sequence[Step]) -> None:
         for step in lane:

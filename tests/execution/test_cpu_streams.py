@@ -9,7 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from autostream.errors import ScheduleError
-from autostream.execution import streams
+from autostream.execution import cpu_streams, streams
 from autostream.execution.cpu_streams import Free, Record, ThreadedProgram, Wait, enqueue, run_interleaved
 from autostream.execution.lower import lower
 from autostream.ir import Launch, Schedule
@@ -347,6 +347,40 @@ def test_an_exception_reaches_the_caller_from_any_lane_and_nobody_waits_forever(
         program(torch.ones(2))
     assert ran == list(range(2, failing, -1))
     assert [result[0] for result in program(torch.full((2,), -9.0))] == [-9, -8, -8, -8]
+
+
+@pytest.mark.parametrize("place", ["submit", "wait"])
+def test_an_interrupt_between_ops_leaves_no_lane_behind(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lane 1 waits for lane 0, for ever if nobody told it that there is none: Python could not end."""
+    hand = Hand(2)
+    left = hand.call(torch.neg, hand.x)
+    event = hand.record(0)
+    hand.use(1)
+    hand.wait(1, event)
+    right = hand.call(torch.exp, left)
+    hand.wait(0, hand.record(1))
+    program = ThreadedProgram(hand.module(left, right))
+    lanes: list[Future[None]] = []
+    real, submit = cpu_streams.wait, program._threads.submit
+
+    def submitted(*args: Any) -> Future[None]:
+        lanes.append(submit(*args))
+        if place == "submit" and len(lanes) == 1:
+            raise KeyboardInterrupt
+        return lanes[-1]
+
+    def waited(futures: Any) -> Any:
+        if place == "wait" and len(lanes) == 1:
+            lanes.append(lanes[0])
+            raise KeyboardInterrupt
+        return real(futures)
+
+    monkeypatch.setattr(program._threads, "submit", submitted)
+    monkeypatch.setattr(cpu_streams, "wait", waited)
+    with pytest.raises(KeyboardInterrupt):
+        program(torch.ones(2))
+    lanes[0].result(timeout=60)
+    assert [result[0] for result in program(torch.zeros(2))] == [0, 1]
 
 
 def test_an_exception_keeps_no_value_alive_by_itself() -> None:
