@@ -32,7 +32,7 @@ from autostream.options import cache_folder
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.fingerprint import fingerprint
 from autostream.tracing.inductor import fuse, fused_before, obstacle, with_settings
-from autostream.tracing.kernel_json import Unwritable, from_json, to_json
+from autostream.tracing.kernel_json import from_json, to_json
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +111,8 @@ def _keep(path: Path, fused: Program, program: Program) -> Remarks:
     """Write a program's file; what hindered that."""
     try:
         data = to_json(fused.module, program)
-    except Unwritable as error:
-        log.debug("fused kernels are not kept: %s", error)
+    except Exception as error:  # whatever it is, the next process fuses again
+        log.debug("fused kernels are not kept: %s", first_line(error))
         return ()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

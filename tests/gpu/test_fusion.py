@@ -447,7 +447,8 @@ def test_a_second_process_fuses_nothing_and_computes_the_same(
         call = f"run_kept({name!r}, {json.dumps(options)!r}, {str(path)!r})"
         command = [sys.executable, "-W", "ignore", "-c", f"from tests.gpu.test_fusion import run_kept; {call}"]
         root = Path(__file__).parents[2]
-        done = subprocess.run(command, env={**os.environ, **folders}, cwd=root, stdout=subprocess.PIPE, check=True)
+        done = subprocess.run(command, env={**os.environ, **folders}, cwd=root, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
         return *json.loads(done.stdout.splitlines()[-1]), torch.load(path, weights_only=False)
 
     stages, operations, refusals, results = run(tmp_path / "first.pt")

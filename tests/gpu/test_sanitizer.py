@@ -21,7 +21,8 @@ def sanitized(*arguments: str) -> list[dict[str, Any]]:
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert done.returncode == 0, [line for line in lines if line["finding"]] or done.stderr[-3000:]
+    found = "\n".join(json.dumps(line) for line in lines if line["finding"])
+    assert done.returncode == 0, found or done.stderr[-3000:]
     return lines
 
 
