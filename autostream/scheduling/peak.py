@@ -135,9 +135,9 @@ def _stays(graph: OpGraph, schedule: Schedule) -> Mapping[int, Sequence[_Stay]]:
         for name in graph.ops[launch.op].allocates:
             if name in graph.storages and name not in placed:
                 stays[launch.stream].append(_Stay(name, at, gone.get(name, end)))
-    allocated = {name for op in graph.ops.values() for name in op.allocates}
+    elsewhere = placed.keys() | {name for op in graph.ops.values() for name in op.allocates}
     for storage in graph.storages.values():  # what the prelude takes, on the caller's stream
-        if storage.role is Role.INTERMEDIATE and storage.name not in allocated | placed.keys():
+        if storage.role is Role.INTERMEDIATE and storage.name not in elsewhere:
             stays[0].append(_Stay(storage.name, 0, max(end, 0)))
     return stays
 
