@@ -1,4 +1,4 @@
-"""The command line: ``autostream schedule``, ``inspect``, ``profile``, ``bench`` and ``demo``.
+"""The command line: ``autostream schedule``, ``inspect``, ``trace``, ``profile``, ``bench`` and ``demo``.
 
 Exit codes: 0 all is well, 1 a check failed, 2 the command line or the model that it names cannot be used, 130
 interrupted.
@@ -41,7 +41,7 @@ from autostream.errors import AutostreamError, OptionError, TargetError, TraceEr
 from autostream.ir import DeviceProfile
 from autostream.options import CostSource, KernelLevel, Options, PolicyName
 from autostream.pipeline import versions
-from autostream.reporting import dot, text
+from autostream.reporting import dot, text, timeline
 from autostream.reporting.report import Report
 from autostream.targets import DTYPES, InputSpec, parse_device, parse_input, prepare
 
@@ -51,6 +51,10 @@ how much faster, how sure that is, at most how much, why not more, what would ru
 
 _INSPECT = """Show a model's plan op by op, without running the model: all that schedule says, all candidates,
 and for each op its cost, stream, waits, slack and source line.
+"""
+
+_TRACE = """Write when each op would run as a trace file, for ui.perfetto.dev or chrome://tracing: a lane for each
+stream, arrows for waits, the critical path, and counters for the memory in use and what is asked of the device.
 """
 
 _PROFILE = """Measure what the cost model knows of this machine's GPU: bandwidth, throughput, and what edges, forks and
@@ -124,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_schedule(commands)
     _add_inspect(commands)
+    _add_trace(commands)
     _add_profile(commands)
     _add_bench(commands)
     _add_demo(commands)
@@ -168,6 +173,18 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--code", action="store_true", help="the graph that runs, as Python: its streams, records and waits"
     )
     inspect.set_defaults(run=_plan, face=_tables)
+
+
+def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
+    trace = commands.add_parser(
+        "trace",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="write when each op would run, on a GPU that need not be here, for Perfetto or chrome://tracing",
+        description=f"{_TRACE}\n{_TARGET}",
+        epilog="example: autostream trace googlenet --input 1x3x224x224:float16 --device h200 --out trace.json",
+    )
+    _add_planning(trace)
+    trace.set_defaults(run=_plan, face=_trace)
 
 
 def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -325,9 +342,19 @@ def _tables(plan: _Plan, arguments: argparse.Namespace) -> str:
     if not arguments.dot:
         return text.render(report, ops=arguments.ops)
     if report.graph is None or report.chosen is None or report.profile is None:
-        reasons = "; ".join(refusal.reason for refusal in report.refusals)
-        raise TargetError(f"{arguments.target} has no graph to draw: {reasons}")
+        raise _nothing(arguments.target, "graph to draw", report)
     return dot.render(report.graph, report.chosen.schedule, report.costs, report.profile)
+
+
+def _trace(plan: _Plan, arguments: argparse.Namespace) -> str:
+    if plan.report.timeline is None:
+        raise _nothing(arguments.target, "timeline to show", plan.report)
+    return timeline.render(plan.report)
+
+
+def _nothing(target: str, what: str, report: Report) -> TargetError:
+    reasons = "; ".join(refusal.reason for refusal in report.refusals)
+    return TargetError(f"{target} has no {what}: {reasons}")
 
 
 def _profile(arguments: argparse.Namespace) -> int:

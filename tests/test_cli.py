@@ -307,22 +307,31 @@ def test_a_model_that_cannot_be_traced_is_one_line(
     assert heard == ["heard again"], "what torch logs goes to stderr too"
 
 
+def test_trace_writes_a_file_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert cli.main(["trace", model, "--device", "h200", "--out", "trace.json"]) == 0
+    trace = json.loads(Path("trace.json").read_text(encoding="utf-8"))
+    slices = [event["args"]["target"].split(".")[1] for event in trace["traceEvents"] if event.get("cat") == "op"]
+    assert sorted(slices) == ["add", "linear", "linear", "relu"]
+    assert trace["otherData"]["model"] == "Diamond"
+
+
 def test_nothing_to_draw_is_told_with_the_reason(
     capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
 ) -> None:
     planned.report = PLAIN
     said = error_of(capsys, "inspect", model, "--dot")
     assert said == f"{model} has no graph to draw: forward branches on the value of a tensor (net.py:7)"
+    assert error_of(capsys, "trace", model).startswith(f"{model} has no timeline to show: forward branches on")
 
 
-@pytest.mark.parametrize("command", ["", "schedule", "inspect", "profile", "demo"])
+@pytest.mark.parametrize("command", ["", "schedule", "inspect", "trace", "profile", "demo"])
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as raised:
         cli.main([*command.split(), "--help"])
     assert raised.value.code == 0
     out = capsys.readouterr().out
     assert f"example: autostream {command or 'schedule'} " in out
-    assert ("TARGET RUNS CODE" in out) == (command in {"schedule", "inspect"})
+    assert ("TARGET RUNS CODE" in out) == (command in {"schedule", "inspect", "trace"})
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ class Report:
         profile: the device that was planned for.
         graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
             ``timeline`` is the simulated run of the chosen candidate.
+        measured: a run of the chosen candidate that a profiler watched; ``None`` where none did.
         candidates: all that were considered, the chosen one among them.
         refusals: what could not be done, and why, in the order in which it was tried.
         seconds: stage name to the wall-clock seconds it took.
@@ -40,6 +41,7 @@ class Report:
     costs: Costs = field(default_factory=dict)
     chosen: Candidate | None = None
     timeline: Timeline | None = None
+    measured: Timeline | None = None
     candidates: tuple[Candidate, ...] = ()
     refusals: tuple[Decision, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
