@@ -1,4 +1,4 @@
-"""The command line: ``autostream schedule``, ``inspect``, ``trace``, ``profile``, ``bench`` and ``demo``.
+"""The command line: ``autostream schedule``, ``inspect``, ``trace``, ``report``, ``profile``, ``bench`` and ``demo``.
 
 Exit codes: 0 all is well, 1 a check failed, 2 the command line or the model that it names cannot be used, 130
 interrupted.
@@ -42,6 +42,7 @@ from autostream.ir import DeviceProfile
 from autostream.options import CostSource, KernelLevel, Options, PolicyName
 from autostream.pipeline import versions
 from autostream.reporting import dot, text, timeline
+from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
 from autostream.targets import DTYPES, InputSpec, parse_device, parse_input, prepare
 
@@ -55,6 +56,10 @@ and for each op its cost, stream, waits, slack and source line.
 
 _TRACE = """Write when each op would run as a trace file, for ui.perfetto.dev or chrome://tracing: a lane for each
 stream, arrows for waits, the critical path, and counters for the memory in use and what is asked of the device.
+"""
+
+_REPORT = """Write all that is known of a model's plan as one HTML page, which needs no network: summary, timeline,
+memory over time, graph, ops, candidates and environment, to be looked through with mouse, keys or fingers.
 """
 
 _PROFILE = """Measure what the cost model knows of this machine's GPU: bandwidth, throughput, and what edges, forks and
@@ -129,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_schedule(commands)
     _add_inspect(commands)
     _add_trace(commands)
+    _add_report(commands)
     _add_profile(commands)
     _add_bench(commands)
     _add_demo(commands)
@@ -185,6 +191,18 @@ def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_planning(trace)
     trace.set_defaults(run=_plan, face=_trace)
+
+
+def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
+    report = commands.add_parser(
+        "report",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="write a page about a model's plan, to be opened in a browser",
+        description=f"{_REPORT}\n{_TARGET}",
+        epilog="example: autostream report googlenet --input 1x3x224x224:float16 --device h200 --out report.html",
+    )
+    _add_planning(report)
+    report.set_defaults(run=_plan, face=_page)
 
 
 def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -350,6 +368,10 @@ def _trace(plan: _Plan, arguments: argparse.Namespace) -> str:
     if plan.report.timeline is None:
         raise _nothing(arguments.target, "timeline to show", plan.report)
     return timeline.render(plan.report)
+
+
+def _page(plan: _Plan, arguments: argparse.Namespace) -> str:
+    return assemble.render(plan.report)
 
 
 def _nothing(target: str, what: str, report: Report) -> TargetError:

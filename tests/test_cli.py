@@ -27,6 +27,7 @@ from autostream.costs.records import Context, Measurements, to_json
 from autostream.ir import Decision, DeviceProfile
 from autostream.options import Options
 from autostream.reporting import text
+from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
 from tests.reporting.reports import PLAIN, REPORT
@@ -315,6 +316,11 @@ def test_trace_writes_a_file_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFi
     assert trace["otherData"]["model"] == "Diamond"
 
 
+def test_report_writes_a_page(model: str, planned: SimpleNamespace) -> None:
+    assert cli.main(["report", model, "--out", "report.html"]) == 0
+    assert Path("report.html").read_text(encoding="utf-8") == f"{assemble.render(REPORT)}\n"
+
+
 def test_nothing_to_draw_is_told_with_the_reason(
     capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
 ) -> None:
@@ -324,14 +330,14 @@ def test_nothing_to_draw_is_told_with_the_reason(
     assert error_of(capsys, "trace", model).startswith(f"{model} has no timeline to show: forward branches on")
 
 
-@pytest.mark.parametrize("command", ["", "schedule", "inspect", "trace", "profile", "demo"])
+@pytest.mark.parametrize("command", ["", "schedule", "inspect", "trace", "report", "profile", "demo"])
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as raised:
         cli.main([*command.split(), "--help"])
     assert raised.value.code == 0
     out = capsys.readouterr().out
     assert f"example: autostream {command or 'schedule'} " in out
-    assert ("TARGET RUNS CODE" in out) == (command in {"schedule", "inspect", "trace"})
+    assert ("TARGET RUNS CODE" in out) == (command in {"schedule", "inspect", "trace", "report"})
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autostream.ir import FORK, JOIN, Costs, OpGraph, Schedule, Slice, Timeline
-from autostream.reporting.summary import summary_of
 from autostream.scheduling.footprint import Footprint
+from autostream.scheduling.losses import longest_chain
 from autostream.scheduling.overlap import demands
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def render(report: Report) -> str:
 
 def events(report: Report) -> Iterator[Event]:
     """What is in the file: metadata, slices, arrows, marks and counters of each timeline."""
-    graph, chosen, numbers = report.graph, report.chosen, summary_of(report)
-    if graph is None or chosen is None or numbers is None:
+    graph, chosen, profile = report.graph, report.chosen, report.profile
+    if graph is None or chosen is None or profile is None:
         return
+    path = longest_chain(graph, report.costs, profile).ops
     for process, (name, timeline) in enumerate((("predicted", report.timeline), ("measured", report.measured))):
         if timeline is not None:
-            path = numbers.critical_path.ops
             lanes = _Process(process, graph, chosen.schedule, report.costs, timeline, path)
             yield from lanes.events(name)
 
