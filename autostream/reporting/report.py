@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Timeline
+from autostream.reporting import notebook
 from autostream.reporting.dump import dump
 
 
@@ -56,3 +57,7 @@ class Report:
             'Net'
         """
         return json.dumps(dump(self), indent=1, allow_nan=False)
+
+    def _repr_html_(self) -> str:
+        """The summary, for notebooks."""
+        return notebook.render([self])

@@ -4,7 +4,7 @@ const range = { from: 0, to: Math.max(makespan, 1e-3), listeners: [] };
 function showRange(from, to) {
   const whole = Math.max(makespan, 1e-3);
   const length = Math.min(Math.max(to - from, whole / 1e5), whole * 1.02);
-  const start = Math.min(Math.max(from, -whole * 0.01), whole * 1.01 - length);
+  const start = Math.min(Math.max(from, -length * 0.01), whole - length * 0.99);
   Object.assign(range, { from: start, to: start + length });
   get("range").textContent = `${fixed(Math.max(start, 0))} to ${micros(Math.min(start + length, whole))}`;
   for (const listener of range.listeners) listener();
@@ -42,7 +42,7 @@ function drawAxis(context, width, height) {
   const step = [1, 2, 5, 10].map((digit) => digit * power).find((candidate) => candidate >= least);
   context.font = FONT;
   context.textBaseline = "top";
-  for (let us = Math.ceil(range.from / step) * step; us <= range.to; us += step) {
+  for (let us = Math.max(0, Math.ceil(range.from / step) * step); us <= range.to; us += step) {
     const x = toX(us, width);
     context.fillStyle = theme.line;
     context.fillRect(x, 0, 1, height);
