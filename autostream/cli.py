@@ -37,6 +37,7 @@ from autostream.costs.device import known_names, profile_named, profile_of
 from autostream.costs.here import profile_anew
 from autostream.costs.measured import METHOD
 from autostream.costs.records import Measurements, check_context, context_of, to_json
+from autostream.dispatch import Dispatcher
 from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
 from autostream.ir import DeviceProfile
 from autostream.options import CostSource, KernelLevel, Options, PolicyName
@@ -54,8 +55,9 @@ _INSPECT = """Show a model's plan op by op, without running the model: all that 
 and for each op its cost, stream, waits, slack and source line.
 """
 
-_TRACE = """Write when each op would run as a trace file, for ui.perfetto.dev or chrome://tracing: a lane for each
+_TRACE = """Write when each op runs as a trace file, for ui.perfetto.dev or chrome://tracing: a lane for each
 stream, arrows for waits, the critical path, and counters for the memory in use and what is asked of the device.
+On a GPU that is here, the model is optimized, and a run that a profiler watched stands beside the predicted one.
 """
 
 _REPORT = """Write all that is known of a model's plan as one HTML page, which needs no network: summary, timeline,
@@ -185,12 +187,12 @@ def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
     trace = commands.add_parser(
         "trace",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        help="write when each op would run, on a GPU that need not be here, for Perfetto or chrome://tracing",
+        help="write when each op runs, on a GPU that need not be here, for Perfetto or chrome://tracing",
         description=f"{_TRACE}\n{_TARGET}",
         epilog="example: autostream trace googlenet --input 1x3x224x224:float16 --device h200 --out trace.json",
     )
     _add_planning(trace)
-    trace.set_defaults(run=_plan, face=_trace)
+    trace.set_defaults(run=_plan, face=_trace, runs=True)
 
 
 def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -202,7 +204,7 @@ def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
         epilog="example: autostream report googlenet --input 1x3x224x224:float16 --device h200 --out report.html",
     )
     _add_planning(report)
-    report.set_defaults(run=_plan, face=_page)
+    report.set_defaults(run=_plan, face=_page, runs=True)
 
 
 def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -230,6 +232,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     add("--costs", default="auto", help=f"{_either(CostSource)} (default: auto)")
     add("--kernels", default="auto", help=f"{_either(KernelLevel)}, the last where the GPU is (default: auto)")
     add("--out", metavar="FILE", type=Path, help="write there instead of to the terminal")
+    parser.set_defaults(runs=False)
 
 
 def _add_model(parser: argparse.ArgumentParser, device: str = _HERE) -> None:
@@ -291,9 +294,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
         model, args = prepare(arguments.target, inputs, device)
         with torch.no_grad(), _quiet_torch():
-            report = _planned(model, args, options, profile)
+            # On a GPU that is here, what was measured is to be seen too.
+            runs = arguments.runs and device.type == "cuda"
+            report = _run(model, args, options) if runs else _planned(model, args, options, profile)
             shown = arguments.face(_Plan(model, args, report), arguments)
     _write(shown, arguments.out)
+    if arguments.runs and report.measured is None:
+        refusals = (refusal.reason for refusal in report.refusals if refusal.choice == "not watched")
+        reason = next(refusals, "the device is not a GPU that is here")
+        print(f"autostream: all times are predicted, for no run was watched: {reason}", file=sys.stderr)
     return 0
 
 
@@ -333,6 +342,13 @@ def _planned(model: nn.Module, args: tuple[Any, ...], options: Options, profile:
             f"{error}; autostream.optimize splits such a model at graph breaks or runs it as it is, and "
             "autostream.explain shows the pieces after a call"
         ) from error
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], options: Options) -> Report:
+    report = Dispatcher(model, replace(options, strict=True)).watched(*args)
+    if report is None:
+        raise TargetError("nothing is scheduled while AUTOSTREAM_DISABLE is set: unset it")
+    return report
 
 
 @contextmanager
