@@ -118,12 +118,9 @@ class _Process:
         for at_us, size in Footprint(self.graph).in_use(self.timeline):
             yield self._event("C", "memory in use", 0, at_us, cat="memory", args={"bytes": size})
         for demand in demands(self.timeline, self.costs):
-            asked = {
-                "multiprocessors": round(demand.multiprocessors, 3),
-                "memory bandwidth": round(demand.bandwidth, 3),
-            }
-            for name, share in asked.items():
-                yield self._event("C", f"{name} asked for", 0, demand.at_us, cat="contention", args={"share": share})
+            shares = {"multiprocessors": demand.multiprocessors, "memory bandwidth": demand.bandwidth}
+            args = {name: round(share, 3) for name, share in shares.items()}
+            yield self._event("C", "shares asked for", 0, demand.at_us, cat="contention", args=args)
 
     def _metadata(self, kind: str, lane: int, **args: Any) -> Event:
         return self._event("M", kind, lane, 0.0, args=args)

@@ -142,14 +142,14 @@ def test_fork_and_join_are_marks() -> None:
 
 def test_counters_say_what_is_in_memory_and_what_is_asked_of_the_device() -> None:
     """Each op makes 1 KiB, kept until its last reader ends, and asks for a quarter of the SMs, half the bandwidth."""
-    counted: dict[str, list[tuple[float, float]]] = {}
+    counted: dict[str, list[tuple[float, ...]]] = {}
     for event in of(checked(REPORT), "C"):
         counted.setdefault(event["name"], []).append((event["ts"], *event["args"].values()))
     assert counted["memory in use"] == [
         (0.0, 1024), (2.5, 2048), (3.0, 3072), (6.5, 4096), (9.0, 3072), (10.5, 2048), (11.0, 3072), (13.0, 1024),
     ]  # fmt: skip
-    assert counted["multiprocessors asked for"][:4] == [(0.0, 0.25), (2.0, 0.0), (2.5, 0.25), (3.0, 0.5)]
-    assert counted["memory bandwidth asked for"][:4] == [(0.0, 0.5), (2.0, 0.0), (2.5, 0.5), (3.0, 1.0)]
+    shares = counted["shares asked for"]
+    assert shares[:4] == [(0.0, 0.25, 0.5), (2.0, 0.0, 0.0), (2.5, 0.25, 0.5), (3.0, 0.5, 1.0)]
 
 
 def test_ops_that_others_slow_down_say_so() -> None:

@@ -54,11 +54,16 @@ def render(report: Report) -> str:
         "style-hash": _hash(style),
         "script-hash": _hash(script),
         "report": _json(_shown(json.loads(report.to_json()))),
-        "trace": _json(json.loads(render_trace(report))["traceEvents"]),
+        "trace": _json([_lean(event) for event in json.loads(render_trace(report))["traceEvents"]]),
         "places": _json(layers.places(report.graph) if report.graph else {}),
     }
     # All at once: what is put in is not looked at again, whatever it says.
     return re.sub(r"\{\{([\w-]+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+
+
+def _lean(event: dict[str, Any]) -> dict[str, Any]:
+    """A trace event without what the report says of the op already."""
+    return {**event, "args": {"slowdown": event["args"]["slowdown"]}} if event["ph"] == "X" else event
 
 
 _OP = ("target", "source", "flops", "bytes_read", "bytes_written")

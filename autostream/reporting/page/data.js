@@ -9,7 +9,7 @@ const scheduled = Boolean(report.chosen && report.graph && report.summary && tra
 
 const critical = new Set(scheduled ? report.summary.critical_path.ops : []);
 
-/** Processes of the trace: {name, lanes: [{name, slices}], arrows, marks, counters: {name: [[µs, value]]}}. */
+/** Processes of the trace: {name, lanes: [{name, slices}], arrows, marks, counters: {name: {of, points: [[µs, value]]}}}. */
 const processes = (() => {
   const found = new Map();
   const of = (event) => {
@@ -35,8 +35,10 @@ const processes = (() => {
     if (event.ph === "f") of(event).arrows.get(event.id).to = { lane: event.tid, at: event.ts };
     if (event.ph === "C") {
       const { counters } = of(event);
-      if (!counters.has(event.name)) counters.set(event.name, []);
-      counters.get(event.name).push([event.ts, Object.values(event.args)[0]]);
+      for (const [name, value] of Object.entries(event.args)) {
+        if (!counters.has(name)) counters.set(name, { of: event.name, points: [] });
+        counters.get(name).points.push([event.ts, value]);
+      }
     }
   }
   for (const process of found.values()) {

@@ -1,8 +1,8 @@
 /** Memory in use, on the time axis of the timeline, and what holds it. */
 function showMemory() {
   const canvas = get("used");
-  const series = processes.map((process) => ({ name: process.name, points: process.counters.get("memory in use") ?? [] }));
-  const most = Math.max(1, ...series.flatMap(({ points }) => points.map((point) => point[1])));
+  const series = processes.map((process) => ({ name: process.name, points: process.counters.get("bytes")?.points ?? [] }));
+  const most = series.flatMap(({ points }) => points).reduce((highest, point) => Math.max(highest, point[1]), 1);
   const surface = surfaceOf(canvas, (context, width, height) => {
     drawAxis(context, width, height);
     context.save();

@@ -95,9 +95,10 @@ function showTimeline() {
   for (const process of processes) {
     add({ kind: "heading", name: process.name, height: HEADING });
     process.lanes.forEach((lane, number) => add({ kind: "lane", ...lane, number, process, height: LANE }));
-    for (const [name, points] of process.counters) {
-      if (name.endsWith("asked for")) {
-        add({ kind: "counter", name, points, most: Math.max(1, ...points.map((point) => point[1])), height: COUNTER });
+    for (const [name, { of, points }] of process.counters) {
+      if (of === "shares asked for") {
+        const most = points.reduce((highest, point) => Math.max(highest, point[1]), 1);
+        add({ kind: "counter", name, points, most, height: COUNTER });
       }
     }
   }
@@ -174,7 +175,7 @@ function showTimeline() {
     context.restore();
     for (const track of tracks) {
       context.fillStyle = track.kind === "heading" ? theme.ink : theme.faint;
-      label(context, track.name.replace(" asked for", ""), 6, track.top + track.height / 2, track.kind === "heading" ? width : marginOf(width) - 6);
+      label(context, track.name, 6, track.top + track.height / 2, track.kind === "heading" ? width : marginOf(width) - 6);
     }
   });
 
@@ -189,7 +190,7 @@ function showTimeline() {
   interactive(canvas, timeView(canvas, {
     hover(x, y) {
       const { track, us, slice } = sliceAt(x, y);
-      if (track?.kind === "counter") return [`${track.name}: ${share(valueAt(track.points, us))}`, `at ${micros(us)}`];
+      if (track?.kind === "counter") return [`${track.name} asked for: ${share(valueAt(track.points, us))}`, `at ${micros(us)}`];
       if (!slice) return null;
       const slowed = slice.slowdown > 1.01 ? [`${times(slice.slowdown)} as long as alone: others run beside it`] : [];
       return [slice.name, opNamed.get(slice.name).target, `${micros(slice.start)} to ${micros(slice.end)}, ${micros(slice.end - slice.start)}`, ...slowed];

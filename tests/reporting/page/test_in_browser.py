@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autostream.ir import Candidate
+from autostream.ir import Candidate, Timeline
 from autostream.reporting.page.assemble import render
 from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
@@ -214,4 +214,19 @@ def test_of_many_ops_those_in_sight_are_in_the_table(visit: Visit, tmp_path: Pat
     visit.page.locator("#rows").evaluate("rows => { rows.scrollTop = rows.scrollHeight; }")
     visit.settle()
     assert visit.column(1)[-1] == "999"
+    assert visit.complaints == []
+
+
+def test_what_was_measured_stands_below_what_was_predicted(visit: Visit, tmp_path: Path) -> None:
+    """Twice as slow in fact, so the second process ends where the first is long over."""
+    assert REPORT.timeline is not None
+    slower = tuple(replace(s, start_us=2 * s.start_us, end_us=2 * s.end_us) for s in REPORT.timeline.slices)
+    heights = []
+    for report in (REPORT, replace(REPORT, measured=Timeline(slower, "measured"))):
+        visit.open(render(report), tmp_path / "report.html")
+        heights.append(visit.page.locator("#lanes").bounding_box()["height"])
+    assert heights[1] > 1.8 * heights[0]
+    assert visit.text("#range") == "0.0 to 26.0 µs"
+    visit.page.locator("#used").hover(position={"x": 1000, "y": 60})
+    assert [line.split(":")[0] for line in visit.text("#tip").splitlines()[1:]] == ["predicted", "measured"]
     assert visit.complaints == []
