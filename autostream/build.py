@@ -178,7 +178,7 @@ class Scheduled:
         try:
             if not isinstance(execution, CapturedGraph):
                 raise Unmatched("only replays of a CUDA graph are watched, and nothing is captured")
-            if not self._repeatable:
+            if not self.repeatable:
                 raise Unmatched("it writes its inputs or its state, or draws random numbers: a run more would be seen")
             level = self._program.level
             measured = watch(self.lowered(), self._graph, chosen.schedule, execution, level)

@@ -158,7 +158,7 @@ class Dispatcher:
             TargetError: the model itself fails at these arguments.
             TraceError: with ``strict=True``, the model cannot be traced.
         """
-        entry = None if self._disabled else self._prepared(args, kwargs)
+        entry = None if self.disabled else self._prepared(args, kwargs)
         if entry is None:
             return None
         return entry.watched() if isinstance(entry, Scheduled) else entry.report

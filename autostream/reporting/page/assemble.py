@@ -1,8 +1,8 @@
 """The page from its parts: data, style and scripts, all within one file that asks the network for nothing.
 
-report.to_json() ──▶ less what no view shows ─┐
-timeline.render  ──▶ trace events            ─┼─▶ JSON within page.html, read by its scripts
-layers.places    ──▶ where ops are drawn     ─┘
+dump     ──▶ what Report.to_json() has, less what no view shows ─┐
+events   ──▶ the trace, less what is told of the op already     ─┼─▶ JSON within page.html, read by its scripts
+places   ──▶ where ops are drawn                                ─┘
 
 Nothing of a report becomes markup: scripts set text only. The page's policy (CSP) lets it run its own scripts, known by
 their hash, and nothing else.
@@ -18,23 +18,15 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from autostream.reporting.page import layers
-from autostream.reporting.timeline import render as render_trace
+from autostream.reporting.dump import dump
+from autostream.reporting.page.layers import places
+from autostream.reporting.timeline import Event, events
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
-SCRIPTS = (
-    "data.js",
-    "text.js",
-    "canvas.js",
-    "summary.js",
-    "timeline.js",
-    "memory.js",
-    "graph.js",
-    "table.js",
-    "main.js",
-)
+_NAMES = ("data", "text", "canvas", "summary", "timeline", "memory", "graph", "table", "main")
+SCRIPTS = tuple(f"{name}.js" for name in _NAMES)
 """In the order in which they build on each other."""
 
 
@@ -53,17 +45,12 @@ def render(report: Report) -> str:
         "script": script,
         "style-hash": _hash(style),
         "script-hash": _hash(script),
-        "report": _json(_shown(json.loads(report.to_json()))),
-        "trace": _json([_lean(event) for event in json.loads(render_trace(report))["traceEvents"]]),
-        "places": _json(layers.places(report.graph) if report.graph else {}),
+        "report": _json(_shown(dump(report))),
+        "trace": _json([_lean(event) for event in events(report)]),
+        "places": _json(places(report.graph) if report.graph else {}),
     }
     # All at once: what is put in is not looked at again, whatever it says.
     return re.sub(r"\{\{([\w-]+)\}\}", lambda found: parts[found[1]], _file("page.html"))
-
-
-def _lean(event: dict[str, Any]) -> dict[str, Any]:
-    """A trace event without what the report says of the op already."""
-    return {**event, "args": {"slowdown": event["args"]["slowdown"]}} if event["ph"] == "X" else event
 
 
 _OP = ("target", "source", "flops", "bytes_read", "bytes_written")
@@ -93,6 +80,11 @@ def _brief(candidate: Mapping[str, Any], chosen: bool) -> dict[str, Any]:
     waits = sum(len(launch["waits"]) for launch in schedule["launches"]) + len(schedule["join_waits"])
     brief = {"policy": schedule["policy"], "streams": schedule["streams"], "waits": waits}
     return {**candidate, "schedule": brief, "chosen": chosen}
+
+
+def _lean(event: Event) -> Event:
+    """A trace event without what the report says of the op already."""
+    return {**event, "args": {"slowdown": event["args"]["slowdown"]}} if event["ph"] == "X" else event
 
 
 def _json(value: object) -> str:
