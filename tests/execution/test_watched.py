@@ -56,10 +56,11 @@ def test_of_equal_kernels_the_one_in_the_queue_of_before_stays_on_its_stream() -
 
 
 def test_an_op_that_waits_is_given_nothing_before_its_turn() -> None:
-    """The first mm cannot be c's: a, for which c waits, is not through."""
-    schedule = Schedule("drawn", 2, (Launch("b", 0), Launch("a", 0), Launch("c", 1, ("a",))))
-    kernels = ran(("mm", 5, 0, 1), ("relu", 5, 1, 2), ("mm", 5, 2, 3))
-    assert times(schedule, ALIKE, kernels) == {"b": (0, 1), "a": (1, 2), "c": (2, 3)}
+    """The first mm ran in the queue of z, as c should, but cannot be c's: a, for which c waits, is not through."""
+    schedule = Schedule("drawn", 2, (Launch("z", 1), Launch("b", 0), Launch("a", 0), Launch("c", 1, ("a",))))
+    kernels = ran(("z", 5, 0, 1), ("mm", 5, 1, 2), ("relu", 5, 2, 3), ("mm", 5, 3, 4))
+    found = times(schedule, {**ALIKE, "z": [("z",)]}, kernels)
+    assert found == {"z": (0, 1), "b": (1, 2), "a": (2, 3), "c": (3, 4)}
 
 
 def test_an_op_that_launches_nothing_takes_no_time() -> None:

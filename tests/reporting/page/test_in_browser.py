@@ -136,7 +136,7 @@ def test_search_finds_ops_one_after_the_other(shown: Visit) -> None:
     assert shown.text("#matches") == "nothing found"
 
 
-def test_the_timeline_is_zoomed_and_moved_by_keys_buttons_and_wheel(shown: Visit) -> None:
+def test_the_timeline_is_zoomed_and_moved_by_keys_and_buttons(shown: Visit) -> None:
     lanes = shown.page.locator("#lanes")
     whole = shown.text("#range")
     assert whole == "0.0 to 13.0 µs"
@@ -153,12 +153,23 @@ def test_the_timeline_is_zoomed_and_moved_by_keys_buttons_and_wheel(shown: Visit
     assert shown.text("#range") != whole
     tools.get_by_role("button", name="Fit").click()
     assert shown.text("#range") == whole
-    lanes.hover(position={"x": 600, "y": 60})
+
+
+@pytest.mark.parametrize("at_us", [3.3, 8.7])
+def test_the_wheel_zooms_at_the_pointer(shown: Visit, at_us: float) -> None:
+    """Near its start and near its end, at 3 and 9 of 13 µs, d stays under the pointer."""
+    lanes = shown.page.locator("#lanes")
+    width = lanes.bounding_box()["width"]
+    lanes.hover(position={"x": 122 + (width - 122) * at_us / 13, "y": 79})
+    assert shown.text("#tip").splitlines()[0] == "d"
     shown.page.keyboard.down("Control")
     shown.page.mouse.wheel(0, -300)
     shown.page.keyboard.up("Control")
-    shown.settle()
-    assert shown.text("#range") != whole
+    shown.page.wait_for_function("document.getElementById('range').textContent !== '0.0 to 13.0 µs'")
+    shown.page.mouse.move(0, 0)
+    lanes.hover(position={"x": 122 + (width - 122) * at_us / 13, "y": 79})
+    assert shown.text("#tip").splitlines()[0] == "d"
+    assert shown.page.locator("#tip").is_visible()
 
 
 def test_an_op_is_told_of_under_the_pointer_and_pointed_at_in_all_views(shown: Visit) -> None:
