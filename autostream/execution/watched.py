@@ -80,7 +80,7 @@ def watch(lowered: fx.GraphModule, graph: OpGraph, schedule: Schedule, captured:
         Unmatched: what was replayed cannot be told apart by op, or the profiler saw nothing.
     """
     device = str(captured.device)
-    named = _Named(lowered, graph)
+    named = Named(lowered, graph)
 
     def op_by_op() -> None:
         with torch.no_grad(), restored(device), without_autocast(level):
@@ -101,14 +101,20 @@ def watch(lowered: fx.GraphModule, graph: OpGraph, schedule: Schedule, captured:
     return match(schedule, launched, runs[len(runs) // 2])
 
 
-class _Named(fx.Interpreter):
-    """Runs a lowered graph with each op's launches under its name."""
+class Named(fx.Interpreter):
+    """Runs a lowered graph with each op's launches under its name, for a profiler to see.
+
+    Args:
+        lowered: takes and returns flat tensors.
+        graph: its ops.
+    """
 
     def __init__(self, lowered: fx.GraphModule, graph: OpGraph) -> None:
         super().__init__(lowered)
         self._op_of = {node: op.name for op in graph.ops.values() for node in op.nodes}
 
     def run_node(self, n: fx.Node) -> Any:
+        """What a node computes."""
         if n.name not in self._op_of:
             return super().run_node(n)
         with record_function(f"{_SPAN}{self._op_of[n.name]}"):

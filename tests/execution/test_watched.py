@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -11,15 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from autostream.dispatch import Dispatcher
-from autostream.execution.watched import Kernel, Key, Unmatched, kernels_by_op, match, replays
+from autostream.execution.lower import lower
+from autostream.execution.watched import Kernel, Key, Named, Unmatched, kernels_by_op, match, replays
 from autostream.ir import FORK, Launch, OpGraph, Schedule
 from autostream.options import Options
 from autostream.reporting import timeline
 from autostream.scheduling import POLICIES
+from autostream.scheduling.sequential import one_stream
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
+from tests.execution.programs import Case, case_of, fused_case, same, several
 from tests.scheduling.graphs import profile_with, random_costs, random_graphs
 
 #  stream 0   a ── b ──── d      b and c are alike; d waits for c
@@ -123,6 +128,18 @@ def test_kernels_belong_to_the_op_in_whose_span_they_were_launched() -> None:
     ]
     shape = ((2, 1, 1), (32, 1, 1), None)
     assert kernels_by_op(events) == {"a": [("first", *shape), ("second", *shape)], "b": [("Memset", (), (), 64)]}
+
+
+@pytest.mark.parametrize("make", [lambda: case_of(several, torch.ones(4, 6)), fused_case])
+def test_a_lowered_graph_runs_op_by_op_each_under_its_name(make: Callable[[], Case]) -> None:
+    """In launch order, and with the same results; views and memory are the ops' too."""
+    case = make()
+    schedule = one_stream(case.graph)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        results = Named(lower(case.program, case.graph, schedule), case.graph).run(*case.args())
+    spans = [event.name for event in profiler.events() if event.name.startswith("autostream op ")]
+    assert [name for name, _ in groupby(spans)] == [f"autostream op {launch.op}" for launch in schedule.launches]
+    assert same(results, case.expected()[0])
 
 
 def test_replays_are_told_apart_by_their_launches() -> None:
