@@ -124,7 +124,8 @@ class Named(fx.Interpreter):
 def _profiled(run: Callable[[], object], device: str) -> Sequence[Event]:
     """The trace of a run."""
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiler:  # 2.11 warns that it would drop earlier events
         run()
         torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:

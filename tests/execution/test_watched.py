@@ -135,7 +135,7 @@ def test_a_lowered_graph_runs_op_by_op_each_under_its_name(make: Callable[[], Ca
     """In launch order, and with the same results; views and memory are the ops' too."""
     case = make()
     schedule = one_stream(case.graph)
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         results = Named(lower(case.program, case.graph, schedule), case.graph).run(*case.args())
     spans = [event.name for event in profiler.events() if event.name.startswith("autostream op ")]
     assert [name for name, _ in groupby(spans)] == [f"autostream op {launch.op}" for launch in schedule.launches]
