@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.modules import module as nn_module
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
 from autostream.options import Options
+from autostream.reporting import notebook
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers
 from autostream.tracing.inductor import check_level, check_settings
@@ -198,6 +200,10 @@ class OptimizedModule(nn.Module):
     def __repr__(self) -> str:
         """The model's own, wrapped."""
         return f"{type(self).__name__}({self._autostream.model!r})"
+
+    def _repr_html_(self) -> str:
+        """The summaries of all reports, for notebooks."""
+        return notebook.render(self._autostream.reports) or f"<pre>{escape(repr(self))}</pre>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the model and the options; schedules are made anew."""

@@ -23,6 +23,7 @@ from autostream.execution.bound import Bound, Frozen, Writes
 from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved
 from autostream.execution.lower import lower
 from autostream.execution.static import Output, static_copies
+from autostream.execution.watched import Unmatched, watch
 from autostream.ir import Candidate, Decision, Role
 from autostream.options import Options
 from autostream.pipeline import versions
@@ -170,6 +171,21 @@ class Scheduled:
     def lowered(self) -> GraphModule:
         """The graph that runs, or that was captured."""
         return lower(self._program, self._graph, self._selection.chosen.schedule)
+
+    def watched(self) -> Report:
+        """The report with a run that a profiler watched, or with the reason why there is none."""
+        chosen, execution = self._selection.chosen, self._selection.execution
+        try:
+            if not isinstance(execution, CapturedGraph):
+                raise Unmatched("only replays of a CUDA graph are watched, and nothing is captured")
+            if not self.repeatable:
+                raise Unmatched("it writes its inputs or its state, or draws random numbers: a run more would be seen")
+            level = self._program.level
+            measured = watch(self.lowered(), self._graph, chosen.schedule, execution, level)
+        except Unmatched as reason:
+            refusal = Decision("", "not watched", str(reason))
+            return replace(self.report, refusals=(*self.report.refusals, refusal))
+        return replace(self.report, measured=measured)
 
     def static_inputs(self) -> list[Tensor] | None:
         """The tensors that a captured graph reads its inputs from, or ``None`` where nothing is captured."""

@@ -1,4 +1,4 @@
-"""The command line: ``autostream schedule``, ``inspect``, ``profile``, ``bench`` and ``demo``.
+"""The command line: ``autostream schedule``, ``inspect``, ``trace``, ``report``, ``profile``, ``bench`` and ``demo``.
 
 Exit codes: 0 all is well, 1 a check failed, 2 the command line or the model that it names cannot be used, 130
 interrupted.
@@ -37,11 +37,13 @@ from autostream.costs.device import known_names, profile_named, profile_of
 from autostream.costs.here import profile_anew
 from autostream.costs.measured import METHOD
 from autostream.costs.records import Measurements, check_context, context_of, to_json
+from autostream.dispatch import Dispatcher
 from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
 from autostream.ir import DeviceProfile
 from autostream.options import CostSource, KernelLevel, Options, PolicyName
 from autostream.pipeline import versions
-from autostream.reporting import dot, text
+from autostream.reporting import dot, text, timeline
+from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
 from autostream.targets import DTYPES, InputSpec, parse_device, parse_input, prepare
 
@@ -51,6 +53,15 @@ how much faster, how sure that is, at most how much, why not more, what would ru
 
 _INSPECT = """Show a model's plan op by op, without running the model: all that schedule says, all candidates,
 and for each op its cost, stream, waits, slack and source line.
+"""
+
+_TRACE = """Write when each op runs as a trace file, for ui.perfetto.dev or chrome://tracing: a lane for each
+stream, arrows for waits, the critical path, and counters for the memory in use and what is asked of the device.
+On a GPU that is here, the model is optimized, and a run that a profiler watched stands beside the predicted one.
+"""
+
+_REPORT = """Write all that is known of a model's plan as one HTML page, which needs no network: summary, timeline,
+memory over time, graph, ops, candidates and environment, to be looked through with mouse, keys or fingers.
 """
 
 _PROFILE = """Measure what the cost model knows of this machine's GPU: bandwidth, throughput, and what edges, forks and
@@ -124,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_schedule(commands)
     _add_inspect(commands)
+    _add_trace(commands)
+    _add_report(commands)
     _add_profile(commands)
     _add_bench(commands)
     _add_demo(commands)
@@ -170,6 +183,30 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
     inspect.set_defaults(run=_plan, face=_tables)
 
 
+def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
+    trace = commands.add_parser(
+        "trace",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="write when each op runs, on a GPU that need not be here, for Perfetto or chrome://tracing",
+        description=f"{_TRACE}\n{_TARGET}",
+        epilog="example: autostream trace googlenet --input 1x3x224x224:float16 --device h200 --out trace.json",
+    )
+    _add_planning(trace)
+    trace.set_defaults(run=_plan, face=_trace, runs=True)
+
+
+def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
+    report = commands.add_parser(
+        "report",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="write a page about a model's plan, to be opened in a browser",
+        description=f"{_REPORT}\n{_TARGET}",
+        epilog="example: autostream report googlenet --input 1x3x224x224:float16 --device h200 --out report.html",
+    )
+    _add_planning(report)
+    report.set_defaults(run=_plan, face=_page, runs=True)
+
+
 def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
     profile = commands.add_parser(
         "profile",
@@ -195,6 +232,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     add("--costs", default="auto", help=f"{_either(CostSource)} (default: auto)")
     add("--kernels", default="auto", help=f"{_either(KernelLevel)}, the last where the GPU is (default: auto)")
     add("--out", metavar="FILE", type=Path, help="write there instead of to the terminal")
+    parser.set_defaults(runs=False)
 
 
 def _add_model(parser: argparse.ArgumentParser, device: str = _HERE) -> None:
@@ -256,9 +294,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
         model, args = prepare(arguments.target, inputs, device)
         with torch.no_grad(), _quiet_torch():
-            report = _planned(model, args, options, profile)
+            # On a GPU that is here, what was measured is to be seen too.
+            runs = arguments.runs and device.type == "cuda"
+            report = _run(model, args, options) if runs else _planned(model, args, options, profile)
             shown = arguments.face(_Plan(model, args, report), arguments)
     _write(shown, arguments.out)
+    if arguments.runs and report.measured is None:
+        refusals = (refusal.reason for refusal in report.refusals if refusal.choice == "not watched")
+        reason = next(refusals, "the device is not a GPU that is here")
+        print(f"autostream: all times are predicted, for no run was watched: {reason}", file=sys.stderr)
     return 0
 
 
@@ -300,6 +344,13 @@ def _planned(model: nn.Module, args: tuple[Any, ...], options: Options, profile:
         ) from error
 
 
+def _run(model: nn.Module, args: tuple[Any, ...], options: Options) -> Report:
+    report = Dispatcher(model, replace(options, strict=True)).watched(*args)
+    if report is None:
+        raise TargetError("nothing is scheduled while AUTOSTREAM_DISABLE is set: unset it")
+    return report
+
+
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
     """Where torch cannot trace a model, it logs and prints pages on top of the exception, which says the same."""
@@ -325,9 +376,23 @@ def _tables(plan: _Plan, arguments: argparse.Namespace) -> str:
     if not arguments.dot:
         return text.render(report, ops=arguments.ops)
     if report.graph is None or report.chosen is None or report.profile is None:
-        reasons = "; ".join(refusal.reason for refusal in report.refusals)
-        raise TargetError(f"{arguments.target} has no graph to draw: {reasons}")
+        raise _nothing(arguments.target, "graph to draw", report)
     return dot.render(report.graph, report.chosen.schedule, report.costs, report.profile)
+
+
+def _trace(plan: _Plan, arguments: argparse.Namespace) -> str:
+    if plan.report.timeline is None:
+        raise _nothing(arguments.target, "timeline to show", plan.report)
+    return timeline.render(plan.report)
+
+
+def _page(plan: _Plan, arguments: argparse.Namespace) -> str:
+    return assemble.render(plan.report)
+
+
+def _nothing(target: str, what: str, report: Report) -> TargetError:
+    reasons = "; ".join(refusal.reason for refusal in report.refusals)
+    return TargetError(f"{target} has no {what}: {reasons}")
 
 
 def _profile(arguments: argparse.Namespace) -> int:

@@ -148,6 +148,21 @@ class Dispatcher:
         entry = None if self.disabled else self._prepared(args, kwargs)
         return entry.lowered() if isinstance(entry, Scheduled) else None
 
+    def watched(self, *args: Any, **kwargs: Any) -> Report | None:
+        """What is known of calls with these arguments, and a run of them that a profiler watched.
+
+        Returns:
+            The report, with the reason where no run could be watched; ``None`` where autostream is off.
+
+        Raises:
+            TargetError: the model itself fails at these arguments.
+            TraceError: with ``strict=True``, the model cannot be traced.
+        """
+        entry = None if self.disabled else self._prepared(args, kwargs)
+        if entry is None:
+            return None
+        return entry.watched() if isinstance(entry, Scheduled) else entry.report
+
     @property
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature, the most recently used first, then calls that went to the plain model."""

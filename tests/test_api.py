@@ -254,6 +254,16 @@ def test_attributes_and_methods_are_the_models() -> None:
     assert repr(fast) == f"OptimizedModule({model!r})"
 
 
+def test_a_notebook_shows_what_is_known_of_it() -> None:
+    fast = autostream.optimize(nn.ReLU())
+    assert fast._repr_html_() == "<pre>OptimizedModule(ReLU())</pre>"
+    with torch.no_grad():
+        fast(t(2))
+        fast(t(3))
+    assert fast._repr_html_() == "\n".join(report._repr_html_() for report in fast.reports)
+    assert fast._repr_html_().count("<th>model</th><td>ReLU</td>") == 2
+
+
 class Namesake(nn.Module):
     """Uses for itself what a wrapper might call something of its own."""
 

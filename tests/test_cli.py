@@ -26,7 +26,8 @@ from autostream.costs.measured import METHOD
 from autostream.costs.records import Context, Measurements, to_json
 from autostream.ir import Decision, DeviceProfile
 from autostream.options import Options
-from autostream.reporting import text
+from autostream.reporting import text, timeline
+from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
 from autostream.scheduling import POLICIES
 from tests.reporting.reports import PLAIN, REPORT
@@ -307,22 +308,62 @@ def test_a_model_that_cannot_be_traced_is_one_line(
     assert heard == ["heard again"], "what torch logs goes to stderr too"
 
 
+def test_trace_writes_a_file_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert cli.main(["trace", model, "--device", "h200", "--out", "trace.json"]) == 0
+    trace = json.loads(Path("trace.json").read_text(encoding="utf-8"))
+    slices = [event["args"]["target"].split(".")[1] for event in trace["traceEvents"] if event.get("cat") == "op"]
+    assert sorted(slices) == ["add", "linear", "linear", "relu"]
+    assert trace["otherData"]["model"] == "Diamond"
+    said = "autostream: all times are predicted, for no run was watched: the device is not a GPU that is here"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["trace", "report"])
+def test_on_a_gpu_that_is_here_a_run_is_watched(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, command: str
+) -> None:
+    watched = replace(REPORT, measured=REPORT.timeline)
+    asked: list[Options] = []
+
+    class Watching:
+        def __init__(self, model: nn.Module, options: Options) -> None:
+            asked.append(options)
+
+        def watched(self, *args: torch.Tensor) -> Report | None:
+            return watched if len(asked) == 1 else None
+
+    monkeypatch.setattr(cli, "Dispatcher", Watching)
+    monkeypatch.setattr(cli, "parse_device", lambda text: torch.device("cuda", 0))
+    monkeypatch.setattr(cli, "prepare", lambda target, inputs, device: (nn.ReLU(), (torch.ones(1),)))
+    assert cli.main([command, model, "--seed", "7"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ((timeline.render(watched) if command == "trace" else assemble.render(watched)) + "\n", "")
+    assert (asked[0].seed, asked[0].strict) == (7, True)
+    assert error_of(capsys, command, model).startswith("nothing is scheduled while AUTOSTREAM_DISABLE is set")
+
+
+def test_report_writes_a_page(model: str, planned: SimpleNamespace) -> None:
+    assert cli.main(["report", model, "--out", "report.html"]) == 0
+    assert Path("report.html").read_text(encoding="utf-8") == f"{assemble.render(REPORT)}\n"
+
+
 def test_nothing_to_draw_is_told_with_the_reason(
     capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
 ) -> None:
     planned.report = PLAIN
     said = error_of(capsys, "inspect", model, "--dot")
     assert said == f"{model} has no graph to draw: forward branches on the value of a tensor (net.py:7)"
+    assert error_of(capsys, "trace", model).startswith(f"{model} has no timeline to show: forward branches on")
 
 
-@pytest.mark.parametrize("command", ["", "schedule", "inspect", "profile", "demo"])
+@pytest.mark.parametrize("command", ["", "schedule", "inspect", "trace", "report", "profile", "demo"])
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as raised:
         cli.main([*command.split(), "--help"])
     assert raised.value.code == 0
     out = capsys.readouterr().out
     assert f"example: autostream {command or 'schedule'} " in out
-    assert ("TARGET RUNS CODE" in out) == (command in {"schedule", "inspect"})
+    assert ("TARGET RUNS CODE" in out) == (command in {"schedule", "inspect", "trace", "report"})
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

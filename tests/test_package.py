@@ -87,7 +87,7 @@ def test_the_version_is_read_from_the_source() -> None:
 
 def test_types_are_shipped() -> None:
     assert (ROOT / "autostream" / "py.typed").exists()
-    assert PROJECT["tool"]["setuptools"]["package-data"] == {"autostream": ["py.typed"]}
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["autostream"]
 
 
 def test_torch_compile_finds_the_backend() -> None:

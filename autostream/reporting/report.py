@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Timeline
+from autostream.reporting import notebook
 from autostream.reporting.dump import dump
 
 
@@ -24,6 +25,7 @@ class Report:
         profile: the device that was planned for.
         graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
             ``timeline`` is the simulated run of the chosen candidate.
+        measured: a run of the chosen candidate that a profiler watched; ``None`` where none did.
         candidates: all that were considered, the chosen one among them.
         refusals: what could not be done, and why, in the order in which it was tried.
         seconds: stage name to the wall-clock seconds it took.
@@ -40,6 +42,7 @@ class Report:
     costs: Costs = field(default_factory=dict)
     chosen: Candidate | None = None
     timeline: Timeline | None = None
+    measured: Timeline | None = None
     candidates: tuple[Candidate, ...] = ()
     refusals: tuple[Decision, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -54,3 +57,7 @@ class Report:
             'Net'
         """
         return json.dumps(dump(self), indent=1, allow_nan=False)
+
+    def _repr_html_(self) -> str:
+        """The summary, for notebooks."""
+        return notebook.render([self])

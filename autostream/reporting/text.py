@@ -1,6 +1,6 @@
 """A report as text for a terminal. A time that no clock has shown is called predicted.
 
-summary    what runs, and how fast
+summary    what runs, and how fast; ``lines`` are the same as values
 answers    that, why it is not faster, what runs beside what and why, and what to try: ``autostream.explain``
 render     that, and all candidates and ops in tables: ``autostream inspect``
 profile    what is known of a device: ``autostream profile``
@@ -44,6 +44,11 @@ _WORTH = 0.005
 def summary(report: Report) -> str:
     """Say the main things in a few lines: what runs, how fast, and why not faster."""
     return _summary(report, *_facts(report))
+
+
+def lines(report: Report) -> Iterator[tuple[str, str]]:
+    """The lines of the summary as (key, value); a key may come several times."""
+    return _lines(report, *_facts(report))
 
 
 def answers(report: Report, *, ops: int | None = None) -> str:
@@ -134,7 +139,6 @@ def _summary(report: Report, numbers: Summary | None, explanation: Explanation |
 
 
 def _lines(report: Report, numbers: Summary | None, explanation: Explanation | None) -> Iterator[tuple[str, str]]:
-    """The lines of the summary as (key, value); a key may come several times."""
     yield "model", line(report.model)
     yield "signature", line(report.signature)
     if report.profile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from autostream.ir import OpGraph, Role, Timeline
 
@@ -82,6 +83,27 @@ class Footprint:
             >>> footprint.live_bytes(Timeline(tuple(Slice(n, 0, at, at + 1.0) for at, n in enumerate("abc"))))
             1024
         """
+        # At one moment, what is freed goes first.
+        return max(accumulate((size for _, size in self._changes(timeline)), initial=self.prelude_bytes))
+
+    def in_use(self, timeline: Timeline) -> tuple[tuple[float, int], ...]:
+        """What is in use from each moment on at which that changes, µs and bytes; from 0 on, what the prelude takes.
+
+        Example:
+            >>> from autostream.ir import Op, Slice, Storage
+            >>> op = Op("a", "f", ("a",), frozenset(), frozenset("a"), frozenset("a"))
+            >>> graph = OpGraph({"a": op}, (), {"a": Storage("a", Role.INTERMEDIATE, 512, ("a",))}, (), "cuda:0")
+            >>> Footprint(graph).in_use(Timeline((Slice("a", 0, 1.0, 3.0),)))
+            ((0.0, 0), (1.0, 512), (3.0, 0))
+        """
+        used = {0.0: self.prelude_bytes}
+        live = self.prelude_bytes
+        for at_us, size in self._changes(timeline):
+            used[at_us] = live = live + size
+        return tuple(used.items())
+
+    def _changes(self, timeline: Timeline) -> list[tuple[float, int]]:
+        """What ops take and give back, in bytes, by the clock; outputs are never given back."""
         start, end = timeline.starts, timeline.ends
         changes: list[tuple[float, int]] = []
         for name, users in self.users.items():
@@ -91,8 +113,4 @@ class Footprint:
             changes.append((min(start[op] for op in users), storage.bytes))
             if not storage.escapes:
                 changes.append((max(end[op] for op in users), -storage.bytes))
-        live = most = self.prelude_bytes
-        for _, change in sorted(changes):  # at one moment, what is freed goes first
-            live += change
-            most = max(most, live)
-        return most
+        return sorted(changes)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autostream.ir import Slice, Timeline
+from autostream.ir import Costs, Slice, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,21 @@ class Company:
     stream: int
     shared_us: float
     beside: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the ops that run from a moment on ask for together; where that is more than 1, they slow each other down.
+
+    Attributes:
+        at_us: from when on, µs.
+        multiprocessors: the sum of their shares of the multiprocessors.
+        bandwidth: the sum of their shares of the memory bandwidth.
+    """
+
+    at_us: float
+    multiprocessors: float
+    bandwidth: float
 
 
 def companies(timeline: Timeline, most: int) -> tuple[Company, ...]:
@@ -66,6 +81,32 @@ def concurrency(timeline: Timeline) -> Mapping[int, float]:
         if until > at:
             spent[running] = spent.get(running, 0.0) + until - at
     return dict(sorted(spent.items()))
+
+
+def demands(timeline: Timeline, costs: Costs) -> tuple[Demand, ...]:
+    """What is asked of the device, from each moment on at which that changes.
+
+    Example:
+        >>> from autostream.ir import OpCost
+        >>> timeline = Timeline((Slice("a", 0, 0.0, 5.0), Slice("b", 1, 1.0, 3.0)))
+        >>> asked = demands(timeline, dict.fromkeys("ab", OpCost(4.0, 0.75, 0.25, "roofline")))
+        >>> [(demand.at_us, demand.multiprocessors) for demand in asked]
+        [(0.0, 0.75), (1.0, 1.5), (3.0, 0.75), (5.0, 0)]
+    """
+    lasting = [piece for piece in timeline.slices if piece.op in costs and piece.end_us > piece.start_us]
+    steps = [(piece.start_us, piece.op, True) for piece in lasting] + [
+        (piece.end_us, piece.op, False) for piece in lasting
+    ]
+    running: dict[str, None] = {}
+    found: dict[float, Demand] = {}
+    for at_us, op, starts in sorted(steps):
+        if starts:
+            running[op] = None
+        else:
+            del running[op]
+        ours = [costs[name] for name in running]
+        found[at_us] = Demand(at_us, sum(cost.sm_share for cost in ours), sum(cost.bandwidth_share for cost in ours))
+    return tuple(found.values())
 
 
 def _all_companies(timeline: Timeline) -> list[Company]:

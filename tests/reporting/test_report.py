@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from autostream.reporting import notebook
 from autostream.reporting.dump import dump
 from autostream.reporting.report import Report
 from tests.reporting.reports import PLAIN, REPORT
@@ -14,3 +15,7 @@ from tests.reporting.reports import PLAIN, REPORT
 @pytest.mark.parametrize("report", [REPORT, PLAIN])
 def test_json_is_what_is_dumped(report: Report) -> None:
     assert json.loads(report.to_json()) == dump(report)
+
+
+def test_a_notebook_shows_the_summary() -> None:
+    assert REPORT._repr_html_() == notebook.render([REPORT])

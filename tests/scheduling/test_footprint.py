@@ -44,6 +44,12 @@ def test_the_most_that_is_live_is_counted_and_what_is_freed_at_a_moment_makes_ro
     assert Footprint(DIAMOND).live_bytes(timeline({**TIMES, "d": (8.5, 10.0)})) == 4 * 1024
 
 
+def test_what_is_in_use_is_told_from_each_change_on() -> None:
+    """At 9, b and c are handed on, or kept, and d is taken, all in one step."""
+    kib = [(at, size // 1024) for at, size in Footprint(DIAMOND).in_use(timeline(TIMES))]
+    assert kib == [(0, 1), (1, 2), (2, 3), (9, 3), (10, 1)]
+
+
 def test_parts_belong_to_their_storage_and_what_is_given_takes_nothing() -> None:
     whole = Storage("a", DIAMOND.storages["a"].role, 1024, ("a",), parts=("a.0", "a.1"))
     reads = {"b": frozenset({"a.0"}), "c": frozenset({"a.1", "x_in"})}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autostream.ir import Slice, Timeline
-from autostream.scheduling.overlap import Company, companies, concurrency
+from autostream.ir import OpCost, Slice, Timeline
+from autostream.scheduling.overlap import Company, Demand, companies, concurrency, demands
 
 DRAWN = Timeline((Slice("a", 0, 0.0, 6.0), Slice("b", 1, 2.0, 8.0), Slice("c", 0, 7.0, 10.0), Slice("d", 2, 5.0, 6.0)))
 """
@@ -41,6 +41,25 @@ def test_how_many_run_at_once() -> None:
     assert concurrency(DRAWN) == {1: 5.0, 2: 4.0, 3: 1.0}
     assert concurrency(Timeline((Slice("a", 0, 0.0, 1.0), Slice("b", 0, 3.0, 4.0)))) == {0: 2.0, 1: 2.0}
     assert concurrency(Timeline(())) == {}
+
+
+def test_what_runs_at_once_asks_for_the_sum_and_moments_ask_for_nothing() -> None:
+    costs = {name: OpCost(1.0, 0.5, 0.25, "roofline") for name in "abcd"}
+    marked = Timeline((*DRAWN.slices, Slice("mark", 0, 1.0, 1.0), Slice("c", 0, 1.0, 1.0)))
+    for timeline in (DRAWN, marked):
+        asked = demands(timeline, costs)
+        assert [(d.at_us, 2 * d.multiprocessors) for d in asked] == [
+            (0, 1),
+            (2, 2),
+            (5, 3),
+            (6, 1),
+            (7, 2),
+            (8, 1),
+            (10, 0),
+        ]
+        assert all(d.bandwidth == d.multiprocessors / 2 for d in asked)
+    follow = Timeline((Slice("a", 0, 0.0, 1.0), Slice("b", 0, 1.0, 2.0)))
+    assert demands(follow, costs)[1] == Demand(1.0, 0.5, 0.25), "what ends at a moment asks for nothing from then on"
 
 
 slices = st.builds(lambda start, length: (start, start + length), st.integers(0, 20), st.integers(0, 6))

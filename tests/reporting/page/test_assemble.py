@@ -1,0 +1,120 @@
+"""The page as a file: one, small, complete, and without a way for a report to become markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autostream.reporting.page import assemble
+from autostream.reporting.page.assemble import SCRIPTS, render
+from autostream.reporting.report import Report
+from autostream.reporting.timeline import events
+from tests.reporting.reports import PLAIN, REPORT, with_source
+
+FOLDER = Path(assemble.__file__).parent
+
+
+class Parts(HTMLParser):
+    """Elements of a page: scripts and styles by what they hold, ids, and whatever names another file."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.held: dict[str, list[str]] = {"script": [], "style": []}
+        self.data: dict[str, Any] = {}
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.policy = ""
+        self._open: tuple[str, str] = ("", "")
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.ids += [value for key, value in attrs if key == "id" and value]
+        self.links += [value for key, value in attrs if key in {"src", "href", "action", "data"} and value]
+        if found.get("http-equiv") == "Content-Security-Policy":
+            self.policy = found["content"] or ""
+        self._open = (tag, found.get("id") or "")
+
+    def handle_data(self, data: str) -> None:
+        tag, name = self._open
+        if tag == "script" and name:
+            self.data[name] = json.loads(data)
+        elif tag in self.held:
+            self.held[tag].append(data)
+        self._open = ("", "")
+
+
+def test_all_that_views_need_is_within() -> None:
+    parts = Parts(render(REPORT))
+    assert parts.data.keys() == {"report-data", "trace-data", "places-data"}
+    assert [(e["ph"], e["name"], e["ts"], e.get("dur")) for e in parts.data["trace-data"]] == [
+        (e["ph"], e["name"], e["ts"], e.get("dur")) for e in events(REPORT)
+    ]
+    assert parts.data["places-data"].keys() == set("abcde")
+    shown, whole = parts.data["report-data"], json.loads(REPORT.to_json())
+    for key in ("model", "signature", "summary", "explanation", "costs", "refusals", "versions", "profile"):
+        assert shown[key] == whole[key], key
+    assert [(c["chosen"], c["schedule"]["waits"]) for c in shown["candidates"]] == [
+        (False, 0), (False, 0), (True, 2), (False, 2),
+    ]  # fmt: skip
+    assert shown["graph"]["dependencies"][0] == ["a", "b"]
+
+
+def test_it_asks_for_no_other_file_and_may_run_nothing_but_its_own_script() -> None:
+    parts = Parts(render(REPORT))
+    assert [link for link in parts.links if not link.startswith("#")] == []
+    assert {link.removeprefix("#") for link in parts.links} <= set(parts.ids)
+    (script,), (style,) = parts.held["script"], parts.held["style"]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    assert parts.policy.startswith(
+        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'"
+    )
+    assert not re.search(r"https?://|@import|url\(", script + style)
+
+
+def test_ids_are_there_once_and_scripts_know_no_others() -> None:
+    parts = Parts(render(REPORT))
+    assert len(parts.ids) == len(set(parts.ids))
+    used = set(re.findall(r'(?<!\.)(?:get|read)\("([\w-]+)"\)', parts.held["script"][0]))
+    assert used <= set(parts.ids)
+
+
+def test_scripts_set_text_and_no_markup() -> None:
+    banned = r"(inner|outer)HTML|insertAdjacent|document\.write|\beval\b|Function\(|DOMParser|ContextualFragment"
+    assert not re.search(banned, "".join((FOLDER / name).read_text() for name in SCRIPTS))
+
+
+def test_every_file_is_used_and_comes_with_the_package() -> None:
+    there = {path.name for path in FOLDER.iterdir() if path.suffix not in {".py", ".pyc"} and path.is_file()}
+    assert there == {*SCRIPTS, "page.html", "page.css"}
+    project = (FOLDER.parents[2] / "pyproject.toml").read_text()
+    for kind in ("html", "css", "js"):
+        assert f'"reporting/page/*.{kind}"' in project
+
+
+HOSTILE = "</script><script>alert(1)</script><!--<script> {{script}} \\u003c \u2028 \ud800"
+
+
+@pytest.mark.parametrize("report", [REPORT, PLAIN])
+def test_nothing_that_a_report_says_becomes_markup(report: Report) -> None:
+    evil = replace(report, model=HOSTILE, signature=HOSTILE, versions={HOSTILE: HOSTILE})
+    if report.graph:
+        evil = replace(evil, graph=with_source(report.graph, "a", HOSTILE))
+    page, innocent = Parts(render(evil)), Parts(render(report))
+    assert page.held == innocent.held
+    assert page.ids == innocent.ids
+    assert page.data["report-data"]["model"] == HOSTILE
+    assert render(evil).count("<") == render(report).count("<")
+
+
+def test_the_same_report_is_the_same_page() -> None:
+    assert render(REPORT) == render(REPORT)

@@ -1,0 +1,193 @@
+"""Trace files; expectations follow from the drawing in reports.py, and the fields from the format's description."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autostream.ir import FORK, JOIN, Candidate, Launch, OpGraph, Schedule, Slice, Timeline
+from autostream.reporting.report import Report
+from autostream.reporting.timeline import events, render
+from autostream.scheduling import POLICIES
+from autostream.scheduling.simulate import simulate
+from autostream.scheduling.synchronize import synchronize
+from tests.reporting.reports import COSTS, DIAMOND, PLAIN, REPORT, with_source
+from tests.scheduling.graphs import profile_with, random_costs, random_graphs
+
+FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "X": {"cat": str, "dur": (int, float)},
+    "i": {"cat": str, "s": str},
+    "s": {"cat": str, "id": int},
+    "f": {"cat": str, "id": int, "bp": str},
+    "C": {"cat": str},
+    "M": {},
+}
+"""What each phase has besides: complete, instant, flow start, flow finish, counter, metadata."""
+
+COMMON: dict[str, type | tuple[type, ...]] = {
+    "ph": str, "name": str, "pid": int, "tid": int, "ts": (int, float), "args": dict,
+}  # fmt: skip
+
+METADATA = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index"} | {
+    "thread_sort_index": "sort_index"
+}
+
+
+def checked(report: Report) -> list[dict[str, Any]]:
+    """The events of a report's file, each with the fields that the format documents, and no others."""
+    trace = json.loads(render(report))
+    assert trace.keys() == {"displayTimeUnit", "otherData", "traceEvents"}
+    assert trace["displayTimeUnit"] in {"ms", "ns"}
+    found: list[dict[str, Any]] = trace["traceEvents"]
+    for event in found:
+        fields = COMMON | FIELDS[event["ph"]]
+        assert event.keys() == fields.keys()
+        for name, kind in fields.items():
+            assert isinstance(event[name], kind), (name, event)
+        assert event["ts"] >= 0
+        assert math.isfinite(event["ts"])
+        assert event.get("dur", 0) >= 0
+        assert event.get("bp", "e") == "e"
+        assert event.get("s", "t") in {"g", "p", "t"}
+        if event["ph"] == "M":
+            assert event["args"].keys() == {METADATA[event["name"]]}
+        if event["ph"] == "C":
+            assert all(isinstance(value, int | float) for value in event["args"].values())
+    require_no_overlap(found)
+    require_arrows_within_slices(found)
+    return found
+
+
+def require_no_overlap(found: list[dict[str, Any]]) -> None:
+    """Slices of a lane that overlap are drawn as calls within calls, or not at all."""
+    until: dict[tuple[int, int], float] = {}
+    for event in sorted(of(found, "X"), key=lambda e: (e["ts"], e["dur"])):
+        lane = event["pid"], event["tid"]
+        assert event["ts"] >= until.get(lane, 0.0) - 1e-6, event
+        until[lane] = event["ts"] + event["dur"]
+
+
+def require_arrows_within_slices(found: list[dict[str, Any]]) -> None:
+    """Each begins once and ends once, in slices of one process that are there at that time."""
+    starts, ends = ({event["id"]: event for event in of(found, phase)} for phase in "sf")
+    assert starts.keys() == ends.keys()
+    assert len(of(found, "s")) == len(starts)
+    for number, start in starts.items():
+        end = ends[number]
+        assert (start["cat"], start["name"], start["pid"]) == (end["cat"], end["name"], end["pid"])
+        for event in (start, end):
+            around = [
+                each for each in of(found, "X")
+                if (each["pid"], each["tid"]) == (event["pid"], event["tid"])
+                and each["ts"] <= event["ts"] <= each["ts"] + each["dur"]
+            ]  # fmt: skip
+            assert around, event
+
+
+def of(found: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
+    return [event for event in found if event["ph"] == phase]
+
+
+def lanes(found: list[dict[str, Any]], process: int) -> dict[str, list[tuple[str, float, float]]]:
+    """By the name of a lane, its slices as (op, start, duration)."""
+    named = [event for event in of(found, "M") if event["name"] == "thread_name" and event["pid"] == process]
+    return {
+        lane["args"]["name"]: [
+            (event["name"], event["ts"], event["dur"])
+            for event in of(found, "X")
+            if (event["pid"], event["tid"]) == (process, lane["tid"])
+        ]
+        for lane in named
+    }
+
+
+def test_a_lane_for_each_stream_and_one_for_the_critical_path() -> None:
+    in_line = [("a", 0.0, 2.0), ("b", 2.5, 4.0), ("c", 6.5, 4.0), ("e", 11.0, 2.0)]
+    assert lanes(checked(REPORT), 0) == {"stream 0": in_line, "stream 1": [("d", 3.0, 6.0)], "critical path": in_line}
+
+
+def test_arrows_lead_from_the_end_of_what_is_waited_for_to_the_start_of_what_waits() -> None:
+    found = checked(REPORT)
+    assert [(e["tid"], e["ts"]) for e in of(found, "s")] == [(0, 1.999), (1, 8.999)]
+    assert [(e["tid"], e["ts"]) for e in of(found, "f")] == [(1, 3.0), (0, 11.0)]
+
+
+def test_the_measured_timeline_is_a_process_of_its_own() -> None:
+    assert REPORT.timeline is not None
+    slower = tuple(replace(s, start_us=2 * s.start_us, end_us=2 * s.end_us) for s in REPORT.timeline.slices)
+    found = checked(replace(REPORT, measured=Timeline(slower, "measured")))
+    names = {e["pid"]: e["args"]["name"] for e in of(found, "M") if e["name"] == "process_name"}
+    assert names == {0: "predicted", 1: "measured"}
+    assert lanes(found, 1)["stream 1"] == [("d", 6.0, 12.0)]
+    assert len({event["id"] for event in of(found, "s")}) == 4, "arrows of two processes have different numbers"
+
+
+def test_fork_and_join_are_marks() -> None:
+    launches = (Launch("a", 0), Launch("b", 1, waits=(FORK,)))
+    ops = {name: DIAMOND.ops[name] for name in "ab"}
+    graph = OpGraph(ops, (), DIAMOND.storages, (), "cuda:0")
+    times = {FORK: (0, 0, 0), "a": (0, 0, 2), "b": (1, 1, 5), JOIN: (0, 6, 6)}
+    timeline = Timeline(tuple(Slice(name, at, float(start), float(end)) for name, (at, start, end) in times.items()))
+    chosen = Candidate(Schedule("drawn", 2, launches, join_waits=("b",)), captured=True, predicted_us=6.0)
+    found = checked(replace(REPORT, graph=graph, chosen=chosen, timeline=timeline))
+    assert [(e["name"], e["tid"], e["ts"]) for e in of(found, "i")] == [("fork", 0, 0.0), ("join", 0, 6.0)]
+    assert of(found, "s") == [], "arrows need slices at both ends"
+
+
+def test_counters_say_what_is_in_memory_and_what_is_asked_of_the_device() -> None:
+    """Each op makes 1 KiB, kept until its last reader ends, and asks for a quarter of the SMs, half the bandwidth."""
+    counted: dict[str, list[tuple[float, ...]]] = {}
+    for event in of(checked(REPORT), "C"):
+        counted.setdefault(event["name"], []).append((event["ts"], *event["args"].values()))
+    assert counted["memory in use"] == [
+        (0.0, 1024), (2.5, 2048), (3.0, 3072), (6.5, 4096), (9.0, 3072), (10.5, 2048), (11.0, 3072), (13.0, 1024),
+    ]  # fmt: skip
+    shares = counted["shares asked for"]
+    assert shares[:4] == [(0.0, 0.25, 0.5), (2.0, 0.0, 0.0), (2.5, 0.25, 0.5), (3.0, 0.5, 1.0)]
+
+
+def test_ops_that_others_slow_down_say_so() -> None:
+    assert REPORT.timeline is not None
+    slices = tuple(replace(s, end_us=s.end_us + 3.0) if s.op == "d" else s for s in REPORT.timeline.slices)
+    found = checked(replace(REPORT, timeline=replace(REPORT.timeline, slices=slices)))
+    args = {event["name"]: event["args"] for event in of(found, "X")}
+    assert (args["d"]["alone_us"], args["d"]["slowdown"]) == (6.0, 1.5)
+    assert args["a"] == {"target": "aten.relu.default", "source": "", "alone_us": 2.0, "slowdown": 1.0}
+
+
+def test_hostile_names_are_data() -> None:
+    hostile = '</script><script>alert("\\u2028\x00")</script>\n\ud800'
+    odd = OpGraph({hostile: replace(DIAMOND.ops["a"], name=hostile)}, (), {}, (), "cuda:0")
+    odd = with_source(odd, hostile, hostile)
+    chosen = Candidate(Schedule("drawn", 1, (Launch(hostile, 0),)), captured=True, predicted_us=2.0)
+    timeline = Timeline((Slice(hostile, 0, 0.0, 2.0),))
+    report = replace(REPORT, graph=odd, costs={hostile: COSTS["a"]}, chosen=chosen, timeline=timeline)
+    (slice_of_op, _) = of(checked(report), "X")
+    assert (slice_of_op["name"], slice_of_op["args"]["source"]) == (hostile, hostile)
+    assert render(report).isascii()
+
+
+def test_nothing_scheduled_is_no_event() -> None:
+    assert list(events(PLAIN)) == []
+
+
+@given(data=st.data(), streams=st.integers(1, 4))
+@pytest.mark.parametrize("policy", ["critical_path", "path_cover"])
+def test_every_simulated_run_is_a_valid_file(policy: str, data: st.DataObject, streams: int) -> None:
+    profile = profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=1.7, fork_us=1.1, join_us=0.3)
+    graph: OpGraph = data.draw(random_graphs())
+    costs = data.draw(random_costs(graph))
+    schedule = synchronize(graph, POLICIES[policy](graph, costs, profile, streams, frozenset()))
+    chosen = Candidate(schedule, captured=True, predicted_us=1.0)
+    timeline = simulate(schedule, costs, profile)
+    report = replace(REPORT, profile=profile, graph=graph, costs=costs, chosen=chosen, timeline=timeline)
+    found = checked(report)
+    assert sorted(e["name"] for e in of(found, "X") if e["cat"] == "op") == sorted(graph.ops)
+    waits = [before for launch in schedule.launches for before in launch.waits if before != FORK]
+    assert len(of(found, "s")) == len(waits)
