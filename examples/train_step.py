@@ -79,7 +79,7 @@ def accuracy(model: nn.Module) -> float:
     images, kinds = samples(512, torch.Generator().manual_seed(1))
     model.eval()
     with torch.no_grad():
-        return (model(images).argmax(1) == kinds).float().mean().item()
+        return float((model(images).argmax(1) == kinds).float().mean())
 
 
 def main() -> None:

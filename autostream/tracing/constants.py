@@ -122,6 +122,8 @@ def _refuse_question(name: str, asking: FrameType) -> None:
 
     Its interpreter of graphs asks what the graph does, which is the model's. Training steps ask for gradients.
     """
+    while asking.f_back is not None and asking.f_code.co_name == "__torch_function__":  # another mode passes it on
+        asking = asking.f_back
     module = str(asking.f_globals.get("__name__"))
     torchs = module.partition(".")[0] == "torch" and module != "torch.fx.interpreter"
     if not torchs and module != "autostream.tracing.steps":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import check_backward_validity
 
 from autostream.errors import FastPathError, TraceError
 from autostream.tracing.constants import tensors_held
@@ -80,6 +81,16 @@ def count(model: Model, x: Tensor) -> Tensor:
 
 def test_what_the_model_does_to_itself_is_refused() -> None:
     assert "changes its own attribute calls" in refusal(count)
+
+
+def asks_pytorch_to_ask(model: Model, x: Tensor) -> Tensor:
+    check_backward_validity([x])
+    return x
+
+
+def test_pytorch_may_ask_what_a_tensor_is_to_autograd_and_a_model_may_not() -> None:
+    called(asks_pytorch_to_ask, torch.ones(2))
+    assert "the model asks (requires_grad)" in refusal(lambda model, x: x if x.requires_grad else -x, FastPathError)
 
 
 def test_generators_are_as_before() -> None:
