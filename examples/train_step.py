@@ -17,7 +17,7 @@ import autostream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ("horizontal bar", "vertical bar", "square", "cross")
-SIZE, BATCH, STEPS, ACCURACY = 12, 32, 50, 0.9
+SIZE, BATCH, STEPS, ACCURACY = 12, 32, 30, 0.9
 
 
 def samples(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
