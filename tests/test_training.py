@@ -448,7 +448,7 @@ def test_what_needs_another_schedule_gets_it(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "adagrad"])
 def test_schedulers_of_the_rate_see_steps_and_their_rates_are_used(optimizer: str) -> None:
     torch.manual_seed(0)
     model = mlp().double()
