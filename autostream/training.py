@@ -20,10 +20,11 @@ from autostream.errors import OptionError, TargetError
 from autostream.ir import Decision
 from autostream.options import Options
 from autostream.reporting.report import Report
+from autostream.storages import storage_of
 from autostream.tracing.functions import module_of
 from autostream.tracing.inductor import check_level, check_settings
 from autostream.tracing.optimizers import obstacle
-from autostream.tracing.steps import Backward, TrainingStep
+from autostream.tracing.steps import Backward, Recipe, TrainingStep
 
 
 def train_step(
@@ -33,6 +34,8 @@ def train_step(
     *,
     microbatches: int = 1,
     max_norm: float | None = None,
+    average: nn.Module | None = None,
+    decay: float = 0.999,
     **options: Any,
 ) -> TrainStep:
     """Make a function that does a training step: forward, loss, backward, optimizer and ``zero_grad``.
@@ -63,6 +66,10 @@ def train_step(
         microbatches: in how many equal parts to go through a batch; their gradients are added up, and the loss is the
             mean of theirs.
         max_norm: scale the gradients of all parameters together down to this L2 norm, where theirs is larger.
+        average: a copy of the model (``copy.deepcopy(model)``) whose parameters become a moving average of the model's:
+            after each step they are ``decay`` times what they were and ``1 - decay`` times the model's. Its buffers are
+            the model's.
+        decay: of that average, from 0 to 1.
         **options: see :class:`~autostream.options.Options`. More signatures than ``max_signatures`` run as they are.
 
     Returns:
@@ -92,11 +99,26 @@ def train_step(
         raise OptionError(f"microbatches={microbatches!r} is not allowed: use a whole number from 1")
     if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
         raise OptionError(f"max_norm={max_norm!r} is not allowed: use None or a number above 0")
+    if not (isinstance(decay, int | float) and 0 <= decay <= 1):
+        raise OptionError(f"decay={decay!r} is not allowed: use a number from 0 to 1")
+    if average is not None and not _is_copy(average, model):
+        raise TargetError("average has to be a copy of the model with tensors of its own: use copy.deepcopy(model)")
     chosen = Options.parse(options)
     check_settings(chosen.inductor_options)
     check_level(chosen.kernels)
     kind = Backward if obstacle(optimizer) else TrainingStep
-    return TrainStep(kind(model, module_of(loss_fn), optimizer, microbatches, max_norm), chosen)
+    recipe = Recipe(microbatches, max_norm, average, decay)
+    return TrainStep(kind(model, module_of(loss_fn), optimizer, recipe), chosen)
+
+
+def _is_copy(average: object, model: nn.Module) -> bool:
+    if not isinstance(average, nn.Module):
+        return False
+    mine, its = ([*module.parameters(), *module.buffers()] for module in (average, model))
+    alike = [(tensor.shape, tensor.dtype, tensor.device) for tensor in mine] == [
+        (tensor.shape, tensor.dtype, tensor.device) for tensor in its
+    ]
+    return alike and set(map(storage_of, mine)).isdisjoint(map(storage_of, its))
 
 
 class TrainStep:

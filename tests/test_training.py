@@ -361,6 +361,22 @@ def test_the_gradients_of_what_others_train_are_let_alone() -> None:
     assert [parameter.grad for parameter in list(model.parameters())[2:]] == [None, None]
 
 
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["adamw"], torch.optim.Adamax], ids=["whole", "in two parts"])
+def test_an_average_follows_the_model(optimizer: Make, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = normed().double()
+    average, expected = copy.deepcopy(model), copy.deepcopy(model)
+    step = train_step(model, optimizer(model.parameters()), mse, average=average, decay=0.8, **options)
+    for number in range(5):
+        step(*ROWS[number % 2])
+        with torch.no_grad():
+            for mine, its in zip(expected.parameters(), model.parameters(), strict=True):
+                mine.mul_(0.8).add_(its, alpha=0.2)
+        close([*average.parameters()], [*expected.parameters()])
+        close([*average.buffers()], [*model.buffers()])
+    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+
+
 # What happens between steps
 
 
@@ -684,6 +700,8 @@ def test_microbatches_have_no_outputs() -> None:
         ({"microbatches": 0}, "microbatches=0 is not allowed"),
         ({"microbatches": True}, "microbatches=True is not allowed"),
         ({"max_norm": -1}, "max_norm=-1 is not allowed"),
+        ({"decay": 2}, "decay=2 is not allowed"),
+        ({"average": nn.Linear(2, 2)}, "average has to be a copy of the model"),
         ({"polices": "auto"}, "did you mean 'policy'"),
     ],
 )
@@ -691,6 +709,12 @@ def test_what_it_does_not_take_is_refused(change: dict[str, Any], message: str) 
     model, optimizer = small()
     with pytest.raises((TargetError, OptionError), match=message):
         train_step(**{"model": model, "optimizer": optimizer, "loss_fn": mse, **change})
+
+
+def test_an_average_in_the_models_own_memory_is_refused() -> None:
+    model, optimizer = small()
+    with pytest.raises(TargetError, match="with tensors of its own"):
+        train_step(model, optimizer, mse, average=model)
 
 
 # Reports

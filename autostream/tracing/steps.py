@@ -50,6 +50,25 @@ class Setting:
     groups: tuple[Group, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a step does besides the most plain one.
+
+    Attributes:
+        microbatches: how many equal parts of the batch to go through, one after the other; the loss is the mean of
+            theirs.
+        max_norm: of all gradients together; larger ones are scaled down to it.
+        average: a copy of the model, whose parameters follow the model's as a moving average, and whose buffers are
+            the model's.
+        decay: how much of the average is left by each step.
+    """
+
+    microbatches: int = 1
+    max_norm: float | None = None
+    average: nn.Module | None = None
+    decay: float = 0.999
+
+
 class Backward(nn.Module):
     """Forward, loss and backward.
 
@@ -57,28 +76,21 @@ class Backward(nn.Module):
         model: the model.
         loss_fn: takes the model and the batch; returns the loss, or a tuple that begins with it.
         optimizer: of the parameters whose gradients are asked for.
-        microbatches: how many equal parts of the batch to go through, one after the other; the loss is the mean of
-            theirs.
-        max_norm: of all gradients together; larger ones are scaled down to it.
+        recipe: what else to do.
 
     Raises:
         TargetError: the optimizer has a parameter that neither the model nor the loss has.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: nn.Module,
-        optimizer: Optimizer,
-        microbatches: int = 1,
-        max_norm: float | None = None,
+        self, model: nn.Module, loss_fn: nn.Module, optimizer: Optimizer, recipe: Recipe | None = None
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self.microbatches = microbatches
-        self.max_norm = max_norm
+        self.recipe = recipe or Recipe()
+        self.average = self.recipe.average
         self.look_again()
 
     def _get_name(self) -> str:
@@ -136,6 +148,7 @@ class Backward(nn.Module):
         self._clip(parameters)
         self.optimizer.step()
         _clear_gradients(parameters)
+        self._follow()
         return result
 
     def _with_gradients(self, batch: Batch, setting: Setting) -> tuple[Any, list[Tensor]]:
@@ -159,19 +172,29 @@ class Backward(nn.Module):
 
     def _losses(self, batch: Batch) -> Iterator[tuple[Tensor, Any]]:
         """Of each part of a batch its share of the loss, and the result to return."""
-        for part in _parts(batch, self.microbatches):
+        for part in _parts(batch, self.recipe.microbatches):
             with torch.enable_grad():
                 result = self.loss_fn(self.model, *part)
                 loss = _loss_of(result)
-                if self.microbatches > 1:
+                if self.recipe.microbatches > 1:
                     if result is not loss:
                         raise TargetError("with microbatches, loss_fn has to return the loss alone")
-                    loss = result = loss / self.microbatches
+                    loss = result = loss / self.recipe.microbatches
             yield loss, _detached(result)
 
     def _clip(self, parameters: Sequence[Tensor]) -> None:
-        if self.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
+        if self.recipe.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.recipe.max_norm)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Let the average follow the model."""
+        if self.average is None:
+            return
+        for average, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            average.lerp_(parameter, 1 - self.recipe.decay)
+        for copy, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
+            copy.copy_(buffer)
 
     def _refusal(self, parameters: Sequence[Tensor], batch: Batch) -> str:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(batch)):
@@ -188,14 +211,9 @@ class TrainingStep(Backward):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: nn.Module,
-        optimizer: Optimizer,
-        microbatches: int = 1,
-        max_norm: float | None = None,
+        self, model: nn.Module, loss_fn: nn.Module, optimizer: Optimizer, recipe: Recipe | None = None
     ) -> None:
-        super().__init__(model, loss_fn, optimizer, microbatches, max_norm)
+        super().__init__(model, loss_fn, optimizer, recipe)
         self.state = _State()
         self._rates = Rates()
         self.setting()
@@ -211,6 +229,7 @@ class TrainingStep(Backward):
         self._clip(parameters)
         update(self.optimizer, setting.groups, self._places.by_group(parameters), self.state.of(parameters))
         _clear_gradients(parameters)
+        self._follow()
         return result
 
     def setting(self, batch: Batch = ()) -> Setting:
