@@ -4,6 +4,9 @@ fast = autostream.optimize(model)      # same module, same outputs
 with torch.inference_mode():
     y = fast(x)
 print(autostream.explain(fast))        # what runs beside what, what it gained, and why not more
+
+step = autostream.train_step(model, optimizer, loss_fn)    # forward, loss, backward, optimizer: one graph
+loss = step(x, y)
 """
 
 from autostream.api import OptimizedModule, explain, optimize
@@ -17,6 +20,7 @@ from autostream.errors import (
     TraceError,
 )
 from autostream.reporting.report import Report
+from autostream.training import train_step
 from autostream.version import VERSION
 
 __version__ = VERSION
@@ -31,7 +35,7 @@ __all__ = [
     "ScheduleError",
     "TargetError",
     "TraceError",
-    "__version__",
     "explain",
     "optimize",
+    "train_step",
 ]

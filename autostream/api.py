@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -17,7 +16,9 @@ from autostream.options import Options
 from autostream.reporting import notebook
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers
+from autostream.tracing.functions import module_of
 from autostream.tracing.inductor import check_level, check_settings
+from autostream.training import TrainStep
 
 
 def optimize(
@@ -60,8 +61,7 @@ def optimize(
         hint = ": make one" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise TargetError(f"optimize takes a torch.nn.Module or a function of tensors, not {model!r}{hint}")
     args, kwargs = _examples(example_inputs, example_kwargs)
-    module = model if isinstance(model, nn.Module) else _FunctionModule(model)
-    optimized = OptimizedModule(module, Options.parse(options))
+    optimized = OptimizedModule(module_of(model), Options.parse(options))
     if example_inputs is not None or example_kwargs is not None:
         optimized._autostream.prepare(*args, **kwargs)
     return optimized
@@ -213,20 +213,23 @@ class OptimizedModule(nn.Module):
 
 
 def reports_of(value: object) -> tuple[Report, ...]:
-    """The reports of what :func:`optimize` returned, whatever names its model has; of anything else there are none.
+    """The reports of what :func:`optimize` or :func:`train_step` returned; of anything else there are none.
 
     Example:
         >>> reports_of(nn.ReLU())
         ()
     """
+    if isinstance(value, TrainStep):
+        return value.reports
     return value._autostream.reports if isinstance(value, OptimizedModule) else ()
 
 
-def explain(optimized: OptimizedModule, *, ops: int | None = 10) -> str:
-    """Say how much faster an optimized module is, why not more, what runs beside what, and what to try.
+def explain(optimized: OptimizedModule | TrainStep, *, ops: int | None = 10) -> str:
+    """Say how much faster an optimized module or step is, why not more, what runs beside what, and what to try.
 
     Args:
-        optimized: what :func:`optimize` returned, or a piece of a model that ``torch.compile`` made of it.
+        optimized: what :func:`optimize` or :func:`train_step` returned, or a piece of a model that ``torch.compile``
+            made of it.
         ops: show this many ops of each signature, the longest ones; ``None`` shows all.
 
     Returns:
@@ -235,11 +238,13 @@ def explain(optimized: OptimizedModule, *, ops: int | None = 10) -> str:
     Raises:
         TargetError: it is something else.
     """
-    if not isinstance(optimized, OptimizedModule):
-        raise TargetError(f"explain takes what optimize returned, not a {type(optimized).__name__}")
+    if not isinstance(optimized, OptimizedModule | TrainStep):
+        raise TargetError(f"explain takes what optimize or train_step returned, not a {type(optimized).__name__}")
     reports = reports_of(optimized)
     if not reports and optimized._autostream.disabled:
         return "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"
+    if not reports and isinstance(optimized, TrainStep):
+        return "nothing is known yet: the first step makes the optimizer's state, the next one is scheduled"
     if not reports:
         return "nothing is known yet: call it once, or give optimize() example inputs"
     return "\n\n\n".join(answers(report, ops=ops) for report in reports)
@@ -268,39 +273,3 @@ def _of_the_model(name: str) -> property:
 
 for _name in ("training", *_SHARED):
     setattr(OptimizedModule, _name, _of_the_model(_name))
-
-
-class _FunctionModule(nn.Module):
-    """A function as a module. The modules that it refers to, or that it is a method of, are its submodules."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._autostream_function = function
-        # Not add_module, which refuses names of its own attributes.
-        self._modules |= {k: value for k, value in _referred_to(function).items() if isinstance(value, nn.Module)}
-
-    @property
-    def training(self) -> bool:
-        """A function has no mode of its own."""
-        return any(module.training for module in self.children())
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        pass
-
-    def _get_name(self) -> str:
-        return getattr(self._autostream_function, "__qualname__", type(self._autostream_function).__name__)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._autostream_function(*args, **kwargs)
-
-
-def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a Python function or method refers to by name; nothing for other callables."""
-    if not inspect.isfunction(getattr(function, "__func__", function)):
-        return {}
-    try:
-        variables = inspect.getclosurevars(function)
-    except ValueError:  # a variable has no value yet
-        return {}
-    return {**variables.globals, **variables.nonlocals, "self": getattr(function, "__self__", None)}

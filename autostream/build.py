@@ -35,10 +35,12 @@ from autostream.shortcut import Run, Shortcut
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
-from autostream.tracing.export import trace
+from autostream.tracing.export import Traced, trace
 from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
+from autostream.tracing.steps import Backward
+from autostream.tracing.train_step import trace_step
 from autostream.tracing.tree import Structure, flatten, unflatten
 from autostream.tuning import Tuned, tune, undone
 
@@ -94,7 +96,7 @@ class Scheduled:
         with preparing:
             stopwatch = Stopwatch()
             with stopwatch("trace"):
-                traced = trace(model, tensors, structure)
+                traced = _traced(model, tensors, structure)
             placeholders = traced.program.placeholders
             self._state = LiveState(model, placeholders, traced.constants)
             self._bound = tuple(p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders)
@@ -111,6 +113,7 @@ class Scheduled:
             self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
             self._expected = self._metadata(arguments)
             self._writes = any(written(self._program, self._graph))
+            self._own = _Own()
             self.repeatable = repeatable(self._program, self._graph)
             # Running with weights that are no longer the model's does no harm then. Where integers are computed with it
             # might: an index that is new may be beyond the end of what is old.
@@ -127,7 +130,7 @@ class Scheduled:
         arguments = self._arguments(tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments):
             raise Unsuitable(RECORDS_GRADIENTS)
-        if self._writes and not _storages(tensors).isdisjoint(_storages(arguments[: len(arguments) - len(tensors)])):
+        if self._writes and not self._own.isdisjoint(arguments[: len(arguments) - len(tensors)], tensors):
             raise Unsuitable("an input shares memory with the model's own state, and the model writes")
         if not self._harmless and not self._as_traced(arguments):
             raise Stale
@@ -247,6 +250,12 @@ class Scheduled:
         self._selection = replace(self._selection, execution=execution)
         self._shortcut = None
         return execution
+
+
+def _traced(model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> Traced:
+    if isinstance(model, Backward):
+        return trace_step(model, tensors, structure)
+    return trace(model, tensors, structure)
 
 
 def _pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tuned:
@@ -480,5 +489,18 @@ _COLUMNS: tuple[Callable[[Tensor], object], ...] = (
 )  # fmt: skip
 
 
-def _storages(tensors: Sequence[Tensor]) -> set[int]:
-    return {storage_of(tensor) for tensor in tensors}
+class _Own:
+    """The storages of the model's tensors: looked up anew where one of these lies elsewhere than at the last call."""
+
+    def __init__(self) -> None:
+        self._addresses: list[int] = []
+        self._held: list[Tensor] = []  # so that nothing else can come to lie there
+        self._storages: frozenset[int] = frozenset()
+
+    def isdisjoint(self, own: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Whether none of these tensors shares memory with the model's own."""
+        addresses = list(map(Tensor.data_ptr, own))
+        if addresses != self._addresses:
+            self._addresses, self._held = addresses, [tensor.detach() for tensor in own]
+            self._storages = frozenset(map(storage_of, own))
+        return self._storages.isdisjoint(map(storage_of, tensors))

@@ -35,6 +35,7 @@ from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unu
 from autostream.tracing.inductor import check_level
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
+from autostream.tracing.steps import Backward
 from autostream.tracing.tree import Structure, flatten, unflatten
 from autostream.tracing.trial import check_call, check_devices
 
@@ -85,6 +86,8 @@ class Dispatcher:
         self._shortcut: Shortcut | None = None
         self._watch = ModelWatch(model)
         _dispatchers.add(self)
+        # Graphs of steps are made whole, and only so many: each takes as long as a thousand steps.
+        self._is_step = isinstance(model, Backward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
@@ -184,7 +187,8 @@ class Dispatcher:
                 self._note(str(bypass))
                 return None
             entry, proven = self._entry(tensors, structure, signature)
-        if not isinstance(entry, Scheduled) and entry not in self._proven and not _optimized_in_part(self.model):
+        tried = self._is_step or entry in self._proven or _optimized_in_part(self.model)
+        if not isinstance(entry, Scheduled) and not tried:
             try:
                 check_call(self.model, args, kwargs)
             except TargetError:
@@ -198,6 +202,8 @@ class Dispatcher:
         tensors, structure, signature, watch = self._signature(args, kwargs)
         if signature.records_gradients:
             raise self._refused(RECORDS_GRADIENTS)
+        if self._is_step and signature not in self._entries and len(self._entries) >= self.options.max_signatures:
+            raise self._refused("it has as many schedules as max_signatures allows, for other batches or settings")
         for _ in range(3):
             entry, proven = self._entry(tensors, structure, signature)
             try:
@@ -319,9 +325,9 @@ class Dispatcher:
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:
-            if self.options.strict or isinstance(error, OptionError):
+            if self.options.strict or isinstance(error, OptionError | TargetError):
                 raise
-            splittable = isinstance(error, TraceError) and not isinstance(error, FastPathError)
+            splittable = isinstance(error, TraceError) and not isinstance(error, FastPathError) and not self._is_step
             if splittable and self.bound_inputs is None:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, error)
                 return Pieces(self.model, signature, str(error), self._piece)

@@ -45,6 +45,7 @@ class Options:
             seen.
         strict: raise where autostream would otherwise run the plain model and say why in the report.
         max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
+            Of training steps, those beyond run as they are.
         tuning_seconds: what choosing a schedule may take for each signature: timing ops, searching, and timing
             schedules. Tracing and compiling come on top; ``Report.seconds`` has them all.
         memory_budget: the most that may be allocated: a float is a ratio to what the model takes on one stream, weights

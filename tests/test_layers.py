@@ -20,7 +20,7 @@ FLOORS = {
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
     3: {"pipeline", "candidates", "comparison", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
-    4: {"api", "backend"},
+    4: {"api", "backend", "training"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
 }
 """Rooms by floor; a room is a package or a module of its own."""
@@ -113,6 +113,7 @@ ONLY_IN = [
             "tracing.kernel_graph",
             "tracing.kernel_json",
             "tracing.out_variants",
+            "tracing.train_step",
         },
     ),
     (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower", "tracing.kernel_json"}),

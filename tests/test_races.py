@@ -29,7 +29,7 @@ from autostream.scheduling.arena import place_storages
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from tests.execution.programs import Case, Towers, case_of, fused_case, random_schedule, same, sliced_case
+from tests.execution.programs import Case, Towers, case_of, fused_case, random_schedule, same, sliced_case, step_case
 from tests.scheduling.mistakes import with_a_lifetime_shortened, with_a_release_too_early, without_a_wait
 
 SEEDS = 20
@@ -103,7 +103,8 @@ MODELS = {
     "mutated": (mutated, [(4, 6), (4, 6)]),
 }
 KERNELS = {"fused": fused_case, "sliced": sliced_case}
-NAMES = (*MODELS, *KERNELS)
+CASES = {**KERNELS, "training step": step_case}
+NAMES = (*MODELS, *CASES)
 
 PLANS = [(policy, streams) for policy in ("critical_path", "path_cover") for streams in (2, 3, 4)]
 
@@ -111,8 +112,8 @@ PLANS = [(policy, streams) for policy in ("critical_path", "path_cover") for str
 @cache
 def case(name: str) -> Case:
     torch.manual_seed(0)
-    if name in KERNELS:
-        return KERNELS[name]()
+    if name in CASES:
+        return CASES[name]()
     model, shapes = MODELS[name]
     return case_of(model, *(torch.randn(shape) for shape in shapes))  # type: ignore[arg-type]
 

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autostream.api import reports_of
 from autostream.bench.accuracy import MOST, allowed_error, relative_error
 from autostream.bench.contest import Contender
 from autostream.bench.modes import captured, tensors_in
+from autostream.training import train_step
 
 STEPS = 3
 """Steps after which loss and parameters are compared."""
@@ -63,7 +65,16 @@ def compile_captured(subject: TrainingSubject) -> Step:
     return _captured(subject, _compiled(subject.loss))
 
 
-CPU: dict[str, Callable[[TrainingSubject], Step]] = {mode.__name__: mode for mode in (eager, compile_default)}
+def autostream(subject: TrainingSubject) -> Step:
+    """``autostream.train_step``: the whole step as one scheduled graph."""
+    step = train_step(subject.model, subject.optimizer, subject.loss)
+    step(*subject.data)  # it makes the optimizer's state, so that the next one is scheduled
+    return step
+
+
+CPU: dict[str, Callable[[TrainingSubject], Step]] = {
+    mode.__name__: mode for mode in (eager, compile_default, autostream)
+}
 CUDA = CPU | {mode.__name__: mode for mode in (compile_reduce_overhead, cuda_graph, compile_captured)}
 
 
@@ -104,7 +115,12 @@ class Training:
         def drift() -> float:
             return self._drift(subject, step)
 
-        return Contender(lambda: step(*subject.data), lambda: max(self._error(mode), drift()), late_error=drift)
+        return Contender(
+            lambda: step(*subject.data),
+            lambda: max(self._error(mode), drift()),
+            lambda: reports_of(step),
+            late_error=drift,
+        )
 
     def _error(self, mode: str) -> float:
         subject = self._make(torch.float32)

@@ -120,10 +120,13 @@ def unasked(question: str) -> Iterator[None]:
 def _refuse_question(name: str, asking: FrameType) -> None:
     """Raise an error unless it is PyTorch that asks, for whose ops it makes no difference where nothing is recorded.
 
-    Its interpreter of graphs asks what the graph does, which is the model's.
+    Its interpreter of graphs asks what the graph does, which is the model's. Training steps ask for gradients.
     """
+    while asking.f_back is not None and asking.f_code.co_name == "__torch_function__":  # another mode passes it on
+        asking = asking.f_back
     module = str(asking.f_globals.get("__name__"))
-    if module.partition(".")[0] != "torch" or module == "torch.fx.interpreter":
+    torchs = module.partition(".")[0] == "torch" and module != "torch.fx.interpreter"
+    if not torchs and module != "autostream.tracing.steps":
         raise FastPathError(f"the model asks ({name}) what may change from call to call")
 
 

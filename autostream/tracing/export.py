@@ -7,33 +7,23 @@ depends on data) it refuses, and so do we.
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.traceback import preserve_node_meta
+from torch._subclasses import FakeTensor
 
-from autostream import collector
-from autostream.errors import FastPathError, TraceError, first_line
+from autostream.errors import FastPathError, TraceError
 from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
-from autostream.tracing.attention import fused_attention
-from autostream.tracing.attributes import Holder, holders, host_generators, untouched
-from autostream.tracing.comparisons import ReflectedComparisons
-from autostream.tracing.constants import Constants, tensors_held, unasked
-from autostream.tracing.dropouts import IdleDropouts
+from autostream.tracing.constants import tensors_held
+from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in, watched
 from autostream.tracing.guards import unusual
-from autostream.tracing.leaks import recalled
 from autostream.tracing.replica import replica, with_ordinary_parameters
-from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
-from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
+from autostream.tracing.tree import Structure
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -68,20 +58,21 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
         TraceError: it cannot be traced; the message says why.
 
     Example:
+        >>> from autostream.tracing.tree import flatten
         >>> tensors, structure = flatten(((torch.ones(2, 3),), {}))
         >>> traced = trace(nn.Linear(3, 4), tensors, structure)
         >>> [placeholder.target for placeholder in traced.program.placeholders]
         ['weight', 'bias', '0']
     """
-    _check(model)
+    check_ordinary(model)
     held = tensors_held(model)
-    flat = _FlatModel(with_ordinary_parameters(_padding_refused(replica(model))), structure, held)
+    flat = FlatModel(with_ordinary_parameters(_padding_refused(replica(model))), structure, held, "torch.export")
     exported = _export(flat, tensors)
     if _reached_originals(exported, model):
-        flat = _FlatModel(model, structure, held)
+        flat = FlatModel(model, structure, held, "torch.export")
         exported = _export(flat, tensors)
     module = _pruned(exported)
-    if device is not None and torch.device(device).type != torch.device(_device(module)).type:
+    if device is not None and torch.device(device).type != torch.device(device_of(module)).type:
         _relocate(module, torch.device(device))
     placeholders, constants = _placeholders(exported, model, tensors)
     program = Program(
@@ -89,17 +80,9 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
         placeholders=placeholders,
         outputs=tuple(node.name for node in module.graph.output_node().args[0]),  # type: ignore[union-attr, misc]
         level="aten",
-        device=_device(module),
+        device=device_of(module),
     )
     return Traced(program, flat.result.structure, constants)
-
-
-def _check(model: nn.Module) -> None:
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise TraceError("TorchScript cannot be traced: use the module that it was made from")
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if reason := unusual(tensor):
-            raise TraceError(f"the model's {name} {reason}")
 
 
 def _padding_refused(twin: nn.Module) -> nn.Module:
@@ -128,108 +111,11 @@ def _reached_originals(exported: ExportedProgram, model: nn.Module) -> bool:
     return False
 
 
-class _Result:
-    """Carries what is learnt out of a trace. Export restores attributes that are containers, but no others."""
-
-    structure = TENSOR
-    """Of the outputs."""
-
-    modes: frozenset[FakeTensorMode] = frozenset()
-    """Of the fake tensors that the model ran on."""
-
-
-class _FlatModel(nn.Module):
-    """A model that takes and returns flat tensors, so that export never sees a container."""
-
-    def __init__(self, model: nn.Module, structure: Structure, held: frozenset[int]) -> None:
-        super().__init__()
-        self.model = model
-        self._structure = structure
-        self._grad_mode = torch.is_grad_enabled()
-        self.result = _Result()
-        self.constants = Constants(held, _called.__code__)
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = unflatten(self._structure, tensors)
-        before = holders(self.model)
-        self.constants.watch(tensors)
-        given = [*tensors, *self.model.parameters(), *self.model.buffers()]
-        self.result.modes = frozenset(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
-        layouts = list(map(_layout, given))
-        torch.default_generator.manual_seed(_UNLIKELY_SEED)
-        generators = host_generators()
-        try:
-            with (
-                patched_for_this_thread(),
-                preserve_node_meta(),
-                IdleDropouts(),
-                self.constants,
-                self._unasked(),
-                ReflectedComparisons(),
-            ):
-                result = _called(self.model, args, kwargs)
-        except Exception as error:
-            # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
-            raise _refusal(self.model, error) from error
-        if changed := next(filter(None, map(Holder.changed, before)), ""):
-            raise TraceError(f"the model's forward changes its own attribute {changed}: a graph would do so only once")
-        if host_generators() != generators:
-            raise TraceError(
-                "the model draws random numbers from Python or NumPy, or sets a seed: a graph would do so once"
-            )
-        after, structure = flatten((args, kwargs))
-        if structure != self._structure or any(new is not old for new, old in zip(after, tensors, strict=True)):
-            raise TraceError("the model changes a container (list, dict, …) that it is given")
-        if list(map(_layout, given)) != layouts:
-            raise TraceError("the model changes the shape or the memory of a tensor in place (resize_, .data = …)")
-        outputs, output_structure = flatten(result)
-        self.result.structure = output_structure
-        return tuple(outputs)
-
-    @contextmanager
-    def _unasked(self) -> Iterator[None]:
-        """Refuse questions about modes of the call that export turns off."""
-        grad_mode = unasked("is_grad_enabled") if self._grad_mode else nullcontext()
-        with unasked("is_inference_mode_enabled"), grad_mode:
-            yield
-
-
-_UNLIKELY_SEED = 0x5EED_0F_A_7ACE
-"""Tells whether a model sets the seed. The generators are put back when tracing is done."""
-
-
-def _called(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a model; if it is a graph, such as a piece that Dynamo made, let each op keep the user's line."""
-    if not isinstance(model, torch.fx.GraphModule) or kwargs:
-        return model(*args, **kwargs)
-    return torch.fx.Interpreter(model).run(*args)
-
-
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return storage_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-def _export(flat: _FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
+def _export(flat: FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
     from torch.export import export
 
     _acquaint_dynamo()
-    with ExitStack() as stack:
-        stack.callback(lambda: unreferenced(flat.result.modes | _modes_of(flat.model)))
-        stack.enter_context(untouched(flat.model))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(tamed())
-        stack.enter_context(fused_attention())
-        stack.enter_context(collector.paused())
-        try:
-            exported = export(flat, _ordinary(tensors), strict=False)
-        except Exception as error:
-            _let_go(error)
-            recalled(flat.constants.seen)
-            raise _refusal(flat.model, error) from error
-    if recalled(flat.constants.seen):
-        raise TraceError("the model keeps a tensor in a cache, list or dict: a graph would not put it there again")
-    return exported
+    return watched(lambda: export(flat, ordinary(tensors), strict=False), flat)
 
 
 def _acquaint_dynamo() -> None:
@@ -243,38 +129,7 @@ def _acquaint_dynamo() -> None:
         TorchInGraphFunctionVariable._get_handlers()
 
 
-def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:
-    """The modes of fake tensors in the notes of a graph, which is what a piece that Dynamo made is."""
-    nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
-    values = (value for node in nodes for value in _tensors(node.meta.get("example_value")))
-    return frozenset(value.fake_mode for value in values if isinstance(value, FakeTensor))
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Drop what the frames of an error and of its causes hold: to look for who else holds a fake tensor takes long."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _refusal(model: nn.Module, error: Exception) -> TraceError:
-    if isinstance(error, TraceError):
-        refusal, _, _ = str(error).partition("\n")  # torch.fx adds pages to errors in graphs that it interprets
-        return type(error)(f"{refusal}{_blamed(error)}")
-    return TraceError(f"torch.export cannot trace {type(model).__name__}: {first_line(error)}{_blamed(error)}")
-
-
-def _blamed(error: Exception) -> str:
-    """The innermost line of an error's traceback that is neither PyTorch's nor ours, or ``""``."""
-    libraries = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<string>")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-    if not frames:
-        return ""
-    path = frames[-1].filename.removeprefix(os.getcwd() + os.sep)
-    return f" (at {path}:{frames[-1].lineno}: {frames[-1].line})"
-
-
-def _ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors, with stand-ins in the same memory for those made in inference mode, and for views.
 
     Autograd would refuse to trace in-place ops on the former. Of a view, export looks at the base as well, whose sizes
@@ -282,14 +137,14 @@ def _ordinary(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """
     stand_ins: dict[int, Tensor] = {}
 
-    def ordinary(tensor: Tensor) -> Tensor:
+    def stand_in(tensor: Tensor) -> Tensor:
         if not (tensor.is_inference() or tensor._is_view()):
             return tensor
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         return stand_ins.setdefault(id(tensor), empty.set_(tensor.untyped_storage(), *place))
 
-    return tuple(map(ordinary, tensors))
+    return tuple(map(stand_in, tensors))
 
 
 def _placeholders(
@@ -365,25 +220,19 @@ def _relocate(module: torch.fx.GraphModule, device: torch.device) -> None:
     """Say of all values that they are on another device."""
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            for value in _tensors(node.meta.get("val")):
+            for value in tensors_in(node.meta.get("val")):
                 if isinstance(value, FakeTensor):
                     value.fake_device = device
 
 
-def _device(module: torch.fx.GraphModule) -> str:
+def device_of(module: torch.fx.GraphModule) -> str:
     """The device that a program runs on.
 
     Raises:
         TraceError: it uses several accelerators.
     """
-    values = (value for node in module.graph.nodes for value in _tensors(node.meta.get("val")))
+    values = (value for node in module.graph.nodes for value in tensors_in(node.meta.get("val")))
     devices = {str(value.device) for value in values} - {"cpu", "meta"}
     if len(devices) > 1:
         raise TraceError(f"the model uses several devices ({', '.join(sorted(devices))}); one is scheduled at a time")
     return next(iter(devices), "cpu")
-
-
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, (list, tuple)) else []

@@ -54,7 +54,7 @@ def contest_of(optimizer: str = "sgd", device: str = "cpu", dtype: torch.dtype =
 
 
 def test_a_gpu_has_all_modes_and_a_cpu_those_without_graphs() -> None:
-    assert set(CPU) == {"eager", "compile_default"}
+    assert set(CPU) == {"eager", "compile_default", "autostream"}
     assert set(CUDA) - set(CPU) == {"compile_reduce_overhead", "cuda_graph", "compile_captured"}
     assert training_modes_of(torch.device("cpu")) is CPU
     assert training_modes_of(torch.device("cuda")) is CUDA
@@ -76,6 +76,15 @@ def test_a_mode_of_the_cpu_is_right(mode: str, optimizer: str) -> None:
 @pytest.mark.parametrize("mode", CUDA)
 def test_a_mode_of_the_gpu_is_right(mode: str, optimizer: str) -> None:
     assert is_right(contest_of(optimizer, "cuda"), mode)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_autostream_has_done_is_known(optimizer: str) -> None:
+    contender = contest_of(optimizer).contender("autostream")
+    contender.call()
+    (report,) = contender.reports()
+    assert report.mode in ("one stream", "threads")
+    assert contest_of(optimizer).contender("eager").reports() == ()
 
 
 def test_a_step_is_forward_backward_optimizer_and_zero_grad() -> None:

@@ -17,7 +17,10 @@ from autostream.kernels import Kernel
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.tracing.export import trace
+from autostream.tracing.functions import module_of
 from autostream.tracing.inductor import evaluate
+from autostream.tracing.steps import TrainingStep
+from autostream.tracing.train_step import trace_step
 from autostream.tracing.tree import flatten
 
 Launches = Sequence[Launch]
@@ -47,10 +50,37 @@ def case_of(model: nn.Module | Callable[..., object], *inputs: Tensor) -> Case:
     module = model if isinstance(model, nn.Module) else _Function(model)
     tensors, structure = flatten((inputs, {}))
     traced = trace(module, tensors, structure)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers()), **traced.constants}
+    return _case(traced.program, module, tensors, traced.constants)
+
+
+def _case(
+    program: Program, module: nn.Module, tensors: Sequence[Tensor], constants: Mapping[str, Tensor] | None = None
+) -> Case:
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers()), **(constants or {})}
     given = {str(index): tensor for index, tensor in enumerate(tensors)}
-    held = tuple((given if p.role is Role.INPUT else state)[p.target] for p in traced.program.placeholders)
-    return Case(traced.program, analyze(traced.program), held)
+    held = tuple((given if p.role is Role.INPUT else state)[p.target] for p in program.placeholders)
+    return Case(program, analyze(program), held)
+
+
+def step_case() -> Case:
+    """A training step over two towers, one of which has a norm that learns, with momentum.
+
+    x ─┬▶ linear ─▶ norm ─▶ tanh ─╮              ╭▶ gradients ─▶ momentum ─▶ weights, each for itself
+       ╰▶ linear ─▶ sigmoid ──────┴▶ add ─▶ loss ┴▶ …
+    """
+    left = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh())
+    right = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
+    model = nn.ModuleList([left, right])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = TrainingStep(
+        model, module_of(lambda towers, x, y: (towers[0](x) + towers[1](x) - y).square().mean()), optimizer
+    )
+    batch = torch.randn(6, 3), torch.randn(6, 4)
+    with torch.no_grad():
+        step(batch, step.setting())  # makes the optimizer's state
+        tensors, structure = flatten(((batch, step.setting()), {}))
+        program = trace_step(step, tensors, structure).program
+    return _case(program, step, tensors)
 
 
 def fused_case() -> Case:

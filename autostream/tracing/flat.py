@@ -1,0 +1,213 @@
+"""A model as a function of flat tensors, watched while it is traced: what every tracer has in common.
+
+A tracer runs the model's Python once. What that does besides computing with tensors would be missing from the graph, so
+it is looked for, and refused; and it is undone, so that a trace leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.traceback import preserve_node_meta
+
+from autostream import collector
+from autostream.errors import TraceError, first_line
+from autostream.storages import storage_of
+from autostream.tracing.attention import fused_attention
+from autostream.tracing.attributes import Holder, holders, host_generators, untouched
+from autostream.tracing.comparisons import ReflectedComparisons
+from autostream.tracing.constants import Constants, unasked
+from autostream.tracing.dropouts import IdleDropouts
+from autostream.tracing.guards import unusual
+from autostream.tracing.leaks import recalled
+from autostream.tracing.state import name_of
+from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
+from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
+
+Graph = TypeVar("Graph")
+
+
+def check_ordinary(model: nn.Module) -> None:
+    """See that a model is one of Python, over ordinary tensors.
+
+    Raises:
+        TraceError: it is not; the message says why.
+
+    Example:
+        >>> model = nn.Module()
+        >>> model.register_buffer("mask", torch.eye(2).to_sparse())
+        >>> check_ordinary(model)
+        Traceback (most recent call last):
+        ...
+        autostream.errors.TraceError: the model's mask has the layout torch.sparse_coo
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TraceError("TorchScript cannot be traced: use the module that it was made from")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if reason := unusual(tensor):
+            raise TraceError(f"the model's {name} {reason}")
+
+
+class _Result:
+    """Carries what is learnt out of a trace. Export restores attributes that are containers, but no others."""
+
+    structure = TENSOR
+    """Of the outputs."""
+
+    modes: frozenset[FakeTensorMode] = frozenset()
+    """Of the fake tensors that the model ran on."""
+
+
+class FlatModel(nn.Module):
+    """A model that takes and returns flat tensors, so that a tracer never sees a container.
+
+    Args:
+        model: the module; it is called with fake tensors, which stand in for its own meanwhile.
+        structure: of ``(args, kwargs)``.
+        held: what :func:`~autostream.tracing.constants.tensors_held` says of the live model.
+        tracer: who calls it, for messages.
+
+    Attributes:
+        result: what is learnt in a trace.
+        constants: looks at every call of PyTorch's functions.
+    """
+
+    def __init__(self, model: nn.Module, structure: Structure, held: frozenset[int], tracer: str) -> None:
+        super().__init__()
+        self.model = model
+        self._tracer = tracer
+        self._structure = structure
+        self._grad_mode = torch.is_grad_enabled()
+        self.result = _Result()
+        self.constants = Constants(held, _called.__code__)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The model's flat outputs."""
+        args, kwargs = unflatten(self._structure, tensors)
+        before = holders(self.model)
+        self.constants.watch(tensors)
+        given = [*tensors, *self.model.parameters(), *self.model.buffers()]
+        self.result.modes = frozenset(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
+        layouts = list(map(_layout, given))
+        torch.default_generator.manual_seed(_UNLIKELY_SEED)
+        generators = host_generators()
+        try:
+            with (
+                patched_for_this_thread(),
+                preserve_node_meta(),
+                IdleDropouts(),
+                self.constants,
+                self._unasked(),
+                ReflectedComparisons(),
+            ):
+                result = _called(self.model, args, kwargs)
+        except Exception as error:
+            # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
+            raise self.refusal(error) from error
+        if changed := next(filter(None, map(Holder.changed, before)), ""):
+            raise TraceError(f"the model's forward changes its own attribute {changed}: a graph would do so only once")
+        if host_generators() != generators:
+            raise TraceError(
+                "the model draws random numbers from Python or NumPy, or sets a seed: a graph would do so once"
+            )
+        after, structure = flatten((args, kwargs))
+        if structure != self._structure or any(new is not old for new, old in zip(after, tensors, strict=True)):
+            raise TraceError("the model changes a container (list, dict, …) that it is given")
+        if list(map(_layout, given)) != layouts:
+            raise TraceError("the model changes the shape or the memory of a tensor in place (resize_, .data = …)")
+        outputs, output_structure = flatten(result)
+        self.result.structure = output_structure
+        return tuple(outputs)
+
+    def refusal(self, error: Exception) -> TraceError:
+        """What keeps the model from being traced, in one line, with the user's own if there is one."""
+        if isinstance(error, TraceError):
+            reason, _, _ = str(error).partition("\n")  # torch.fx adds pages to errors in graphs that it interprets
+            return type(error)(f"{reason}{_blamed(error)}")
+        return TraceError(f"{self._tracer} cannot trace {name_of(self.model)}: {first_line(error)}{_blamed(error)}")
+
+    @contextmanager
+    def _unasked(self) -> Iterator[None]:
+        """Refuse questions about modes of the call that export turns off."""
+        grad_mode = unasked("is_grad_enabled") if self._grad_mode else nullcontext()
+        with unasked("is_inference_mode_enabled"), grad_mode:
+            yield
+
+
+_UNLIKELY_SEED = 0x5EED_0F_A_7ACE
+"""Tells whether a model sets the seed. The generators are put back when tracing is done."""
+
+
+def _called(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a model; if it is a graph, such as a piece that Dynamo made, let each op keep the user's line."""
+    if not isinstance(model, torch.fx.GraphModule) or kwargs:
+        return model(*args, **kwargs)
+    return torch.fx.Interpreter(model).run(*args)
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return storage_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def watched(tracer: Callable[[], Graph], flat: FlatModel) -> Graph:
+    """Call a tracer, which calls a model, and leave everything but what it returns as it was.
+
+    Raises:
+        TraceError: it fails, or the model does what a graph of it would not do; the message says why, and where.
+    """
+    with ExitStack() as stack:
+        stack.callback(lambda: unreferenced(flat.result.modes | _modes_of(flat.model)))
+        stack.enter_context(untouched(flat.model))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(tamed())
+        stack.enter_context(fused_attention())
+        stack.enter_context(collector.paused())
+        try:
+            graph = tracer()
+        except Exception as error:
+            _let_go(error)
+            recalled(flat.constants.seen)
+            raise flat.refusal(error) from error
+    if recalled(flat.constants.seen):
+        raise TraceError("the model keeps a tensor in a cache, list or dict: a graph would not put it there again")
+    return graph
+
+
+def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:
+    """The modes of fake tensors in the notes of a graph, which is what a piece that Dynamo made is."""
+    nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
+    values = (value for node in nodes for value in tensors_in(node.meta.get("example_value")))
+    return frozenset(value.fake_mode for value in values if isinstance(value, FakeTensor))
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop what the frames of an error and of its causes hold: to look for who else holds a fake tensor takes long."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _blamed(error: Exception) -> str:
+    """The innermost line of an error's traceback that is neither PyTorch's nor ours, or ``""``."""
+    libraries = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<string>")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    if not frames:
+        return ""
+    path = frames[-1].filename.removeprefix(os.getcwd() + os.sep)
+    return f" (at {path}:{frames[-1].lineno}: {frames[-1].line})"
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors of an fx node's value."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, (list, tuple)) else []

@@ -1,0 +1,461 @@
+"""Whole training steps as modules: forward, loss, backward, clipping, optimizer and ``zero_grad``.
+
+The state of such a module are the model's parameters and buffers and the optimizer's state. Its ``forward`` is the step
+as users write it. Its ``traced`` computes the same and changes nothing but tensors::
+
+    batch ─▶ loss_fn(model, …) ─▶ autograd.grad ─▶ clip ─▶ optimizers.update ─▶ weights, optimizer's state (in place)
+                     └─▶ running statistics (in place), random numbers
+
+So whatever schedules, runs, compares and reports modules does so with steps.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, compress, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.traceback import set_stack_trace
+from torch.nn.modules import module as nn_module
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from autostream.errors import TargetError, TraceError
+from autostream.storages import storage_of
+from autostream.tracing.optimizers import Group, Rates, hyperparameters, obstacle, update
+from autostream.tracing.state import name_of
+from autostream.tracing.tree import flatten, unflatten
+
+Batch = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a step depends on besides its batch and its state: one of its arguments, and so part of its signature.
+
+    Attributes:
+        trained: which of the optimizer's parameters require gradients, one byte each.
+        refusal: why a graph would not do the same, or ``""``.
+        groups: the optimizer's hyperparameters, learning rates as tensors.
+    """
+
+    trained: bytes
+    refusal: str = ""
+    groups: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a step does besides the most plain one.
+
+    Attributes:
+        microbatches: how many equal parts of the batch to go through, one after the other; the loss is the mean of
+            theirs.
+        max_norm: of all gradients together; larger ones are scaled down to it.
+        average: a copy of the model, whose parameters follow the model's as a moving average, and whose buffers are
+            the model's.
+        decay: how much of the average is left by each step.
+    """
+
+    microbatches: int = 1
+    max_norm: float | None = None
+    average: nn.Module | None = None
+    decay: float = 0.999
+
+
+class Backward(nn.Module):
+    """Forward, loss and backward.
+
+    Args:
+        model: the model.
+        loss_fn: takes the model and the batch; returns the loss, or a tuple that begins with it.
+        optimizer: of the parameters whose gradients are asked for.
+        recipe: what else to do.
+
+    Raises:
+        TargetError: the optimizer has a parameter that neither the model nor the loss has.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: nn.Module, optimizer: Optimizer, recipe: Recipe | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.recipe = recipe or Recipe()
+        self.average = self.recipe.average
+        self.look_again()
+
+    def _get_name(self) -> str:
+        return f"{name_of(self.model)}, {super()._get_name()}"  # type: ignore[no-untyped-call]
+
+    def forward(self, batch: Batch, setting: Setting) -> Any:
+        """What ``loss_fn`` returns, detached, and the gradients: ``None`` for what the loss does not depend on.
+
+        Raises:
+            TargetError: the loss is not a scalar that depends on a parameter, or the batch has no equal parts.
+        """
+        parameters = _parameters(self.optimizer)
+        with _set_aside(chain(self.parameters(), parameters)):
+            results = []
+            for loss, result in self._losses(batch):
+                if not loss.requires_grad:
+                    raise TargetError("the loss of loss_fn depends on no parameter that requires gradients")
+                loss.backward()  # type: ignore[no-untyped-call]
+                results.append(result)
+            gradients = [parameter.grad for parameter in compress(parameters, setting.trained)]
+        _clear_gradients(parameters)
+        return _summed(results), gradients
+
+    def traced(self, batch: Batch, setting: Setting) -> Any:
+        """The same for a tracer: it changes nothing but tensors.
+
+        Raises:
+            TraceError: a graph would not do the same.
+        """
+        result, parameters = self._with_gradients(batch, setting)
+        return result, [parameter.grad for parameter in compress(parameters, setting.trained)]
+
+    def setting(self, batch: Batch = ()) -> Setting:
+        """What the next step, with this batch, depends on."""
+        parameters = _parameters(self.optimizer)
+        if not self._places.hold(parameters):
+            self.look_again()
+        return Setting(bytes([parameter.requires_grad for parameter in parameters]), self._refusal(parameters, batch))
+
+    def look_again(self) -> None:
+        """Find out where the parameters are: a submodule may have taken the place of another.
+
+        Raises:
+            TargetError: the optimizer has a parameter that neither the model nor the loss has.
+        """
+        self._places = _Places(self, self.optimizer)
+
+    def complete(self, outputs: Any) -> Any:
+        """Do what is left of a step after :meth:`forward`, or after a run of its program; returns the result."""
+        result, gradients = outputs
+        parameters = _parameters(self.optimizer)
+        trained = (parameter for parameter in parameters if parameter.requires_grad)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+        self._clip(parameters)
+        self.optimizer.step()
+        _clear_gradients(parameters)
+        self._follow()
+        return result
+
+    def _with_gradients(self, batch: Batch, setting: Setting) -> tuple[Any, list[Tensor]]:
+        """The result, and all of the optimizer's parameters, those trained with their gradients."""
+        if setting.refusal:
+            raise TraceError(setting.refusal)
+        parameters = self._places.parameters(self)
+        trained = list(compress(parameters, setting.trained))
+        gradients: list[Tensor | None] = [None] * len(trained)
+        results = []
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):  # it keeps lines of the user's with the graph
+            for loss, result in self._losses(batch):
+                _keep_lines(loss)
+                found = torch.autograd.grad(loss, trained, allow_unused=True)
+                gradients = list(map(_sum, gradients, found))
+                results.append(result)
+        summed = _summed(results)
+        used = chain(self.parameters(), flatten((batch, summed))[0])
+        _set_gradients(trained, gradients, {storage_of(tensor) for tensor in used})
+        return summed, parameters
+
+    def _losses(self, batch: Batch) -> Iterator[tuple[Tensor, Any]]:
+        """Of each part of a batch its share of the loss, and the result to return."""
+        for part in _parts(batch, self.recipe.microbatches):
+            with torch.enable_grad():
+                result = self.loss_fn(self.model, *part)
+                loss = _loss_of(result)
+                if self.recipe.microbatches > 1:
+                    if result is not loss:
+                        raise TargetError("with microbatches, loss_fn has to return the loss alone")
+                    loss = result = loss / self.recipe.microbatches
+            yield loss, _detached(result)
+
+    def _clip(self, parameters: Sequence[Tensor]) -> None:
+        if self.recipe.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.recipe.max_norm)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Let the average follow the model."""
+        if self.average is None:
+            return
+        for average, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            average.lerp_(parameter, 1 - self.recipe.decay)
+        for copy, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
+            copy.copy_(buffer)
+
+    def _refusal(self, parameters: Sequence[Tensor], batch: Batch) -> str:
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(batch)):
+            return "a tensor of the batch requires gradients, and a graph would compute none"
+        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
+            return "a parameter has hooks on its gradient, which a graph would not call"
+        return self._places.hooked()
+
+
+class TrainingStep(Backward):
+    """A whole step: what :class:`Backward` does, then clipping, the optimizer and ``zero_grad``.
+
+    Its submodule ``state`` has the optimizer's state for its buffers, as of the last :meth:`setting`.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: nn.Module, optimizer: Optimizer, recipe: Recipe | None = None
+    ) -> None:
+        super().__init__(model, loss_fn, optimizer, recipe)
+        self.state = _State()
+        self._rates = Rates()
+        self.setting()
+
+    def forward(self, batch: Batch, setting: Setting) -> Any:
+        """What ``loss_fn`` returns, detached."""
+        return super().complete(super().forward(batch, setting))
+
+    def traced(self, batch: Batch, setting: Setting) -> Any:
+        """The same for a tracer: it changes nothing but tensors."""
+        result, parameters = self._with_gradients(batch, setting)
+        set_stack_trace([])  # what comes now is no line of the user's
+        self._clip(parameters)
+        update(self.optimizer, setting.groups, self._places.by_group(parameters), self.state.of(parameters))
+        _clear_gradients(parameters)
+        self._follow()
+        return result
+
+    def setting(self, batch: Batch = ()) -> Setting:
+        """What the next step, with this batch, depends on."""
+        setting = super().setting(batch)
+        refusal = (
+            setting.refusal or obstacle(self.optimizer) or self.state.renew(self.optimizer, _parameters(self.optimizer))
+        )
+        return Setting(setting.trained, refusal, hyperparameters(self.optimizer, self._rates(self.optimizer)))
+
+    def complete(self, outputs: Any) -> Any:
+        """Nothing is left to do."""
+        return outputs
+
+
+class _State(nn.Module):
+    """An optimizer's state as buffers: ``exp_avg_3`` is ``exp_avg`` of its fourth parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = _Known()
+
+    def renew(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> str:
+        """Look the state up; returns why it cannot be part of a graph, or ``""``.
+
+        Counters that the optimizer keeps on the host go to the device, where a graph needs them.
+        """
+        if self._known.holds(optimizer, parameters):
+            return ""
+        found: dict[str, Tensor] = {}
+        for at, parameter in enumerate(parameters):
+            values = optimizer.state.get(parameter, {})
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    if value.device != parameter.device:
+                        value = values[name] = value.to(parameter.device)
+                    found[f"{name}_{at}"] = value
+                elif value is not None:
+                    return f"the optimizer's state has a {type(value).__name__} ({name}), and a graph takes tensors"
+        self._buffers.clear()
+        self._buffers.update(found)
+        self._known.note(optimizer, parameters)
+        return ""
+
+    def of(self, parameters: Sequence[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
+        """The buffers by parameter and name."""
+        state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        for key, value in self._buffers.items():
+            name, _, at = key.rpartition("_")
+            assert value is not None
+            state[parameters[int(at)]][name] = value
+        return state
+
+
+class _Known:
+    """An optimizer's state as of its last look-up: to compare it takes a tenth of the time."""
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+
+    def note(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """Remember it."""
+        self._objects = self._all(optimizer, parameters)
+
+    def holds(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+        """Whether these parameters have the same state."""
+        now = self._all(optimizer, parameters)
+        return len(now) == len(self._objects) and all(map(operator.is_, now, self._objects))
+
+    @staticmethod
+    def _all(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Any]:
+        states = list(optimizer.state.values())
+        return [*parameters, *states, *chain.from_iterable(map(dict.values, states))]
+
+
+class _Places:
+    """Where the modules of a step hold the parameters of its optimizer.
+
+    Args:
+        step: the step.
+        optimizer: its optimizer.
+
+    Raises:
+        TargetError: they do not hold one of them.
+    """
+
+    def __init__(self, step: nn.Module, optimizer: Optimizer) -> None:
+        names = {id(parameter): name for name, parameter in step.named_parameters()}
+        parameters = _parameters(optimizer)
+        if strangers := [parameter for parameter in parameters if id(parameter) not in names]:
+            shapes = ", ".join("x".join(map(str, stranger.shape)) or "scalar" for stranger in strangers[:3])
+            raise TargetError(
+                f"{len(strangers)} of the optimizer's {len(parameters)} parameters (of shape {shapes}) are not the "
+                "model's: make the optimizer of model.parameters()"
+            )
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._names = [names[id(parameter)] for parameter in parameters]
+        paths = [name.rpartition(".") for name in self._names]
+        self._dicts: list[dict[str, Any]] = [step.get_submodule(path)._parameters for path, _, _ in paths]
+        self._keys = [key for _, _, key in paths]
+        modules = list(step.modules())
+        self._hooks = [hooks for module in modules for hooks in (module._backward_hooks, module._backward_pre_hooks)]
+        self._parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
+
+    def hold(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the optimizer's parameters, in the places where they were."""
+        same = len(parameters) == len(self._keys)
+        return same and all(map(operator.is_, map(dict.get, self._dicts, self._keys), parameters))
+
+    def parameters(self, step: nn.Module) -> list[Tensor]:
+        """What is in these places of a step's twin."""
+        return [step.get_parameter(name) for name in self._names]
+
+    def by_group(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """All parameters, as a list for each of the optimizer's groups."""
+        remaining = iter(parameters)
+        return [list(islice(remaining, size)) for size in self._sizes]
+
+    def hooked(self) -> str:
+        """Why the modules do more in a backward than a graph of it would, or ``""``."""
+        if self._parallel:
+            return "DistributedDataParallel averages gradients by hooks, which a graph would not call"
+        if any(self._hooks) or nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
+            return "a submodule has backward hooks, which a graph would not call"
+        return ""
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def _set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """No parameter has a gradient inside at first; afterwards each has what it had before."""
+    before = {parameter: parameter.grad for parameter in parameters}
+    _clear_gradients(before)
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+
+
+def _clear_gradients(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], taken: set[int]) -> None:
+    """Give parameters their gradients, each in memory of its own that lies as the parameter's, as autograd does.
+
+    What comes after writes to them: two may be one tensor, or a number that is seen as many.
+    """
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
+        if gradient is not None and (storage_of(gradient) in taken or _strides(gradient) != _strides(parameter)):
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        if gradient is not None:
+            taken.add(storage_of(gradient))
+        parameter.grad = gradient
+
+
+def _keep_lines(loss: Tensor) -> None:
+    """Let what a backward computes have the user's lines of what was computed forward."""
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node: Any = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+            if lines := node.metadata.get("traceback_"):
+                node.register_prehook(lambda gradients, lines=lines: set_stack_trace(lines))
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
+    if earlier is None or later is None:
+        return later if earlier is None else earlier
+    return earlier + later
+
+
+def _summed(results: Sequence[Any]) -> Any:
+    """The result of a step from those of its microbatches: their losses, or what a single one returned."""
+    return results[0] if len(results) == 1 else sum(results[1:], results[0])
+
+
+def _loss_of(result: Any) -> Tensor:
+    loss = result[0] if isinstance(result, (tuple, list)) and result else result
+    if not isinstance(loss, Tensor):
+        kind = type(loss).__name__
+        raise TargetError(
+            f"loss_fn returned a {kind}: let it return the loss, a scalar tensor, or a tuple that begins with it"
+        )
+    if loss.numel() != 1:
+        shape = "x".join(map(str, loss.shape))
+        raise TargetError(f"loss_fn returned a loss of shape {shape}: let it return a scalar, such as loss.mean()")
+    return loss
+
+
+def _parts(batch: Batch, count: int) -> list[Batch]:
+    """A batch in equal parts along the first dimension of its tensors; what has none is part of all.
+
+    Raises:
+        TargetError: there are no equal parts.
+
+    Example:
+        >>> _parts((torch.arange(4), 0.5), 2)
+        [(tensor([0, 1]), 0.5), (tensor([2, 3]), 0.5)]
+    """
+    if count == 1:
+        return [batch]
+    leaves, structure = pytree.tree_flatten(batch)
+    rows = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    if any(size % count for size in rows):
+        raise TargetError(f"a batch of {min(rows)} has no {count} equal parts: choose another number of microbatches")
+    split = [leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count for leaf in leaves]
+    return [pytree.tree_unflatten(part, structure) for part in zip(*split, strict=True)]
+
+
+def _detached(result: Any) -> Any:
+    try:
+        tensors, structure = flatten(result)
+    except TraceError:  # it stays as it is
+        return result
+    return unflatten(structure, [tensor.detach() for tensor in tensors])

@@ -1,0 +1,172 @@
+"""Tracing of training steps with ``make_fx``, below autograd.
+
+A step runs on fake tensors, and every op that it dispatches is recorded: those of the model, then those of autograd,
+then those of the optimizer, as an eager step has them and in that order. So random numbers are drawn in that order, and
+what is written in place is written in place. Gradients are results in between: an update depends on its own gradient
+alone, and a schedule may run it as soon as that is there.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autostream.errors import TraceError
+from autostream.ir import Placeholder, Program, Role
+from autostream.storages import storage_of
+from autostream.tracing.constants import tensors_held
+from autostream.tracing.export import Traced, device_of, ordinary
+from autostream.tracing.flat import FlatModel, check_ordinary, watched
+from autostream.tracing.optimizers import lists_apart
+from autostream.tracing.replica import replica
+from autostream.tracing.state import name_of
+from autostream.tracing.steps import Backward, Batch, Setting
+from autostream.tracing.tree import Structure
+
+
+def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) -> Traced:
+    """Trace a step at these inputs, without computing anything or changing a tensor.
+
+    Args:
+        step: the step.
+        tensors: the flat tensors of its arguments.
+        structure: the structure of ``((batch, setting), {})`` that they were taken from.
+
+    Raises:
+        TraceError: it cannot be traced; the message says why.
+    """
+    check_ordinary(step)
+    step.look_again()
+    flat, module = _made_fx(replica(step), step, tensors, structure)
+    if _reached_originals(module, step):
+        flat, module = _made_fx(step, step, tensors, structure)
+    placeholders = _tidied(module, step, tensors)
+    program = Program(
+        module=module,
+        placeholders=placeholders,
+        outputs=tuple(node.name for node in module.graph.output_node().args[0]),  # type: ignore[union-attr, misc]
+        level="aten",
+        device=device_of(module),
+    )
+    return Traced(program, flat.result.structure, {})
+
+
+class _Functional(nn.Module):
+    """A step whose ``forward`` is what is traced of it."""
+
+    def __init__(self, step: nn.Module) -> None:
+        super().__init__()
+        self.step: Any = step
+
+    def _get_name(self) -> str:
+        return name_of(self.step)
+
+    def forward(self, batch: Batch, setting: Setting) -> Any:
+        return self.step.traced(batch, setting)
+
+
+def _state_of(step: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a step by name, each once."""
+    return {**dict(step.named_parameters()), **dict(step.named_buffers())}
+
+
+def _made_fx(
+    twin: nn.Module, step: nn.Module, tensors: Sequence[Tensor], structure: Structure
+) -> tuple[FlatModel, fx.GraphModule]:
+    flat = FlatModel(_Functional(twin), structure, tensors_held(step), "make_fx")
+    state = _state_of(step)
+    names = [f"model.step.{name}" for name in state]
+
+    put_back: list[str] = []
+
+    def run(*values: Tensor) -> tuple[Tensor, ...]:
+        held, inputs = values[: len(names)], values[len(names) :]
+        with _generators_watched(put_back):
+            outputs: tuple[Tensor, ...] = functional_call(flat, dict(zip(names, held, strict=True)), inputs)
+        return outputs
+
+    tracer = make_fx(run, dict(lists_apart()), "fake", _allow_non_fake_inputs=True)
+    with torch.autograd.set_multithreading_enabled(False):  # what is patched for this thread holds for backward too
+        module = watched(lambda: tracer(*state.values(), *ordinary(tensors)), flat)
+    if put_back and any(map(_draws, module.graph.nodes)):
+        raise TraceError(
+            "random numbers are drawn again from a state that is put back (set_rng_state, as checkpointing does): a "
+            "graph would draw others"
+        )
+    return flat, module
+
+
+@contextmanager
+def _generators_watched(put_back: list[str]) -> Iterator[None]:
+    """Note in a list when this thread puts back a random generator's state, which a graph would not."""
+    tracing: int | None = threading.get_ident()
+
+    def noting(function: Callable[..., None]) -> Callable[..., None]:
+        def put(*args: Any, **kwargs: Any) -> None:
+            if threading.get_ident() == tracing:
+                put_back.append(function.__name__)
+            function(*args, **kwargs)
+
+        return put
+
+    with ExitStack() as stack:
+        for module in (torch, torch.cuda):
+            stack.enter_context(mock.patch.object(module, "set_rng_state", noting(module.set_rng_state)))
+        yield
+
+
+def _draws(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _reached_originals(module: fx.GraphModule, step: nn.Module) -> bool:
+    """Whether a replica led back to the step by a way that was not copied: its tensors then look like constants."""
+    state = set(map(storage_of, _state_of(step).values()))
+    constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
+    return any(isinstance(constant, Tensor) and storage_of(constant) in state for constant in constants)
+
+
+def _tidied(module: fx.GraphModule, step: nn.Module, tensors: Sequence[Tensor]) -> tuple[Placeholder, ...]:
+    """What the placeholders of a graph are, once it is rid of what nobody needs, and they have names that tell."""
+    graph = module.graph
+    graph.eliminate_dead_code(lambda node: node.op == "placeholder" or not _is_idle(node))
+    arguments = [
+        *((Role.PARAMETER, name, tensor) for name, tensor in step.named_parameters()),
+        *((Role.BUFFER, name, tensor) for name, tensor in step.named_buffers()),
+        *((Role.INPUT, str(at), tensor) for at, tensor in enumerate(tensors)),
+    ]
+    taken = {node.name for node in graph.nodes}
+    placeholders: list[Placeholder] = []
+    owners: dict[int, str] = {}
+    for node, (role, target, tensor) in zip(graph.find_nodes(op="placeholder"), arguments, strict=True):
+        if not node.users and role is not Role.INPUT:
+            graph.erase_node(node)
+            continue
+        name = f"{role.value}_{target.replace('.', '_')}"
+        if name not in taken:
+            node.name = node.target = name
+            taken.add(name)
+        placeholders.append(Placeholder(node.name, role, target, owners.setdefault(storage_of(tensor), node.name)))
+    module.recompile()
+    return tuple(placeholders)
+
+
+def _is_idle(node: fx.Node) -> bool:
+    """Whether a node only looks at what it is given, or takes memory."""
+    target = node.target
+    if node.target is operator.getitem:
+        return True
+    return isinstance(target, OpOverload) and (target.is_view or target.overloadpacket in _ALLOCATIONS)
+
+
+_ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}

@@ -1,0 +1,168 @@
+"""``train_step``: a whole training step, forward to ``zero_grad``, as one scheduled graph.
+
+call ──▶ the optimizer has no state yet? ──▶ the step as it is, which makes it; then a schedule for such batches
+              │ no
+              └─▶ setting: hyperparameters, what requires gradients, … ──▶ Dispatcher, as for any module
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autostream.dispatch import Dispatcher
+from autostream.errors import OptionError, TargetError
+from autostream.ir import Decision
+from autostream.options import Options
+from autostream.reporting.report import Report
+from autostream.storages import storage_of
+from autostream.tracing.functions import module_of
+from autostream.tracing.inductor import check_level, check_settings
+from autostream.tracing.optimizers import obstacle
+from autostream.tracing.steps import Backward, Recipe, TrainingStep
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[..., Any],
+    *,
+    microbatches: int = 1,
+    max_norm: float | None = None,
+    average: nn.Module | None = None,
+    decay: float = 0.999,
+    **options: Any,
+) -> TrainStep:
+    """Make a function that does a training step: forward, loss, backward, optimizer and ``zero_grad``.
+
+    It computes what this does, as one graph whose independent ops run side by side; a weight is updated as soon as its
+    gradient is there::
+
+        optimizer.zero_grad()
+        loss = loss_fn(model, *batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)    # if asked for
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Gradients are temporary: ``parameter.grad`` is ``None`` after a step, and what it was before does not matter. All
+    else is as ever: weights, statistics and the optimizer's state are written where they are, ``state_dict`` and
+    ``load_state_dict`` work between any two steps, and so do learning-rate schedulers. A changed rate takes effect in
+    the next step; any other hyperparameter that changes makes another graph.
+
+    The step of an optimizer that has no state yet runs as it is, since it makes that state. Optimizers other than
+    SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward. What cannot be traced
+    runs as it is. :func:`autostream.explain` tells what was done and why.
+
+    Args:
+        model: the model, in training mode or not; frozen parameters stay as they are.
+        optimizer: one of ``torch.optim`` of its parameters, all or some.
+        loss_fn: ``loss_fn(model, *batch)`` returns the loss, a scalar, or a tuple that begins with it.
+        microbatches: in how many equal parts to go through a batch; their gradients are added up, and the loss is the
+            mean of theirs.
+        max_norm: scale the gradients of all parameters together down to this L2 norm, where theirs is larger.
+        average: a copy of the model (``copy.deepcopy(model)``) whose parameters become a moving average of the model's:
+            after each step they are ``decay`` times what they were and ``1 - decay`` times the model's. Its buffers are
+            the model's.
+        decay: of that average, from 0 to 1.
+        **options: see :class:`~autostream.options.Options`. More signatures than ``max_signatures`` run as they are.
+
+    Returns:
+        ``step(*batch)``, which returns what ``loss_fn`` does, without gradients.
+
+    Raises:
+        OptionError: an option is unknown or has a value that is not allowed.
+        TargetError: the model is no module, the optimizer none of ``torch.optim``, or it has parameters that are not
+            the model's. Steps raise it where the loss is no scalar, or a batch has no equal parts.
+
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = train_step(model, optimizer, lambda model, x, y: (model(x) - y).square().mean())
+        >>> x, y = torch.ones(8, 4), torch.ones(8, 1)
+        >>> losses = [step(x, y).item() for _ in range(20)]
+        >>> losses[-1] < 1e-3
+        True
+    """
+    if isinstance(model, type) or not isinstance(model, nn.Module):
+        raise TargetError(f"train_step takes a torch.nn.Module, not {model!r}")
+    if not isinstance(optimizer, Optimizer):
+        raise TargetError(f"train_step takes an optimizer of torch.optim, not {optimizer!r}")
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        raise TargetError(f"train_step takes a function loss_fn(model, *batch), not {loss_fn!r}")
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise OptionError(f"microbatches={microbatches!r} is not allowed: use a whole number from 1")
+    if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
+        raise OptionError(f"max_norm={max_norm!r} is not allowed: use None or a number above 0")
+    if not (isinstance(decay, int | float) and 0 <= decay <= 1):
+        raise OptionError(f"decay={decay!r} is not allowed: use a number from 0 to 1")
+    if average is not None and not _is_copy(average, model):
+        raise TargetError("average has to be a copy of the model with tensors of its own: use copy.deepcopy(model)")
+    chosen = Options.parse(options)
+    check_settings(chosen.inductor_options)
+    check_level(chosen.kernels)
+    kind = Backward if obstacle(optimizer) else TrainingStep
+    recipe = Recipe(microbatches, max_norm, average, decay)
+    return TrainStep(kind(model, module_of(loss_fn), optimizer, recipe), chosen)
+
+
+def _is_copy(average: object, model: nn.Module) -> bool:
+    if not isinstance(average, nn.Module):
+        return False
+    mine, its = ([*module.parameters(), *module.buffers()] for module in (average, model))
+    alike = [(tensor.shape, tensor.dtype, tensor.device) for tensor in mine] == [
+        (tensor.shape, tensor.dtype, tensor.device) for tensor in its
+    ]
+    return alike and set(map(storage_of, mine)).isdisjoint(map(storage_of, its))
+
+
+class TrainStep:
+    """A training step and its schedules, one for each signature of a batch that it was called with.
+
+    Args:
+        step: what a call does where nothing is scheduled.
+        options: how to schedule it.
+    """
+
+    def __init__(self, step: Backward, options: Options) -> None:
+        self._step = step
+        self._autostream = Dispatcher(step, options)
+        self._begun: object = None
+        """The optimizer's state, as of a step that ran as it is because there was none."""
+
+    def __call__(self, *batch: Any) -> Any:
+        """Do a step; returns what ``loss_fn`` returns, detached.
+
+        Raises:
+            TargetError: the loss is not a scalar that depends on a parameter, the batch has no equal parts, or the
+                optimizer has parameters that are not the model's any more.
+        """
+        step = self._step
+        with torch.inference_mode(False), torch.no_grad():
+            if self._is_first():
+                result = step.complete(step(batch, step.setting()))
+                self._begun = step.optimizer.state
+            else:
+                result = step.complete(self._autostream(batch, step.setting(batch)))
+        step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
+        return result
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of each signature, the most recently used first, then of steps that ran as they are."""
+        reason = "" if isinstance(self._step, TrainingStep) else obstacle(self._step.optimizer)
+        apart = (Decision("", "the optimizer runs as it is", reason),) if reason else ()
+        return tuple(replace(report, refusals=(*apart, *report.refusals)) for report in self._autostream.reports)
+
+    def __repr__(self) -> str:
+        """What it is made of."""
+        return f"{type(self).__name__}({self._step.model!r}, {self._step.optimizer!r})"
+
+    def _is_first(self) -> bool:
+        """Whether the optimizer has yet to make its state; of some, a step makes none."""
+        return not self._step.optimizer.state and self._step.optimizer.state is not self._begun

@@ -1,0 +1,252 @@
+"""Training steps captured as one CUDA graph: what only a GPU can show."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+import autostream
+from autostream.training import TrainStep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The CUDA Graph is empty"),  # Inductor's own
+]
+
+STEPS = 20
+Batch = tuple[Tensor, Tensor]
+
+
+def on_gpu(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(sum(shape)))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
+
+
+def conv_net() -> nn.Module:
+    """Two branches with norms that learn statistics."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+            self.left = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+            self.right = nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16))
+            self.head = nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            return self.head(torch.cat([self.left(x), self.right(x)], 1).mean((2, 3)))  # type: ignore[no-any-return]
+
+    return Branches()
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(64, 8))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "mlp": (mlp, (32, 64), (32, 8)),
+    "conv net": (conv_net, (8, 3, 16, 16), (8, 8)),
+    "encoder": (encoder, (4, 16, 64), (4, 16, 8)),
+}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "momentum": partial(SGD, lr=0.02, momentum=0.9, weight_decay=1e-4),
+    "adamw": partial(AdamW, lr=1e-3),
+}
+OTHERS: dict[str, Callable[..., Optimizer]] = {
+    "adam": partial(Adam, lr=1e-3, amsgrad=True),
+    "fused": partial(AdamW, lr=1e-3, fused=True),
+    "capturable": partial(AdamW, lr=1e-3, capturable=True),
+    "rmsprop": partial(RMSprop, lr=1e-3, centered=True, momentum=0.5),
+    "adagrad": partial(Adagrad, lr=1e-2),
+}
+
+
+def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def eager(model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Tensor] = mse) -> Callable[..., Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_fn(model, x, y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def twins(name: str, optimizer: Callable[..., Optimizer]) -> tuple[tuple[Any, Any], tuple[Any, Any], list[Batch]]:
+    """A model with its optimizer, a copy of both, and batches."""
+    make, inputs, targets = MODELS[name]
+    torch.manual_seed(0)
+    model = make().cuda().train()
+    ours = model, optimizer(model.parameters())
+    batches = [(on_gpu(*inputs) * scale, on_gpu(*targets)) for scale in (1.0, 0.5)]
+    return ours, copy.deepcopy(ours), batches
+
+
+def assert_close(ours: nn.Module, theirs: nn.Module, start: nn.Module, tolerance: float = 0.02) -> None:
+    """What training has added to each tensor is about the same, by norm: roundings are carried on from step to step."""
+    before = start.state_dict()
+    for name, expected in theirs.state_dict().items():
+        change = (expected - before[name]).double().norm()
+        error = (ours.state_dict()[name] - expected).double().norm()
+        assert error <= tolerance * change + 1e-6, f"{name}: off by {error / change.clamp(min=1e-30):.1e} of its change"
+
+
+def captured(step: TrainStep, kernels: str) -> None:
+    (report,) = step.reports
+    assert report.mode == "cuda graph", report.refusals
+    assert report.level == ("aten" if kernels == "eager" else "inductor"), report.refusals
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No TF32, so that two ways to compute the same come to about the same."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_steps_train_as_eager_ones_do(name: str, optimizer: str, kernels: str) -> None:
+    ours, theirs, batches = twins(name, OPTIMIZERS[optimizer])
+    start = copy.deepcopy(ours[0])
+    step, plain = autostream.train_step(*ours, mse, kernels=kernels), eager(*theirs)
+    for number in range(STEPS):
+        batch = batches[number % 2]
+        torch.testing.assert_close(step(*batch), plain(*batch), rtol=5e-3, atol=1e-5)
+    assert_close(ours[0], theirs[0], start)
+    captured(step, kernels)
+    assert [parameter.grad for parameter in ours[0].parameters()] == [None] * len(list(ours[0].parameters()))
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_so_do_those_of_other_optimizers(optimizer: str) -> None:
+    ours, theirs, batches = twins("mlp", OTHERS[optimizer])
+    start = copy.deepcopy(ours[0])
+    step, plain = autostream.train_step(*ours, mse, kernels="eager", policy="sequential"), eager(*theirs)
+    for number in range(STEPS):
+        torch.testing.assert_close(step(*batches[number % 2]), plain(*batches[number % 2]), rtol=5e-3, atol=1e-5)
+    assert_close(ours[0], theirs[0], start)
+    captured(step, "eager")
+
+
+@pytest.mark.parametrize("policy", ["critical_path", "path_cover"])
+def test_over_several_streams(policy: str) -> None:
+    ours, theirs, batches = twins("conv net", OPTIMIZERS["momentum"])
+    start = copy.deepcopy(ours[0])
+    options = {"kernels": "eager", "policy": policy, "streams": 4, "memory_budget": 100.0}
+    step, plain = autostream.train_step(*ours, mse, **options), eager(*theirs)
+    for number in range(STEPS):
+        torch.testing.assert_close(step(*batches[number % 2]), plain(*batches[number % 2]), rtol=5e-3, atol=1e-5)
+    assert_close(ours[0], theirs[0], start)
+    captured(step, "eager")
+
+
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_changed_rate_takes_effect_without_another_capture(optimizer: str, kernels: str) -> None:
+    (model, optimizer_of_it), _, batches = twins("mlp", OPTIMIZERS[optimizer])
+    step = autostream.train_step(model, optimizer_of_it, mse, kernels=kernels)
+    for _ in range(3):
+        step(*batches[0])
+    optimizer_of_it.param_groups[0]["lr"] = 0.0
+    before = copy.deepcopy(model.state_dict())
+    step(*batches[0])
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    optimizer_of_it.param_groups[0]["lr"] = 0.01
+    step(*batches[0])
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+    captured(step, kernels)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_states_are_saved_and_loaded_between_steps(optimizer: str) -> None:
+    ours, theirs, batches = twins("conv net", OPTIMIZERS[optimizer])
+    start = copy.deepcopy(ours[0])
+    step, plain = autostream.train_step(*ours, mse, kernels="eager"), eager(*theirs)
+    for number in range(3 * STEPS // 2):
+        torch.testing.assert_close(step(*batches[number % 2]), plain(*batches[number % 2]), rtol=5e-3, atol=1e-5)
+        if number in (5, 11):
+            for model, its in (ours, theirs):
+                model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+                its.load_state_dict(copy.deepcopy(its.state_dict()))
+    assert_close(ours[0], theirs[0], start)
+    captured(step, "eager")
+    for mine, other in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+        assert list(ours[1].state[mine]) == list(theirs[1].state[other])
+
+
+def test_dropout_draws_the_numbers_of_an_eager_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 8), nn.Dropout(0.1)).cuda()
+    ours = model, SGD(model.parameters(), lr=0.02, momentum=0.9)
+    theirs = copy.deepcopy(ours)
+    step, plain = autostream.train_step(*ours, mse, kernels="eager"), eager(*theirs)
+    batch = on_gpu(32, 64), on_gpu(32, 8)
+    for seed in range(6):
+        torch.cuda.manual_seed(seed)
+        found, generator = step(*batch), torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(seed)
+        torch.testing.assert_close(found, plain(*batch), rtol=1e-4, atol=1e-6)
+        assert torch.equal(generator, torch.cuda.get_rng_state())
+    captured(step, "eager")
+
+
+def test_losses_stay_valid_and_streams_may_change() -> None:
+    ours, theirs, batches = twins("mlp", OPTIMIZERS["adamw"])
+    step, plain = autostream.train_step(*ours, mse), eager(*theirs)
+    expected = [plain(*batches[number % 2]) for number in range(10)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    losses = []
+    for number in range(10):
+        ours[1].param_groups[0]["lr"] = 1e-3  # written anew, as schedulers do
+        with torch.cuda.stream(streams[number % 2]):
+            losses.append(step(*batches[number % 2]))
+    torch.cuda.synchronize()
+    torch.testing.assert_close(losses, expected, rtol=5e-3, atol=1e-5)
+
+
+def test_a_loss_on_the_cpu_is_no_part_of_a_graph() -> None:
+    ours, theirs, batches = twins("mlp", OPTIMIZERS["momentum"])
+
+    def on_cpu(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(model(x).cpu(), y.cpu())
+
+    step, plain = autostream.train_step(*ours, on_cpu, kernels="eager"), eager(*theirs, on_cpu)
+    for _ in range(4):
+        torch.testing.assert_close(step(*batches[0]), plain(*batches[0]), rtol=5e-3, atol=1e-5)
+    (report,) = step.reports
+    assert report.mode != "cuda graph"
+    assert report.refusals
+
+
+def test_mixed_precision_inside_of_the_loss() -> None:
+    ours, theirs, batches = twins("mlp", OPTIMIZERS["adamw"])
+
+    def in_bfloat16(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return F.mse_loss(model(x).float(), y)
+
+    step, plain = autostream.train_step(*ours, in_bfloat16), eager(*theirs, in_bfloat16)
+    for number in range(STEPS):
+        torch.testing.assert_close(step(*batches[number % 2]), plain(*batches[number % 2]), rtol=2e-2, atol=1e-3)

@@ -1,0 +1,748 @@
+"""Training steps beside those that users write, from the same state, with the same seeds: all comes out the same.
+
+model, optimizer ──┬─▶ zero_grad, loss, backward, clip, step, zero_grad ──▶ parameters, buffers, state, loss, generator
+                   └─▶ train_step ────────────────────────────────────────▶ the same, to 1e-10 in float64
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.utils.checkpoint import checkpoint
+
+import autostream
+from autostream.errors import OptionError, TargetError, TraceError
+from autostream.reporting.report import Report
+from autostream.training import TrainStep, train_step
+from tests.semantics import force_streams
+
+Make = Callable[..., Any]
+Between = Callable[[int, Any, Any], None]
+
+
+@pytest.fixture(params=["one stream", "threads"])
+def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Ways to schedule: one after the other, and with a change of stream at every op."""
+    return {"policy": "sequential"} if request.param == "one stream" else force_streams(monkeypatch)
+
+
+def t(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+ROWS = ((t(8, 6), t(8, 4)), (t(8, 6) + 1, t(8, 4) - 1))
+IMAGES = (
+    (t(8, 3, 4, 4), torch.arange(8) % 4),
+    (t(8, 3, 4, 4) * 2, torch.arange(8) // 2),
+)
+TOKENS = ((torch.arange(8) % 5, t(8, 4)), (torch.arange(8) // 2, t(8, 4)))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is trained, and how.
+
+    Attributes:
+        model: makes it.
+        optimizer: makes one of its parameters.
+        loss: of the model and a batch.
+        batches: that take turns.
+        steps: how many.
+        between: is called after each step, with its number, the model and the optimizer.
+        kwargs: of ``train_step``.
+    """
+
+    model: Make
+    optimizer: Make = field(default=partial(SGD, lr=0.05, momentum=0.9))
+    loss: Make = mse
+    batches: Sequence[tuple[Any, ...]] = ROWS
+    steps: int = 5
+    between: Between = lambda number, model, optimizer: None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def eager(model: nn.Module, optimizer: Optimizer, loss_fn: Make, batch: tuple[Any, ...], **kwargs: Any) -> Any:
+    """The step as users write it."""
+    count, norm = kwargs.get("microbatches", 1), kwargs.get("max_norm")
+    optimizer.zero_grad()
+    results = []
+    for part in zip(*(tensor.chunk(count) for tensor in batch), strict=True):
+        result = loss_fn(model, *part)
+        loss = (result[0] if isinstance(result, tuple) else result) / count
+        loss.backward()
+        results.append(loss.detach() if count > 1 else result)
+    if norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return sum(results) if count > 1 else results[0]
+
+
+def assert_trains_alike(scene: Scene, **options: Any) -> TrainStep:
+    """Train twins, one as users do; after each step all that can be seen of them is the same."""
+    torch.manual_seed(0)
+    model = scene.model().double()
+    optimizer = scene.optimizer(model.parameters())
+    ours, theirs = (model, optimizer), copy.deepcopy((model, optimizer))
+    step = train_step(*ours, scene.loss, **scene.kwargs, **options)
+    for number in range(scene.steps):
+        batch = scene.batches[number % len(scene.batches)]
+        torch.manual_seed(number)
+        found, generator = step(*batch), torch.get_rng_state()
+        torch.manual_seed(number)
+        expected = eager(*theirs, scene.loss, batch, **scene.kwargs)
+        close(found, expected)
+        assert torch.equal(generator, torch.get_rng_state())
+        close(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
+        close(ours[1].state_dict(), theirs[1].state_dict())
+        assert [parameter.grad for parameter in ours[0].parameters()] == [None] * len(list(ours[0].parameters()))
+        for twin in (ours, theirs):
+            scene.between(number, *twin)
+    return step
+
+
+def close(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(ours, Tensor):
+        assert not ours.requires_grad or isinstance(ours, nn.Parameter)
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-10, atol=1e-10, equal_nan=True)
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        close(list(ours.values()), list(theirs.values()))
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            close(mine, other)
+    else:
+        assert ours == theirs
+
+
+def modes(step: TrainStep) -> list[str]:
+    return [report.mode for report in step.reports]
+
+
+def reasons(step: TrainStep) -> str:
+    return "; ".join(refusal.reason for report in step.reports for refusal in report.refusals)
+
+
+# Every optimizer
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4))
+
+
+class ConvNet(nn.Module):
+    """Norms with statistics, in-place ops, pooling and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            *(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+            *(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()),
+        )
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).flatten(1))
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": partial(SGD, lr=0.05),
+    "momentum": partial(SGD, lr=0.05, momentum=0.9, dampening=0.2, weight_decay=0.01),
+    "nesterov": partial(SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "maximize": partial(SGD, lr=0.001, momentum=0.9, maximize=True),
+    "adam": partial(Adam, lr=0.01, weight_decay=0.01),
+    "amsgrad": partial(Adam, lr=0.01, amsgrad=True),
+    "adamw": partial(AdamW, lr=0.01),
+    "rmsprop": partial(RMSprop, lr=0.01),
+    "centered": partial(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "adagrad": partial(Adagrad, lr=0.05, lr_decay=0.1),
+    "rate is a tensor": lambda parameters: SGD(parameters, lr=torch.tensor(0.05, dtype=torch.float64), momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parameters_after_20_steps(optimizer: str, options: dict[str, Any]) -> None:
+    scene = Scene(normed, OPTIMIZERS[optimizer], steps=20)
+    step = assert_trains_alike(scene, **options)
+    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+    assert reasons(step) == ""
+
+
+# What is trained
+
+
+class Tied(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).tanh()))
+
+
+class TwoBiases(nn.Module):
+    """Gradients of the biases are one tensor, which optimizers write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(t(6, 4))
+        self.first, self.second = nn.Parameter(t(8, 4)), nn.Parameter(t(8, 4) * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.first + self.second
+
+
+class Partial(nn.Module):
+    """Has a layer that it does not use, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(self.frozen(x).tanh())
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x)[None]))[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x[:, None])[0][:, 0])
+
+
+class Checkpointed(nn.Module):
+    """Computes a part of itself once more in the backward."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Dropout(p), nn.Tanh())
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, self.stem(x), use_reentrant=False))
+
+
+class OwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x.cos() * 1.5
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OwnBackward.apply(self.layer(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def by_layer(parameters: Any) -> Optimizer:
+    first, second, *others = parameters
+    groups = [{"params": [first], "lr": 0.1}, {"params": [second, *others], "weight_decay": 0.3}]
+    return AdamW(groups, lr=0.01)
+
+
+def head_only(parameters: Any) -> Optimizer:
+    return SGD(list(parameters)[2:], lr=0.05, momentum=0.9)
+
+
+criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
+
+
+def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return criterion(model(x), y)  # type: ignore[no-any-return]
+
+
+def with_outputs(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    outputs = model(x)
+    return F.mse_loss(outputs, y), outputs, {"largest": outputs.amax(1)}
+
+
+class Losing(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(model(x), y) * self.scale.exp()
+
+
+TRAINED = {
+    "convolutions": Scene(ConvNet, partial(AdamW, lr=0.01), cross_entropy, IMAGES),
+    "frozen and unused": Scene(Partial),
+    "frozen and unused, adam": Scene(Partial, partial(Adam, lr=0.01)),
+    "tied": Scene(Tied),
+    "two biases": Scene(TwoBiases, OPTIMIZERS["nesterov"]),
+    "two biases, clipped": Scene(TwoBiases, OPTIMIZERS["maximize"], kwargs={"max_norm": 0.1}),
+    "attention": Scene(Attention, partial(SGD, lr=0.01), batches=TOKENS),
+    "recurrent": Scene(Recurrent),
+    "checkpointed": Scene(partial(Checkpointed, 0.0)),
+    "an autograd function": Scene(Own),
+    "groups": Scene(mlp, by_layer),
+    "a loss with weights": Scene(ConvNet, loss=weighted, batches=IMAGES),
+    "a loss with outputs": Scene(mlp, loss=with_outputs),
+    "a loss that is a module": Scene(mlp, loss=Losing()),
+    "clipped": Scene(mlp, kwargs={"max_norm": 0.1}),
+    "microbatches": Scene(ConvNet, loss=cross_entropy, batches=IMAGES, kwargs={"microbatches": 4, "max_norm": 0.5}),
+    "not a number": Scene(mlp, batches=[(t(8, 6) * float("nan"), t(8, 4))]),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_it_trains_as_eager_steps_do(name: str, options: dict[str, Any]) -> None:
+    step = assert_trains_alike(TRAINED[name], **options)
+    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+
+
+def test_the_gradients_of_what_others_train_are_let_alone() -> None:
+    model = mlp().double()
+    x, y = ROWS[0]
+    mse(model, x, y).backward()
+    first, *_ = model.parameters()
+    before = first.grad
+    step = train_step(model, head_only(model.parameters()), mse, policy="sequential")
+    weights = first.detach().clone()
+    for _ in range(3):
+        step(x, y)
+    assert first.grad is before
+    assert torch.equal(first, weights)
+    assert [parameter.grad for parameter in list(model.parameters())[2:]] == [None, None]
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["adamw"], torch.optim.Adamax], ids=["whole", "in two parts"])
+def test_an_average_follows_the_model(optimizer: Make, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = normed().double()
+    average, expected = copy.deepcopy(model), copy.deepcopy(model)
+    step = train_step(model, optimizer(model.parameters()), mse, average=average, decay=0.8, **options)
+    for number in range(5):
+        step(*ROWS[number % 2])
+        with torch.no_grad():
+            for mine, its in zip(expected.parameters(), model.parameters(), strict=True):
+                mine.mul_(0.8).add_(its, alpha=0.2)
+        close([*average.parameters()], [*expected.parameters()])
+        close([*average.buffers()], [*model.buffers()])
+    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+
+
+# What happens between steps
+
+
+def schedule_rate(number: int, model: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def evaluate(number: int, model: Any, optimizer: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(t(2, 3, 4, 4))
+    model.train()
+
+
+def unfreeze(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        model.frozen.requires_grad_(True)
+    if number == 4:
+        model.used.bias.requires_grad_(False)
+
+
+def load_model(number: int, model: Any, optimizer: Any) -> None:
+    if number in (1, 2):
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=number == 5)
+
+
+def load_optimizer(number: int, model: Any, optimizer: Any) -> None:
+    if number in (1, 2):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def forget_optimizer(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        optimizer.load_state_dict(type(optimizer)(model.parameters()).state_dict())
+
+
+def move_weight(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        model[0].weight.data = model[0].weight.data.clone()
+
+
+def add_group(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+
+
+def train_by_hand(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        eager(model, optimizer, mse, ROWS[0])
+
+
+BETWEEN = {
+    "another rate": Scene(mlp, between=schedule_rate),
+    "evaluation": Scene(ConvNet, loss=cross_entropy, batches=IMAGES, between=evaluate),
+    "another model state": Scene(mlp, partial(AdamW, lr=0.01), between=load_model),
+    "another optimizer state": Scene(mlp, partial(AdamW, lr=0.01), between=load_optimizer),
+    "another momentum": Scene(mlp, between=load_optimizer),
+    "a weight that moves": Scene(mlp, between=move_weight),
+    "an eager step": Scene(mlp, partial(Adam, lr=0.01), between=train_by_hand),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_happens_between_steps_takes_effect_and_needs_no_other_schedule(
+    name: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    step = assert_trains_alike(BETWEEN[name], **options)
+    assert len(modes(step)) == 1
+    assert "plain" not in modes(step)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+RETRACED = {
+    "other parameters": Scene(Partial, partial(Adam, lr=0.01), steps=8, between=unfreeze),
+    "no optimizer state": Scene(mlp, between=forget_optimizer),
+    "another group": Scene(mlp, head_only, between=add_group),
+}
+
+
+@pytest.mark.parametrize("name", RETRACED)
+def test_what_needs_another_schedule_gets_it(name: str) -> None:
+    step = assert_trains_alike(RETRACED[name], policy="sequential")
+    assert modes(step)[0] == "one stream"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "adagrad"])
+def test_schedulers_of_the_rate_see_steps_and_their_rates_are_used(optimizer: str) -> None:
+    torch.manual_seed(0)
+    model = mlp().double()
+    twins = [(model, OPTIMIZERS[optimizer](model.parameters()))]
+    twins.append(copy.deepcopy(twins[0]))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) for _, optimizer in twins]
+    step = train_step(*twins[0], mse, policy="sequential")
+    for _ in range(6):
+        found, expected = step(*ROWS[0]), eager(*twins[1], mse, ROWS[0])
+        close(found, expected)
+        for scheduler in schedulers:
+            scheduler.step()
+    close(dict(twins[0][0].state_dict()), dict(twins[1][0].state_dict()))
+    assert modes(step) == ["one stream"]
+
+
+def test_a_state_dict_taken_between_steps_continues_elsewhere() -> None:
+    """Saved after three steps; the copies go on, one eagerly, as the original does."""
+    torch.manual_seed(0)
+    model = ConvNet().double()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    step = train_step(model, optimizer, cross_entropy, policy="sequential")
+
+    def steps(call: Callable[..., Any]) -> None:
+        for number, batch in enumerate(IMAGES * 2):
+            torch.manual_seed(number)
+            call(*batch)
+
+    steps(step)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    others = []
+    for scheduled in (False, True):
+        other = ConvNet().double()
+        others.append(other)
+        its = AdamW(other.parameters(), lr=0.5)
+        other.load_state_dict(saved[0])
+        its.load_state_dict(copy.deepcopy(saved[1]))  # whose tensors become its own
+        if scheduled:
+            steps(train_step(other, its, cross_entropy, policy="sequential"))
+        else:
+            steps(lambda *batch, other=other, its=its: eager(other, its, cross_entropy, batch))
+    steps(step)
+    for other in others:
+        close(dict(model.state_dict()), dict(other.state_dict()))
+
+
+# What runs as it is
+
+
+def hooked_weight(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        model[0].weight.register_hook(lambda gradient: gradient * 2)
+
+
+def hooked_optimizer(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        optimizer.register_step_post_hook(lambda *_: None)
+
+
+def hooked_backward(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        model[2].register_full_backward_hook(lambda module, into, out: tuple(2 * gradient for gradient in into))
+
+
+class Branching(nn.Module):
+    """Chooses by data what to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x)  # type: ignore[no-any-return]
+
+
+table = t(4)
+
+
+def with_a_tensor_of_nobodys(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return ((model(x) - y) * table).square().mean()
+
+
+PLAIN = {
+    "hooks on its gradient": Scene(mlp, between=hooked_weight),
+    "hooks on its step": Scene(mlp, between=hooked_optimizer),
+    "backward hooks": Scene(mlp, between=hooked_backward),
+    "data-dependent": Scene(Branching),
+    "layout torch.sparse": Scene(Sparse, partial(SGD, lr=0.1), batches=TOKENS),
+    "a state that is put back": Scene(partial(Checkpointed, 0.5)),
+    "no attribute of it": Scene(mlp, loss=with_a_tensor_of_nobodys),
+}
+
+
+@pytest.mark.parametrize("reason", PLAIN)
+def test_what_no_graph_would_do_runs_as_it_is_and_the_report_says_why(reason: str) -> None:
+    step = assert_trains_alike(PLAIN[reason], policy="sequential")
+    assert modes(step)[0] == "plain"
+    assert reason in reasons(step)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"microbatches": 2, "max_norm": 0.1}])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adamax, torch.optim.Adadelta, torch.optim.NAdam])
+def test_other_optimizers_run_after_a_graph_of_forward_and_backward(
+    optimizer: Make, kwargs: dict[str, Any], options: dict[str, Any]
+) -> None:
+    step = assert_trains_alike(Scene(mlp, optimizer, kwargs=kwargs), **options)
+    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+    assert f"{optimizer.__name__} is none of SGD, Adam, AdamW, RMSprop, Adagrad" in reasons(step)
+
+
+def test_strict_says_why_not() -> None:
+    model = Branching()
+    step = train_step(model, SGD(model.parameters(), lr=0.1), mse, strict=True)
+    batch = tuple(tensor.float() for tensor in ROWS[0])
+    step(*batch)
+    with pytest.raises(TraceError, match="data-dependent"):
+        step(*batch)
+
+
+def test_other_batches_are_scheduled_up_to_the_limit_and_run_as_they_are_beyond_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batches = [(t(rows, 6), t(rows, 4)) for rows in (8, 4, 2)]
+    scene = Scene(mlp, batches=batches, steps=9, kwargs={})
+    step = assert_trains_alike(scene, policy="sequential", max_signatures=2)
+    assert modes(step) == ["one stream", "one stream", "plain"]
+    assert "as many schedules as max_signatures allows" in reasons(step)
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+def test_a_hyperparameter_that_changes_at_every_step_ends_at_the_limit() -> None:
+    def cycle(number: int, model: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["momentum"] *= 0.9
+
+    step = assert_trains_alike(Scene(mlp, between=cycle, steps=6), policy="sequential", max_signatures=2)
+    assert modes(step) == ["one stream", "one stream", "plain"]
+
+
+def test_disabled_it_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    assert assert_trains_alike(Scene(mlp)).reports == ()
+
+
+def test_paranoid_every_step_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_VERIFY", "paranoid")
+    step = assert_trains_alike(Scene(ConvNet, OPTIMIZERS["adamw"], cross_entropy, IMAGES), policy="sequential")
+    assert modes(step) == ["one stream"]
+
+
+def test_it_may_be_called_in_any_mode_of_autograd() -> None:
+    model = mlp().double()
+    step = train_step(model, SGD(model.parameters(), lr=0.1), mse, policy="sequential")
+    losses = [step(*ROWS[0])]
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            losses.append(step(*ROWS[0]))
+    assert losses == sorted(losses, reverse=True)
+    assert not any(loss.requires_grad or loss.is_inference() for loss in losses)
+    assert modes(step) == ["one stream"]
+
+
+# Mistakes
+
+
+def small() -> tuple[nn.Module, Optimizer]:
+    model = mlp().double()
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def test_parameters_that_are_not_the_models_are_refused() -> None:
+    model, _ = small()
+    with pytest.raises(TargetError, match=r"1 of the optimizer's 1 parameters \(of shape 3x2\) are not the model's"):
+        train_step(model, SGD([nn.Parameter(torch.ones(3, 2))], lr=0.1), mse)
+
+
+def test_so_are_those_that_are_not_the_models_any_more() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, mse, policy="sequential")
+    for _ in range(2):
+        step(*ROWS[0])
+    model[2] = nn.Linear(8, 4).double()  # type: ignore[operator]
+    with pytest.raises(TargetError, match="2 of the optimizer's 4 parameters"):
+        step(*ROWS[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model, x, y: (model(x) - y).square(), "a loss of shape 8x4: let it return a scalar"),
+        (lambda model, x, y: 3.0, "returned a float: let it return the loss"),
+        (lambda model, x, y: y.sum(), "depends on no parameter"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused_at_every_step(loss: Make, message: str) -> None:
+    model, optimizer = small()
+    before = copy.deepcopy(model.state_dict())
+    step = train_step(model, optimizer, loss, policy="sequential")
+    for _ in range(3):
+        with pytest.raises(TargetError, match=message):
+            step(*ROWS[0])
+    close(dict(model.state_dict()), dict(before))
+
+
+def test_a_batch_without_equal_parts_is_refused() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, mse, microbatches=3)
+    with pytest.raises(TargetError, match="a batch of 8 has no 3 equal parts"):
+        step(*ROWS[0])
+
+
+def test_microbatches_have_no_outputs() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, with_outputs, microbatches=2)
+    with pytest.raises(TargetError, match="return the loss alone"):
+        step(*ROWS[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": nn.Linear}, "takes a torch.nn.Module"),
+        ({"optimizer": SGD}, "takes an optimizer of torch.optim"),
+        ({"loss_fn": 3}, "takes a function loss_fn"),
+        ({"microbatches": 0}, "microbatches=0 is not allowed"),
+        ({"microbatches": True}, "microbatches=True is not allowed"),
+        ({"max_norm": -1}, "max_norm=-1 is not allowed"),
+        ({"decay": 2}, "decay=2 is not allowed"),
+        ({"average": nn.Linear(2, 2)}, "average has to be a copy of the model"),
+        ({"polices": "auto"}, "did you mean 'policy'"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(change: dict[str, Any], message: str) -> None:
+    model, optimizer = small()
+    with pytest.raises((TargetError, OptionError), match=message):
+        train_step(**{"model": model, "optimizer": optimizer, "loss_fn": mse, **change})
+
+
+def test_an_average_in_the_models_own_memory_is_refused() -> None:
+    model, optimizer = small()
+    with pytest.raises(TargetError, match="with tensors of its own"):
+        train_step(model, optimizer, mse, average=model)
+
+
+# Reports
+
+
+def test_it_can_be_explained() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, mse, policy="sequential")
+    assert "nothing is known yet" in autostream.explain(step)
+    step(*ROWS[0])
+    assert "the next one is scheduled" in autostream.explain(step)
+    step(*ROWS[0])
+    (report,) = step.reports
+    assert isinstance(report, Report)
+    assert report.model == "Sequential, TrainingStep"
+    assert "runs as" in autostream.explain(step)
+    assert repr(step).startswith("TrainStep(Sequential(")
+
+
+def test_ops_of_the_backward_have_the_lines_of_those_forward_and_updates_have_none() -> None:
+    model, optimizer = Partial().double(), None
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = train_step(model, optimizer, mse, policy="sequential")
+    for _ in range(2):
+        step(*ROWS[0])
+    (report,) = step.reports
+    assert report.graph is not None
+    sources = {op.name: op.source.rpartition(": ")[2] for op in report.graph.ops.values()}
+    assert sources["tanh"] == sources["mm"] == "return self.used(self.frozen(x).tanh())"
+    assert sources["mse_loss_backward"] == "return F.mse_loss(model(x), y)"
+    assert {source for name, source in sources.items() if name.startswith(("mul_", "add_"))} == {""}

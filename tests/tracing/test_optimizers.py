@@ -1,0 +1,229 @@
+"""Update rules of ``torch.optim`` on other tensors: they do what the optimizer does, and ask the host nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from autostream.errors import TraceError
+from autostream.tracing.optimizers import TRACED, Rates, hyperparameters, lists_apart, obstacle, update
+
+RULES: dict[str, Callable[..., Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "sgd, momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
+    "sgd, nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd, maximize": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, maximize=True),
+    "adam": lambda p: Adam(p, lr=0.1),
+    "adam, amsgrad": lambda p: Adam(p, lr=0.1, amsgrad=True, weight_decay=0.1, maximize=True),
+    "adam, one by one": lambda p: Adam(p, lr=0.1, foreach=False),
+    "adam, fused": lambda p: Adam(p, lr=0.1, fused=True),
+    "adamw": lambda p: AdamW(p, lr=0.1, weight_decay=0.1, betas=(0.8, 0.9)),
+    "rmsprop": lambda p: RMSprop(p, lr=0.1),
+    "rmsprop, momentum": lambda p: RMSprop(p, lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
+    "adagrad": lambda p: Adagrad(p, lr=0.1),
+    "adagrad, decay": lambda p: Adagrad(p, lr=0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.1),
+}
+
+
+def t(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def stepped(make: Callable[..., Optimizer], dtype: torch.dtype = torch.float64) -> Optimizer:
+    """An optimizer of two groups that has made its state, whose parameters have gradients but for the last."""
+    parameters = [torch.nn.Parameter(t(3, 2, dtype=dtype)), torch.nn.Parameter(t(4, dtype=dtype))]
+    groups = [{"params": parameters}, {"params": [torch.nn.Parameter(t(5, dtype=dtype))], "lr": 0.01}]
+    optimizer = make(groups)
+    for parameter in parameters:
+        parameter.grad = t(*parameter.shape, dtype=dtype) + 1
+    optimizer.step()
+    return optimizer
+
+
+def flat(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def update_itself(optimizer: Optimizer, rates: Rates | None = None) -> None:
+    """Let an optimizer step on its own tensors by way of a twin."""
+    groups = hyperparameters(optimizer, (rates or Rates())(optimizer))
+    tensors = [group["params"] for group in optimizer.param_groups]
+    update(optimizer, groups, tensors, dict(optimizer.state))
+
+
+def assert_same(ours: Optimizer, theirs: Optimizer, tolerance: float) -> None:
+    for mine, other in zip(flat(ours), flat(theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
+        assert list(ours.state[mine]) == list(theirs.state[other])
+        for name, value in theirs.state[other].items():
+            torch.testing.assert_close(ours.state[mine][name], value, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_does_what_the_optimizer_does(rule: str) -> None:
+    ours = stepped(RULES[rule])
+    theirs = copy.deepcopy(ours)
+    for mine, other in zip(flat(ours), flat(theirs), strict=True):
+        other.grad = None if mine.grad is None else mine.grad.clone()
+    for _ in range(20):
+        gradients = [None if other.grad is None else other.grad.clone() for other in flat(theirs)]
+        for mine, gradient in zip(flat(ours), gradients, strict=True):
+            mine.grad = gradient  # of our own: rules may write to it
+        update_itself(ours)
+        theirs.step()
+    assert_same(ours, theirs, 1e-12)
+
+
+def test_steps_are_counted_in_float64_though_they_are_kept_in_float32() -> None:
+    """With ``1 - 0.999 ** 2`` in float32, the first updates would be off by 1e-5 of themselves."""
+    ours = stepped(lambda p: Adam(p, lr=1.0, betas=(0.9, 0.9999)))
+    theirs = copy.deepcopy(ours)
+    for mine, other in zip(flat(ours), flat(theirs), strict=True):
+        other.grad = None if mine.grad is None else mine.grad.clone()
+    assert ours.state[flat(ours)[0]]["step"].dtype is torch.float32
+    update_itself(ours)
+    theirs.step()
+    assert_same(ours, theirs, 1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_graph_of_a_rule_asks_the_host_nothing_and_updates_each_weight_for_itself(rule: str) -> None:
+    optimizer = stepped(RULES[rule], torch.float32)
+    first, second = flat(optimizer)[:2]
+
+    def run(first_gradient: Tensor, second_gradient: Tensor, *state: Tensor) -> None:
+        names = [(at, name) for at, p in enumerate((first, second)) for name in optimizer.state.get(p, {})]
+        held: dict[Tensor, dict[str, Tensor]] = {}
+        stand_ins = [state[0], state[1]]
+        for (at, name), value in zip(names, state[3:], strict=True):
+            held.setdefault(stand_ins[at], {})[name] = value
+        stand_ins[0].grad, stand_ins[1].grad = first_gradient, second_gradient
+        update(optimizer, hyperparameters(optimizer, [state[2]] * 2), [stand_ins, []], held)
+
+    values = [value for p in (first, second) for value in optimizer.state.get(p, {}).values()]
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    assert first.grad is not None
+    assert second.grad is not None
+    mode = FakeTensorMode()
+    given = [first.grad, second.grad, first.detach(), second.detach(), rate, *values]
+    graph = make_fx(run, dict(lists_apart()))(*(mode.from_tensor(value) for value in given)).graph
+    names = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    assert not [name for name in names if "_foreach_" in name or "item" in name or "_local_scalar" in name]
+    one, other, *_ = graph.find_nodes(op="placeholder")
+    assert not _reached(one) & _reached(other)
+
+
+def _reached(node: torch.fx.Node) -> set[torch.fx.Node]:
+    found, pending = set(), list(node.users)
+    while pending:
+        user = pending.pop()
+        if user not in found:
+            found.add(user)
+            pending += user.users
+    return found
+
+
+def test_an_optimizer_stays_as_it_is() -> None:
+    optimizer = stepped(RULES["adam"])
+    before = copy.deepcopy(optimizer.state_dict())
+    others = [tensor.detach().clone().requires_grad_() for tensor in flat(optimizer)]
+    others[0].grad = torch.ones_like(others[0])
+    state = {others[0]: {name: value.clone() for name, value in optimizer.state[flat(optimizer)[0]].items()}}
+    update(optimizer, hyperparameters(optimizer, Rates()(optimizer)), [others[:2], others[2:]], state)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for at, values in before["state"].items():
+        for name, value in values.items():
+            assert torch.equal(after["state"][at][name], value)
+    assert state[others[0]]["step"] == 2
+
+
+@pytest.mark.parametrize("rule", ["sgd, momentum", "adam", "rmsprop"])
+def test_a_parameter_without_state_is_refused(rule: str) -> None:
+    optimizer = stepped(RULES[rule])
+    flat(optimizer)[2].grad = t(5)
+    with pytest.raises(TraceError, match="makes its state in the first step of each parameter"):
+        update_itself(optimizer)
+
+
+# Rates
+
+
+def test_a_rate_is_a_tensor_that_stays_while_the_rate_does() -> None:
+    optimizer = stepped(RULES["sgd"])
+    rates = Rates()
+    first = rates(optimizer)
+    assert [(rate.item(), rate.dtype, rate.dim()) for rate in first] == [
+        (0.1, torch.float64, 0),
+        (0.01, torch.float64, 0),
+    ]
+    optimizer.param_groups[1]["lr"] = 0.02
+    second = rates(optimizer)
+    assert second[0] is first[0]
+    assert second[1] is not first[1], "the last one may still be on its way to the device"
+    assert (first[1].item(), second[1].item()) == (0.01, 0.02)
+
+
+def test_a_rate_that_is_a_tensor_is_read_each_time() -> None:
+    rate = torch.tensor(0.1)
+    optimizer = SGD([torch.ones(1)], lr=rate)
+    rates = Rates()
+    rates(optimizer)
+    rate.fill_(0.5)
+    assert rates(optimizer)[0].item() == 0.5
+
+
+def test_what_schedulers_keep_in_a_group_is_no_hyperparameter() -> None:
+    optimizer = stepped(RULES["sgd"])
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    assert "initial_lr" in optimizer.param_groups[0]
+    assert set(hyperparameters(optimizer, Rates()(optimizer))[0]) == set(optimizer.defaults)
+
+
+# What cannot be part of a graph
+
+
+class Mine(SGD):
+    """May do anything."""
+
+
+def with_hook(optimizer: Optimizer) -> None:
+    optimizer.register_step_post_hook(lambda *_: None)
+
+
+def with_own_step(optimizer: Any) -> None:
+    optimizer.step = lambda: None
+
+
+def differentiable(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["differentiable"] = True
+
+
+@pytest.mark.parametrize("kind", TRACED)
+def test_known_optimizers_can(kind: type[Optimizer]) -> None:
+    optimizer = kind([torch.ones(1)])  # type: ignore[call-arg]
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # gives it a step of its own, which only counts
+    assert obstacle(optimizer) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(with_hook, "hooks on its step"), (with_own_step, "a step of its own"), (differentiable, "is differentiable")],
+)
+def test_those_that_do_more_cannot(change: Callable[[Optimizer], None], reason: str) -> None:
+    optimizer = SGD([torch.ones(1)])
+    change(optimizer)
+    assert reason in obstacle(optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.LBFGS, Mine])
+def test_others_cannot(kind: Callable[..., Optimizer]) -> None:
+    assert "is none of SGD, Adam, AdamW, RMSprop, Adagrad" in obstacle(kind([torch.ones(1)]))

@@ -1,0 +1,221 @@
+"""Steps as modules: their state, their settings, and what they do as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from autostream.errors import TargetError
+from autostream.tracing.functions import module_of
+from autostream.tracing.steps import Backward, TrainingStep, _parts, _set_gradients
+
+
+def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+BATCH = (torch.ones(4, 3), torch.zeros(4, 2))
+
+
+def step_of(optimizer: Callable[..., Optimizer] = SGD, model: nn.Module | None = None, **kwargs: Any) -> TrainingStep:
+    model = model or nn.Linear(3, 2)
+    return TrainingStep(model, module_of(mse), optimizer(model.parameters(), lr=0.1), **kwargs)
+
+
+@torch.no_grad()
+def run(step: Backward) -> Any:
+    return step(BATCH, step.setting())
+
+
+# State
+
+
+def test_the_optimizers_state_are_buffers() -> None:
+    step = step_of(Adam)
+    assert list(step.state.named_buffers()) == []
+    run(step)
+    step.setting()
+    buffers = dict(step.state.named_buffers())
+    assert list(buffers) == [f"{name}_{at}" for at in (0, 1) for name in ("step", "exp_avg", "exp_avg_sq")]
+    assert buffers["exp_avg_1"] is step.optimizer.state[step.model.bias]["exp_avg"]
+    found = step.state.of([step.model.weight, step.model.bias])
+    assert found[step.model.bias] == step.optimizer.state[step.model.bias]
+
+
+def test_they_are_looked_up_for_each_setting() -> None:
+    step = step_of(Adam)
+    run(step)
+    state = step.optimizer.state[step.model.weight]
+    state["exp_avg"] = state["exp_avg"].clone()
+    step.setting()
+    assert dict(step.state.named_buffers())["exp_avg_0"] is state["exp_avg"]
+    del step.optimizer.state[step.model.weight]
+    step.setting()
+    assert list(dict(step.state.named_buffers())) == ["step_1", "exp_avg_1", "exp_avg_sq_1"]
+
+
+def test_a_number_in_the_state_is_a_refusal() -> None:
+    step = step_of(Adam)
+    run(step)
+    step.optimizer.state[step.model.weight]["step"] = 1
+    assert "the optimizer's state has a int (step)" in step.setting().refusal
+
+
+def test_a_counter_on_another_device_goes_where_its_parameter_is() -> None:
+    model = nn.Linear(3, 2, device="meta")
+    step = step_of(Adam, model)
+    step.optimizer.state[model.weight] = {"step": torch.zeros(())}
+    step.setting()
+    assert step.optimizer.state[model.weight]["step"].device.type == "meta"
+
+
+# Settings
+
+
+def test_a_setting_says_what_a_step_depends_on() -> None:
+    step = step_of()
+    setting = step.setting()
+    assert (setting.trained, setting.refusal) == (bytes([1, 1]), "")
+    assert setting.groups[0]["momentum"] == 0
+    assert setting.groups[0]["lr"].item() == 0.1
+    step.model.bias.requires_grad_(False)
+    assert step.setting().trained == bytes([1, 0])
+
+
+def hook_a_parameter(step: Any) -> None:
+    step.model.weight.register_hook(lambda gradient: None)
+
+
+def hook_an_accumulation(step: Any) -> None:
+    step.model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def hook_a_module(step: Any) -> None:
+    step.model.register_full_backward_hook(lambda *_: None)
+
+
+def hook_a_modules_gradients(step: Any) -> None:
+    step.model.register_full_backward_pre_hook(lambda *_: None)
+
+
+def hook_the_optimizer(step: Any) -> None:
+    step.optimizer.register_step_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (hook_a_parameter, "a parameter has hooks on its gradient"),
+        (hook_an_accumulation, "a parameter has hooks on its gradient"),
+        (hook_a_module, "a submodule has backward hooks"),
+        (hook_a_modules_gradients, "a submodule has backward hooks"),
+        (hook_the_optimizer, "SGD has hooks on its step"),
+    ],
+)
+def test_hooks_are_seen(change: Callable[[Any], None], reason: str) -> None:
+    step = step_of()
+    assert step.setting().refusal == ""
+    change(step)
+    assert reason in step.setting().refusal
+
+
+def test_hooks_on_all_modules_are_seen() -> None:
+    step = step_of()
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    try:
+        assert "backward hooks" in step.setting().refusal
+    finally:
+        handle.remove()
+
+
+# Where the parameters are
+
+
+def test_parameters_are_found_by_name_in_a_twin() -> None:
+    step, twin = step_of(), step_of()
+    places = step._places
+    assert all(a is b for a, b in zip(places.parameters(twin), twin.model.parameters(), strict=True))
+    assert [len(group) for group in places.by_group(list(twin.model.parameters()))] == [2]
+
+
+def test_a_parameter_that_the_model_exchanges_is_missed() -> None:
+    step = step_of()
+    step.model.weight = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(TargetError, match=r"1 of the optimizer's 2 parameters \(of shape 2x3\) are not the model's"):
+        step.setting()
+
+
+def test_a_submodule_that_is_exchanged_is_missed_when_somebody_looks_again() -> None:
+    step = step_of(model=nn.Sequential(nn.Linear(3, 2)))
+    step.model[0] = nn.Linear(3, 2)
+    step.setting()
+    with pytest.raises(TargetError, match="2 of the optimizer's 2 parameters"):
+        step.look_again()
+
+
+# As they are
+
+
+def test_a_step_trains_and_leaves_no_gradients() -> None:
+    step = step_of()
+    losses = [run(step).item() for _ in range(30)]
+    assert losses[-1] < 1e-3 * losses[0]
+    assert [parameter.grad for parameter in step.parameters()] == [None, None]
+
+
+def test_a_step_does_not_see_gradients_that_were_there() -> None:
+    step, other = step_of(), step_of()
+    other.load_state_dict(step.state_dict())
+    for parameter in step.parameters():
+        parameter.grad = torch.full_like(parameter, 1e6)
+    run(step)
+    run(other)
+    assert all(map(torch.equal, step.parameters(), other.parameters()))
+
+
+def test_a_backward_alone_trains_nothing_until_it_is_completed() -> None:
+    model = nn.Linear(3, 2)
+    step = Backward(model, module_of(mse), SGD(model.parameters(), lr=0.1))
+    before = model.weight.detach().clone()
+    result, gradients = run(step)
+    assert torch.equal(model.weight, before)
+    assert [gradient.shape for gradient in gradients] == [(2, 3), (2,)]
+    assert step.complete((result, gradients)) is result
+    torch.testing.assert_close(model.weight.detach(), before - 0.1 * gradients[0])
+
+
+def test_the_name_is_the_models() -> None:
+    assert step_of()._get_name() == "Linear, TrainingStep"
+
+
+# Parts of batches, and gradients
+
+
+def test_parts_are_equal_and_what_has_no_rows_is_part_of_all() -> None:
+    x = torch.arange(6)
+    batch = ({"x": x, "weight": torch.tensor(2.0)}, "mean", (x,))
+    parts = _parts(batch, 3)
+    assert [part[0]["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert [part[2][0].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert {(part[0]["weight"].item(), part[1]) for part in parts} == {(2.0, "mean")}
+    assert _parts(batch, 1) == [batch]
+
+
+def test_gradients_lie_as_their_parameters_and_share_no_memory() -> None:
+    shared = torch.ones(2, 3)
+    parameters = [torch.zeros(2, 3) for _ in range(5)]
+    gradients = [shared, shared, torch.ones(3, 2).t(), torch.ones(1, 1).expand(2, 3), None]
+    given = torch.ones(2, 3)
+    _set_gradients(parameters, [*gradients[:4], None], {given.untyped_storage()._cdata})
+    found = [parameter.grad for parameter in parameters]
+    assert found[0] is shared
+    assert found[4] is None
+    assert len({gradient.data_ptr() for gradient in found[:4]}) == 4
+    assert all(gradient.stride() == (3, 1) and gradient.eq(1).all() for gradient in found[:4])
+    _set_gradients(parameters[:1], [given], {given.untyped_storage()._cdata})
+    assert parameters[0].grad is not given
