@@ -403,17 +403,20 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is in use when all models are dropped: of the device, bytes in whole segments, and tensors of any kind."""
+    """What is in use when all models are dropped: of the device, bytes in whole segments, and tensors by class."""
 
     reserved_bytes: int
-    tensors: int
+    tensors: Counter[str]
 
     def grown(self, first: Memory) -> str:
         """What is more than after the first round, or ``""``."""
-        bytes_more, tensors_more = self.reserved_bytes - first.reserved_bytes, self.tensors - first.tensors
+        bytes_more = self.reserved_bytes - first.reserved_bytes
+        tensors_more = self.tensors.total() - first.tensors.total()
         if bytes_more <= MORE_BYTES and tensors_more <= MORE_TENSORS:
             return ""
-        return f"{bytes_more / MIB:.0f} MiB and {tensors_more} tensors more than after the first round"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in (self.tensors - first.tensors).most_common())
+        tensors = f"{tensors_more} tensors" + (f" ({kinds})" if kinds else "")
+        return f"{bytes_more / MIB:.0f} MiB and {tensors} more than after the first round"
 
 
 def memory(device: torch.device) -> Memory:
@@ -427,7 +430,8 @@ def memory(device: torch.device) -> Memory:
         clear_cublas_workspaces()
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(device)
-    return Memory(reserved, sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+    kinds = map(type, gc.get_objects())
+    return Memory(reserved, Counter(kind.__name__ for kind in kinds if issubclass(kind, Tensor)))
 
 
 @dataclass

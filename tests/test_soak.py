@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -108,18 +109,21 @@ def test_it_stops_in_time(tmp_path: Path) -> None:
 
 
 def test_memory_that_grows_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    first = Memory(100, 50)
+    def used(size: int, tensors: int, fakes: int = 20) -> Memory:
+        return Memory(size, Counter(Tensor=tensors, FakeTensor=fakes))
+
+    first, since = used(100, 30), "more than after the first round"
     assert not first.grown(first)
-    assert not Memory(100 + MORE_BYTES, 50 + MORE_TENSORS).grown(first)
-    assert Memory(101 + MORE_BYTES, 50).grown(first) == "64 MiB and 0 tensors more than after the first round"
-    assert Memory(100, 51 + MORE_TENSORS).grown(first) == "0 MiB and 201 tensors more than after the first round"
+    assert not used(100 + MORE_BYTES, 30 + MORE_TENSORS).grown(first)
+    assert used(101 + MORE_BYTES, 30).grown(first) == f"64 MiB and 0 tensors {since}"
+    assert used(100, 27 + MORE_TENSORS, 24).grown(first) == f"0 MiB and 201 tensors (197 Tensor, 4 FakeTensor) {since}"
 
     monkeypatch.setattr(Round, "actions", lambda self: iter(()))
     kept = [torch.ones(1)]
-    count = soak.memory(torch.device("cpu")).tensors
+    count = soak.memory(torch.device("cpu")).tensors.total()
     kept.extend(torch.ones(1) for _ in range(7))
-    assert soak.memory(torch.device("cpu")).tensors == count + 7
-    readings = iter([first, Memory(100, 1000)])
+    assert soak.memory(torch.device("cpu")).tensors.total() == count + 7
+    readings = iter([first, used(100, 1000)])
     monkeypatch.setattr(soak, "memory", lambda device: next(readings))
     code, summary = soaked(tmp_path, "--rounds", "2")
     assert code == 1
