@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,7 @@ from tests.delays import LONGEST_US, MOST, captured_symptoms, delayed, pause, sy
 from tests.execution.programs import fused_case
 from tests.planned import Cells, Planned, planned, same
 
-
-@pytest.fixture(autouse=True)
-def _one_thread_for_each_op() -> Iterator[None]:
-    """Lanes are threads already; where there are more threads than cores, those of OpenMP spin."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 
 
 @pytest.fixture

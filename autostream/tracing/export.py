@@ -75,14 +75,7 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
     if device is not None and torch.device(device).type != torch.device(device_of(module)).type:
         _relocate(module, torch.device(device))
     placeholders, constants = _placeholders(exported, model, tensors)
-    program = Program(
-        module=module,
-        placeholders=placeholders,
-        outputs=tuple(node.name for node in module.graph.output_node().args[0]),  # type: ignore[union-attr, misc]
-        level="aten",
-        device=device_of(module),
-    )
-    return Traced(program, flat.result.structure, constants)
+    return Traced(program_of(module, placeholders), flat.result.structure, constants)
 
 
 def _padding_refused(twin: nn.Module) -> nn.Module:
@@ -223,6 +216,21 @@ def _relocate(module: torch.fx.GraphModule, device: torch.device) -> None:
             for value in tensors_in(node.meta.get("val")):
                 if isinstance(value, FakeTensor):
                     value.fake_device = device
+
+
+def program_of(module: torch.fx.GraphModule, placeholders: tuple[Placeholder, ...]) -> Program:
+    """The program that a flat graph of ATen ops is.
+
+    Raises:
+        TraceError: it uses several accelerators.
+    """
+    return Program(
+        module=module,
+        placeholders=placeholders,
+        outputs=tuple(node.name for node in module.graph.output_node().args[0]),  # type: ignore[union-attr, misc]
+        level="aten",
+        device=device_of(module),
+    )
 
 
 def device_of(module: torch.fx.GraphModule) -> str:

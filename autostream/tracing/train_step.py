@@ -22,10 +22,10 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autostream.errors import TraceError
-from autostream.ir import Placeholder, Program, Role
+from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
 from autostream.tracing.constants import tensors_held
-from autostream.tracing.export import Traced, device_of, ordinary
+from autostream.tracing.export import Traced, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary, watched
 from autostream.tracing.optimizers import lists_apart
 from autostream.tracing.replica import replica
@@ -50,14 +50,7 @@ def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) 
     flat, module = _made_fx(replica(step), step, tensors, structure)
     if _reached_originals(module, step):
         flat, module = _made_fx(step, step, tensors, structure)
-    placeholders = _tidied(module, step, tensors)
-    program = Program(
-        module=module,
-        placeholders=placeholders,
-        outputs=tuple(node.name for node in module.graph.output_node().args[0]),  # type: ignore[union-attr, misc]
-        level="aten",
-        device=device_of(module),
-    )
+    program = program_of(module, _tidied(module, step, tensors))
     return Traced(program, flat.result.structure, {})
 
 

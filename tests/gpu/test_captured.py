@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -24,13 +21,6 @@ SHORT = [
     *((name, "eager") for name in ("googlenet", "bert_base", "towers8", "moe8", "dlrm", "t5_small")),
     *((name, "inductor") for name in ("googlenet", "towers8")),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _memory_goes_back() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def prepared(name: str, level: str) -> Planned:

@@ -5,11 +5,10 @@ Fewer threads, and those that race for the first call, are in ``test_on_gpu.py``
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -36,13 +35,6 @@ GPUS = [torch.device("cuda", index) for index in range(torch.cuda.device_count()
 EAGER = {"kernels": "eager", "costs": "roofline", "memory_budget": math.inf}
 FUSED = {**EAGER, "kernels": "inductor"}
 STREAMS = {"policy": "critical_path", "streams": 4}
-
-
-@pytest.fixture(autouse=True)
-def _memory_goes_back() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

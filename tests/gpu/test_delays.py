@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -30,13 +27,6 @@ SHORT = [
 PLANS = [("critical_path", 4), ("scattered", 3)]
 
 LONG_RUNS = 200
-
-
-@pytest.fixture(autouse=True)
-def _memory_goes_back() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

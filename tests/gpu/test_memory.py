@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,13 +26,6 @@ pytestmark = [
 
 GPU = torch.device("cuda", 0)
 FUSED = {"kernels": "inductor", "costs": "roofline", "memory_budget": math.inf}
-
-
-@pytest.fixture(autouse=True)
-def _memory_goes_back() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture

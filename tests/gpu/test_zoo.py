@@ -5,9 +5,7 @@ In half precision, as they are measured. Each is compiled: ``-n 6`` takes two mi
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,14 +21,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),  # as errors, Inductor's own would make it fall back
 ]
-
-
-@pytest.fixture(autouse=True)
-def _memory_goes_back() -> Iterator[None]:
-    """The next workload has the GPU for itself."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def prepared(name: str) -> Subject:
