@@ -49,7 +49,8 @@ preparing = threading.RLock()
 of two models disturb each other, and a process can capture one CUDA graph at a time."""
 
 # A fork waits for that: what is half traced would stay so in the new process, and the lock would never be released.
-os.register_at_fork(before=preparing.acquire, after_in_parent=preparing.release, after_in_child=preparing.release)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=preparing.acquire, after_in_parent=preparing.release, after_in_child=preparing.release)
 
 
 RECORDS_GRADIENTS = "gradients are recorded: call it under torch.no_grad() or torch.inference_mode()"
@@ -493,14 +494,14 @@ class _Own:
     """The storages of the model's tensors: looked up anew where one of these lies elsewhere than at the last call."""
 
     def __init__(self) -> None:
-        self._addresses: list[int] = []
-        self._held: list[Tensor] = []  # so that nothing else can come to lie there
-        self._storages: frozenset[int] = frozenset()
+        # Tensors are held so that nothing else can come to lie there. One value, for other threads look meanwhile.
+        self._known: tuple[list[int], list[Tensor], frozenset[int]] = ([], [], frozenset())
 
     def isdisjoint(self, own: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
         """Whether none of these tensors shares memory with the model's own."""
         addresses = list(map(Tensor.data_ptr, own))
-        if addresses != self._addresses:
-            self._addresses, self._held = addresses, [tensor.detach() for tensor in own]
-            self._storages = frozenset(map(storage_of, own))
-        return self._storages.isdisjoint(map(storage_of, tensors))
+        known, _, storages = self._known
+        if addresses != known:
+            storages = frozenset(map(storage_of, own))
+            self._known = addresses, [tensor.detach() for tensor in own], storages
+        return storages.isdisjoint(map(storage_of, tensors))

@@ -369,7 +369,8 @@ def _renew_locks() -> None:
         dispatcher._lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_locks)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 class _Bypass(Exception):  # noqa: N818 - a notice within this file, not an error
