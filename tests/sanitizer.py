@@ -39,13 +39,14 @@ _LOOKS = {
 
 
 class Sanitizer(csan.CUDASanitizerDispatchMode):
-    """PyTorch's, that knows these views."""
+    """PyTorch's, that knows these views, and leaves out what has no memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and look at what it reads and writes."""
-        if func in _LOOKS:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        accesses = _Accesses("cuda")
+        outputs = accesses.run(func, args, kwargs or {})
+        accesses.report(self.event_handler, torch.cuda.current_stream().cuda_stream, func)
+        return outputs
 
     def run(self, planned: Planned, lowered: fx.GraphModule, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Run a lowered graph on real streams."""
@@ -70,18 +71,10 @@ class EmulatedSanitizer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and look at what it reads and writes."""
-        kwargs = kwargs or {}
-        if func in _LOOKS:
-            return func(*args, **kwargs)
-        accesses, makes = _Accesses(), bool(csan.FACTORY_FUNCTION_REGEX.match(func._schema.name))
-        accesses.parse_inputs(func._schema, args, kwargs, is_factory=makes)
-        outputs = func(*args, **kwargs)
+        accesses = _Accesses("cpu")
+        outputs = accesses.run(func, args, kwargs or {})
         self._kept.append(outputs)
-        accesses.parse_outputs(func._schema, outputs, is_factory=makes)
-        written, read = accesses.dataptrs_written, accesses.dataptrs_read - accesses.dataptrs_written
-        named = (accesses.outputs, func._schema, accesses.tensor_aliases)
-        if errors := self.event_handler._handle_kernel_launch(self.lane, read, written, *named):
-            raise csan.CUDASanitizerErrors(errors)
+        accesses.report(self.event_handler, self.lane, func)
         return outputs
 
     def run(self, planned: Planned, lowered: fx.GraphModule, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -97,14 +90,38 @@ class EmulatedSanitizer(TorchDispatchMode):
 
 
 class _Accesses(csan.ArgumentHandler):
-    """Of tensors on any device."""
+    """What an op reads and writes of tensors on one kind of device.
+
+    Tensors without memory are left out. PyTorch's tells them apart by the addresses of Python's objects, which one
+    has after the other: an empty mask of dropout here, an empty reserve of a norm there.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op."""
+        if func in _LOOKS or func is torch.ops.aten.record_stream.default:
+            return func(*args, **kwargs)
+        makes = bool(csan.FACTORY_FUNCTION_REGEX.match(func._schema.name))
+        self.parse_inputs(func._schema, args, kwargs, is_factory=makes)
+        outputs = func(*args, **kwargs)
+        self.parse_outputs(func._schema, outputs, is_factory=makes)
+        return outputs
+
+    def report(self, handler: csan.EventHandler, lane: int, func: Any) -> None:
+        """Tell of it as of a launch on a lane; raises what was found."""
+        written, read = self.dataptrs_written, self.dataptrs_read - self.dataptrs_written
+        named = (self.outputs, func._schema, self.tensor_aliases)
+        if self.tensor_aliases and (errors := handler._handle_kernel_launch(lane, read, written, *named)):
+            raise csan.CUDASanitizerErrors(errors)
 
     def _handle_argument(
         self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
     ) -> None:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.device.type != self._device or not (address := value.data_ptr()):
             return
-        address = value.data_ptr() or id(value)
         if is_write:
             self.dataptrs_written.add(address)
         elif not metadata_only:

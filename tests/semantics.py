@@ -163,6 +163,8 @@ def _same_tensor(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     place = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+    if tensor.is_cuda:  # what a captured graph returns is copied, and no more of its storage than it covers
+        place = place[:1]
     flags = (tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg())
     return type(tensor), tensor.dtype, tensor.shape, tensor.layout, place, flags
 

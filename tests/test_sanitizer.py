@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.cuda._sanitizer as csan
 from torch import Tensor, nn
 
 from tests.planned import Cells, Planned, planned
@@ -34,6 +36,15 @@ def test_what_was_reported_is_over_when_the_next_run_begins(cells: Planned) -> N
     for broken in without_a_wait(schedule):
         assert "possible data race" in finding(sanitizer, cells, broken)
         assert not finding(sanitizer, cells, schedule)
+
+
+@pytest.mark.parametrize(("elements", "reported"), [(0, False), (1, True)])
+def test_what_has_no_memory_cannot_be_raced_for(elements: int, reported: bool) -> None:
+    sanitizer = EmulatedSanitizer()
+    with sanitizer, pytest.raises(csan.CUDASanitizerErrors) if reported else nullcontext():
+        x = torch.zeros(elements)
+        sanitizer.lane = 1
+        x.add_(1)
 
 
 class Halves(nn.Module):

@@ -34,6 +34,10 @@ from torch._inductor.virtualized import V
 
 from autostream.kernels import Kernel
 
+aten = torch.ops.aten
+
+_REINTERPRET = torch.ops.inductor._reinterpret_tensor.default
+
 
 @contextmanager
 def graphs_of_kernels(device: torch.device) -> Iterator[list[fx.GraphModule]]:
@@ -108,7 +112,9 @@ class Converter(FxConverter):
             else:
                 raise NotImplementedError(f"a line of Python: {str(line).strip()}")
         outputs = self._generate_outputs()
-        self.gm.graph.output(tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,))
+        several = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+        returned = {output: _as_ordinary_view(output) for output in dict.fromkeys(several)}
+        self.gm.graph.output(tuple(returned[output] for output in several))
         self.gm.recompile()
         return self.gm
 
@@ -122,7 +128,7 @@ class Converter(FxConverter):
     def _generate_allocate(self, line: Any) -> None:
         buffer = line.node
         node = self.gm.graph.call_function(
-            torch.ops.aten.empty_strided.default,
+            aten.empty_strided.default,
             (_numbers(buffer.get_size()), _numbers(buffer.get_stride())),
             {"dtype": buffer.get_dtype(), "device": buffer.get_device()},
         )
@@ -131,12 +137,12 @@ class Converter(FxConverter):
 
     def clear(self, line: Any) -> None:
         """Set a buffer to zero."""
-        self.gm.graph.call_function(torch.ops.aten.zero_.default, (self.buffer_to_node[line.name],))
+        self.gm.graph.call_function(aten.zero_.default, (self.buffer_to_node[line.name],))
 
     def _create_as_strided(self, input_node: fx.Node, size: Any, stride: Any, offset: Any) -> fx.Node:
         # Relative to where the tensor begins, wherever that is in its storage: arguments may begin anywhere.
         args = (input_node, _numbers(size), _numbers(stride), int(offset))
-        return self.gm.graph.call_function(torch.ops.inductor._reinterpret_tensor.default, args)
+        return self.gm.graph.call_function(_REINTERPRET, args)
 
     def _generate_kernel_definition(self, line: Any) -> None:
         if "user_autotune" in line.kernel_body:
@@ -292,6 +298,22 @@ class _Triton:
             self._compiled = self._compiled.result()
         with torch.cuda.device(self._device):
             self._compiled.run(*args, stream=torch.cuda.current_stream(self._device).cuda_stream)
+
+
+def _as_ordinary_view(output: Any) -> Any:
+    """A view of an argument by ops of ATen: made in inference mode, it is an ordinary tensor if the argument is one.
+
+    What ``_reinterpret_tensor`` makes there is not. Arguments may begin anywhere in their storage, and so may views.
+    """
+    if output is None or output.target is not _REINTERPRET or output.args[0].op != "placeholder":
+        return output
+    begin, size, stride, offset = output.args
+    call = output.graph.call_function
+    if offset:
+        begin = call(aten.slice.Tensor, (call(aten.as_strided.default, (begin, [offset], [1])), 0, offset))
+    if not output.users:
+        output.graph.erase_node(output)
+    return call(aten.as_strided.default, (begin, size, stride))
 
 
 def _numbers(sizes: Sequence[Any]) -> list[Any]:

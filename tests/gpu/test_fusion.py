@@ -429,7 +429,11 @@ def run_kept(name: str, options: str, path: str) -> None:
         fast = autostream.optimize(model, x, kernels="inductor", inductor_options=json.loads(options))
         torch.cuda.manual_seed(5)
         outputs = [fast(x), fast(x * 2)]
-    (report,) = fast.reports
+    reports = fast.reports
+    assert len(reports) == 1, [
+        (report.signature, report.refusals, list(fast._autostream._entries)) for report in reports
+    ]
+    (report,) = reports
     torch.save((outputs, dict(model.state_dict())), path)
     operations = [] if report.graph is None else [(op.target, op.source) for op in report.graph.ops.values()]
     print(json.dumps([list(report.seconds), operations, [refusal.choice for refusal in report.refusals]]))
@@ -448,7 +452,7 @@ def test_a_second_process_fuses_nothing_and_computes_the_same(
         command = [sys.executable, "-W", "ignore", "-c", f"from tests.gpu.test_fusion import run_kept; {call}"]
         root = Path(__file__).parents[2]
         done = subprocess.run(command, env={**os.environ, **folders}, cwd=root, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, done.stderr[-6000:]
         return *json.loads(done.stdout.splitlines()[-1]), torch.load(path, weights_only=False)
 
     stages, operations, refusals, results = run(tmp_path / "first.pt")

@@ -44,9 +44,13 @@ def converter(*lines: Any) -> Converter:
     return Converter(lines=[*lines], prologue="", graph_inputs={}, graph_outputs=[], subgms={}, is_subgraph=False)
 
 
-def generated(*lines: Any) -> fx.GraphModule:
+def finished(made: Converter) -> fx.GraphModule:
     with V.set_graph_handler(SimpleNamespace(constants={})):  # type: ignore[arg-type]
-        return converter(*lines).generate()
+        return made.generate()
+
+
+def generated(*lines: Any) -> fx.GraphModule:
+    return finished(converter(*lines))
 
 
 def writing_to(*buffers: str) -> AbstractContextManager[None]:
@@ -102,6 +106,43 @@ def test_a_buffer_is_taken_with_whole_numbers() -> None:
     assert (node.name, node.target) == ("buf7", aten.empty_strided.default)
     assert (node.args, node.kwargs) == (([4, 6], [6, 1]), {"dtype": torch.float16, "device": GPU})
     assert all(type(number) is int for numbers in node.args for number in numbers)
+
+
+@pytest.mark.parametrize(("size", "stride", "offset"), [([4], [1], 0), ([2, 3], [1, 4], 5), ([0], [1], 12)])
+def test_a_view_of_an_argument_that_is_returned_is_an_ordinary_tensor_in_inference_mode(
+    size: list[int], stride: list[int], offset: int
+) -> None:
+    """As in the model, where it is a view of what the caller made outside of that mode."""
+    made = converter()
+    x = made.gm.graph.placeholder("x")
+    view = made._create_as_strided(x, size, stride, offset)
+    made._generate_outputs = lambda: [view, x, view]  # type: ignore[method-assign]
+    module = finished(made)
+    given = torch.arange(20.0)[3:]
+    with torch.inference_mode():
+        first, whole, second = module(given)
+    assert not first.is_inference()
+    assert whole is given
+    assert second is first
+    assert (first.shape, first.stride()) == (torch.Size(size), tuple(stride))
+    assert first.storage_offset() == 3 + offset
+    assert first.untyped_storage()._cdata == given.untyped_storage()._cdata
+
+
+def test_a_view_that_is_written_stays_and_one_of_a_buffer_too() -> None:
+    made = converter()
+    x = made.gm.graph.placeholder("x")
+    buffer = made.gm.graph.call_function(aten.empty_strided.default, ([4], [1]))
+    views = [made._create_as_strided(node, [2], [1], 1) for node in (x, buffer)]
+    made.gm.graph.call_function(aten.zero_.default, (views[0],))
+    made._generate_outputs = lambda: [*views, None]  # type: ignore[method-assign]
+    module = finished(made)
+    given = torch.ones(4)
+    ours, _, nothing = module(given)
+    assert given.tolist() == [1, 0, 0, 1]
+    assert ours.tolist() == [0, 0]
+    assert module.graph.output_node().args[0][1] is views[1]  # type: ignore[index]
+    assert nothing is None
 
 
 def test_two_calls_of_one_kernel_are_of_the_same_kernel() -> None:
