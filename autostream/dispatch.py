@@ -33,6 +33,7 @@ from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.inductor import check_level
+from autostream.tracing.numerics import order_attention
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.steps import Backward
@@ -260,6 +261,7 @@ class Dispatcher:
             entries = self._entries
             if signature not in entries:
                 with preparing:
+                    order_attention()
                     # Again, for a trace in another thread sets flags for all threads that are part of a signature.
                     training, gradients = self._watch.training(), signature.records_gradients
                     signature = signature_of(structure, tensors, training, gradients)

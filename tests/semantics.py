@@ -154,7 +154,7 @@ def same(ours: Any, theirs: Any, tolerance: float = 0.0) -> None:
 
 
 def _same_tensor(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
-    assert _layout(ours) == _layout(theirs)
+    assert _layout(ours) == _layout(theirs), (_layout(ours), _layout(theirs))
     ours, theirs = ours.detach(), theirs.detach()
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
     if not tolerance and ours.is_floating_point() and ours.layout is torch.strided and not ours.is_meta:

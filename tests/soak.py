@@ -403,7 +403,10 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is in use when all models are dropped: of the device, bytes in whole segments, and tensors by class."""
+    """What is in use when all models are dropped: of the device, bytes in whole segments, and tensors by class.
+
+    Those without memory are told but not judged: PyTorch keeps the graph that it traced last, and their values with it.
+    """
 
     reserved_bytes: int
     tensors: Counter[str]
@@ -411,12 +414,15 @@ class Memory:
     def grown(self, first: Memory) -> str:
         """What is more than after the first round, or ``""``."""
         bytes_more = self.reserved_bytes - first.reserved_bytes
-        tensors_more = self.tensors.total() - first.tensors.total()
+        tensors_more = self._tensors_with_memory() - first._tensors_with_memory()
         if bytes_more <= MORE_BYTES and tensors_more <= MORE_TENSORS:
             return ""
         kinds = ", ".join(f"{count} {kind}" for kind, count in (self.tensors - first.tensors).most_common())
         tensors = f"{tensors_more} tensors" + (f" ({kinds})" if kinds else "")
         return f"{bytes_more / MIB:.0f} MiB and {tensors} more than after the first round"
+
+    def _tensors_with_memory(self) -> int:
+        return self.tensors.total() - self.tensors["FakeTensor"]
 
 
 def memory(device: torch.device) -> Memory:

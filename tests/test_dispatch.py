@@ -435,3 +435,15 @@ def test_flags_that_a_trace_in_another_thread_sets_make_no_entry() -> None:
         assert thread.is_alive()
     thread.join()
     assert len(dispatch.reports) == 1
+
+
+def test_the_first_to_attend_changes_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch sets the order of its attention kernels then, if nobody had it do so before."""
+    orders = [(1, 2, 0)]
+    monkeypatch.setattr("autostream.tracing.numerics._priorities", lambda: orders[-1])
+    monkeypatch.setattr("autostream.dispatch.order_attention", lambda: orders.append((3, 1, 2)))
+    fast = Dispatcher(nn.ReLU(), Options())
+    for _ in range(2):
+        fast(torch.ones(2))
+    assert len(fast.reports) == 1
+    assert len(orders) == 2

@@ -116,7 +116,8 @@ def test_memory_that_grows_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not first.grown(first)
     assert not used(100 + MORE_BYTES, 30 + MORE_TENSORS).grown(first)
     assert used(101 + MORE_BYTES, 30).grown(first) == f"64 MiB and 0 tensors {since}"
-    assert used(100, 27 + MORE_TENSORS, 24).grown(first) == f"0 MiB and 201 tensors (197 Tensor, 4 FakeTensor) {since}"
+    assert not used(100, 30, 20 + 2 * MORE_TENSORS).grown(first)
+    assert used(100, 31 + MORE_TENSORS, 24).grown(first) == f"0 MiB and 201 tensors (201 Tensor, 4 FakeTensor) {since}"
 
     monkeypatch.setattr(Round, "actions", lambda self: iter(()))
     kept = [torch.ones(1)]

@@ -8,7 +8,8 @@ three times as long), and, where a yes is enough, by the guard that TorchDynamo 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from operator import call
 from typing import Any
 
@@ -64,6 +65,22 @@ _UNGUARDED = (
     lambda: int(_blas()),  # comparing these takes longer than all the rest
     torch.is_deterministic_algorithms_warn_only_enabled,
 )
+
+
+def order_attention() -> None:
+    """Let PyTorch put its attention kernels in order now, as it does when somebody first attends on a GPU.
+
+    On some GPUs cuDNN's comes first then. A call whose signature was made before would have another one afterwards.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _order_attention_once()
+
+
+@cache
+def _order_attention_once() -> None:
+    with suppress(RuntimeError, AttributeError):  # all kernels are switched off, or there is no such function
+        query = torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.float16)
+        torch._fused_sdp_choice(query, query, query)
 
 
 def numerics() -> Hashable:

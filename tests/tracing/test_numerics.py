@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -81,3 +83,19 @@ def test_autocast_dtypes_are_told_apart() -> None:
     with torch.autocast("cpu", dtype=torch.float16):
         assert numerics() != one
         assert not same()
+
+
+@pytest.mark.gpu
+def test_attention_that_is_in_order_changes_nothing() -> None:
+    """Only the first in a process might."""
+    check = """
+import torch
+from autostream.tracing.numerics import numerics, order_attention
+
+query = torch.ones(1, 1, 8, 8, device="cuda", dtype=torch.float16)
+order_attention()
+before = numerics()
+torch.nn.functional.scaled_dot_product_attention(query, query, query)
+assert numerics() == before
+"""
+    subprocess.run([sys.executable, "-c", check], check=True)
