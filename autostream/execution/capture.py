@@ -58,9 +58,7 @@ def capture(
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             result = run()
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "The CUDA Graph is empty"
-                )  # it only looks at memory
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # it only looks at memory
                 graph.capture_end()
         except BaseException:
             _clean_up(graph, stream.device, pool)

@@ -154,7 +154,7 @@ class CapturedGraph:
         self._held = [tensors[index].detach() for index in bound_places]
         self._unmoved = Bound(self._held).unmoved
         self._graph, outputs = _captured(run, self.static, device, self.pool)
-        self._handouts: tuple[Handout, ...] = handouts(outputs, self.static, self._copied)
+        self._handouts: tuple[Handout, ...] = handouts(outputs, self.static)
         with self.pool.lock:  # calls come after the making of the static tensors too
             self.pool.begin_turn()
 

@@ -142,13 +142,12 @@ def _in_rows(tensor: Tensor) -> bool:
     return tensor.dim() > 0 and tensor.stride(-1) == 1 and _dense(tensor)
 
 
-def handouts(outputs: Sequence[Output], static: Sequence[Tensor], copied: Sequence[int]) -> tuple[Handout, ...]:
+def handouts(outputs: Sequence[Output], static: Sequence[Tensor]) -> tuple[Handout, ...]:
     """How to give each static output to a caller.
 
     Args:
         outputs: what the captured run returned.
         static: what it was given.
-        copied: which of those are copies of the caller's tensors; the others are the caller's own.
     """
     owners = {storage_of(tensor): index for index, tensor in enumerate(static)}
     count: dict[int, int] = {}
@@ -166,7 +165,7 @@ def handouts(outputs: Sequence[Output], static: Sequence[Tensor], copied: Sequen
             plan.append(_repeat(earlier))
         elif owner is not None:
             exact = next((i for i, tensor in enumerate(static) if tensor is output), None)
-            plan.append(_argument(exact) if exact is not None else _argument_view(owner, output, static, copied))
+            plan.append(_argument(exact) if exact is not None else _argument_view(owner, output, static[owner]))
         elif count[storage_of(output)] == 1 and _dense(output):
             plan.append(_copy(output))
         else:
@@ -186,13 +185,12 @@ def _argument(index: int) -> Handout:
     return lambda arguments, outputs, copies: arguments[index]
 
 
-def _argument_view(owner: int, output: Tensor, static: Sequence[Tensor], copied: Sequence[int]) -> Handout:
-    if owner not in copied:
-        return lambda arguments, outputs, copies: output.detach()
-    ahead = _byte_offset(output) - _byte_offset(static[owner])
+def _argument_view(owner: int, output: Tensor, static: Tensor) -> Handout:
+    ahead = _byte_offset(output) - _byte_offset(static)
+    detached = static.requires_grad and not output.requires_grad  # views of weights require gradients as those do
 
     def view(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> Tensor:
-        argument = arguments[owner]
+        argument = arguments[owner].detach() if detached else arguments[owner]
         if argument.dtype == output.dtype:
             offset = argument.storage_offset() + ahead // output.element_size()
             return _lazy_as(output, argument.as_strided(output.shape, output.stride(), offset))

@@ -28,7 +28,7 @@ class Replayed:
         self._copied = [index for index in range(len(tensors)) if index not in bound]
         self.static = static_copies(tensors, self._copied)
         self._recorded = function(*self.static)
-        self._plan = handouts(self._recorded, self.static, self._copied)
+        self._plan = handouts(self._recorded, self.static)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         for index in self._copied:
@@ -369,20 +369,20 @@ def test_a_copier_copies_whatever_there_is(make: Callable[[int], list[Tensor]]) 
     assert all(map(torch.equal, sources, make(3)))
 
 
+@torch.no_grad()
 def test_bound_tensors_are_handed_out_themselves_and_their_views_look_at_them() -> None:
     weight = torch.nn.Parameter(torch.arange(4.0))
     replayed = Replayed(lambda w, x: [w, w[1:], w.detach() if x.dim() else w], [weight, torch.ones(1)], bound=[0])
     itself, tail, alias = replayed(weight, torch.ones(1))
     assert itself is weight
     assert alias is not weight
-    assert not tail.requires_grad
     assert relations([weight, tail, alias]) == [(0, 0), (0, 4), (0, 0)]
 
 
 def test_an_output_left_undefined_is_none_to_every_caller() -> None:
     """An op's schema may say tensor where it returns nothing, as fused attention's does of weights nobody needs."""
     output = torch.ones(2)
-    plan = handouts([None, output, None], [], [])
+    plan = handouts([None, output, None], [])
     assert plan[0]([], [], {}) is None
     assert plan[2]([], [], {}) is None
     handed = plan[1]([], [], {})
@@ -397,6 +397,20 @@ def test_an_object_returned_twice_is_one_object_and_an_alias_is_another() -> Non
     assert first_same(outputs) == [0, 1, 2, 2, 4]
     assert outputs[0] is x
     assert relations(outputs) == [(0, 0), (0, 0), (2, 0), (2, 0), (2, 0)]
+
+
+@torch.no_grad()
+def test_a_view_of_a_weight_requires_gradients_as_it_does_in_the_model() -> None:
+    weight = torch.nn.Parameter(torch.arange(4.0))
+
+    def views(weight: Tensor, x: Tensor) -> list[Tensor]:
+        return [weight[1:], weight.detach(), weight.detach()[1:], x[:1]]
+
+    x = torch.ones(2)
+    ours, theirs = Replayed(views, [weight, x], bound=[0])(weight, x), views(weight, x)
+    assert [t.requires_grad for t in ours] == [t.requires_grad for t in theirs] == [True, False, False, False]
+    assert relations([weight, x, *ours]) == relations([weight, x, *theirs])
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(
