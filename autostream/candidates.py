@@ -13,7 +13,7 @@ from operator import itemgetter
 
 from autostream import collector
 from autostream.budget import excess, room_bytes
-from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile, OpGraph, Schedule, Timeline
+from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile, Limit, OpGraph, Schedule, Timeline
 from autostream.options import Options
 from autostream.scheduling import POLICIES
 from autostream.scheduling.arena import place_storages
@@ -216,7 +216,8 @@ class _Budget:
         hopeless = least > self.room_bytes
         known = replace(candidate, memory_bytes=least) if hopeless else _with_memory(graph, candidate)
         refusal = excess(known, self.sequential, self.limit, given_bytes(graph), at_least=hopeless)
-        return replace(known, refusal=refusal)
+        limit = Limit.BUDGET if refusal else None
+        return replace(known, refusal=refusal, limit=limit, incomplete=hopeless)
 
     def _thrifty(self, candidate: Candidate, timeline: Timeline) -> Iterator[Candidate]:
         """The same streams in schedules that need less memory, those that change least first."""

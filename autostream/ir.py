@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -414,6 +414,14 @@ class Timeline:
         return {s.op: s.end_us for s in self.slices}
 
 
+class Limit(StrEnum):
+    """What kept a candidate out that somebody can raise."""
+
+    BUDGET = "memory budget"
+    DEVICE = "device memory"
+    TIME = "tuning time"
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to run a graph that was considered.
@@ -424,8 +432,10 @@ class Candidate:
         predicted_us: makespan by the simulator, µs.
         measured_us: median time of one run on the device, µs, or ``None`` where nothing was measured.
         refusal: why it was not measured or cannot run, or ``""``.
-        memory_bytes: what it allocates at most, by its plan; libraries' workspaces come on top. Of one that exceeds the
-            memory budget, perhaps only what it needs at least.
+        limit: what it came up against, where that can be raised.
+        memory_bytes: what it allocates at most, by its plan; libraries' workspaces come on top.
+        incomplete: whether it needs more than ``memory_bytes``: one that exceeds the memory budget may not be
+            planned to its end.
     """
 
     schedule: Schedule
@@ -433,4 +443,6 @@ class Candidate:
     predicted_us: float
     measured_us: float | None = None
     refusal: str = ""
+    limit: Limit | None = None
     memory_bytes: int = 0
+    incomplete: bool = False

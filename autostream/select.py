@@ -23,7 +23,7 @@ from autostream.errors import CaptureError, first_line
 from autostream.execution.cuda_graph import CapturedGraph, FlatFunction
 from autostream.execution.lower import lower
 from autostream.execution.runs import UncastRun, uncaptured
-from autostream.ir import Candidate, OpGraph, Program, Role
+from autostream.ir import Candidate, Limit, OpGraph, Program, Role
 
 MARGIN = 0.01
 """Times that differ by no more than this share are a tie: clocks are not exact, and streams and memory have a price."""
@@ -103,7 +103,7 @@ def select(
         if candidates[place].refusal:
             continue
         if time.perf_counter() > end:
-            contest.refuse(place, _NO_TIME_LEFT)
+            contest.refuse(place, _NO_TIME_LEFT, Limit.TIME)
         else:
             contest.meet(place)
     near = variants(contest.considered[contest.best])
@@ -140,9 +140,9 @@ class _Contest:
     def __post_init__(self) -> None:
         self._measured(0, interleaved([self.timer(self.execution)])[0])
 
-    def refuse(self, place: int, reason: str) -> None:
+    def refuse(self, place: int, reason: str, limit: Limit | None) -> None:
         """Say why a candidate is out."""
-        self.considered[place] = replace(self.considered[place], refusal=reason)
+        self.considered[place] = replace(self.considered[place], refusal=reason, limit=limit)
 
     def meet(self, place: int) -> None:
         """Measure a candidate beside the best one; it wins if it is faster, or as fast and cheaper."""
@@ -150,7 +150,8 @@ class _Contest:
         try:
             rival, times = self._met(candidate)
         except (CaptureError, torch.OutOfMemoryError) as error:
-            self.refuse(place, first_line(error))
+            no_room = any(isinstance(cause, torch.OutOfMemoryError) for cause in (error, error.__cause__))
+            self.refuse(place, first_line(error), Limit.DEVICE if no_room else None)
             return
         self._measured(self.best, times[0])
         self._measured(place, times[1])

@@ -16,7 +16,7 @@ from autostream import budget
 from autostream import candidates as module
 from autostream.candidates import SHORTLIST, Priced, best_of, candidates_for, variants_of
 from autostream.errors import CostError, ScheduleError
-from autostream.ir import Assignment, Candidate, DeviceProfile, OpGraph, Schedule
+from autostream.ir import Assignment, Candidate, DeviceProfile, Limit, OpGraph, Schedule
 from autostream.options import Options, PolicyName
 from autostream.scheduling import POLICIES
 from autostream.scheduling.peak import peak_bytes
@@ -243,7 +243,8 @@ def test_what_is_faster_but_too_large_is_kept_beside_what_took_its_place() -> No
     assert large
     assert small
     assert max(each.predicted_us for each in large) < min(each.predicted_us for each in small)
-    assert all("(memory_budget)" in each.refusal for each in large)
+    assert all("(memory_budget)" in each.refusal and each.limit is Limit.BUDGET for each in large)
+    assert all(each.limit is None for each in small)
     assert [each.predicted_us for each in others] == sorted(each.predicted_us for each in others)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from autostream import select as selection
 from autostream.errors import CaptureError
 from autostream.execution.cpu_streams import ThreadedProgram
-from autostream.ir import Candidate, Op, OpGraph, Placeholder, Program, Role, Schedule
+from autostream.ir import Candidate, Limit, Op, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.select import MARGIN, VARIANTS, Selection, build, has_integers, interleaved, select, written
 from autostream.tracing.export import trace
 from autostream.tracing.tree import flatten
@@ -53,7 +53,7 @@ class Workshop:
         self.clock += 1.0
         time_us = self.times[place]
         if isinstance(time_us, Exception):
-            raise type(time_us)(*time_us.args)  # a new one, since an exception holds on to what it passed through
+            raise type(time_us)(*time_us.args) from time_us.__cause__  # a new one, since an exception holds on to what it passed through
         execution = Execution(place, time_us)
         self.alive.add(execution)
         self.most = max(self.most, len(self.alive))
@@ -125,6 +125,7 @@ def test_what_there_is_no_time_for_is_refused_but_not_the_sequential_one(monkeyp
     assert result.execution.place == 2  # type: ignore[union-attr]
     assert [candidate.measured_us for candidate in result.candidates] == [100.0, 90.0, 50.0, None]
     assert "tuning_seconds" in result.candidates[3].refusal
+    assert result.candidates[3].limit is Limit.TIME
     result = workshop.select(seconds=0.0)
     assert result.execution.place == 0  # type: ignore[union-attr]
     assert [candidate.measured_us for candidate in result.candidates] == [100.0, None, None, None]
@@ -167,12 +168,22 @@ def test_every_candidate_says_what_it_took_in_the_order_given(monkeypatch: pytes
     assert [candidate.schedule.streams for candidate in result.candidates] == [1, 8, 2]
 
 
-@pytest.mark.parametrize("error", [CaptureError("no\nway"), torch.OutOfMemoryError("no\nway")])
-def test_what_cannot_be_captured_is_noted_and_passed_over(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+NO_MEMORY = torch.OutOfMemoryError("no\nway")
+NO_MEMORY_TO_CAPTURE = CaptureError("no\nway")
+NO_MEMORY_TO_CAPTURE.__cause__ = NO_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [(CaptureError("no\nway"), None), (NO_MEMORY, Limit.DEVICE), (NO_MEMORY_TO_CAPTURE, Limit.DEVICE)],
+)
+def test_what_cannot_be_captured_is_noted_and_passed_over(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, limit: Limit | None
+) -> None:
     result = Workshop(monkeypatch, [100.0, error, 50.0], [1, 2, 3]).select()
     assert result.execution.place == 2  # type: ignore[union-attr]
     refused = result.candidates[1]
-    assert (refused.measured_us, refused.refusal) == (None, f"{type(error).__name__}: no")
+    assert (refused.measured_us, refused.refusal, refused.limit) == (None, f"{type(error).__name__}: no", limit)
     assert [candidate.refusal for candidate in (result.candidates[0], result.candidates[2])] == ["", ""]
 
 
@@ -189,6 +200,7 @@ def test_what_runs_out_of_memory_while_it_is_measured_is_passed_over_too(monkeyp
     result = workshop.select()
     assert result.execution.place == 0  # type: ignore[union-attr]
     assert result.candidates[1].refusal == "OutOfMemoryError: CUDA out of memory"
+    assert result.candidates[1].limit is Limit.DEVICE
 
 
 def test_if_the_first_cannot_be_captured_none_can(monkeypatch: pytest.MonkeyPatch) -> None:

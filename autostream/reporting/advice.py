@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from autostream.ir import Limit
 from autostream.options import MAX_STREAMS
 from autostream.reporting.layout import count, us
 from autostream.reporting.memory import kept_out
@@ -121,7 +122,7 @@ def _spread_out(report: Report, numbers: Summary, parts: Breakdown | None) -> It
 
 def _free(report: Report) -> Iterator[str]:
     """A schedule over several streams holds more at once, and some did not fit."""
-    refused = [candidate for candidate in report.candidates if "out of memory" in candidate.refusal.lower()]
+    refused = [candidate for candidate in report.candidates if candidate.limit is Limit.DEVICE]
     best = min(refused, key=lambda candidate: candidate.predicted_us, default=None)
     if best and report.chosen and best.predicted_us < report.chosen.predicted_us:
         gain_us = report.chosen.predicted_us - best.predicted_us
@@ -133,7 +134,7 @@ def _allow(report: Report) -> Iterator[str]:
     best = kept_out(report)
     gain_us = best.within_us - best.predicted_us if best else 0.0
     if best and gain_us > _SOME * best.within_us:
-        needed = "at least that" if "at least" in best.why else "that"
+        needed = "at least that" if best.incomplete else "that"
         gain = f"is predicted to take {us(gain_us)} less"
         yield f"memory_budget={best.budget}: {best.schedule} needs {needed}, and {gain}"
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, OpGraph, Schedule
+from autostream.ir import Candidate, Limit, OpGraph, Schedule
 from autostream.reporting.summary import baselines, named
 from autostream.scheduling.peak import ARENA, given_bytes, pools
 
@@ -65,6 +65,7 @@ class KeptOut:
         why: what it needs, and what there is.
         budget: the least ratio to one stream, weights and inputs included, that would let it in, to two digits; bytes
             where that takes nothing.
+        incomplete: whether it may need still more.
     """
 
     schedule: str
@@ -72,6 +73,7 @@ class KeptOut:
     within_us: float
     why: str
     budget: int | float
+    incomplete: bool
 
 
 def memory_of(report: Report, graph: OpGraph, chosen: Candidate) -> Memory:
@@ -115,8 +117,8 @@ def kept_out(report: Report) -> KeptOut | None:
     given = given_bytes(report.graph) if report.graph else 0
     one = given + next(c.memory_bytes for c in report.candidates if c.schedule.policy == "sequential")
     budget = math.floor(100 * (given + best.memory_bytes) / one + 1) / 100 if one else best.memory_bytes
-    return KeptOut(named(best.schedule), best.predicted_us, within_us, best.refusal, budget)
+    return KeptOut(named(best.schedule), best.predicted_us, within_us, best.refusal, budget, best.incomplete)
 
 
 def _exceeds(candidate: Candidate) -> bool:
-    return "(memory_budget)" in candidate.refusal
+    return candidate.limit is Limit.BUDGET

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autostream.ir import FORK, Decision, Launch, OpGraph, Schedule
+from autostream.ir import FORK, Decision, Launch, Limit, OpGraph, Schedule
 from autostream.reporting.explanation import explanation_of
 from autostream.reporting.report import Report
 from autostream.reporting.summary import summary_of
@@ -163,20 +163,22 @@ def test_ops_that_wait_for_their_turn_call_for_more_streams() -> None:
 
 def test_what_did_not_fit_into_memory_calls_for_more() -> None:
     refusal = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    refused = replace(CHOSEN, predicted_us=10.5, refusal=refusal)
+    refused = replace(CHOSEN, predicted_us=10.5, refusal=refusal, limit=Limit.DEVICE)
     assert starting(advice(candidates=(GRAPHED, CHOSEN, refused)), "more free memory") == [
         "more free memory: critical_path over 2 streams did not fit, and is predicted to take 2.5 µs less"
     ]
     assert not starting(advice(candidates=(CHOSEN, replace(refused, predicted_us=13.5))), "more free memory")
-    assert not starting(advice(candidates=(CHOSEN, replace(refused, refusal="slow"))), "more free memory")
+    assert not starting(advice(candidates=(CHOSEN, replace(refused, limit=None))), "more free memory")
 
 
 def test_what_the_memory_budget_keeps_out_calls_for_a_larger_one() -> None:
     """One stream takes 3.1 MB, and 4.5 MB are 1.4516 times that."""
-    refused = replace(CHOSEN, predicted_us=10.5, refusal="needs 4.5 MB, the budget is 3.4 MB (memory_budget)")
-    assert starting(advice(candidates=(GRAPHED, CHOSEN, refused)), "memory_budget=") == [
-        "memory_budget=1.46: critical_path over 2 streams needs that, and is predicted to take 2.5 µs less"
-    ]
+    refused = replace(CHOSEN, predicted_us=10.5, refusal="needs 4.5 MB", limit=Limit.BUDGET)
+    for incomplete, needed in ((False, "that"), (True, "at least that")):
+        refused = replace(refused, incomplete=incomplete)
+        assert starting(advice(candidates=(GRAPHED, CHOSEN, refused)), "memory_budget=") == [
+            f"memory_budget=1.46: critical_path over 2 streams needs {needed}, and is predicted to take 2.5 µs less"
+        ]
     for predicted_us in (12.8, 13.0):
         slower = replace(refused, predicted_us=predicted_us)
         assert not starting(advice(candidates=(GRAPHED, CHOSEN, slower)), "memory_budget=")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autostream.ir import FORK, Candidate, Decision, DeviceProfile, Launch, OpCost, OpGraph, Schedule
+from autostream.ir import FORK, Candidate, Decision, DeviceProfile, Launch, Limit, OpCost, OpGraph, Schedule
 from autostream.reporting.explanation import Ceiling, Explanation, Gain, Reason, explanation_of
 from autostream.reporting.report import Report
 from autostream.reporting.summary import summarize, summary_of
@@ -289,7 +289,7 @@ def test_the_timeline_says_what_runs_beside_what() -> None:
 
 def test_what_holds_the_memory_and_what_the_budget_costs_are_told() -> None:
     """Op c lets go of b when it is done: stream 0 has three then, and no more at e. A faster one is too large."""
-    too_large = replace(REFUSED, predicted_us=10.5, refusal="needs 9.0 MB, the budget is 5.0 MB (memory_budget)")
+    too_large = replace(REFUSED, predicted_us=10.5, refusal="needs 9.0 MB", limit=Limit.BUDGET)
     found = explain(replace(REPORT, candidates=(*REPORT.candidates, too_large)))
     assert [(holder.storage, holder.pool) for holder in found.memory.holders] == [
         ("a", "stream 0"), ("b", "stream 0"), ("c", "stream 0"), ("d", "stream 1"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.budget import SLACK_BYTES, excess
-from autostream.ir import FORK, Arena, Candidate, Launch, Schedule
+from autostream.ir import FORK, Arena, Candidate, Launch, Limit, Schedule
 from autostream.reporting.memory import Holder, KeptOut, Memory, holders, kept_out, memory_of
 from autostream.scheduling.peak import given_bytes
 from tests.reporting.reports import CHOSEN, DIAMOND, GRAPHED, REFUSED, REPORT, with_source
@@ -62,14 +62,14 @@ def test_one_stream_is_not_compared_with_itself_and_a_cpu_has_no_workspaces() ->
 
 
 WHY = "needs 4.5 MB, the budget is 3.4 MB: 1.1 × the 3.1 MB of one stream (memory_budget)"
-TOO_LARGE = replace(REFUSED, predicted_us=10.5, refusal=WHY)
+TOO_LARGE = replace(REFUSED, predicted_us=10.5, refusal=WHY, limit=Limit.BUDGET)
 
 
 def test_the_best_that_is_too_large_is_compared_with_the_best_that_is_not() -> None:
     """Whatever was measured: what was not built has only a prediction."""
     larger = replace(TOO_LARGE, predicted_us=12.0)
     assert kept_out(replace(REPORT, candidates=(GRAPHED, larger, TOO_LARGE, CHOSEN))) == KeptOut(
-        "path_cover over 2 streams", 10.5, 13.0, WHY, 1.46
+        "path_cover over 2 streams", 10.5, 13.0, WHY, 1.46, incomplete=False
     )
 
 
@@ -81,7 +81,7 @@ def test_a_budget_that_keeps_nothing_faster_out_costs_nothing(predicted_us: floa
 
 
 def test_what_was_refused_for_other_reasons_is_not_kept_out_by_the_budget() -> None:
-    failed = replace(TOO_LARGE, refusal="OutOfMemoryError: no")
+    failed = replace(TOO_LARGE, limit=Limit.DEVICE)
     assert kept_out(replace(REPORT, candidates=(GRAPHED, CHOSEN, failed))) is None
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autostream.ir import FORK, Candidate, Decision, Launch, Schedule, Timeline
+from autostream.ir import FORK, Candidate, Decision, Launch, Limit, Schedule, Timeline
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers, render, summary
 from autostream.scheduling.sequential import one_stream
@@ -232,7 +232,7 @@ def test_what_is_allocated_is_told_beside_one_stream_and_workspaces() -> None:
 
 def test_a_schedule_that_the_budget_keeps_out_is_told_with_what_that_costs() -> None:
     why = "needs 9.0 MB, the budget is 5.0 MB (memory_budget)"
-    too_large = replace(REFUSED, predicted_us=10.5, refusal=why)
+    too_large = replace(REFUSED, predicted_us=10.5, refusal=why, limit=Limit.BUDGET)
     report = replace(REPORT, candidates=(*REPORT.candidates, too_large))
     assert values(summary(report))["budget"] == [
         "costs 2.5 µs, as predicted: path_cover over 2 streams would take 10.5 µs, the best within it 13.0 µs; "
