@@ -53,7 +53,8 @@ class Workshop:
         self.clock += 1.0
         time_us = self.times[place]
         if isinstance(time_us, Exception):
-            raise type(time_us)(*time_us.args) from time_us.__cause__  # a new one, since an exception holds on to what it passed through
+            # A new one, since an exception holds on to what it passed through.
+            raise type(time_us)(*time_us.args) from time_us.__cause__
         execution = Execution(place, time_us)
         self.alive.add(execution)
         self.most = max(self.most, len(self.alive))
