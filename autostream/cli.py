@@ -43,6 +43,7 @@ from autostream.ir import DeviceProfile
 from autostream.options import CostSource, KernelLevel, Options, PolicyName
 from autostream.pipeline import versions
 from autostream.reporting import dot, text, timeline
+from autostream.reporting.ops import Selection
 from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
 from autostream.targets import DTYPES, InputSpec, parse_device, parse_input, prepare
@@ -364,7 +365,7 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def _answers(plan: _Plan, arguments: argparse.Namespace) -> str:
-    return plan.report.to_json() if arguments.json else text.answers(plan.report, ops=arguments.ops)
+    return plan.report.to_json() if arguments.json else text.answers(plan.report, Selection(ops=arguments.ops))
 
 
 def _tables(plan: _Plan, arguments: argparse.Namespace) -> str:
@@ -374,7 +375,7 @@ def _tables(plan: _Plan, arguments: argparse.Namespace) -> str:
     if arguments.code:
         return lowered(model, args, {}, report).code
     if not arguments.dot:
-        return text.render(report, ops=arguments.ops)
+        return text.render(report, Selection(ops=arguments.ops))
     if report.graph is None or report.chosen is None or report.profile is None:
         raise _nothing(arguments.target, "graph to draw", report)
     return dot.render(report.graph, report.chosen.schedule, report.costs, report.profile)
