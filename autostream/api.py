@@ -14,6 +14,7 @@ from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
 from autostream.options import Options
 from autostream.reporting import notebook
+from autostream.reporting.ops import Selection
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers
 from autostream.tracing.functions import module_of
@@ -247,7 +248,7 @@ def explain(optimized: OptimizedModule | TrainStep, *, ops: int | None = 10) -> 
         return "nothing is known yet: the first step makes the optimizer's state, the next one is scheduled"
     if not reports:
         return "nothing is known yet: call it once, or give optimize() example inputs"
-    return "\n\n\n".join(answers(report, ops=ops) for report in reports)
+    return "\n\n\n".join(answers(report, Selection(ops=ops)) for report in reports)
 
 
 _OURS = ("prepare", "static_inputs", "lowered", "reports")

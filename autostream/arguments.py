@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from math import isinf
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -17,6 +18,63 @@ def names(text: str) -> tuple[str, ...]:
         ('eager', 'autostream')
     """
     return tuple(text.split(","))
+
+
+def whole(text: str) -> int:
+    """A whole number, 0 or more.
+
+    Raises:
+        ArgumentTypeError: it is another, or none.
+
+    Example:
+        >>> whole("20")
+        20
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a whole number")
+    return int(text)
+
+
+def how_many(text: str) -> int:
+    """A whole number, or more than there are of anything, as ``all``.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+
+    Example:
+        >>> how_many("20"), how_many("all") > 10**9
+        (20, True)
+    """
+    return sys.maxsize if text == "all" else whole(text)
+
+
+def streams(text: str) -> int | str:
+    """A number of streams; what is none is left to :class:`~autostream.options.Options`, which knows what else may be.
+
+    Example:
+        >>> streams("4"), streams("auto")
+        (4, 'auto')
+    """
+    return int(text) if text.isdecimal() else text
+
+
+def share(text: str) -> float:
+    """A part of the whole, as a number below 1 or in per cent.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+
+    Example:
+        >>> share("3%"), share("0.03")
+        (0.03, 0.03)
+    """
+    try:
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: write a share, such as 3% or 0.03")
+    return number
 
 
 def positive(text: str) -> float:

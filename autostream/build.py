@@ -24,7 +24,7 @@ from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools
 from autostream.execution.lower import lower
 from autostream.execution.static import Output, static_copies
 from autostream.execution.watched import Unmatched, watch
-from autostream.ir import Candidate, Decision, Role
+from autostream.ir import Candidate, Decision, Program, Role
 from autostream.options import Options
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -331,8 +331,8 @@ class _Uncaptured:
         return self._execution(*tensors)
 
 
-def lowered(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], report: Report) -> GraphModule:
-    """The graph that a dry run's schedule becomes, to be read: its ``code`` has the ops, streams and waits.
+def program_of(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], report: Report) -> Program:
+    """The program that a dry run planned, to be read.
 
     Args:
         model: the module.
@@ -347,7 +347,18 @@ def lowered(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, objec
         raise TargetError(f'{report.model} has no schedule of ATen\'s ops to show: plan it with kernels="eager"')
     tensors, structure = flatten((tuple(args), dict(kwargs)))
     with torch.no_grad():
-        program = trace(model, tensors, structure, device=report.graph.device).program
+        return trace(model, tensors, structure, device=report.graph.device).program
+
+
+def lowered(program: Program, report: Report) -> GraphModule:
+    """The graph that a dry run's schedule becomes, to be read: its ``code`` has the ops, streams and waits.
+
+    Args:
+        program: that was planned.
+        report: what :func:`autostream.pipeline.plan` made of it.
+    """
+    assert report.graph is not None
+    assert report.chosen is not None
     return lower(program, report.graph, report.chosen.schedule)
 
 

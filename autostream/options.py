@@ -141,6 +141,17 @@ def paranoid() -> bool:
     return asked == "paranoid"
 
 
+def colours() -> bool:
+    """Whether the user lets programs use colours on a terminal: ``NO_COLOR`` is not set, and it is not a dumb one."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def environment() -> dict[str, str]:
+    """The variables that are set and that a result may depend on, by name, in alphabetical order."""
+    prefixes = ("AUTOSTREAM_", "CUBLAS_", "CUDA_", "CUDNN_", "NVIDIA_TF32", "OMP_NUM_THREADS", "PYTORCH_", "TORCH")
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
 def cache_folder() -> Path:
     """Where measurements are kept between runs, whether or not it exists.
 

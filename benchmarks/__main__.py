@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from tqdm import tqdm
 
-from autostream.arguments import names, positive
+from autostream.arguments import names, positive, share
 from autostream.bench import table
+from autostream.bench.changes import Change
 from autostream.bench.isolation import hold_isolated
 from autostream.bench.modes import modes_of
 from autostream.bench.training import training_modes_of
 from benchmarks import result
-from benchmarks.compare import Change, changes
+from benchmarks.compare import changes
 from benchmarks.plot import plots
 from benchmarks.result import Result, ResultError
 from benchmarks.stamp import stamp
@@ -111,7 +112,7 @@ def _add_compare(commands: Any) -> None:
     )
     compare.add_argument("before", type=Path, metavar="A")
     compare.add_argument("after", type=Path, metavar="B")
-    compare.add_argument("--fail-over", type=_share, default=0.03, metavar="3%", help="the most to lose (default: 3%%)")
+    compare.add_argument("--fail-over", type=share, default=0.03, metavar="3%", help="the most to lose (default: 3%%)")
     compare.add_argument("--modes", default="autostream", metavar="PREFIX", help="default: autostream; all: ''")
     _add_ratio_options(compare)
     compare.set_defaults(command=_compare)
@@ -127,16 +128,6 @@ def _piece(text: str) -> tuple[int, int]:
     if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: write I/N, such as 2/4")
     return int(first), int(count)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: write a share, such as 3% or 0.03")
-    return share
 
 
 def _run(arguments: argparse.Namespace) -> int:

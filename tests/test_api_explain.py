@@ -8,6 +8,7 @@ from torch import nn
 
 import autostream
 from autostream.api import explain
+from autostream.reporting.ops import Selection
 from autostream.reporting.text import answers
 from tests.reporting.reports import PLAIN, REPORT
 
@@ -32,13 +33,14 @@ def test_where_it_was_switched_off_it_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_reports_follow_each_other_in_their_order(optimized: autostream.OptimizedModule) -> None:
-    assert explain(optimized) == f"{answers(REPORT, ops=10)}\n\n\n{answers(PLAIN, ops=10)}"
+    assert explain(optimized) == f"{answers(REPORT, Selection(ops=10))}\n\n\n{answers(PLAIN, Selection(ops=10))}"
 
 
 @pytest.mark.parametrize("ops", [0, 1, None])
 def test_every_report_shows_so_many_ops(optimized: autostream.OptimizedModule, ops: int | None) -> None:
-    assert explain(optimized, ops=ops) == f"{answers(REPORT, ops=ops)}\n\n\n{answers(PLAIN, ops=ops)}"
-    assert (answers(REPORT, ops=ops) == answers(REPORT)) == (ops is None)
+    shown = Selection(ops=ops)
+    assert explain(optimized, ops=ops) == f"{answers(REPORT, shown)}\n\n\n{answers(PLAIN, shown)}"
+    assert (answers(REPORT, shown) == answers(REPORT)) == (ops is None)
 
 
 def test_what_is_not_optimized_cannot_be_explained() -> None:

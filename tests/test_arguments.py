@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from autostream.arguments import memory, names, positive
+from autostream.arguments import how_many, memory, names, positive, share, streams, whole
 
 
 def test_names_are_separated_by_commas() -> None:
@@ -49,3 +49,17 @@ def test_more_bytes_than_there_are_is_told(text: str) -> None:
 def test_what_is_neither_is_told(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not allowed: use a ratio to one stream such as 1"):
         memory(text)
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "many", "", "²"])
+def test_what_is_no_whole_number_is_told(text: str) -> None:
+    for parse in (whole, how_many):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not allowed: use a whole number"):
+            parse(text)
+    assert streams(text) == text, "options know what else may be"
+
+
+@pytest.mark.parametrize("text", ["1", "100%", "-1%", "nan", "some", "", "%"])
+def test_what_is_no_share_is_told(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is not allowed: write a share, such as 3% or 0\.03"):
+        share(text)

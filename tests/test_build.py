@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from autostream import optimize, tuning
-from autostream.build import Pieces, Plain, Scheduled, Stale, Unsuitable, _Captured, _pooled, lowered, preparing
+from autostream.build import (
+    Pieces,
+    Plain,
+    Scheduled,
+    Stale,
+    Unsuitable,
+    _Captured,
+    _pooled,
+    lowered,
+    preparing,
+    program_of,
+)
 from autostream.costs.device import profile_named
 from autostream.errors import CaptureError, TargetError
 from autostream.execution import bound
@@ -525,9 +536,9 @@ def test_the_graph_of_a_dry_run_can_be_read() -> None:
     model, x = Branches(), torch.ones(2, 64)
     report = plan(model, (x,), {}, Options(policy="path_cover", streams=2), profile_named("h200"))
     over_two = next(candidate for candidate in report.candidates if candidate.schedule.streams == 2)
-    code = lowered(model, (x,), {}, replace(report, chosen=over_two)).code
+    code = lowered(program_of(model, (x,), {}, report), replace(report, chosen=over_two)).code
     assert "fork('cuda:0', 2)" in code
     assert all(f"{launch.op} = " in code for launch in over_two.schedule.launches)
     assert code.count("_wait(lanes, ") >= over_two.schedule.wait_count > 0
     with pytest.raises(TargetError, match="no schedule of ATen's ops to show"):
-        lowered(model, (x,), {}, replace(report, level="inductor"))
+        program_of(model, (x,), {}, replace(report, level="inductor"))

@@ -10,7 +10,16 @@ from typing import Any, get_args
 import pytest
 
 from autostream.errors import OptionError
-from autostream.options import MAX_STREAMS, Options, PolicyName, cache_folder, disabled, paranoid
+from autostream.options import (
+    MAX_STREAMS,
+    Options,
+    PolicyName,
+    cache_folder,
+    colours,
+    disabled,
+    environment,
+    paranoid,
+)
 from autostream.scheduling import POLICIES
 
 ALLOWED = {
@@ -168,3 +177,24 @@ def test_an_empty_home_is_none(monkeypatch: pytest.MonkeyPatch, asked: str) -> N
         cache_folder()
     monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", "/fast/costs")
     assert cache_folder() == Path("/fast/costs")
+
+
+@pytest.mark.parametrize(
+    ("variables", "allowed"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_colours_are_left_to_the_user(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], allowed: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert colours() is allowed
+
+
+def test_the_environment_is_what_results_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_LOGS", "CUDA_VISIBLE_DEVICES", "SECRET"):
+        monkeypatch.setenv(name, "0")
+    assert environment().items() >= {"CUDA_VISIBLE_DEVICES": "0", "TORCH_LOGS": "0"}.items()
+    assert "SECRET" not in environment()

@@ -9,13 +9,15 @@ profile    what is known of a device: ``autostream profile``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Timeline
+from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph
 from autostream.reporting.explanation import Explanation, Gain, Spread, best_rival, explanation_of
 from autostream.reporting.layout import count, few, line, pairs, size, source, table, us
 from autostream.reporting.memory import WORKSPACE_BYTES, KeptOut, Memory
+from autostream.reporting.ops import EVERYTHING, FOLDED, Selection, ops_table, selected
 from autostream.reporting.summary import Summary, gain, named, summary_of
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ _REFUSALS = 3
 _CEILINGS = 2
 _BESIDE = 5
 _HOLDERS = 5
+_REASONS = 10
 _WORTH = 0.005
 """Shares that would be shown as 0 % are not."""
 
@@ -51,12 +54,15 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     return _lines(report, *_facts(report))
 
 
-def answers(report: Report, *, ops: int | None = None) -> str:
+def answers(report: Report, selection: Selection = EVERYTHING) -> str:
     """Say what users ask: how much faster, why not more, what runs beside what and why, and what to try.
 
     Args:
         report: of one signature of one model.
-        ops: say of this many ops why they are on their streams, those of longest duration; ``None`` says it of all.
+        selection: the ops of which to say why they are on their streams.
+
+    Raises:
+        OptionError: the schedule has no such stream.
 
     Example:
         >>> from autostream.ir import Decision
@@ -71,27 +77,32 @@ def answers(report: Report, *, ops: int | None = None) -> str:
     numbers, explanation = _facts(report)
     parts = (
         _summary(report, numbers, explanation),
-        *_answers(report, explanation, _shown(report, ops)),
-        *(f"Piece {number}\n{answers(part, ops=ops)}" for number, part in enumerate(report.parts)),
+        *_answers(report, explanation, selected(report, numbers, selection)),
+        *(f"Piece {number}\n{answers(part, selection)}" for number, part in enumerate(report.parts)),
     )
     return "\n\n".join(part for part in parts if part)
 
 
-def render(report: Report, *, ops: int | None = None) -> str:
-    """Say all that is known: the answers, then the candidates and the ops in launch order.
+def render(report: Report, selection: Selection = EVERYTHING) -> str:
+    """Say all that is known: the answers, then the candidates and the ops.
 
     Args:
         report: of one signature of one model.
-        ops: show only this many ops, those of longest duration; ``None`` shows all.
+        selection: the ops that are shown, and how. Of more than fit on a screen, the reasons of the costliest are.
+
+    Raises:
+        OptionError: the schedule has no such stream.
     """
     numbers, explanation = _facts(report)
-    shown = _shown(report, ops)
+    shown = selected(report, numbers, selection)
+    if selection.ops is None and len(shown) > FOLDED:
+        shown = selected(report, numbers, replace(selection, ops=_REASONS))
     parts = (
         _summary(report, numbers, explanation),
         *_answers(report, explanation, shown),
         _candidates(report),
-        _ops(report, numbers, shown),
-        *(f"Piece {number}\n{render(part, ops=ops)}" for number, part in enumerate(report.parts)),
+        ops_table(report, numbers, selection),
+        *(f"Piece {number}\n{render(part, selection)}" for number, part in enumerate(report.parts)),
     )
     return "\n\n".join(part for part in parts if part)
 
@@ -342,47 +353,6 @@ def _candidate(candidate: Candidate, report: Report) -> tuple[str, ...]:
         "" if candidate.measured_us is None else f"{candidate.measured_us:,.1f}",
         "chosen" if candidate == report.chosen else line(candidate.refusal),
     )
-
-
-def _shown(report: Report, ops: int | None) -> frozenset[str]:
-    """The ops of longest duration; of equal ones, the first in program order."""
-    names = list(report.graph.ops) if report.graph and report.chosen else []
-    if ops is not None and report.costs:
-        names = sorted(names, key=lambda name: -report.costs[name].duration_us)[: max(ops, 0)]
-    return frozenset(names)
-
-
-def _ops(report: Report, numbers: Summary | None, shown: frozenset[str]) -> str:
-    if not (shown and report.graph and report.chosen and numbers):
-        return ""
-    start = _starts(report.timeline)
-    rows = []
-    for at, launch in enumerate(report.chosen.schedule.launches):
-        if launch.op not in shown:
-            continue
-        op, cost = report.graph.ops[launch.op], report.costs[launch.op]
-        rows.append(
-            (
-                str(at),
-                line(op.name),
-                line(op.target),
-                str(launch.stream),
-                start.get(op.name, ""),
-                f"{cost.duration_us:,.1f}",
-                f"{cost.sm_share:.0%}",
-                few(launch.waits),
-                f"{numbers.slack_us[op.name]:,.1f}",
-                source(op.source),
-            )
-        )
-    total = len(report.graph.ops)
-    title = f"Ops in launch order{'' if len(rows) == total else f', the {len(rows)} costliest of {total}'}"
-    head = ("#", "op", "target", "stream", "start µs", "cost µs", "SMs", "waits", "slack µs", "source")
-    return table(f"{title}; starts are predicted", head, rows, right="# stream start cost SMs slack")
-
-
-def _starts(timeline: Timeline | None) -> dict[str, str]:
-    return {op: f"{start_us:,.1f}" for op, start_us in timeline.starts.items()} if timeline else {}
 
 
 def _placements(report: Report, explanation: Explanation, shown: frozenset[str]) -> Iterator[str]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autostream.ir import FORK, Candidate, Decision, Launch, Limit, Schedule, Timeline
+from autostream.ir import Candidate, Decision, Launch, Limit, Schedule, Timeline
+from autostream.reporting.ops import FOLDED, Selection
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers, render, summary
 from autostream.scheduling.sequential import one_stream
@@ -270,7 +271,7 @@ def test_ops_are_listed_in_launch_order() -> None:
 
 @pytest.mark.parametrize(("ops", "shown"), [(0, []), (1, ["d"]), (2, ["b", "d"]), (3, ["b", "d", "c"]), (9, "abdce")])
 def test_the_costliest_ops_are_kept_in_launch_order(ops: int, shown: list[str]) -> None:
-    text = render(REPORT, ops=ops)
+    text = render(REPORT, Selection(ops=ops))
     listed = [row[1] for row in rows(text, "Ops")] if shown else []
     assert listed == list(shown)
     assert ("\nOps" in text) == bool(shown)
@@ -281,18 +282,18 @@ def test_decisions_about_the_whole_come_first_and_follow_the_ops_shown() -> None
     assert rows(answers(REPORT), "Why on")[0] == whole
     assert rows(answers(REPORT), "Why on")[3] == of_d
     assert [row[0] for row in rows(answers(REPORT), "Why on")] == ["", *"abdce"]
-    assert rows(answers(REPORT, ops=1), "Why on") == [whole, of_d]
-    assert rows(answers(REPORT, ops=0), "Why on") == [whole]
+    assert rows(answers(REPORT, Selection(ops=1)), "Why on") == [whole, of_d]
+    assert rows(answers(REPORT, Selection(ops=0)), "Why on") == [whole]
 
 
-def test_many_waits_are_abbreviated() -> None:
-    """Op f waits for five streams at once."""
-    graph = graph_of("a-f b-f c-f d-f e-f", names="abcdef")
-    sides = [Launch(name, at, waits=(FORK,) * (at > 0)) for at, name in enumerate("abcde")]
-    schedule = Schedule("test", 6, (*sides, Launch("f", 5, waits=tuple("abcde"))))
-    chosen = replace(CHOSEN, schedule=schedule)
-    report = replace(REPORT, graph=graph, costs=costs_of(graph), chosen=chosen, timeline=None)
-    assert rows(render(report), "Ops")[-1][7] == "a, b, c +2"
+def test_of_many_ops_the_costliest_have_their_reasons_told() -> None:
+    many = graph_of((), names=[f"op_{at}" for at in range(FOLDED + 1)])
+    sides = Schedule("drawn", 2, tuple(Launch(name, at % 2) for at, name in enumerate(many.ops)))
+    report = replace(REPORT, graph=many, costs=costs_of(many), chosen=replace(CHOSEN, schedule=sides), timeline=None)
+    assert len(rows(render(report), "Why on")) == 10
+    assert len(rows(render(report), "Ops")) == 1, "all are alike"
+    assert len(rows(render(report, Selection(ops=20)), "Why on")) == 20
+    assert len(rows(answers(report), "Why on")) == FOLDED + 1
 
 
 def test_text_from_the_model_cannot_break_the_page() -> None:

@@ -1,0 +1,11 @@
+"""The command line: each command is one declaration (``command.py``), beside what it does.
+
+planning.py    schedule, inspect, explain, trace, report: one model, planned
+timing.py      bench, compare, demo: models against the clock
+machine.py     profile, env: what is here
+program.py     all of them, and the exit code
+"""
+
+from autostream.cli.program import main
+
+__all__ = ["main"]

@@ -1,0 +1,283 @@
+"""Commands that plan one model: ``schedule``, ``inspect``, ``explain``, ``trace`` and ``report``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autostream import pipeline
+from autostream.arguments import how_many, names, whole
+from autostream.build import lowered, program_of
+from autostream.cli.command import Argument, Command, argument
+from autostream.cli.shared import JSON, PLANNING, TARGET
+from autostream.cli.terminal import progress, remark, show
+from autostream.costs.cache import read
+from autostream.costs.device import known_names, profile_named
+from autostream.costs.measured import METHOD
+from autostream.costs.records import check_context
+from autostream.dispatch import Dispatcher
+from autostream.errors import TargetError, TraceError
+from autostream.ir import DeviceProfile
+from autostream.options import Options
+from autostream.reporting import dot, stages, svg, text, timeline
+from autostream.reporting.ops import COLUMNS, USUAL, Selection
+from autostream.reporting.page import assemble
+from autostream.reporting.report import Report
+from autostream.targets import parse_device, parse_input, prepare
+
+_OPTIONS = ("policy", "streams", "costs", "kernels", "tuning_seconds", "memory_budget", "seed")
+"""The options of :func:`autostream.optimize` that a plan can be told."""
+
+
+class Plan(NamedTuple):
+    """What was planned, and its report."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    report: Report
+
+
+Face = Callable[[Plan, Selection], str]
+"""What is shown of a plan, and of which ops."""
+
+
+def _run(arguments: argparse.Namespace, faces: dict[str, Face], *, runs: bool = False) -> int:
+    selection = _selection(arguments)
+    plan = _planned(arguments, runs)
+    with progress(f"drawing {arguments.target}"), _quiet_torch():
+        shown = faces[arguments.form](plan, selection)
+    show(shown, arguments.out, report=arguments.form == "text")
+    return 0
+
+
+def _run_watched(arguments: argparse.Namespace, face: Callable[[Report], str]) -> int:
+    report = _planned(arguments, runs=True).report
+    show(face(report), arguments.out)
+    if report.measured is None:
+        refusals = (refusal.reason for refusal in report.refusals if refusal.choice == "not watched")
+        reason = next(refusals, "the device is not a GPU that is here")
+        remark(f"all times are predicted, for no run was watched: {reason}")
+    return 0
+
+
+def _selection(arguments: argparse.Namespace) -> Selection:
+    """What the arguments say of it; a command that lacks one leaves it as it is."""
+    told = {name: value for name, value in vars(arguments).items() if name in Selection.__dataclass_fields__}
+    return Selection(**told)
+
+
+def _planned(arguments: argparse.Namespace, runs: bool) -> Plan:
+    """The model and its plan; with ``runs``, and on a GPU that is here, what was measured is to be seen too."""
+    options = Options.parse({name: getattr(arguments, name) for name in _OPTIONS})
+    device, profile = _planned_for(arguments.device)
+    inputs = [parse_input(text) for text in arguments.input]
+    with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr):  # the user's code may print as well
+        model, args = prepare(arguments.target, inputs, device)
+        with torch.no_grad(), _quiet_torch():
+            here = runs and device.type == "cuda"
+            report = _optimized(model, args, options) if here else _dry(model, args, options, profile)
+    return Plan(model, args, report)
+
+
+def _planned_for(text: str | None) -> tuple[torch.device, DeviceProfile | None]:
+    """Where to put the model, and the device to plan for if that is another one.
+
+    Raises:
+        CostError: the file of measurements cannot be used.
+        TargetError: it names no device, or one that is not here and of which nothing is known.
+    """
+    if text is None or re.fullmatch(r"cpu|cuda(:\d+)?", text, re.ASCII):
+        return parse_device(text), None
+    if not text.endswith(".json"):
+        return torch.device("cpu"), profile_named(text)
+    found = read(Path(text))
+    # Where it is planned, other versions may well be installed than where it was measured; its numbers mean the same.
+    here = replace(found.context, versions={**found.context.versions, "method": str(METHOD)})
+    check_context(found.context, here, text)
+    if found.profile is None:
+        raise TargetError(f"--device {text}: no device was measured in it: use one of {', '.join(known_names())}")
+    return torch.device("cpu"), found.profile
+
+
+def _dry(model: nn.Module, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None) -> Report:
+    try:
+        return pipeline.plan(model, args, {}, options, profile)
+    except TraceError as error:
+        raise TraceError(
+            f"{error}; autostream.optimize splits such a model at graph breaks or runs it as it is, and "
+            "autostream.explain shows the pieces after a call"
+        ) from error
+
+
+def _optimized(model: nn.Module, args: tuple[Any, ...], options: Options) -> Report:
+    report = Dispatcher(model, replace(options, strict=True)).watched(*args)
+    if report is None:
+        raise TargetError("nothing is scheduled while AUTOSTREAM_DISABLE is set: unset it")
+    return report
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Where torch cannot trace a model, it logs and prints pages on top of the exception, which says the same."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _json(plan: Plan, selection: Selection) -> str:
+    return plan.report.to_json()
+
+
+def _answers(plan: Plan, selection: Selection) -> str:
+    return text.answers(plan.report, selection)
+
+
+def _tables(plan: Plan, selection: Selection) -> str:
+    return text.render(plan.report, selection)
+
+
+def _code(plan: Plan, selection: Selection) -> str:
+    model, args, report = plan
+    return lowered(program_of(model, args, {}, report), report).code
+
+
+def _stages(plan: Plan, selection: Selection) -> str:
+    model, args, report = plan
+    program = program_of(model, args, {}, report)
+    return stages.render(report, traced=program.module.code, lowered=lowered(program, report).code)
+
+
+def _dot(plan: Plan, selection: Selection) -> str:
+    report = plan.report
+    if report.graph is None or report.chosen is None or report.profile is None:
+        raise _nothing("graph to draw", report)
+    return dot.render(report.graph, report.chosen.schedule, report.costs, report.profile)
+
+
+def _svg(plan: Plan, selection: Selection) -> str:
+    return svg.render(_dot(plan, selection))
+
+
+def _trace(report: Report) -> str:
+    if report.timeline is None:
+        raise _nothing("timeline to show", report)
+    return timeline.render(report)
+
+
+def _nothing(what: str, report: Report) -> TargetError:
+    reasons = "; ".join(refusal.reason for refusal in report.refusals)
+    return TargetError(f"{report.model} has no {what}: {reasons}")
+
+
+def _form(name: str, does: str) -> Argument:
+    return argument(f"--{name}", dest="form", action="store_const", const=name, default="text", help=does)
+
+
+def _choosing(ops: int | None, default: str) -> tuple[Argument, ...]:
+    """Which ops are shown."""
+    return (
+        argument(
+            "--ops", type=how_many, default=ops, metavar="N", help=f"only the N costliest, or all (default: {default})"
+        ),
+        argument("--stream", type=whole, metavar="N", help="only ops on stream N"),
+        argument("--critical", action="store_true", help="only ops on the critical path"),
+    )
+
+
+_ANSWERS: dict[str, Face] = {"text": _answers, "json": _json}
+_TABLES: dict[str, Face] = {
+    "text": _tables,
+    "json": _json,
+    "dot": _dot,
+    "svg": _svg,
+    "code": _code,
+    "before-after": _stages,
+}
+
+SCHEDULE = Command(
+    "schedule",
+    "predict what scheduling would gain, on a GPU that need not be here, and why not more",
+    f"""Predict what scheduling would gain, on this device or another, without running the model:
+how much faster, how sure that is, at most how much, why not more, what would run beside what, and what to try.
+
+{TARGET}""",
+    "schedule googlenet --input 1x3x224x224:float16 --device h100",
+    [*PLANNING, *_choosing(10, "10"), JSON],
+    partial(_run, faces=_ANSWERS),
+)
+
+INSPECT = Command(
+    "inspect",
+    "show a model's plan op by op, as tables, JSON or a drawing",
+    f"""Show a model's plan op by op, without running the model: all that schedule says, all candidates,
+and for each op its cost, stream, waits, slack and source line. Of many ops, those that are alike share a row.
+
+{TARGET}""",
+    "inspect googlenet --input 1x3x224x224:float16 --device h200 --ops 20",
+    [
+        *PLANNING,
+        *_choosing(None, "all, of many alike ones in one row"),
+        argument("--sort", default="launch", metavar="COLUMN", help="costs and shares fall, all else rises"),
+        argument("--columns", type=names, default=USUAL, metavar="A,B", help=f"of {', '.join(COLUMNS)}"),
+        (
+            _form("json", "everything, as JSON"),
+            _form("dot", "the scheduled graph, for Graphviz"),
+            _form("svg", "the same, drawn by Graphviz, which must be installed"),
+            _form("code", "the graph that runs, as Python: its streams, records and waits"),
+            _form("before-after", "the graph before and after each stage, from the traced one to the one that runs"),
+        ),
+    ],
+    partial(_run, faces=_TABLES),
+)
+
+EXPLAIN = Command(
+    "explain",
+    "say what scheduling gains, on a GPU that is here as measured, and why not more",
+    f"""Say what schedule says, and on a GPU that is here from times that were measured: the model is optimized and run.
+
+{TARGET}""",
+    "explain googlenet --input 1x3x224x224:float16",
+    [*PLANNING, *_choosing(10, "10"), JSON],
+    partial(_run, faces=_ANSWERS, runs=True),
+)
+
+TRACE = Command(
+    "trace",
+    "write when each op runs, on a GPU that need not be here, for Perfetto or chrome://tracing",
+    f"""Write when each op runs as a trace file, for ui.perfetto.dev or chrome://tracing: a lane for each
+stream, arrows for waits, the critical path, and counters for the memory in use and what is asked of the device.
+On a GPU that is here, the model is optimized, and a run that a profiler watched stands beside the predicted one.
+
+{TARGET}""",
+    "trace googlenet --input 1x3x224x224:float16 --device h200 --out trace.json",
+    PLANNING,
+    partial(_run_watched, face=_trace),
+)
+
+REPORT = Command(
+    "report",
+    "write a page about a model's plan, to be opened in a browser",
+    f"""Write all that is known of a model's plan as one HTML page, which needs no network: summary, timeline,
+memory over time, graph, ops, candidates and environment, to be looked through with mouse, keys or fingers.
+
+{TARGET}""",
+    "report googlenet --input 1x3x224x224:float16 --device h200 --out report.html",
+    PLANNING,
+    partial(_run_watched, face=assemble.render),
+)

@@ -1,0 +1,62 @@
+"""All commands, and the exit code.
+
+0 all is well, 1 a check failed or something is slower than allowed, 2 the command line or the model that it names
+cannot be used, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from autostream.cli.command import Command, Parser, add
+from autostream.cli.machine import ENV, PROFILE
+from autostream.cli.planning import EXPLAIN, INSPECT, REPORT, SCHEDULE, TRACE
+from autostream.cli.timing import BENCH, COMPARE, DEMO
+from autostream.errors import AutostreamError
+from autostream.version import VERSION
+
+COMMANDS: tuple[Command, ...] = (
+    SCHEDULE,
+    INSPECT,
+    EXPLAIN,
+    TRACE,
+    REPORT,
+    BENCH,
+    COMPARE,
+    PROFILE,
+    ENV,
+    DEMO,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; ``argv`` is without the program's name, by default that of the process.
+
+    Returns:
+        the exit code.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except AutostreamError as error:
+        print(f"autostream: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("autostream: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        return 0
+    return code
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="autostream",
+        description="Schedule the independent operations of a PyTorch model over CUDA streams.",
+        epilog="example: autostream schedule googlenet --device h200",
+    )
+    parser.add_argument("--version", action="version", version=f"autostream {VERSION}")
+    add(COMMANDS, parser)
+    return parser

@@ -1,0 +1,100 @@
+"""What is shown, and where."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autostream import cli
+from autostream.cli.terminal import note, progress, show
+from autostream.reporting.text import render
+from tests.reporting.reports import REPORT
+
+
+def test_a_terminal_that_lacks_characters_shows_others(
+    monkeypatch: pytest.MonkeyPatch, model: str, planned: SimpleNamespace
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli.main(["inspect", model]) == 0
+    assert b"14.0 ?s, 1.50? the speed" in terminal.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+class Terminal(io.StringIO):
+    """A terminal, as far as programs ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.told.set()
+        return super().write(text)
+
+
+def opened(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """In the place of both streams; not by a fixture, for capturing begins anew after those."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_a_terminal_shows_keys_titles_and_the_chosen_candidate_in_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = opened(monkeypatch)
+    show(render(REPORT), report=True)
+    shown = terminal.getvalue()
+    assert "\033[1mruns as\033[0m  " in shown
+    assert "\n\n\033[1mCandidates\033[0m\n" in shown
+    (chosen,) = re.findall(r"\033\[32m\* .*", shown)
+    assert "critical_path" in chosen
+    assert re.sub(r"\033\[\d+m", "", shown) == f"{render(REPORT)}\n", "but for colours, the same"
+
+
+@pytest.mark.parametrize("variable", [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_no_colours_where_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch, variable: tuple[str, str]) -> None:
+    terminal = opened(monkeypatch)
+    monkeypatch.setenv(*variable)
+    show(render(REPORT), report=True)
+    assert terminal.getvalue() == f"{render(REPORT)}\n"
+
+
+def test_no_colours_in_what_programs_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    terminal = opened(monkeypatch)
+    show(REPORT.to_json())
+    show(render(REPORT), tmp_path / "report.txt", report=True)
+    assert terminal.getvalue() == f"{REPORT.to_json()}\n"
+    assert "\033" not in (tmp_path / "report.txt").read_text(encoding="utf-8")
+
+
+def test_what_takes_long_is_told_on_a_terminal_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = opened(monkeypatch)
+    with progress("planning net", every_s=1e-3):
+        assert terminal.told.wait(60)
+    shown = terminal.getvalue()
+    assert shown.startswith("\r\033[Kplanning net: 0 s")
+    assert shown.endswith("\r\033[K")
+
+
+def test_what_is_quick_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = opened(monkeypatch)
+    with progress("planning net", every_s=1e3):
+        pass
+    assert terminal.getvalue() == "\r\033[K"
+
+
+def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("planning net", every_s=0.0):
+        note("eager")
+    assert capsys.readouterr().err == ""
