@@ -41,7 +41,7 @@ from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.steps import Backward
 from autostream.tracing.train_step import trace_step
-from autostream.tracing.tree import Structure, flatten, unflatten
+from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
 from autostream.tuning import Tuned, tune, undone
 
 preparing = threading.RLock()
@@ -141,34 +141,37 @@ class Scheduled:
             raise Stale
         return unflatten(self._structure, outputs)
 
-    def shortcut(self, args: tuple[Any, ...], watch: ModelWatch) -> Shortcut | None:
+    def shortcut(self, args: tuple[Any, ...], structure: Structure, watch: ModelWatch) -> Shortcut | None:
         """The short way for calls like one that has just been made, where there is one.
 
         Args:
             args: the positional arguments of that call, which had no others.
+            structure: of these and the others.
             watch: on the model's modules, as they were before that call.
         """
-        if torch.is_grad_enabled() or not self.repeatable or not all(isinstance(arg, Tensor) for arg in args):
+        (call, _) = structure.children or ()
+        tensors = tensors_like(call, args)
+        if torch.is_grad_enabled() or tensors is None:
             return None
         known = self._shortcut
-        if known is None or known.outdated or not known.fits(args):
-            self._shortcut = self._new_shortcut(args, watch)
+        if known is None or known.outdated or known.fits(args) is None:
+            self._shortcut = self._new_shortcut(call, tensors, watch)
         return self._shortcut
 
-    def _new_shortcut(self, args: Sequence[Tensor], watch: ModelWatch) -> Shortcut | None:
+    def _new_shortcut(self, call: Structure, tensors: Sequence[Tensor], watch: ModelWatch) -> Shortcut | None:
         try:
-            arguments = self._arguments(args)
+            arguments = self._arguments(tensors)
         except Stale:
             return None
-        execution, held = self._selection.execution, arguments[: len(arguments) - len(args)]
+        execution, held = self._selection.execution, arguments[: len(arguments) - len(tensors)]
         if isinstance(execution, CapturedGraph):
-            run: Run = _Captured(execution, self._frozen, looks_first=not self._harmless)
+            run: Run = _Captured(execution, self._frozen, not self._harmless, self.repeatable)
         elif _alignment in self._columns or self._metadata(arguments) != self._expected:
             return None
         else:
-            run = _Uncaptured(execution, held)
+            run = _Uncaptured(execution, self._frozen, held, self.repeatable)
         signature = self._signature
-        shortcut = Shortcut(run, self._structure, args, held, self._state, watch, signature.training)
+        shortcut = Shortcut(run, self._structure, call, tensors, held, self._state, watch, signature.training)
         # Asked afterwards: whatever the settings were when the shortcut looked, it serves no others than these.
         return shortcut if numerics() == signature.numerics else None
 
@@ -303,8 +306,8 @@ def _recaptured(
 class _Captured:
     """A captured graph: it reads its own memory, so that looking at the model's may wait until it is launched."""
 
-    def __init__(self, graph: CapturedGraph, frozen: Frozen, looks_first: bool) -> None:
-        self.looks_first = looks_first
+    def __init__(self, graph: CapturedGraph, frozen: Frozen, looks_first: bool, repeatable: bool) -> None:
+        self.looks_first, self.repeatable = looks_first, repeatable
         self.launch = graph.launch
         self._unmoved, self._frozen = graph.unmoved, frozen
 
@@ -318,13 +321,16 @@ class _Uncaptured:
 
     looks_first = True
 
-    def __init__(self, execution: Callable[..., Sequence[Output]], held: Sequence[Tensor]) -> None:
-        self._execution = execution
+    def __init__(
+        self, execution: Callable[..., Sequence[Output]], frozen: Frozen, held: Sequence[Tensor], repeatable: bool
+    ) -> None:
+        self.repeatable = repeatable
+        self._execution, self._frozen = execution, frozen
         self._count, self._unmoved = len(held), Bound(held).unmoved
 
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the model's own tensors lie as they did; the inputs have been looked at."""
-        return self._unmoved(tensors[: self._count])
+        """Whether the model's own tensors lie as they did, and hold what they must; the inputs have been looked at."""
+        return self._unmoved(tensors[: self._count]) and self._frozen(tensors)
 
     def launch(self, tensors: Sequence[Tensor]) -> Sequence[Output]:
         """Launch them all."""

@@ -93,11 +93,14 @@ class Dispatcher:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
         shortcut = self._shortcut
-        if shortcut is not None and not kwargs and shortcut.fits(args):
+        if shortcut is not None and not kwargs and (tensors := shortcut.fits(args)) is not None:
             try:
-                return shortcut(args)
-            except (Changed, torch.OutOfMemoryError):  # what has no memory to run is found on the long way
-                shortcut = self._shortcut = None
+                return shortcut(tensors)
+            except (Changed, torch.OutOfMemoryError) as reason:  # what has no memory to run is found on the long way
+                self._shortcut = None
+                if not (isinstance(reason, Changed) or shortcut.repeatable):
+                    raise
+                shortcut = None
         if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.disabled or exporting():
@@ -222,7 +225,7 @@ class Dispatcher:
             else:
                 proven()
                 if isinstance(entry, Scheduled) and not kwargs and watch is self._watch and not self._paranoid:
-                    self._shortcut = entry.shortcut(args, watch)
+                    self._shortcut = entry.shortcut(args, structure, watch)
                 return outputs
             del entry, proven  # what comes next may need their memory
         raise self._refused("the model's state changes while it is called")

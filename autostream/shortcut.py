@@ -3,7 +3,7 @@
 Most calls differ from the last in the values of their tensors alone. Finding that out the long way (a nested value
 flattened, a signature made and looked up, each weight fetched) takes longer on the host than a small model takes on the
 device. Here it takes one look at the arguments and the settings before the run, and one at the model: during the replay
-of a captured graph, for which the device does not wait, and otherwise before the run.
+of a captured graph that nobody can see, for which the device does not wait, and otherwise before the run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from autostream.storages import storage_of
 from autostream.tracing.guards import unusual_call
 from autostream.tracing.numerics import watch_numerics
 from autostream.tracing.state import LiveState, ModelWatch
-from autostream.tracing.tree import TENSOR, Structure, unflatten
+from autostream.tracing.tree import TENSOR, Structure, tensors_like, unflatten
 
 
 class Run(Protocol):
     """Runs with the model's tensors and the inputs, in the order of a program's placeholders."""
 
     looks_first: bool
-    """Whether tensors that are not what they were would make it fail: it is then asked before it is launched."""
+    """Whether tensors that are not what they were would do harm: it is then asked before it is launched."""
+
+    repeatable: bool
+    """Whether a run more than asked changes nothing that anybody can see. If not, it may write to the model."""
 
     def launch(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Compute the outputs."""
@@ -42,13 +45,13 @@ class Changed(Exception):  # noqa: N818 - a notice between modules, not an error
 class Shortcut:
     """What calls like one that has just been made can run, without finding out again what they are.
 
-    Only for runs that nobody can see: that write to nothing which lives on, and draw no random numbers. What the model
-    was like is told by the caller as of *before* that call: another thread may have changed it since.
+    What the model was like is told by the caller as of *before* that call: another thread may have changed it since.
 
     Args:
         run: computes the outputs.
         structure: of the outputs.
-        args: the tensors of that call, all of its arguments.
+        call: the structure of the positional arguments of that call; it had no others.
+        args: their tensors.
         held: the model's tensors that it ran with.
         state: where to look for them.
         watch: on the model's modules.
@@ -56,12 +59,14 @@ class Shortcut:
 
     Attributes:
         outdated: whether the model was found changed; no later call gets anything from it.
+        repeatable: whether to run a call again that failed changes nothing that anybody can see.
     """
 
     def __init__(
         self,
         run: Run,
         structure: Structure,
+        call: Structure,
         args: Sequence[Tensor],
         held: Sequence[Tensor],
         state: LiveState,
@@ -70,7 +75,9 @@ class Shortcut:
     ) -> None:
         self._run = run
         self._structure = structure
-        self._several = len(args) > 1
+        self._call = None if all(child is TENSOR for child in call.children or ()) else call
+        self._own = frozenset() if run.repeatable else frozenset(map(storage_of, held))
+        self._alone = len(args) == 1 and not self._own
         self._alike = looks_alike(args)
         self._same_numerics = watch_numerics()
         self._held = list(held)
@@ -78,22 +85,26 @@ class Shortcut:
         self._watch = watch
         self._training = training
         self.outdated = False
+        self.repeatable = run.repeatable
 
-    def fits(self, args: tuple[Any, ...]) -> bool:
-        """Whether a call with these positional arguments, in the present circumstances, is like the one before."""
-        return (
-            self._alike(args)
+    def fits(self, args: tuple[Any, ...]) -> Sequence[Tensor] | None:
+        """The tensors of these positional arguments, if a call with them, as things are now, is like the one before."""
+        tensors = args if self._call is None else tensors_like(self._call, args)
+        alike = (
+            tensors is not None
+            and self._alike(tensors)
             and not torch.is_grad_enabled()
             and not unusual_call()
             and self._same_numerics()
-            and not (self._several and _share(args))
+            and (self._alone or self._apart(tensors))
         )
+        return tensors if alike else None
 
-    def __call__(self, args: tuple[Tensor, ...]) -> Any:
-        """What the model returns for arguments that fit.
+    def __call__(self, args: Sequence[Tensor]) -> Any:
+        """What the model returns for the tensors of arguments that fit.
 
         Raises:
-            Changed: the model is another than it was.
+            Changed: the model is another than it was; nothing that can be seen has been done.
         """
         run, tensors = self._run, [*self._held, *args]
         if run.looks_first and not self._intact(tensors):
@@ -102,6 +113,11 @@ class Shortcut:
         if not run.looks_first and not self._intact(tensors):
             raise Changed
         return outputs[0] if self._structure is TENSOR else unflatten(self._structure, outputs)
+
+    def _apart(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether inputs share no memory with each other, nor with a model that may be written to."""
+        storages = set(map(storage_of, tensors))
+        return len(storages) == len(tensors) and self._own.isdisjoint(storages)
 
     def _intact(self, tensors: Sequence[Tensor]) -> bool:
         watch, state = self._watch, self._state
@@ -114,7 +130,3 @@ class Shortcut:
             and state.configured()
         )
         return not self.outdated
-
-
-def _share(tensors: Sequence[Tensor]) -> bool:
-    return len({storage_of(tensor) for tensor in tensors}) < len(tensors)

@@ -145,10 +145,10 @@ class TrainStep:
         step = self._step
         with torch.inference_mode(False), torch.no_grad():
             if self._is_first():
-                result = step.complete(step(batch, step.setting()))
+                result = step.complete(step(*step.arguments(batch)))
                 self._begun = step.optimizer.state
             else:
-                result = step.complete(self._autostream(batch, step.setting(batch)))
+                result = step.complete(self._autostream(*step.arguments(batch)))
         step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
         return result
 

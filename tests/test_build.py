@@ -512,7 +512,7 @@ def test_optimizers_are_watched_only_for_who_freezes(
 def test_a_short_way_sees_that_frozen_weights_have_changed() -> None:
     weight = torch.ones(2)
     captured = type("Graph", (), {"launch": None, "unmoved": lambda self, tensors: True})()
-    run = _Captured(captured, Frozen([0], [weight], Writes([weight])), looks_first=False)
+    run = _Captured(captured, Frozen([0], [weight], Writes([weight])), looks_first=False, repeatable=True)
     assert run.unmoved([weight])
     weight.mul_(2)
     assert not run.unmoved([weight])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -15,7 +16,7 @@ import autostream
 from autostream.dispatch import Dispatcher
 from autostream.shortcut import Changed, Shortcut
 from autostream.tracing.state import LiveState, ModelWatch
-from autostream.tracing.tree import TENSOR
+from autostream.tracing.tree import TENSOR, Structure
 
 
 class Net(nn.Module):
@@ -214,9 +215,73 @@ def test_no_short_way_while_gradients_could_be_recorded(ways: Ways) -> None:
 )
 @torch.no_grad()
 def test_what_can_be_seen_is_never_run_once_too_often(model: nn.Module, ways: Ways) -> None:
+    twin = copy.deepcopy(model)
     fast = autostream.optimize(model)
-    fast(X.clone())
-    assert ways.took(lambda: fast(X.clone())) == "long"
+    fast(X.clone()), twin(X.clone())
+    ours, theirs = X.clone(), X.clone()
+    torch.manual_seed(0)
+    assert ways.took(lambda: fast(ours)) == "short"
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    twin(theirs)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+class Adding(nn.Module):
+    """Writes to its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x
+        return self.total * x
+
+
+@torch.no_grad()
+def test_an_input_in_the_memory_of_what_is_written_goes_the_long_way(ways: Ways) -> None:
+    model = Adding()
+    fast = autostream.optimize(model)
+    fast(X)
+    assert ways.took(lambda: fast(X)) == "short"
+    assert ways.took(lambda: fast(model.total)) == "long"
+    torch.testing.assert_close(model.total, 4 * X)
+
+
+@torch.no_grad()
+def test_what_writes_and_has_no_memory_fails_and_is_not_run_once_more(ways: Ways) -> None:
+    model = Adding()
+    fast = autostream.optimize(model)
+    fast(X)
+    launch = fast._autostream._shortcut._run.launch
+
+    def failing(tensors: Sequence[Tensor]) -> Any:
+        launch(tensors)
+        raise torch.OutOfMemoryError
+
+    fast._autostream._shortcut._run.launch = failing
+    with pytest.raises(torch.OutOfMemoryError):
+        fast(X)
+    torch.testing.assert_close(model.total, 2 * X)
+    assert ways.took(lambda: fast(X)) == "long"
+    torch.testing.assert_close(model.total, 3 * X)
+
+
+@torch.no_grad()
+def test_constants_and_containers_are_alike_where_they_are_equal(ways: Ways) -> None:
+    def function(pair: tuple[Tensor, dict[str, Tensor]], scale: float, flag: bool | None) -> Tensor:
+        return pair[0] * scale + pair[1]["y"] if flag else pair[0]
+
+    fast = autostream.optimize(function)
+    fast((X, {"y": X * 2}), 2.0, True)
+    assert ways.took(lambda: fast((X, {"y": X * 2}), 2.0, True)) == "short"
+    ours: list[Tensor] = []
+    for args in (((X, {"y": X * 2}), 3.0, True), ((X, {"y": X * 2}), 3.0, 1), ((X, {"z": X * 2}), 3.0, None)):
+        assert ways.took(lambda args=args: ours.append(fast(*args))) == "long"
+        torch.testing.assert_close(ours[-1], function(*args))
 
 
 class Breaks(nn.Module):
@@ -254,7 +319,7 @@ def test_a_run_says_whether_its_tensors_moved(looks_first: bool) -> None:
 
     class Product:
         def __init__(self) -> None:
-            self.looks_first = looks_first
+            self.looks_first, self.repeatable = looks_first, True
 
         def launch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
             launched.append(tensors)
@@ -265,9 +330,10 @@ def test_a_run_says_whether_its_tensors_moved(looks_first: bool) -> None:
 
     with torch.no_grad():
         state, watch = LiveState(model, (), {}), ModelWatch(model)
-        shortcut = Shortcut(Product(), TENSOR, (weight, x), (), state, watch, watch.training())
+        call = Structure(tuple, children=(TENSOR, TENSOR))
+        shortcut = Shortcut(Product(), TENSOR, call, (weight, x), (), state, watch, watch.training())
         torch.testing.assert_close(shortcut((weight, x.clone())), weight @ x)
-        assert shortcut.fits((weight.clone(), x))
+        assert shortcut.fits((weight.clone(), x)) is not None
         with pytest.raises(Changed):
             shortcut((weight.clone(), x))
         assert len(launched) == (1 if looks_first else 2)

@@ -21,6 +21,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.checkpoint import checkpoint
 
 import autostream
+from autostream import build
+from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.reporting.report import Report
 from autostream.training import TrainStep, train_step
@@ -448,6 +450,46 @@ def test_what_happens_between_steps_takes_effect_and_needs_no_other_schedule(
     assert len(modes(step)) == 1
     assert "plain" not in modes(step)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_steps_take_the_short_way_whatever_their_batch_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    long: list[object] = []
+    original = Dispatcher._scheduled
+    monkeypatch.setattr(Dispatcher, "_scheduled", lambda *args: (long.append(args), original(*args))[1])
+    step = assert_trains_alike(Scene(normed, partial(Adam, lr=0.01), between=schedule_rate), policy="sequential")
+    assert modes(step) == ["one stream"]
+    assert len(long) == 1, "the second step is the first that is scheduled"
+
+
+def test_batches_of_two_shapes_in_turn_are_traced_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[object] = []
+    original = build.trace_step
+    monkeypatch.setattr(build, "trace_step", lambda *args: (traced.append(args), original(*args))[1])
+    batches = [(t(rows, 6), t(rows, 4)) for rows in (8, 4)]
+    assert_trains_alike(Scene(mlp, batches=batches, steps=7), policy="sequential")
+    assert len(traced) == 2
+
+
+def test_betas_in_a_list_may_be_written_to() -> None:
+    def write(number: int, model: Any, optimizer: Any) -> None:
+        if number == 0:
+            optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+        if number == 2:
+            optimizer.param_groups[0]["betas"][0] = 0.5
+
+    step = assert_trains_alike(Scene(mlp, partial(Adam, lr=0.01), between=write), policy="sequential")
+    assert modes(step) == ["one stream", "one stream"]
+
+
+def test_a_batch_that_asks_for_gradients_is_no_part_of_a_graph() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, mse, policy="sequential")
+    for _ in range(3):
+        step(*ROWS[0])
+    x = ROWS[0][0].clone().requires_grad_()
+    step(x, ROWS[0][1])
+    assert x.grad is not None
+    assert "requires gradients" in reasons(step)
 
 
 RETRACED = {

@@ -175,7 +175,7 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
 _VERSION = attrgetter("_version")
 
 
-def looks_alike(tensors: Sequence[Tensor]) -> Callable[[tuple[Any, ...]], bool]:
+def looks_alike(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
     """A quick look at whether values are tensors of the same types, dtypes, devices, sizes and strides as these.
 
     It may say no where they are, but not yes where one is not. Holds no reference to the tensors.

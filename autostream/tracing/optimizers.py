@@ -53,61 +53,71 @@ def obstacle(optimizer: Optimizer) -> str:
     return ""
 
 
-def hyperparameters(optimizer: Optimizer, rates: Sequence[Tensor]) -> tuple[Group, ...]:
-    """What each group is updated with, its learning rate a tensor; what schedulers keep there for themselves is not.
+def hyperparameters(optimizer: Optimizer) -> tuple[Group, ...]:
+    """What each group is updated with but for its learning rate; what schedulers keep there for themselves is not.
 
-    Args:
-        optimizer: the optimizer.
-        rates: the learning rates, by group.
+    Example:
+        >>> optimizer = SGD([{"params": [torch.ones(2)], "momentum": 0.9}], lr=0.1)
+        >>> hyperparameters(optimizer)[0]["momentum"], "lr" in hyperparameters(optimizer)[0]
+        (0.9, False)
     """
-    return tuple(
-        {**{name: group[name] for name in optimizer.defaults if name in group}, "lr": rate}
-        for group, rate in zip(optimizer.param_groups, rates, strict=True)
-    )
+    names = [name for name in optimizer.defaults if name != "lr"]
+    return tuple({name: group[name] for name in names if name in group} for group in optimizer.param_groups)
 
 
 class Rates:
-    """Learning rates as tensors of one element, float64 as Python's numbers are, where the parameters are.
+    """The learning rates of all groups in one tensor, float64 as Python's numbers are, where the parameters are.
 
     Example:
         >>> optimizer = SGD([torch.ones(2)], lr=0.1)
         >>> rates = Rates()
         >>> first = rates(optimizer)
-        >>> rates(optimizer)[0] is first[0]
+        >>> rates(optimizer) is first
         True
         >>> optimizer.param_groups[0]["lr"] = 0.2
         >>> rates(optimizer)
-        [tensor(0.2000, dtype=torch.float64)]
+        tensor([0.2000], dtype=torch.float64)
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Tensor]] = {}
+        self._known: tuple[list[float], Tensor] | None = None
 
-    def __call__(self, optimizer: Optimizer) -> list[Tensor]:
-        """The rates of all groups as they are now."""
-        return [self._rate(at, group) for at, group in enumerate(optimizer.param_groups)]
+    def __call__(self, optimizer: Optimizer) -> Tensor:
+        """The rates as they are now, by group."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+        if any(isinstance(rate, Tensor) for rate in rates):  # the user's own, who may write to it
+            return torch.stack([_scalar(rate, device) for rate in rates])
+        if self._known is None or self._known[0] != rates or self._known[1].device != device:
+            # A new tensor each time: the last one may still be on its way to the device.
+            self._known = rates, torch.stack([_scalar(rate, device) for rate in rates])
+        return self._known[1]
 
-    def _rate(self, at: int, group: Group) -> Tensor:
-        rate, device = group["lr"], group["params"][0].device
-        if isinstance(rate, Tensor):  # the user's own, who may write to it
-            return rate.detach().reshape(()).to(device, torch.float64)
-        known = self._known.get(at)
-        if known is None or known[0] != rate or known[1].device != device:
-            # A new tensor for each rate: the last one may still be on its way to the device.
-            known = self._known[at] = (rate, torch.full((), rate, dtype=torch.float64, device=device))
-        return known[1]
+
+def _scalar(number: float | Tensor, device: torch.device) -> Tensor:
+    """A number as a tensor, made where it is needed: nothing is copied there from the host."""
+    if isinstance(number, Tensor):
+        return number.detach().reshape(()).to(device, torch.float64)
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
 """Of each parameter that has some, the optimizer's tensors by name."""
 
 
-def update(optimizer: Optimizer, groups: Sequence[Group], parameters: Sequence[Sequence[Tensor]], state: State) -> None:
+def update(
+    optimizer: Optimizer,
+    groups: Sequence[Group],
+    rates: Tensor,
+    parameters: Sequence[Sequence[Tensor]],
+    state: State,
+) -> None:
     """Let an optimizer step on other tensors than its own, in ops that ask no number of the host.
 
     Args:
         optimizer: the optimizer; it stays as it is.
-        groups: the hyperparameters to use, learning rates as tensors.
+        groups: the hyperparameters to use.
+        rates: the learning rates, by group.
         parameters: by group, in the order of the optimizer's own; those with a ``grad`` are written in place.
         state: of these parameters; written in place.
 
@@ -118,7 +128,7 @@ def update(optimizer: Optimizer, groups: Sequence[Group], parameters: Sequence[S
         >>> optimizer = SGD([torch.ones(2)], lr=0.1)
         >>> weight = torch.ones(2)
         >>> weight.grad = torch.ones(2)
-        >>> update(optimizer, hyperparameters(optimizer, Rates()(optimizer)), [[weight]], {})
+        >>> update(optimizer, hyperparameters(optimizer), Rates()(optimizer), [[weight]], {})
         >>> weight
         tensor([0.9000, 0.9000])
     """
@@ -127,8 +137,8 @@ def update(optimizer: Optimizer, groups: Sequence[Group], parameters: Sequence[S
     vars(twin).update(vars(optimizer))
     twin.state = defaultdict(dict, {parameter: dict(values) for parameter, values in widened.items()})
     twin.param_groups = [
-        {**values, **{name: value for name, value in _MODE.items() if name in values}, "params": list(tensors)}
-        for values, tensors in zip(groups, parameters, strict=True)
+        {**group, **{name: value for name, value in _MODE.items() if name in group}, "lr": rates[at], "params": [*its]}
+        for at, (group, its) in enumerate(zip(groups, parameters, strict=True))
     ]
     with torch.no_grad(), _compiling():
         inspect.unwrap(type(optimizer).step)(twin)

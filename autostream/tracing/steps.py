@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, compress, islice
-from typing import Any
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,26 +29,27 @@ from torch.utils import _pytree as pytree
 
 from autostream.errors import TargetError, TraceError
 from autostream.storages import storage_of
-from autostream.tracing.optimizers import Group, Rates, hyperparameters, obstacle, update
+from autostream.tracing.optimizers import Rates, hyperparameters, obstacle, update
 from autostream.tracing.state import name_of
-from autostream.tracing.tree import flatten, unflatten
+from autostream.tracing.tree import Constant, Structure, flatten, unflatten
 
 Batch = tuple[Any, ...]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What a step depends on besides its batch and its state: one of its arguments, and so part of its signature.
+class Setting(Constant):
+    """What a step depends on besides tensors: one of its arguments, and so part of its signature.
 
     Attributes:
         trained: which of the optimizer's parameters require gradients, one byte each.
         refusal: why a graph would not do the same, or ``""``.
-        groups: the optimizer's hyperparameters, learning rates as tensors.
+        groups: the structure of the optimizer's hyperparameters, but for learning rates, if they are part of the graph.
     """
 
     trained: bytes
     refusal: str = ""
-    groups: tuple[Group, ...] = ()
+    groups: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,21 @@ class Backward(nn.Module):
         self.optimizer = optimizer
         self.recipe = recipe or Recipe()
         self.average = self.recipe.average
-        self.look_again()
+        # Objects that stay: an attribute that becomes another looks like a model that was configured otherwise.
+        self._places = _Places(self, optimizer)
+        self._setting: _Memory[tuple[Setting, list[Tensor]]] = _Memory()
 
     def _get_name(self) -> str:
         return f"{name_of(self.model)}, {super()._get_name()}"  # type: ignore[no-untyped-call]
 
-    def forward(self, batch: Batch, setting: Setting) -> Any:
+    def forward(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
         """What ``loss_fn`` returns, detached, and the gradients: ``None`` for what the loss does not depend on.
+
+        Args:
+            batch: the batch.
+            setting: what else the step depends on.
+            numbers: the learning rates of all groups in one tensor, then what tensors there are among the other
+                hyperparameters.
 
         Raises:
             TargetError: the loss is not a scalar that depends on a parameter, or the batch has no equal parts.
@@ -114,7 +124,7 @@ class Backward(nn.Module):
         _clear_gradients(parameters)
         return _summed(results), gradients
 
-    def traced(self, batch: Batch, setting: Setting) -> Any:
+    def traced(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
         """The same for a tracer: it changes nothing but tensors.
 
         Raises:
@@ -123,12 +133,20 @@ class Backward(nn.Module):
         result, parameters = self._with_gradients(batch, setting)
         return result, [parameter.grad for parameter in compress(parameters, setting.trained)]
 
-    def setting(self, batch: Batch = ()) -> Setting:
-        """What the next step, with this batch, depends on."""
+    def arguments(self, batch: Batch) -> tuple[Batch, Setting, list[Tensor]]:
+        """What to call the step with, to do it with this batch, as everything else is now.
+
+        Raises:
+            TargetError: the optimizer has a parameter that neither the model nor the loss has any more.
+        """
         parameters = _parameters(self.optimizer)
         if not self._places.hold(parameters):
             self.look_again()
-        return Setting(bytes([parameter.requires_grad for parameter in parameters]), self._refusal(parameters, batch))
+        setting, numbers = self._setting(self._seen(parameters), lambda: self._looked_up(parameters))
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(batch)):
+            reason = "a tensor of the batch requires gradients, and a graph would compute none"
+            setting = replace(setting, refusal=reason)
+        return batch, setting, numbers
 
     def look_again(self) -> None:
         """Find out where the parameters are: a submodule may have taken the place of another.
@@ -136,7 +154,7 @@ class Backward(nn.Module):
         Raises:
             TargetError: the optimizer has a parameter that neither the model nor the loss has.
         """
-        self._places = _Places(self, self.optimizer)
+        self._places.look(self, self.optimizer)
 
     def complete(self, outputs: Any) -> Any:
         """Do what is left of a step after :meth:`forward`, or after a run of its program; returns the result."""
@@ -196,10 +214,16 @@ class Backward(nn.Module):
         for copy, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             copy.copy_(buffer)
 
-    def _refusal(self, parameters: Sequence[Tensor], batch: Batch) -> str:
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(batch)):
-            return "a tensor of the batch requires gradients, and a graph would compute none"
-        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
+    def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
+        """What a setting is made of: to compare it takes a tenth of the time."""
+        return [*parameters, *map(_REQUIRES_GRADIENTS, parameters), self._refusal(parameters)]
+
+    def _looked_up(self, parameters: Sequence[Tensor]) -> tuple[Setting, list[Tensor]]:
+        """The setting, and the tensors that go with it."""
+        return Setting(bytes(map(_REQUIRES_GRADIENTS, parameters)), self._refusal(parameters)), []
+
+    def _refusal(self, parameters: Sequence[Tensor]) -> str:
+        if any(map(_HOOKS, parameters)) or any(map(_LATER_HOOKS, parameters)):
             return "a parameter has hooks on its gradient, which a graph would not call"
         return self._places.hooked()
 
@@ -207,7 +231,7 @@ class Backward(nn.Module):
 class TrainingStep(Backward):
     """A whole step: what :class:`Backward` does, then clipping, the optimizer and ``zero_grad``.
 
-    Its submodule ``state`` has the optimizer's state for its buffers, as of the last :meth:`setting`.
+    Its submodule ``state`` has the optimizer's state for its buffers, as of the last :meth:`arguments`.
     """
 
     def __init__(
@@ -216,49 +240,66 @@ class TrainingStep(Backward):
         super().__init__(model, loss_fn, optimizer, recipe)
         self.state = _State()
         self._rates = Rates()
-        self.setting()
+        self._hyperparameters = tuple(name for name in optimizer.defaults if name != "lr")
+        self.arguments(())
 
-    def forward(self, batch: Batch, setting: Setting) -> Any:
+    def arguments(self, batch: Batch) -> tuple[Batch, Setting, list[Tensor]]:
+        """What to call the step with, to do it with this batch, as everything else is now."""
+        batch, setting, numbers = super().arguments(batch)
+        return batch, setting, [self._rates(self.optimizer), *numbers]
+
+    def forward(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
         """What ``loss_fn`` returns, detached."""
-        return super().complete(super().forward(batch, setting))
+        return super().complete(super().forward(batch, setting, numbers))
 
-    def traced(self, batch: Batch, setting: Setting) -> Any:
+    def traced(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
         """The same for a tracer: it changes nothing but tensors."""
         result, parameters = self._with_gradients(batch, setting)
         set_stack_trace([])  # what comes now is no line of the user's
         self._clip(parameters)
-        update(self.optimizer, setting.groups, self._places.by_group(parameters), self.state.of(parameters))
+        assert setting.groups, "a setting of such a step has them unless it is refused"
+        rates, *others = numbers
+        groups, by_group = unflatten(setting.groups, others), self._places.by_group(parameters)
+        update(self.optimizer, groups, rates, by_group, self.state.of(parameters))
         _clear_gradients(parameters)
         self._follow()
         return result
-
-    def setting(self, batch: Batch = ()) -> Setting:
-        """What the next step, with this batch, depends on."""
-        setting = super().setting(batch)
-        refusal = (
-            setting.refusal or obstacle(self.optimizer) or self.state.renew(self.optimizer, _parameters(self.optimizer))
-        )
-        return Setting(setting.trained, refusal, hyperparameters(self.optimizer, self._rates(self.optimizer)))
 
     def complete(self, outputs: Any) -> Any:
         """Nothing is left to do."""
         return outputs
 
+    def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
+        states = list(self.optimizer.state.values())
+        values = [group.get(name) for group in self.optimizer.param_groups for name in self._hyperparameters]
+        return [
+            *super()._seen(parameters),
+            *states,
+            *chain.from_iterable(map(dict.values, states)),
+            *chain.from_iterable(value if isinstance(value, list) else (value,) for value in values),
+        ]
+
+    def _looked_up(self, parameters: Sequence[Tensor]) -> tuple[Setting, list[Tensor]]:
+        setting, _ = super()._looked_up(parameters)
+        refusal = setting.refusal or self.state.renew(self.optimizer, parameters)
+        try:
+            numbers, groups = flatten(hyperparameters(self.optimizer))
+        except TraceError as error:
+            return replace(setting, refusal=str(error)), []
+        return Setting(setting.trained, refusal, groups), numbers
+
+    def _refusal(self, parameters: Sequence[Tensor]) -> str:
+        return super()._refusal(parameters) or obstacle(self.optimizer)
+
 
 class _State(nn.Module):
     """An optimizer's state as buffers: ``exp_avg_3`` is ``exp_avg`` of its fourth parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known = _Known()
 
     def renew(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> str:
         """Look the state up; returns why it cannot be part of a graph, or ``""``.
 
         Counters that the optimizer keeps on the host go to the device, where a graph needs them.
         """
-        if self._known.holds(optimizer, parameters):
-            return ""
         found: dict[str, Tensor] = {}
         for at, parameter in enumerate(parameters):
             values = optimizer.state.get(parameter, {})
@@ -271,7 +312,6 @@ class _State(nn.Module):
                     return f"the optimizer's state has a {type(value).__name__} ({name}), and a graph takes tensors"
         self._buffers.clear()
         self._buffers.update(found)
-        self._known.note(optimizer, parameters)
         return ""
 
     def of(self, parameters: Sequence[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
@@ -284,25 +324,18 @@ class _State(nn.Module):
         return state
 
 
-class _Known:
-    """An optimizer's state as of its last look-up: to compare it takes a tenth of the time."""
+class _Memory(Generic[Found]):
+    """What was found by looking at objects, for as long as they are the same ones."""
 
     def __init__(self) -> None:
-        self._objects: list[Any] = []
+        self._known: tuple[list[object], Found] | None = None
 
-    def note(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        """Remember it."""
-        self._objects = self._all(optimizer, parameters)
-
-    def holds(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-        """Whether these parameters have the same state."""
-        now = self._all(optimizer, parameters)
-        return len(now) == len(self._objects) and all(map(operator.is_, now, self._objects))
-
-    @staticmethod
-    def _all(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Any]:
-        states = list(optimizer.state.values())
-        return [*parameters, *states, *chain.from_iterable(map(dict.values, states))]
+    def __call__(self, objects: list[object], find: Callable[[], Found]) -> Found:
+        """What is found, by ``find`` if these are others than the last time."""
+        known = self._known
+        if known is None or len(known[0]) != len(objects) or not all(map(operator.is_, known[0], objects)):
+            known = self._known = objects, find()
+        return known[1]
 
 
 class _Places:
@@ -317,6 +350,10 @@ class _Places:
     """
 
     def __init__(self, step: nn.Module, optimizer: Optimizer) -> None:
+        self.look(step, optimizer)
+
+    def look(self, step: nn.Module, optimizer: Optimizer) -> None:
+        """Find them where they are now."""
         names = {id(parameter): name for name, parameter in step.named_parameters()}
         parameters = _parameters(optimizer)
         if strangers := [parameter for parameter in parameters if id(parameter) not in names]:
@@ -355,6 +392,11 @@ class _Places:
         if any(self._hooks) or nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
             return "a submodule has backward hooks, which a graph would not call"
         return ""
+
+
+_REQUIRES_GRADIENTS = attrgetter("requires_grad")
+_HOOKS = attrgetter("_backward_hooks")
+_LATER_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

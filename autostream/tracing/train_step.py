@@ -40,7 +40,7 @@ def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) 
     Args:
         step: the step.
         tensors: the flat tensors of its arguments.
-        structure: the structure of ``((batch, setting), {})`` that they were taken from.
+        structure: the structure of ``((batch, setting, numbers), {})`` that they were taken from.
 
     Raises:
         TraceError: it cannot be traced; the message says why.
@@ -64,8 +64,8 @@ class _Functional(nn.Module):
     def _get_name(self) -> str:
         return name_of(self.step)
 
-    def forward(self, batch: Batch, setting: Setting) -> Any:
-        return self.step.traced(batch, setting)
+    def forward(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
+        return self.step.traced(batch, setting, numbers)
 
 
 def _state_of(step: nn.Module) -> dict[str, Tensor]:

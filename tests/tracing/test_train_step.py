@@ -48,15 +48,15 @@ def step_of(model: nn.Module, kind: type[Backward] = TrainingStep, **rates: floa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **{"momentum": 0.9, **rates})
     step = kind(model, module_of(loss_fn), optimizer)
     with torch.no_grad():
-        step.complete(step(BATCH, step.setting()))
-    step.setting()
+        step.complete(step(*step.arguments(BATCH)))
+    step.arguments(BATCH)
     return step
 
 
 def traced(step: Backward, batch: Any = BATCH) -> tuple[Traced, list[Tensor]]:
     """The step's program, and the tensors that it takes."""
     with torch.no_grad():
-        tensors, structure = flatten(((batch, step.setting(batch)), {}))
+        tensors, structure = flatten((step.arguments(batch), {}))
         result = trace_step(step, tensors, structure)
     return result, arguments(result.program, step, tensors)
 
@@ -124,7 +124,7 @@ def test_a_program_computes_what_the_step_does() -> None:
             torch.manual_seed(seed)
             (loss,) = result.program.module(*tensors)
             torch.manual_seed(seed)
-            torch.testing.assert_close(loss, theirs(BATCH, theirs.setting()))
+            torch.testing.assert_close(loss, theirs(*theirs.arguments(BATCH)))
     for mine, other in zip(_state_of(ours).values(), _state_of(theirs).values(), strict=True):
         torch.testing.assert_close(mine, other)
 
@@ -171,7 +171,7 @@ def test_forward_and_backward_alone_return_gradients() -> None:
         outputs = result.program.module(*tensors)
     torch.manual_seed(0)
     with torch.no_grad():
-        loss, gradients = step(BATCH, step.setting())
+        loss, gradients = step(*step.arguments(BATCH))
     assert torch.equal(outputs[0], loss)
     assert [gradient is None for gradient in gradients] == [False, True, True, False, False]
     for ours, theirs in zip(outputs[1:], (g for g in gradients if g is not None), strict=True):
@@ -241,7 +241,7 @@ def test_below_fusion_it_is_functional_and_copies_what_it_writes_at_the_end(opti
     model = Net()
     step = TrainingStep(model, module_of(loss_fn), optimizer(model.parameters(), lr=0.1))
     with torch.no_grad():
-        step(BATCH, step.setting())
+        step(*step.arguments(BATCH))
     result, tensors = traced(step)
     functional = inductor._functional(result.program)
     ours, theirs = ([tensor.detach().clone() for tensor in tensors] for _ in range(2))

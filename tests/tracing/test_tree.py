@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from autostream.errors import TraceError
-from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
+from autostream.tracing.tree import TENSOR, Constant, Structure, flatten, tensors_like, unflatten
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 
@@ -285,6 +285,34 @@ values = st.recursive(
 def test_any_nesting_comes_back(value: object) -> None:
     again(value)
     assert repr(again(value)) == repr(value)
+
+
+@given(values, values)
+def test_a_quick_look_finds_the_tensors_of_equal_structures_only(one: object, other: object) -> None:
+    tensors, its = flatten(one)
+    found = tensors_like(structure(other), one)
+    assert found is None or its == structure(other)
+    again = tensors_like(its, one)
+    assert again is None or list(map(id, again)) == list(map(id, tensors))
+
+
+def test_a_quick_look_finds_what_calls_are_made_of() -> None:
+    value = ([ONE, {"a": TWO, 1: (ONE, None)}], 2.0, "x", Color.RED)
+    assert tensors_like(structure(value), value) == [ONE, TWO, ONE]
+    for other in (([ONE], 2.0), ([ONE, {"a": TWO, 1: (ONE, None)}], -2.0, "x", Color.RED), [*value], ONE):
+        assert tensors_like(structure(value), other) is None
+
+
+@dataclass(frozen=True)
+class Mode(Constant):
+    name: str
+
+
+def test_a_constant_of_ones_own_is_compared_as_a_whole() -> None:
+    tensors, one = flatten((Mode("a"), ONE))
+    assert tensors == [ONE]
+    assert one == structure((Mode("a"), TWO)) != structure((Mode("b"), ONE))
+    assert unflatten(one, [TWO]) == (Mode("a"), TWO)
 
 
 @given(values, values)
