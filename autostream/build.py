@@ -35,12 +35,10 @@ from autostream.shortcut import Run, Shortcut
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
 from autostream.tracing.dynamo import is_refusal, split
-from autostream.tracing.export import Traced, trace
+from autostream.tracing.export import MODELS, Tracer, trace
 from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
-from autostream.tracing.steps import Backward
-from autostream.tracing.train_step import trace_step
 from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
 from autostream.tuning import Tuned, tune, undone
 
@@ -75,6 +73,7 @@ class Scheduled:
         bound_inputs: positions of inputs that stay where they are from call to call.
         options: how to schedule.
         pools: of the model's captured graphs: calls of one signature compute where those of the others do.
+        tracer: makes programs of such models.
 
     Attributes:
         report: what was done, and why.
@@ -93,11 +92,12 @@ class Scheduled:
         bound_inputs: frozenset[int],
         options: Options,
         pools: GraphPools,
+        tracer: Tracer = MODELS,
     ) -> None:
         with preparing:
             stopwatch = Stopwatch()
             with stopwatch("trace"):
-                traced = _traced(model, tensors, structure)
+                traced = tracer.trace(model, tensors, structure)
             placeholders = traced.program.placeholders
             self._state = LiveState(model, placeholders, traced.constants)
             self._bound = tuple(p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders)
@@ -254,12 +254,6 @@ class Scheduled:
         self._selection = replace(self._selection, execution=execution)
         self._shortcut = None
         return execution
-
-
-def _traced(model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> Traced:
-    if isinstance(model, Backward):
-        return trace_step(model, tensors, structure)
-    return trace(model, tensors, structure)
 
 
 def _pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tuned:

@@ -31,12 +31,12 @@ from autostream.options import Options, disabled, paranoid
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
+from autostream.tracing.export import MODELS, Tracer
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.inductor import check_level
 from autostream.tracing.numerics import order_attention
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
-from autostream.tracing.steps import Backward
 from autostream.tracing.tree import Structure, flatten, unflatten
 from autostream.tracing.trial import check_call, check_devices
 
@@ -55,6 +55,7 @@ class Dispatcher:
         bound_inputs: of a piece that Dynamo made, the flat positions of inputs that stay where they are from call to
             call, as weights do. A piece is not split any further.
         pools: of captured graphs; a piece shares those of its model.
+        tracer: makes programs of such models.
 
     Attributes:
         disabled: whether every call goes to the plain model: ``AUTOSTREAM_DISABLE`` was set when this was made.
@@ -73,11 +74,13 @@ class Dispatcher:
         options: Options,
         bound_inputs: frozenset[int] | None = None,
         pools: GraphPools | None = None,
+        tracer: Tracer = MODELS,
     ) -> None:
         self.model = model
         self.options = options
         self.bound_inputs = bound_inputs
         self._pools = GraphPools() if pools is None else pools
+        self._tracer = tracer
         self.disabled = disabled()
         self._paranoid = paranoid()
         self._lock = threading.RLock()
@@ -87,8 +90,6 @@ class Dispatcher:
         self._shortcut: Shortcut | None = None
         self._watch = ModelWatch(model)
         _dispatchers.add(self)
-        # Graphs of steps are made whole, and only so many: each takes as long as a thousand steps.
-        self._is_step = isinstance(model, Backward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
@@ -191,8 +192,8 @@ class Dispatcher:
                 self._note(str(bypass))
                 return None
             entry, proven = self._entry(tensors, structure, signature)
-        tried = self._is_step or entry in self._proven or _optimized_in_part(self.model)
-        if not isinstance(entry, Scheduled) and not tried:
+        tried = entry in self._proven or _optimized_in_part(self.model)
+        if not isinstance(entry, Scheduled) and self._tracer.may_try and not tried:
             try:
                 check_call(self.model, args, kwargs)
             except TargetError:
@@ -206,7 +207,8 @@ class Dispatcher:
         tensors, structure, signature, watch = self._signature(args, kwargs)
         if signature.records_gradients:
             raise self._refused(RECORDS_GRADIENTS)
-        if self._is_step and signature not in self._entries and len(self._entries) >= self.options.max_signatures:
+        full = signature not in self._entries and len(self._entries) >= self.options.max_signatures
+        if full and not self._tracer.may_renew:
             raise self._refused("it has as many schedules as max_signatures allows, for other batches or settings")
         for _ in range(3):
             entry, proven = self._entry(tensors, structure, signature)
@@ -326,14 +328,15 @@ class Dispatcher:
             if _optimized_in_part(self.model):
                 raise TraceError("a part of it is optimized already: optimize the whole alone")
             bound_inputs = self.bound_inputs or frozenset()
-            entry = Scheduled(self.model, structure, tensors, signature, bound_inputs, self.options, self._pools)
+            asked = structure, tensors, signature, bound_inputs, self.options
+            entry = Scheduled(self.model, *asked, self._pools, self._tracer)
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:
             if self.options.strict or isinstance(error, OptionError | TargetError):
                 raise
-            splittable = isinstance(error, TraceError) and not isinstance(error, FastPathError) and not self._is_step
-            if splittable and self.bound_inputs is None:
+            whole = isinstance(error, TraceError) and not isinstance(error, FastPathError)
+            if whole and self._tracer.may_split and self.bound_inputs is None:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, error)
                 return Pieces(self.model, signature, str(error), self._piece)
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
@@ -345,7 +348,7 @@ class Dispatcher:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the model and the options; schedules are made anew."""
-        return Dispatcher, (self.model, self.options, self.bound_inputs)
+        return Dispatcher, (self.model, self.options, self.bound_inputs, None, self._tracer)
 
     def _refused(self, reason: str) -> Exception:
         return TraceError(reason) if self.options.strict else _Bypass(reason)

@@ -1,4 +1,4 @@
-"""The options of :func:`autostream.optimize`, and the one place that reads environment variables."""
+"""The options of ``optimize`` and ``train_step``, and the one place that reads environment variables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from autostream.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PolicyName = Literal["auto", "sequential", "critical_path", "path_cover", "search"]
 CostSource = Literal["auto", "roofline", "measured"]
 KernelLevel = Literal["auto", "eager", "inductor"]
+Kind = TypeVar("Kind", bound="Options")
 
 _LARGEST_RATIO = 100.0
 """Of memory to that of one stream: whoever writes more than that means bytes, and who writes a whole number up to that
@@ -106,7 +110,7 @@ class Options:
             raise _refusal("seed", self.seed, "a whole number from 0")
 
     @classmethod
-    def parse(cls, options: dict[str, Any]) -> Options:
+    def parse(cls: type[Kind], options: dict[str, Any]) -> Kind:
         """Make options from keyword arguments; an unknown name is answered with the nearest known one.
 
         Example:
@@ -122,6 +126,41 @@ class Options:
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise OptionError(f"there is no option {name!r}{hint}: use {', '.join(known[:-1])} or {known[-1]}")
         return cls(**options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions(Options):
+    """What a user may choose for a training step besides.
+
+    Attributes:
+        microbatches: in how many equal parts to go through a batch; their gradients are added up, and the loss is the
+            mean of theirs.
+        max_norm: scale the gradients of all parameters together down to this L2 norm, where theirs is larger.
+        average: a copy of the model (``copy.deepcopy(model)``) whose parameters become a moving average of the model's:
+            after each step they are ``decay`` times what they were and ``1 - decay`` times the model's. Its buffers are
+            the model's.
+        decay: of that average, from 0 to 1.
+
+    Example:
+        >>> StepOptions.parse({"microbatch": 2})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        autostream.errors.OptionError: there is no option 'microbatch' (did you mean 'microbatches'?): use streams, ...
+    """
+
+    microbatches: int = 1
+    max_norm: float | None = None
+    average: nn.Module | None = None
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        if not _whole_number(self.microbatches, 1, None):
+            raise _refusal("microbatches", self.microbatches, "a whole number from 1")
+        if self.max_norm is not None and not _positive(self.max_norm):
+            raise _refusal("max_norm", self.max_norm, "None or a finite number above 0, such as 1.0")
+        if not (_positive(self.decay) or self.decay == 0) or isinstance(self.decay, bool) or self.decay > 1:
+            raise _refusal("decay", self.decay, "a number from 0 to 1, such as 0.999")
 
 
 def disabled() -> bool:

@@ -16,26 +16,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autostream.dispatch import Dispatcher
-from autostream.errors import OptionError, TargetError
+from autostream.errors import TargetError
 from autostream.ir import Decision
-from autostream.options import Options
+from autostream.options import StepOptions
 from autostream.reporting.report import Report
 from autostream.storages import storage_of
-from autostream.tracing.functions import module_of
+from autostream.tracing.functions import loss_of
 from autostream.tracing.inductor import check_level, check_settings
 from autostream.tracing.optimizers import obstacle
-from autostream.tracing.steps import Backward, Recipe, TrainingStep
+from autostream.tracing.steps import Backward, TrainingStep
+from autostream.tracing.train_step import STEPS
 
 
 def train_step(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: Callable[..., Any],
-    *,
-    microbatches: int = 1,
-    max_norm: float | None = None,
-    average: nn.Module | None = None,
-    decay: float = 0.999,
     **options: Any,
 ) -> TrainStep:
     """Make a function that does a training step: forward, loss, backward, optimizer and ``zero_grad``.
@@ -44,7 +40,7 @@ def train_step(
     gradient is there::
 
         optimizer.zero_grad()
-        loss = loss_fn(model, *batch)
+        loss = loss_fn(model, *batch)    # or, of PyTorch's own losses: loss_fn(model(*inputs), target)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)    # if asked for
         optimizer.step()
@@ -62,28 +58,26 @@ def train_step(
     Args:
         model: the model, in training mode or not; frozen parameters stay as they are.
         optimizer: one of ``torch.optim`` of its parameters, all or some.
-        loss_fn: ``loss_fn(model, *batch)`` returns the loss, a scalar, or a tuple that begins with it.
-        microbatches: in how many equal parts to go through a batch; their gradients are added up, and the loss is the
-            mean of theirs.
-        max_norm: scale the gradients of all parameters together down to this L2 norm, where theirs is larger.
-        average: a copy of the model (``copy.deepcopy(model)``) whose parameters become a moving average of the model's:
-            after each step they are ``decay`` times what they were and ``1 - decay`` times the model's. Its buffers are
-            the model's.
-        decay: of that average, from 0 to 1.
-        **options: see :class:`~autostream.options.Options`. More signatures than ``max_signatures`` run as they are.
+        loss_fn: a loss of PyTorch's, such as ``nn.CrossEntropyLoss()`` or ``F.mse_loss``, which compares the model's
+            outputs with the last of the batch; or a function, ``loss_fn(model, *batch)``, that returns the loss, a
+            scalar, or a tuple that begins with it, such as ``(loss, outputs)``.
+        **options: ``microbatches``, ``max_norm``, ``average`` and ``decay``, which
+            :class:`~autostream.options.StepOptions` describes, and those of :class:`~autostream.options.Options`. More
+            signatures than ``max_signatures`` run as they are.
 
     Returns:
-        ``step(*batch)``, which returns what ``loss_fn`` does, without gradients.
+        ``step(*batch)``, which returns the loss, or whatever ``loss_fn`` does, without gradients.
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.
         TargetError: the model is no module, the optimizer none of ``torch.optim``, or it has parameters that are not
-            the model's. Steps raise it where the loss is no scalar, or a batch has no equal parts.
+            the model's. Steps raise it where ``loss_fn`` does not take the batch, the loss is no scalar, or a batch has
+            no equal parts.
 
     Example:
         >>> model = nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = train_step(model, optimizer, lambda model, x, y: (model(x) - y).square().mean())
+        >>> step = train_step(model, optimizer, nn.MSELoss())
         >>> x, y = torch.ones(8, 4), torch.ones(8, 1)
         >>> losses = [step(x, y).item() for _ in range(20)]
         >>> losses[-1] < 1e-3
@@ -94,21 +88,15 @@ def train_step(
     if not isinstance(optimizer, Optimizer):
         raise TargetError(f"train_step takes an optimizer of torch.optim, not {optimizer!r}")
     if isinstance(loss_fn, type) or not callable(loss_fn):
-        raise TargetError(f"train_step takes a function loss_fn(model, *batch), not {loss_fn!r}")
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise OptionError(f"microbatches={microbatches!r} is not allowed: use a whole number from 1")
-    if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
-        raise OptionError(f"max_norm={max_norm!r} is not allowed: use None or a number above 0")
-    if not (isinstance(decay, int | float) and 0 <= decay <= 1):
-        raise OptionError(f"decay={decay!r} is not allowed: use a number from 0 to 1")
-    if average is not None and not _is_copy(average, model):
+        hint = ": make one" if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module) else ""
+        raise TargetError(f"train_step takes a function loss_fn(model, *batch), not {loss_fn!r}{hint}")
+    chosen = StepOptions.parse(options)
+    if chosen.average is not None and not _is_copy(chosen.average, model):
         raise TargetError("average has to be a copy of the model with tensors of its own: use copy.deepcopy(model)")
-    chosen = Options.parse(options)
     check_settings(chosen.inductor_options)
     check_level(chosen.kernels)
     kind = Backward if obstacle(optimizer) else TrainingStep
-    recipe = Recipe(microbatches, max_norm, average, decay)
-    return TrainStep(kind(model, module_of(loss_fn), optimizer, recipe), chosen)
+    return TrainStep(kind(model, loss_of(loss_fn), optimizer, chosen))
 
 
 def _is_copy(average: object, model: nn.Module) -> bool:
@@ -126,12 +114,11 @@ class TrainStep:
 
     Args:
         step: what a call does where nothing is scheduled.
-        options: how to schedule it.
     """
 
-    def __init__(self, step: Backward, options: Options) -> None:
+    def __init__(self, step: Backward) -> None:
         self._step = step
-        self._autostream = Dispatcher(step, options)
+        self._autostream = Dispatcher(step, step.options, tracer=STEPS)
         self._begun: object = None
         """The optimizer's state, as of a step that ran as it is because there was none."""
 

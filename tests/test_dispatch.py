@@ -75,7 +75,7 @@ def branches(s: Model, x: Tensor) -> Tensor:
 def picky(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A model of four columns."""
     if request.param == "plain":
-        monkeypatch.setattr("autostream.build.trace", lambda *args: 1 / 0)  # a fault of ours
+        monkeypatch.setattr("autostream.tracing.export._export", lambda *args: 1 / 0)  # a fault of ours
     layer = nn.Linear(4, 4)
     return layer if request.param == "whole" else Model(branches, layer=layer)
 
@@ -171,7 +171,7 @@ def test_what_calls_that_fail_run_is_made_once(
 @torch.no_grad()
 @pytest.mark.parametrize("forgets", [False, True])
 def test_what_lost_its_place_in_its_first_call_gets_it_back(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.build.trace", lambda *args: 1 / 0)  # so that it runs plainly
+    monkeypatch.setattr("autostream.tracing.export._export", lambda *args: 1 / 0)  # so that it runs plainly
 
     def calls_itself(s: Model, x: Tensor) -> Tensor:
         if len(x) == 3:
@@ -189,7 +189,7 @@ def test_what_lost_its_place_in_its_first_call_gets_it_back(forgets: bool, monke
 
 @torch.no_grad()
 def test_the_call_that_ends_last_is_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.build.trace", lambda *args: 1 / 0)  # so that it runs plainly
+    monkeypatch.setattr("autostream.tracing.export._export", lambda *args: 1 / 0)  # so that it runs plainly
     dispatch = dispatcher(Model(lambda s, x: dispatch(x[:1]) if len(x) > 1 else x + 1), max_signatures=1)
     dispatch(t(2, 4))
     assert kept(dispatch) == ["2x4"]
@@ -242,7 +242,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), Model(branches, layer=nn.Linear(4, 4)), Model(branches)])
 def test_a_model_on_the_cpu_is_refused_before_it_is_traced(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.build.trace", lambda *args: pytest.fail("it is traced"))
+    monkeypatch.setattr("autostream.tracing.export._export", lambda *args: pytest.fail("it is traced"))
     dispatch = dispatcher(model, kernels="inductor")
     for call in (dispatch.prepare, dispatch):
         with pytest.raises(OptionError, match=r'is not to be had: .* runs on the CPU: use kernels="eager"'):

@@ -51,9 +51,9 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 # While it is prepared
 
 STAGES = [
-    "build.trace", "build.LiveState", "tuning.price_program", "tuning.candidates_for", "tuning.static_copies",
-    "tuning.copyable", "tuning.select", "select.build", "select.lower", "select.uncaptured", "select.interleaved",
-    "build.Frozen", "build.simulate",
+    "tracing.export._export", "build.LiveState", "tuning.price_program", "tuning.candidates_for",
+    "tuning.static_copies", "tuning.copyable", "tuning.select", "select.build", "select.lower", "select.uncaptured",
+    "select.interleaved", "build.Frozen", "build.simulate",
 ]  # fmt: skip
 
 
@@ -203,13 +203,13 @@ def test_what_is_stale_is_gone_before_another_is_made(monkeypatch: pytest.Monkey
     model, x = nn.Linear(8, 8), t(4, 8)
     fast = autostream.optimize(model, x)
     made, alive = watched_entry(fast), []
-    trace = autostream.build.trace
+    export = autostream.tracing.export._export
 
     def watched(*args: Any) -> Any:
         alive.append(made())
-        return trace(*args)
+        return export(*args)
 
-    monkeypatch.setattr("autostream.build.trace", watched)
+    monkeypatch.setattr("autostream.tracing.export._export", watched)
     model.weight = nn.Parameter(t(16, 8)[:8].double().float().t())
     with paused():
         same(fast(x), model(x))

@@ -14,6 +14,7 @@ from autostream.options import (
     MAX_STREAMS,
     Options,
     PolicyName,
+    StepOptions,
     cache_folder,
     colours,
     disabled,
@@ -34,6 +35,10 @@ ALLOWED = {
     "tuning_seconds": [10.0, 0.1, 60],
     "memory_budget": [1.1, 0.5, 100.0, math.inf, 101, 2**40],
     "seed": [0, 1, 2**40],
+    "microbatches": [1, 8],
+    "max_norm": [None, 1.0, 3],
+    "average": [None],
+    "decay": [0.999, 0, 1, 0.5],
 }
 REFUSED = {
     "streams": [0, -1, MAX_STREAMS + 1, 2.0, True, "2", None, "AUTO"],
@@ -47,6 +52,10 @@ REFUSED = {
     "tuning_seconds": [0, 0.0, -1.0, 10**400, math.nan, math.inf, True, "10", None],
     "memory_budget": [0, 0.0, -1, -0.5, math.nan, -math.inf, 4e9, 101.0, 1, 2, 100, 10**400, True, "1.1", None],
     "seed": [-1, 1.5, True, "0", None],
+    "microbatches": [0, -1, 2.0, True, None],
+    "max_norm": [0, -1.0, math.inf, math.nan, True, "1"],
+    "average": [],
+    "decay": [-0.1, 1.1, math.nan, True, None],
 }
 
 
@@ -55,21 +64,22 @@ def pairs(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
 
 
 def test_every_option_is_tested_and_all_by_default_are_allowed() -> None:
-    names = [field.name for field in fields(Options)]
+    names = [field.name for field in fields(StepOptions)]
     assert names == list(ALLOWED) == list(REFUSED)
     assert Options() == Options.parse({})
+    assert names[: len(fields(Options))] == [field.name for field in fields(Options)]
 
 
 @pytest.mark.parametrize(("name", "value"), pairs(ALLOWED))
 def test_what_is_allowed_is_kept(name: str, value: object) -> None:
-    kept = getattr(Options.parse({name: value}), name)
+    kept = getattr(StepOptions.parse({name: value}), name)
     assert (kept, type(kept)) == (value, type(value))
 
 
 @pytest.mark.parametrize(("name", "value"), pairs(REFUSED))
 def test_what_is_not_allowed_is_refused_with_what_is(name: str, value: object) -> None:
     with pytest.raises(OptionError) as caught:
-        Options.parse({name: value})
+        StepOptions.parse({name: value})
     message = str(caught.value)
     assert message.startswith(f"{name}={value!r} is not allowed: use ")
     some = ALLOWED[name][0]

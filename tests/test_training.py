@@ -87,7 +87,7 @@ def eager(model: nn.Module, optimizer: Optimizer, loss_fn: Make, batch: tuple[An
     optimizer.zero_grad()
     results = []
     for part in zip(*(tensor.chunk(count) for tensor in batch), strict=True):
-        result = loss_fn(model, *part)
+        result = criterion(model(part[0]), part[1]) if loss_fn is criterion else loss_fn(model, *part)
         loss = (result[0] if isinstance(result, tuple) else result) / count
         loss.backward()
         results.append(loss.detach() if count > 1 else result)
@@ -336,6 +336,7 @@ TRAINED = {
     "a loss with weights": Scene(ConvNet, loss=weighted, batches=IMAGES),
     "a loss with outputs": Scene(mlp, loss=with_outputs),
     "a loss that is a module": Scene(mlp, loss=Losing()),
+    "a loss of PyTorch's": Scene(ConvNet, loss=criterion, batches=IMAGES),
     "clipped": Scene(mlp, kwargs={"max_norm": 0.1}),
     "microbatches": Scene(ConvNet, loss=cross_entropy, batches=IMAGES, kwargs={"microbatches": 4, "max_norm": 0.5}),
     "not a number": Scene(mlp, batches=[(t(8, 6) * float("nan"), t(8, 4))]),
@@ -463,8 +464,8 @@ def test_steps_take_the_short_way_whatever_their_batch_and_rate(monkeypatch: pyt
 
 def test_batches_of_two_shapes_in_turn_are_traced_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[object] = []
-    original = build.trace_step
-    monkeypatch.setattr(build, "trace_step", lambda *args: (traced.append(args), original(*args))[1])
+    original = build.tune
+    monkeypatch.setattr(build, "tune", lambda *args: (traced.append(args), original(*args))[1])
     batches = [(t(rows, 6), t(rows, 4)) for rows in (8, 4)]
     assert_trains_alike(Scene(mlp, batches=batches, steps=7), policy="sequential")
     assert len(traced) == 2
@@ -707,6 +708,10 @@ def test_so_are_those_that_are_not_the_models_any_more() -> None:
         (lambda model, x, y: (model(x) - y).square(), "a loss of shape 8x4: let it return a scalar"),
         (lambda model, x, y: 3.0, "returned a float: let it return the loss"),
         (lambda model, x, y: y.sum(), "depends on no parameter"),
+        (
+            lambda output, target: (output - target).square(),
+            r"takes \(output, target\): where it takes the model's outputs",
+        ),
     ],
 )
 def test_a_loss_that_is_none_is_refused_at_every_step(loss: Make, message: str) -> None:
@@ -739,12 +744,14 @@ def test_microbatches_have_no_outputs() -> None:
         ({"model": nn.Linear}, "takes a torch.nn.Module"),
         ({"optimizer": SGD}, "takes an optimizer of torch.optim"),
         ({"loss_fn": 3}, "takes a function loss_fn"),
+        ({"loss_fn": nn.MSELoss}, "MSELoss'>: make one"),
         ({"microbatches": 0}, "microbatches=0 is not allowed"),
         ({"microbatches": True}, "microbatches=True is not allowed"),
         ({"max_norm": -1}, "max_norm=-1 is not allowed"),
         ({"decay": 2}, "decay=2 is not allowed"),
         ({"average": nn.Linear(2, 2)}, "average has to be a copy of the model"),
         ({"polices": "auto"}, "did you mean 'policy'"),
+        ({"microbatch": 2}, "did you mean 'microbatches'"),
     ],
 )
 def test_what_it_does_not_take_is_refused(change: dict[str, Any], message: str) -> None:

@@ -7,7 +7,7 @@ depends on data) it refuses, and so do we.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,23 @@ class Traced:
     constants: dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Tracer:
+    """How modules of a kind become programs, and what may be done with one beside that.
+
+    Attributes:
+        trace: makes a program of one, at flat tensors that were taken from arguments of this structure.
+        may_split: whether Dynamo may split one that cannot be traced whole.
+        may_try: whether one may be called with copies of its tensors, to see whether it takes some arguments.
+        may_renew: whether a new schedule takes the place of the least recently used one where there are too many.
+    """
+
+    trace: Callable[[Any, Sequence[Tensor], Structure], Traced]
+    may_split: bool
+    may_try: bool
+    may_renew: bool
+
+
 def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, device: str | None = None) -> Traced:
     """Trace a model at these inputs, without computing anything or changing the model.
 
@@ -76,6 +93,10 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
         _relocate(module, torch.device(device))
     placeholders, constants = _placeholders(exported, model, tensors)
     return Traced(program_of(module, placeholders), flat.result.structure, constants)
+
+
+MODELS = Tracer(trace, may_split=True, may_try=True, may_renew=True)
+"""Of any module."""
 
 
 def _padding_refused(twin: nn.Module) -> nn.Module:

@@ -1,12 +1,19 @@
-"""Functions as modules: what they refer to is part of what is traced."""
+"""Functions as modules: what they refer to is part of what is traced.
+
+model ──▶ module_of
+loss  ──▶ loss_of: of PyTorch's own, what compares the model's outputs with a target
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from autostream.errors import TargetError
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module:
@@ -18,6 +25,72 @@ def module_of(function: Callable[..., Any]) -> nn.Module:
         {'linear': Linear(in_features=2, out_features=2, bias=True)}
     """
     return function if isinstance(function, nn.Module) else _FunctionModule(function)
+
+
+def loss_of(function: Callable[..., Any]) -> nn.Module:
+    """A loss as a module that takes a model and a batch.
+
+    PyTorch's own losses compare outputs with a target, which is the last of a batch; the others are the model's inputs.
+
+    Example:
+        >>> import torch
+        >>> loss_of(nn.MSELoss())(nn.Identity(), torch.ones(2), torch.zeros(2))
+        tensor(1.)
+    """
+    loss = module_of(function)
+    return _Criterion(loss) if _is_criterion(function) else loss
+
+
+def check_loss(loss: nn.Module, count: int) -> None:
+    """See that a loss takes a model and a batch of so many.
+
+    Raises:
+        TargetError: it does not, by its signature.
+
+    Example:
+        >>> check_loss(module_of(lambda output, target: output - target), 2)
+        Traceback (most recent call last):
+        ...
+        autostream.errors.TargetError: loss_fn is called with the model and a batch of 2, and takes (output, target): \
+where it takes the model's outputs, use lambda model, x, y: loss_fn(model(x), y)
+    """
+    function = loss._autostream_function if isinstance(loss, _FunctionModule) else loss.forward
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it has none that Python knows
+        return
+    try:
+        signature.bind(*range(1 + count))
+    except TypeError:
+        raise TargetError(
+            f"loss_fn is called with the model and a batch of {count}, and takes {signature}: where it takes the "
+            "model's outputs, use lambda model, x, y: loss_fn(model(x), y)"
+        ) from None
+
+
+def _is_criterion(function: Callable[..., Any]) -> bool:
+    """Whether a loss is one of PyTorch's: a module or one derived from it, a function, or such with some arguments."""
+    if isinstance(function, partial):
+        return _is_criterion(function.func)
+    if isinstance(function, nn.Module):
+        return any(kind.__module__ == "torch.nn.modules.loss" for kind in type(function).__mro__)
+    return getattr(function, "__module__", None) == "torch.nn.functional"
+
+
+class _Criterion(nn.Module):
+    """A loss of the model's outputs and a target."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, model: nn.Module, *batch: Any) -> Tensor:
+        if len(batch) < 2:
+            name = self.loss._get_name()  # type: ignore[no-untyped-call]
+            raise TargetError(f"{name} compares outputs with a target: call the step with inputs and a target")
+        *inputs, target = batch
+        loss: Tensor = self.loss(model(*inputs), target)
+        return loss
 
 
 class _FunctionModule(nn.Module):

@@ -28,7 +28,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autostream.errors import TargetError, TraceError
+from autostream.options import StepOptions
 from autostream.storages import storage_of
+from autostream.tracing.functions import check_loss
 from autostream.tracing.optimizers import Rates, hyperparameters, obstacle, update
 from autostream.tracing.state import name_of
 from autostream.tracing.tree import Constant, Structure, flatten, unflatten
@@ -52,25 +54,6 @@ class Setting(Constant):
     groups: Structure | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a step does besides the most plain one.
-
-    Attributes:
-        microbatches: how many equal parts of the batch to go through, one after the other; the loss is the mean of
-            theirs.
-        max_norm: of all gradients together; larger ones are scaled down to it.
-        average: a copy of the model, whose parameters follow the model's as a moving average, and whose buffers are
-            the model's.
-        decay: how much of the average is left by each step.
-    """
-
-    microbatches: int = 1
-    max_norm: float | None = None
-    average: nn.Module | None = None
-    decay: float = 0.999
-
-
 class Backward(nn.Module):
     """Forward, loss and backward.
 
@@ -78,21 +61,21 @@ class Backward(nn.Module):
         model: the model.
         loss_fn: takes the model and the batch; returns the loss, or a tuple that begins with it.
         optimizer: of the parameters whose gradients are asked for.
-        recipe: what else to do.
+        options: what else to do.
 
     Raises:
         TargetError: the optimizer has a parameter that neither the model nor the loss has.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: nn.Module, optimizer: Optimizer, recipe: Recipe | None = None
+        self, model: nn.Module, loss_fn: nn.Module, optimizer: Optimizer, options: StepOptions | None = None
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self.recipe = recipe or Recipe()
-        self.average = self.recipe.average
+        self.options = options or StepOptions()
+        self.average = self.options.average
         # Objects that stay: an attribute that becomes another looks like a model that was configured otherwise.
         self._places = _Places(self, optimizer)
         self._setting: _Memory[tuple[Setting, list[Tensor]]] = _Memory()
@@ -190,19 +173,20 @@ class Backward(nn.Module):
 
     def _losses(self, batch: Batch) -> Iterator[tuple[Tensor, Any]]:
         """Of each part of a batch its share of the loss, and the result to return."""
-        for part in _parts(batch, self.recipe.microbatches):
+        check_loss(self.loss_fn, len(batch))
+        for part in _parts(batch, self.options.microbatches):
             with torch.enable_grad():
                 result = self.loss_fn(self.model, *part)
                 loss = _loss_of(result)
-                if self.recipe.microbatches > 1:
+                if self.options.microbatches > 1:
                     if result is not loss:
                         raise TargetError("with microbatches, loss_fn has to return the loss alone")
-                    loss = result = loss / self.recipe.microbatches
+                    loss = result = loss / self.options.microbatches
             yield loss, _detached(result)
 
     def _clip(self, parameters: Sequence[Tensor]) -> None:
-        if self.recipe.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.recipe.max_norm)
+        if self.options.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.options.max_norm)
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -210,7 +194,7 @@ class Backward(nn.Module):
         if self.average is None:
             return
         for average, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
-            average.lerp_(parameter, 1 - self.recipe.decay)
+            average.lerp_(parameter, 1 - self.options.decay)
         for copy, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             copy.copy_(buffer)
 
@@ -235,9 +219,9 @@ class TrainingStep(Backward):
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: nn.Module, optimizer: Optimizer, recipe: Recipe | None = None
+        self, model: nn.Module, loss_fn: nn.Module, optimizer: Optimizer, options: StepOptions | None = None
     ) -> None:
-        super().__init__(model, loss_fn, optimizer, recipe)
+        super().__init__(model, loss_fn, optimizer, options)
         self.state = _State()
         self._rates = Rates()
         self._hyperparameters = tuple(name for name in optimizer.defaults if name != "lr")

@@ -25,7 +25,7 @@ from autostream.errors import TraceError
 from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
 from autostream.tracing.constants import tensors_held
-from autostream.tracing.export import Traced, ordinary, program_of
+from autostream.tracing.export import Traced, Tracer, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary, watched
 from autostream.tracing.optimizers import lists_apart
 from autostream.tracing.replica import replica
@@ -52,6 +52,10 @@ def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) 
         flat, module = _made_fx(step, step, tensors, structure)
     program = program_of(module, _tidied(module, step, tensors))
     return Traced(program, flat.result.structure, {})
+
+
+STEPS = Tracer(trace_step, may_split=False, may_try=False, may_renew=False)
+"""Of training steps: their graphs are whole, and only so many, for each takes as long to make as a thousand steps."""
 
 
 class _Functional(nn.Module):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from autostream.tracing.functions import module_of
+from autostream.errors import TargetError
+from autostream.tracing.functions import check_loss, loss_of, module_of
 
 layer = nn.Linear(2, 2)
 
@@ -47,3 +51,53 @@ def test_its_mode_is_that_of_its_submodules() -> None:
     assert module.training
     inner.eval()
     assert not module.training
+
+
+# Losses
+
+X, Y = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 5.0]])
+
+
+class Weighted(nn.MSELoss):
+    """A loss that is derived from one of PyTorch's."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return 2 * super().forward(input, target)
+
+
+class Own(nn.Module):
+    """A loss of somebody's."""
+
+    def forward(self, model: nn.Module, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return model(x).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (nn.MSELoss(), 6.5),
+        (F.mse_loss, 6.5),
+        (functools.partial(F.mse_loss, reduction="sum"), 13.0),
+        (Weighted(), 13.0),
+        (Own(), 3.0),
+        (lambda model, x, y: model(x).sum() + y.sum(), 11.0),
+    ],
+)
+def test_losses_of_pytorch_take_outputs_and_others_the_model(loss: Any, expected: float) -> None:
+    module = loss_of(loss)
+    check_loss(module, 2)
+    assert module(nn.Identity(), X, Y).item() == expected
+
+
+def test_the_inputs_are_all_of_a_batch_but_the_last() -> None:
+    assert loss_of(nn.L1Loss())(nn.Bilinear(2, 2, 1, bias=False).requires_grad_(False), X, X, Y[:, :1]).dim() == 0
+    with pytest.raises(TargetError, match="MSELoss compares outputs with a target: call the step with"):
+        loss_of(nn.MSELoss())(nn.Identity(), X)
+
+
+def test_a_loss_that_takes_no_model_is_told_from_one_that_does() -> None:
+    for loss in (lambda output, target: output, nn.Identity()):
+        with pytest.raises(TargetError, match=r"is called with the model and a batch of 2, and takes \("):
+            check_loss(module_of(loss), 2)
+    check_loss(module_of(dict.get), 2)
+    check_loss(module_of(lambda *args: args), 5)
