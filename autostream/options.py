@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from autostream.errors import OptionError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 PolicyName = Literal["auto", "sequential", "critical_path", "path_cover", "search"]
@@ -140,6 +141,8 @@ class StepOptions(Options):
             after each step they are ``decay`` times what they were and ``1 - decay`` times the model's. Its buffers are
             the model's.
         decay: of that average, from 0 to 1.
+        scaler: a ``torch.amp.GradScaler`` that scales the loss, steps the optimizer where gradients are finite, and
+            updates itself. It asks the host, so the optimizer runs as it is, after a graph of forward and backward.
 
     Example:
         >>> StepOptions.parse({"microbatch": 2})  # doctest: +ELLIPSIS
@@ -152,6 +155,7 @@ class StepOptions(Options):
     max_norm: float | None = None
     average: nn.Module | None = None
     decay: float = 0.999
+    scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

@@ -61,7 +61,7 @@ def train_step(
         loss_fn: a loss of PyTorch's, such as ``nn.CrossEntropyLoss()`` or ``F.mse_loss``, which compares the model's
             outputs with the last of the batch; or a function, ``loss_fn(model, *batch)``, that returns the loss, a
             scalar, or a tuple that begins with it, such as ``(loss, outputs)``.
-        **options: ``microbatches``, ``max_norm``, ``average`` and ``decay``, which
+        **options: ``microbatches``, ``max_norm``, ``average``, ``decay`` and ``scaler``, which
             :class:`~autostream.options.StepOptions` describes, and those of :class:`~autostream.options.Options`. More
             signatures than ``max_signatures`` run as they are.
 
@@ -95,8 +95,16 @@ def train_step(
         raise TargetError("average has to be a copy of the model with tensors of its own: use copy.deepcopy(model)")
     check_settings(chosen.inductor_options)
     check_level(chosen.kernels)
-    kind = Backward if obstacle(optimizer) else TrainingStep
+    if chosen.scaler is not None and not isinstance(chosen.scaler, torch.amp.GradScaler):
+        raise TargetError(f"scaler has to be a torch.amp.GradScaler, not {chosen.scaler!r}")
+    kind = Backward if _apart(optimizer, chosen) else TrainingStep
     return TrainStep(kind(model, loss_of(loss_fn), optimizer, chosen))
+
+
+def _apart(optimizer: Optimizer, options: StepOptions) -> str:
+    """Why the optimizer's step cannot be part of a graph, or ``""``."""
+    scaled = options.scaler is not None
+    return "GradScaler asks the host whether gradients are finite" if scaled else obstacle(optimizer)
 
 
 def _is_copy(average: object, model: nn.Module) -> bool:
@@ -142,7 +150,8 @@ class TrainStep:
     @property
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature, the most recently used first, then of steps that ran as they are."""
-        reason = "" if isinstance(self._step, TrainingStep) else obstacle(self._step.optimizer)
+        step = self._step
+        reason = "" if isinstance(step, TrainingStep) else _apart(step.optimizer, step.options)
         apart = (Decision("", "the optimizer runs as it is", reason),) if reason else ()
         return tuple(replace(report, refusals=(*apart, *report.refusals)) for report in self._autostream.reports)
 

@@ -39,6 +39,7 @@ ALLOWED = {
     "max_norm": [None, 1.0, 3],
     "average": [None],
     "decay": [0.999, 0, 1, 0.5],
+    "scaler": [None],
 }
 REFUSED = {
     "streams": [0, -1, MAX_STREAMS + 1, 2.0, True, "2", None, "AUTO"],
@@ -56,6 +57,7 @@ REFUSED = {
     "max_norm": [0, -1.0, math.inf, math.nan, True, "1"],
     "average": [],
     "decay": [-0.1, 1.1, math.nan, True, None],
+    "scaler": [],
 }
 
 

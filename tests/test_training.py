@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
@@ -627,6 +628,51 @@ def test_other_optimizers_run_after_a_graph_of_forward_and_backward(
     assert f"{optimizer.__name__} is none of SGD, Adam, AdamW, RMSprop, Adagrad" in reasons(step)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"microbatches": 2, "max_norm": 0.1}])
+def test_a_scaler_skips_steps_whose_gradients_are_not_finite(kwargs: dict[str, Any], options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = mlp().double()
+    ours = model, OPTIMIZERS["adamw"](model.parameters()), torch.amp.GradScaler("cpu", 8.0, growth_interval=2)
+    theirs = copy.deepcopy(ours)
+    step = train_step(*ours[:2], nn.MSELoss(), scaler=ours[2], **kwargs, **options)
+    for number in range(7):
+        x, y = ROWS[number % 2]
+        x = x * (float("inf") if number == 3 else 1.0)
+        found = step(x, y)
+        close(found, scaled(*theirs, (x, y), **kwargs))
+        close(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
+        close(ours[1].state_dict(), theirs[1].state_dict())
+        assert ours[2].get_scale() == theirs[2].get_scale()
+    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+    assert "GradScaler asks the host whether gradients are finite" in reasons(step)
+
+
+def scaled(model: nn.Module, optimizer: Optimizer, scaler: Any, batch: tuple[Tensor, ...], **kwargs: Any) -> Tensor:
+    """A step with a scaler, as users write it."""
+    count, total = kwargs.get("microbatches", 1), torch.zeros((), dtype=torch.float64)
+    for part in zip(*(tensor.chunk(count) for tensor in batch), strict=True):
+        loss = mse(model, *part) / count
+        scaler.scale(loss).backward()
+        total = total + loss.detach()
+    if "max_norm" in kwargs:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), kwargs["max_norm"])
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return total
+
+
+def test_data_in_parallel_runs_as_it_is() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        step = assert_trains_alike(Scene(lambda: nn.parallel.DistributedDataParallel(mlp().double())))
+        assert "averages gradients by hooks" in reasons(step)
+        assert modes(step) == ["plain"]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_strict_says_why_not() -> None:
     model = Branching()
     step = train_step(model, SGD(model.parameters(), lr=0.1), mse, strict=True)
@@ -750,6 +796,7 @@ def test_microbatches_have_no_outputs() -> None:
         ({"max_norm": -1}, "max_norm=-1 is not allowed"),
         ({"decay": 2}, "decay=2 is not allowed"),
         ({"average": nn.Linear(2, 2)}, "average has to be a copy of the model"),
+        ({"scaler": 2.0}, "scaler has to be a torch.amp.GradScaler"),
         ({"polices": "auto"}, "did you mean 'policy'"),
         ({"microbatch": 2}, "did you mean 'microbatches'"),
     ],

@@ -89,8 +89,8 @@ class Backward(nn.Module):
         Args:
             batch: the batch.
             setting: what else the step depends on.
-            numbers: the learning rates of all groups in one tensor, then what tensors there are among the other
-                hyperparameters.
+            numbers: what losses are multiplied by, if there is a scaler. Where the optimizer is part of the step, the
+                learning rates of all groups in one tensor, then what tensors there are among the other hyperparameters.
 
         Raises:
             TargetError: the loss is not a scalar that depends on a parameter, or the batch has no equal parts.
@@ -98,7 +98,7 @@ class Backward(nn.Module):
         parameters = _parameters(self.optimizer)
         with _set_aside(chain(self.parameters(), parameters)):
             results = []
-            for loss, result in self._losses(batch):
+            for loss, result in self._losses(batch, numbers):
                 if not loss.requires_grad:
                     raise TargetError("the loss of loss_fn depends on no parameter that requires gradients")
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class Backward(nn.Module):
         Raises:
             TraceError: a graph would not do the same.
         """
-        result, parameters = self._with_gradients(batch, setting)
+        result, parameters = self._with_gradients(batch, setting, numbers)
         return result, [parameter.grad for parameter in compress(parameters, setting.trained)]
 
     def arguments(self, batch: Batch) -> tuple[Batch, Setting, list[Tensor]]:
@@ -129,7 +129,7 @@ class Backward(nn.Module):
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(batch)):
             reason = "a tensor of the batch requires gradients, and a graph would compute none"
             setting = replace(setting, refusal=reason)
-        return batch, setting, numbers
+        return batch, setting, [*numbers, *self._scale(parameters)]
 
     def look_again(self) -> None:
         """Find out where the parameters are: a submodule may have taken the place of another.
@@ -146,13 +146,29 @@ class Backward(nn.Module):
         trained = (parameter for parameter in parameters if parameter.requires_grad)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
-        self._clip(parameters)
-        self.optimizer.step()
+        self._step(parameters)
         _clear_gradients(parameters)
         self._follow()
         return result
 
-    def _with_gradients(self, batch: Batch, setting: Setting) -> tuple[Any, list[Tensor]]:
+    def _step(self, parameters: Sequence[Tensor]) -> None:
+        """Clip, and let the optimizer step, as its scaler has it."""
+        scaler = self.options.scaler
+        if scaler is not None and self.options.max_norm is not None:
+            scaler.unscale_(self.optimizer)
+        self._clip(parameters)
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    def _scale(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What the scaler multiplies losses by now."""
+        scaler = self.options.scaler
+        return [] if scaler is None else [scaler.scale(torch.ones((), device=parameters[0].device))]
+
+    def _with_gradients(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """The result, and all of the optimizer's parameters, those trained with their gradients."""
         if setting.refusal:
             raise TraceError(setting.refusal)
@@ -161,7 +177,7 @@ class Backward(nn.Module):
         gradients: list[Tensor | None] = [None] * len(trained)
         results = []
         with torch.autograd.set_detect_anomaly(True, check_nan=False):  # it keeps lines of the user's with the graph
-            for loss, result in self._losses(batch):
+            for loss, result in self._losses(batch, numbers):
                 _keep_lines(loss)
                 found = torch.autograd.grad(loss, trained, allow_unused=True)
                 gradients = list(map(_sum, gradients, found))
@@ -171,8 +187,8 @@ class Backward(nn.Module):
         _set_gradients(trained, gradients, {storage_of(tensor) for tensor in used})
         return summed, parameters
 
-    def _losses(self, batch: Batch) -> Iterator[tuple[Tensor, Any]]:
-        """Of each part of a batch its share of the loss, and the result to return."""
+    def _losses(self, batch: Batch, numbers: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
+        """Of each part of a batch its share of the loss, scaled to be differentiated, and the result to return."""
         check_loss(self.loss_fn, len(batch))
         for part in _parts(batch, self.options.microbatches):
             with torch.enable_grad():
@@ -182,6 +198,8 @@ class Backward(nn.Module):
                     if result is not loss:
                         raise TargetError("with microbatches, loss_fn has to return the loss alone")
                     loss = result = loss / self.options.microbatches
+                if self.options.scaler is not None:
+                    loss = loss * numbers[0]
             yield loss, _detached(result)
 
     def _clip(self, parameters: Sequence[Tensor]) -> None:
@@ -238,7 +256,7 @@ class TrainingStep(Backward):
 
     def traced(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
         """The same for a tracer: it changes nothing but tensors."""
-        result, parameters = self._with_gradients(batch, setting)
+        result, parameters = self._with_gradients(batch, setting, numbers)
         set_stack_trace([])  # what comes now is no line of the user's
         self._clip(parameters)
         assert setting.groups, "a setting of such a step has them unless it is refused"
