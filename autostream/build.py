@@ -303,11 +303,8 @@ class _Captured:
     def __init__(self, graph: CapturedGraph, frozen: Frozen, looks_first: bool, repeatable: bool) -> None:
         self.looks_first, self.repeatable = looks_first, repeatable
         self.launch = graph.launch
-        self._unmoved, self._frozen = graph.unmoved, frozen
-
-    def unmoved(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graph still reads the model's tensors, and holds what those that it does not read hold."""
-        return self._unmoved(tensors) and self._frozen(tensors)
+        # Whether the graph still reads the model's tensors, and holds what those that it does not read hold.
+        self.unmoved = graph.unmoved if not frozen else lambda tensors: graph.unmoved(tensors) and frozen(tensors)
 
 
 class _Uncaptured:

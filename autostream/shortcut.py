@@ -82,6 +82,7 @@ class Shortcut:
         self._same_numerics = watch_numerics()
         self._held = list(held)
         self._state = state
+        self._entries = state.entries(held)
         self._watch = watch
         self._training = training
         self.outdated = False
@@ -125,8 +126,8 @@ class Shortcut:
             watch.intact()
             and not watch.hooked()
             and watch.training() == self._training
-            and state.holds(self._held)
+            and (self._entries.unchanged() or (state.holds(self._held) and state.configured()))
+            and state.contents_intact()
             and self._run.unmoved(tensors)
-            and state.configured()
         )
         return not self.outdated

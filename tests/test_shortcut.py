@@ -343,6 +343,18 @@ def test_a_run_says_whether_its_tensors_moved(looks_first: bool) -> None:
 
 
 @torch.no_grad()
+def test_a_setting_set_to_an_equal_value_keeps_calls_short(ways: Ways) -> None:
+    """Another object: the look at all entries by identity says no, the look at each one's value yes."""
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    fast(X)
+    model.scale = float("2")
+    assert ways.took(lambda: fast(X)) == "short"
+    model.scale = 2  # type: ignore[assignment]
+    assert ways.took(lambda: fast(X)) == "long"
+
+
+@torch.no_grad()
 def test_hooks_on_the_outer_module_are_called(ways: Ways) -> None:
     fast = autostream.optimize(Net().eval())
     fast(X)

@@ -2,9 +2,11 @@
 
 Asked at every call of up to thousands of weights, so the common answer has to be quick. PyTorch's guards compare dtype,
 sizes and strides of many tensors in one call; they also see what does not matter here (``requires_grad``, modes of the
-thread), so a no of theirs is looked into.
+thread), so a no of theirs is looked into. Addresses, which guards do not see, are compared by the function that
+Inductor's CUDA graph trees have for it.
 
-Private to PyTorch (seen on 2.11 and 2.13): ``TensorGuards``. Where a version lacks it, each tensor is asked.
+Private to PyTorch (seen on 2.11 and 2.13): ``TensorGuards``, and ``_tensors_data_ptrs_at_indices_equal``, which only
+builds for CUDA have. Where a version lacks them, each tensor is asked.
 """
 
 from __future__ import annotations
@@ -39,16 +41,17 @@ class Bound:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._addresses = _addresses(tensors)
+        self._addresses = list(map(Tensor.data_ptr, tensors))
+        self._places = list(range(len(tensors)))
         self._layouts = _layouts(tensors)
         self._guarded = _guard(tensors)
 
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether as many tensors are at the same addresses, with the same dtypes, sizes and strides."""
         try:
-            if _addresses(tensors) != self._addresses:
+            if len(tensors) != len(self._places) or not _lie_at(list(tensors), self._addresses, self._places):
                 return False
-        except RuntimeError:  # sparse ones have no address
+        except (RuntimeError, TypeError):  # sparse ones have no address, nor has what is no tensor
             return False
         if self._guarded(*tensors):
             return True
@@ -89,6 +92,10 @@ class Frozen:
         self._memory = [tensor.detach() for tensor in self._tensors]
         self._storages = frozenset(map(storage_of, self._memory))
         self._unmoved = Bound(self._memory).unmoved
+
+    def __bool__(self) -> bool:
+        """Whether there is anything that the program holds on to."""
+        return bool(self._positions)
 
     def __call__(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it holds of these arguments."""
@@ -193,8 +200,12 @@ def looks_alike(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
 _IS_NESTED = attrgetter("is_nested")
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
+def _look_at_addresses(tensors: list[Tensor], addresses: list[int], places: list[int]) -> bool:
+    return list(map(Tensor.data_ptr, tensors)) == addresses
+
+
+_lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _look_at_addresses)
+"""Whether all tensors at some places in a list lie at the addresses there. Raises a RuntimeError for what has none."""
 
 
 def _layouts(tensors: Sequence[Tensor]) -> list[list[object]]:

@@ -27,8 +27,8 @@ from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
 from autostream.execution.bound import Bound
 from autostream.execution.capture import capture, own_cublas_workspaces
-from autostream.execution.static import Handout, Output, copier, handouts
-from autostream.execution.streams import capture_stream, raw_stream
+from autostream.execution.static import Output, copier, copier_out
+from autostream.execution.streams import capture_stream, current_device, raw_stream
 
 FlatFunction = Callable[..., Sequence[Output]]
 """Takes flat tensors, returns flat tensors."""
@@ -154,7 +154,7 @@ class CapturedGraph:
         self._held = [tensors[index].detach() for index in bound_places]
         self._unmoved = Bound(self._held).unmoved
         self._graph, outputs = _captured(run, self.static, device, self.pool)
-        self._handouts: tuple[Handout, ...] = handouts(outputs, self.static)
+        self._copy_out = copier_out(outputs, self.static)
         with self.pool.lock:  # calls come after the making of the static tensors too
             self.pool.begin_turn()
 
@@ -200,7 +200,7 @@ class CapturedGraph:
 
     def launch(self, tensors: Sequence[Tensor]) -> list[Output]:
         """What a call does, for bound tensors that are known not to have moved, or whose move is found out later."""
-        if torch.cuda.current_device() != self.device.index:
+        if current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.launch(tensors)
         pool = self.pool
@@ -210,7 +210,7 @@ class CapturedGraph:
             self.replay()
             if self._returned:
                 copier([tensors[index] for index in self._returned])([self.static[index] for index in self._returned])
-            return _hand_out(self._handouts, tensors)
+            return self._copy_out(tensors)
 
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether bound tensors lie where the graph reads them, in the way that they did."""
@@ -233,16 +233,10 @@ def _turn_to_draw(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def _at(places: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """A function that picks what is at these places, by ``itemgetter`` where that gives several: it is quickest."""
-    return itemgetter(*places) if len(places) > 1 else lambda tensors: [tensors[place] for place in places]
-
-
-def _hand_out(plan: Sequence[Handout], tensors: Sequence[Tensor]) -> list[Output]:
-    outputs: list[Output] = []
-    copies: dict[int, torch.UntypedStorage] = {}
-    for handout in plan:
-        outputs.append(handout(tensors, outputs, copies))
-    return outputs
+    """A function that picks what is at these places, which mostly follow each other."""
+    first = places[0] if places else 0
+    following = slice(first, first + len(places))
+    return itemgetter(following) if list(places) == [*range(first, following.stop)] else itemgetter(*places)
 
 
 def _captured(

@@ -81,6 +81,9 @@ def _raw_stream(device: int) -> int:
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
 """The handle of a device's current stream, in a tenth of the time of an object; private to PyTorch (2.11 and 2.13)."""
 
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""What ``torch.cuda`` asks after it has made sure that CUDA is initialized; private to PyTorch (2.11 and 2.13)."""
+
 
 def use(lanes: Lanes, index: int) -> None:
     """Launch and allocate on this lane from now on, in this thread."""

@@ -18,6 +18,9 @@ _FX_TRACE = inspect.unwrap(torch.fx.Tracer.trace).__code__
 _fx_flag = getattr(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: True)
 """Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, each call that is not like the last looks."""
 
+_traced_by_jit = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
+"""Private to PyTorch (seen in 2.11 and 2.13): its public relative also asks what is constant outside of TorchScript."""
+
 
 def exporting() -> bool:
     """Whether ``torch.export`` is tracing this call, as part of another model."""
@@ -33,7 +36,7 @@ def traced_by_fx() -> bool:
 
 def unusual_call() -> str:
     """Why the circumstances of this call are not ordinary, or ``""``."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if _traced_by_jit():
         return "torch.jit is tracing the call"
     if torch._C._len_torch_dispatch_stack() > 0:
         return "a TorchDispatchMode is active, which would not see the ops of a graph"

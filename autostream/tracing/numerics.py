@@ -44,6 +44,7 @@ _GUARDED = (
         "_get_cublas_allow_bf16_reduced_precision_reduction",
         lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
     ),
+    torch.is_deterministic_algorithms_warn_only_enabled,
 )
 """What ``GlobalStateGuard`` sees too, as it does that autocast is off (but not which dtype it casts to)."""
 
@@ -63,7 +64,6 @@ _UNGUARDED = (
     _c("_get_math_sdp_allow_fp16_bf16_reduction", torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed),
     _c("_get_cublas_allow_fp16_accumulation", lambda: torch.backends.cuda.matmul.allow_fp16_accumulation),
     lambda: int(_blas()),  # comparing these takes longer than all the rest
-    torch.is_deterministic_algorithms_warn_only_enabled,
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -39,6 +39,32 @@ def versions_kept(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     return preserve(versioned) if preserve and versioned else nullcontext()
 
 
+class Entries:
+    """Entries of dictionaries, and what each of them held: one look at all of them is quicker than one at each.
+
+    Args:
+        dicts: the dictionary of each entry.
+        keys: its key there.
+        values: what it held, ``None`` where there was no such entry.
+
+    Example:
+        >>> settings = {"eps": 1e-5}
+        >>> entries = Entries([settings], ["eps"], [settings["eps"]])
+        >>> entries.unchanged()
+        True
+        >>> settings["eps"] = 0.1
+        >>> entries.unchanged()
+        False
+    """
+
+    def __init__(self, dicts: Iterable[dict[str, Any]], keys: Iterable[str], values: Iterable[Any]) -> None:
+        self._dicts, self._keys, self._values = list(dicts), list(keys), list(values)
+
+    def unchanged(self) -> bool:
+        """Whether the dictionaries hold these very values."""
+        return all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values))
+
+
 _TRAINING = operator.itemgetter("training")
 
 
@@ -55,25 +81,27 @@ class ModelWatch:
         self._flags = [vars(module) for module in self.modules if "training" in vars(module)]
         self._others = [module for module in self.modules if "training" not in vars(module)]
         # TorchScript modules have something else there, which never changes.
-        self._children = [module._modules for module in self.modules if isinstance(module._modules, dict)]
+        children = [module._modules for module in self.modules if isinstance(module._modules, dict)]
+        slots = [slots for module in self.modules if _may_grow(module) for slots in _slots_of(module)]
+        self._empty = [names for names in (*children, *slots) if not names]  # most of them
+        self._children = list(filter(None, children))
         self._children_then = list(map(dict, self._children))
         # Dictionaries are equal in any order, which is that of the modules of an ``nn.Sequential``.
-        self._ordered = [children for children in self._children if len(children) > 1]
+        self._ordered = [names for names in self._children if len(names) > 1]
         self._order_then = list(chain.from_iterable(self._ordered))
-        slots = [slots for module in self.modules if _may_grow(module) for slots in _slots_of(module)]
-        self._empty = [names for names in slots if not names]  # most of them
-        self._filled = [names for names in slots if names]
+        self._filled = list(filter(None, slots))
         self._names_then = list(map(list, self._filled))
         self._hooks: list[Mapping[int, Any]] = [
-            hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
+            *(hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)),
+            *(nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks),
         ]
 
     def intact(self) -> bool:
         """Whether the modules, their order, and the names of their tensors are as when this object was made."""
         return (
-            self._children == self._children_then
+            not any(self._empty)
+            and self._children == self._children_then
             and list(chain.from_iterable(self._ordered)) == self._order_then
-            and not any(self._empty)
             and list(map(list, self._filled)) == self._names_then
         )
 
@@ -84,7 +112,7 @@ class ModelWatch:
 
     def hooked(self) -> bool:
         """Whether a module has forward hooks, which a traced graph would not call."""
-        return any(self._hooks) or bool(nn_module._global_forward_hooks) or bool(nn_module._global_forward_pre_hooks)
+        return any(self._hooks)
 
 
 class LiveState:
@@ -150,7 +178,18 @@ class LiveState:
         now = self._settings()
         if not all(map(operator.is_, now, self._settings_then)) and not all(map(_equal, now, self._settings_then)):
             return False
-        return all(value == then for value, then in self._containers)
+        return self.contents_intact()
+
+    def contents_intact(self) -> bool:
+        """Whether containers that modules hold contain what they did."""
+        return not self._containers or all(value == then for value, then in self._containers)
+
+    def entries(self, tensors: Sequence[Tensor]) -> Entries:
+        """What modules hold while they hold these tensors and are, containers aside, :meth:`configured`."""
+        tied = [tensors[place] for place in self._tied_places]
+        dicts = (*self._dicts, *self._tied_dicts, *self._setting_dicts)
+        keys = (*self._keys, *self._tied_keys, *self._setting_names)
+        return Entries(dicts, keys, (*tensors, *tied, *self._settings_then))
 
     def _settings(self) -> list[Any]:
         return list(map(dict.get, self._setting_dicts, self._setting_names))

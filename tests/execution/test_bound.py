@@ -20,6 +20,7 @@ def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """With PyTorch's guards, and with a version that has none."""
     if request.param == "no guards":
         monkeypatch.setattr(torch._C._dynamo, "guards", object())
+        monkeypatch.setattr(bound, "_lie_at", bound._look_at_addresses)
 
 
 def weights() -> list[Tensor]:
@@ -75,6 +76,15 @@ def test_other_tensors_and_other_numbers_of_them_are_seen() -> None:
     assert not seen.unmoved([*given, torch.ones(1)])
     assert not seen.unmoved([given[1], given[0], given[2]])
     assert seen.unmoved(given)
+
+
+@pytest.mark.usefixtures("guards")
+def test_what_has_no_address_or_is_no_tensor_has_moved() -> None:
+    """Somebody may put anything into a module's dictionaries."""
+    given = weights()
+    seen = Bound(given)
+    assert not seen.unmoved([given[0].to_sparse(), *given[1:]])
+    assert not seen.unmoved([None, *given[1:]])  # type: ignore[list-item]
 
 
 @pytest.mark.usefixtures("guards")

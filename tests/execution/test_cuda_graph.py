@@ -91,8 +91,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake = Cuda()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
     monkeypatch.setattr(torch.cuda, "stream", fake.on)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)
+    monkeypatch.setattr(cuda_graph, "current_device", lambda: CPU.index)
     monkeypatch.setattr(cuda_graph, "raw_stream", lambda device: fake.current.cuda_stream)
     monkeypatch.setattr(cuda_graph, "capture", fake.capture)
     monkeypatch.setattr(cuda_graph, "capture_stream", lambda device: fake.capturing)
@@ -163,6 +163,15 @@ def test_bound_tensors_are_read_where_they_are(cuda: Cuda) -> None:
     assert graph.static[0] is weight
     weight.fill_(7)
     assert graph(weight, torch.tensor([3.0]))[0].item() == 21.0
+
+
+def test_bound_tensors_may_stand_anywhere(cuda: Cuda) -> None:
+    """Of a piece, weights are inputs among others."""
+    one, two = torch.tensor([2.0]), torch.tensor([10.0])
+    graph = captured(lambda w, x, v, y: (w * x + v * y,), one, torch.ones(1), two, torch.ones(1), bound=[0, 2])
+    assert graph(one, torch.tensor([3.0]), two, torch.tensor([4.0]))[0].item() == 46.0
+    assert graph.unmoved([one, torch.ones(1), two, torch.ones(1)])
+    assert not graph.unmoved([one, torch.ones(1), two.clone(), torch.ones(1)])
 
 
 def test_what_is_written_is_written_to_the_callers(cuda: Cuda) -> None:

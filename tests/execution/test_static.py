@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autostream.execution.static import copier, copyable, handouts, static_copies
+from autostream.execution.static import copier, copier_out, copyable, static_copies
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -28,7 +28,7 @@ class Replayed:
         self._copied = [index for index in range(len(tensors)) if index not in bound]
         self.static = static_copies(tensors, self._copied)
         self._recorded = function(*self.static)
-        self._plan = handouts(self._recorded, self.static)
+        self._copy_out = copier_out(self._recorded, self.static)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         for index in self._copied:
@@ -37,11 +37,7 @@ class Replayed:
             bytes_of(recorded).copy_(bytes_of(result))
         for index in self._copied:
             copyable(tensors[index]).copy_(copyable(self.static[index]))
-        outputs: list[Tensor] = []
-        copies: dict[int, torch.UntypedStorage] = {}
-        for handout in self._plan:
-            outputs.append(handout(tensors, outputs, copies))
-        return outputs
+        return [output for output in self._copy_out(tensors) if output is not None]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -382,12 +378,11 @@ def test_bound_tensors_are_handed_out_themselves_and_their_views_look_at_them() 
 def test_an_output_left_undefined_is_none_to_every_caller() -> None:
     """An op's schema may say tensor where it returns nothing, as fused attention's does of weights nobody needs."""
     output = torch.ones(2)
-    plan = handouts([None, output, None], [])
-    assert plan[0]([], [], {}) is None
-    assert plan[2]([], [], {}) is None
-    handed = plan[1]([], [], {})
-    assert handed is not None
-    torch.testing.assert_close(handed, output)
+    first, copied, last = copier_out([None, output, None], [])([])
+    assert (first, last) == (None, None)
+    assert copied is not None
+    torch.testing.assert_close(copied, output)
+    assert relations([output, copied]) == [(0, 0), (1, 0)]
 
 
 def test_an_object_returned_twice_is_one_object_and_an_alias_is_another() -> None:

@@ -126,6 +126,32 @@ def test_what_it_holds_are_these_very_tensors_tied_as_they_were(net: Net) -> Non
     assert not state.holds([*held[1:], held[0]])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net.body[0], "bias", nn.Parameter(net.body[0].bias.detach())),
+        lambda net: setattr(net.one, "weight", nn.Parameter(net.one.weight.detach())),
+        lambda net: setattr(net.other, "weight", nn.Parameter(net.one.weight.detach())),
+        lambda net: delattr(net, "shift"),
+        lambda net: setattr(net, "factor", 3.0),
+        lambda net: setattr(net, "forward", lambda x: x),
+        lambda net: setattr(net, "factor", float("2")),
+    ],
+    ids=["weight", "tied", "other tied", "removed", "setting", "forward", "equal"],
+)
+def test_one_look_at_all_entries_sees_what_is_not_the_very_same(net: Net, change: Callable[[Net], Any]) -> None:
+    state = Live(net).state
+    held = [tensor for tensor in state.tensors() if tensor is not None]
+    entries = state.entries(held)
+    assert entries.unchanged()
+    assert state.contents_intact()
+    net.options.append(2)
+    assert entries.unchanged()
+    assert not state.contents_intact()
+    change(net)
+    assert not entries.unchanged()
+
+
 def test_a_tie_within_one_module_is_watched_too() -> None:
     class Square(nn.Module):
         def __init__(self) -> None:
@@ -197,6 +223,7 @@ def deep() -> Deep:
         lambda deep: deep.blocks[1].body.__delitem__(1),
         lambda deep: deep.blocks.append(nn.ReLU()),
         lambda deep: deep.blocks[0].body.add_module("new", nn.ReLU()),
+        lambda deep: deep.blocks[0].one.add_module("new", nn.ReLU()),
         lambda deep: deep.blocks[1]._modules.update(one=nn.Linear(2, 2)),
         lambda deep: deep.blocks[1]._modules.update(renamed=deep.blocks[1]._modules.pop("one")),
         lambda deep: setattr(deep, "vacant", nn.ReLU()),
