@@ -200,6 +200,18 @@ class OpGraph:
         return graph
 
     @cached_property
+    def users(self) -> Mapping[str, tuple[str, ...]]:
+        """The ops that read, write or allocate each storage, or a part of it, in program order."""
+        whole = {part: storage.name for storage in self.storages.values() for part in storage.parts}
+        users: dict[str, list[str]] = {name: [] for name in self.storages}
+        for op in self.ops.values():
+            touched = {*op.reads, *op.writes, *op.allocates}
+            for name in {whole.get(name, name) for name in touched} if whole else touched:
+                if name in users:
+                    users[name].append(op.name)
+        return {name: tuple(ops) for name, ops in users.items()}
+
+    @cached_property
     def pinned(self) -> frozenset[str]:
         """Ops that an uncaptured run keeps on stream 0.
 

@@ -27,14 +27,10 @@ class Footprint:
     @cached_property
     def users(self) -> Mapping[str, Sequence[str]]:
         """By intermediate storage, the ops that touch it or a part of it, in program order."""
-        whole = {part: storage.name for storage in self.graph.storages.values() for part in storage.parts}
-        users: dict[str, list[str]] = {}
-        for op in self.graph.ops.values():
-            for name in {whole.get(name, name): None for name in sorted(op.reads | op.writes | op.allocates)}:
-                storage = self.graph.storages.get(name)
-                if storage is not None and storage.role is Role.INTERMEDIATE:
-                    users.setdefault(name, []).append(op.name)
-        return users
+        storages = self.graph.storages
+        return {
+            name: users for name, users in self.graph.users.items() if users and storages[name].role is Role.INTERMEDIATE
+        }
 
     @cached_property
     def allocated(self) -> frozenset[str]:

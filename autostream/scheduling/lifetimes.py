@@ -69,6 +69,8 @@ def lifetimes(graph: OpGraph, schedule: Schedule) -> Mapping[str, Lifetime]:
         (False, True)
     """
     owner = _owners(graph)
+    if not owner:
+        return {}
     birth: dict[str, list[int]] = {}
     death: dict[str, list[int]] = {}
     first: dict[str, int] = {}

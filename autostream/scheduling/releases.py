@@ -10,19 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
-from autostream.ir import OpGraph, Role, Schedule
-from autostream.scheduling.clocks import Clock, at_the_end, seen_before
-
-
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """The end of a stream behind the launch at ``position``, and the last launch on each stream that it has seen."""
-
-    position: int
-    clock: Clock
+from autostream.ir import Launch, OpGraph, Role, Schedule
+from autostream.scheduling.clocks import Clock, seen_before
 
 
 def place_releases(graph: OpGraph, schedule: Schedule) -> Schedule:
@@ -53,17 +46,39 @@ def place_releases(graph: OpGraph, schedule: Schedule) -> Schedule:
         >>> [launch.releases for launch in place_releases(graph, Schedule("mine", 2, launches)).launches]
         [(), (), ('a',)]
     """
-    accesses = _accesses(graph)
-    position = {launch.op: index for index, launch in enumerate(schedule.launches)}
-    moments = _moments(schedule)
+    launches, streams = schedule.launches, _streams(schedule)
+    position = {launch.op: at for at, launch in enumerate(launches)}
     releases: dict[int, list[str]] = defaultdict(list)
     for storage, home in _homes(graph, schedule).items():
-        last = _last_access_by_stream((position[op] for op in accesses[storage]), schedule)
-        safe = max(_first_to_see(moments[home], stream, at) for stream, at in last.items())
-        if safe < len(moments[home]):
-            releases[moments[home][safe].position].append(storage)
-    launches = (replace(launch, releases=tuple(releases[i])) for i, launch in enumerate(schedule.launches))
-    return replace(schedule, launches=tuple(launches))
+        accesses = sorted([position[op] for op in graph.users[storage]])
+        last = {launches[at].stream: at for at in accesses}  # it implies the earlier ones there
+        safe = max([streams[home].first_to_see(stream, at, stream == home) for stream, at in last.items()])
+        if safe < len(streams[home].launches):
+            releases[streams[home].launches[safe]].append(storage)
+    released = [Launch(one.op, one.stream, one.waits, tuple(releases.get(at, ()))) for at, one in enumerate(launches)]
+    return replace(schedule, launches=tuple(released))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The positions of a stream's launches, and the last launches on each stream that each of them comes after."""
+
+    launches: list[int] = field(default_factory=list)
+    seen: list[Clock] = field(default_factory=list)
+
+    def first_to_see(self, stream: int, position: int, own: bool) -> int:
+        """Index of the first launch behind which the one at ``position`` on ``stream`` is over, or their number."""
+        if own:
+            return bisect_left(self.launches, position)
+        return bisect_left(self.seen, position, key=itemgetter(stream))
+
+
+def _streams(schedule: Schedule) -> Sequence[_Stream]:
+    streams = [_Stream() for _ in range(schedule.streams)]
+    for position, (launch, seen) in enumerate(zip(schedule.launches, seen_before(schedule), strict=True)):
+        streams[launch.stream].launches.append(position)
+        streams[launch.stream].seen.append(seen)
+    return streams
 
 
 def _homes(graph: OpGraph, schedule: Schedule) -> Mapping[str, int]:
@@ -80,31 +95,3 @@ def _homes(graph: OpGraph, schedule: Schedule) -> Mapping[str, int]:
         and name not in schedule.arena.offsets
         and name in allocator
     }
-
-
-def _accesses(graph: OpGraph) -> Mapping[str, Sequence[str]]:
-    """The ops that read, write or allocate each storage, or a part of it."""
-    whole = {part: storage.name for storage in graph.storages.values() for part in storage.parts}
-    accesses: dict[str, list[str]] = defaultdict(list)
-    for op in graph.ops.values():
-        for storage in {whole.get(name, name) for name in op.reads | op.writes | op.allocates}:
-            accesses[storage].append(op.name)
-    return accesses
-
-
-def _moments(schedule: Schedule) -> Mapping[int, Sequence[_Moment]]:
-    """The ends of each stream, launch by launch."""
-    moments: dict[int, list[_Moment]] = defaultdict(list)
-    for position, (launch, seen) in enumerate(zip(schedule.launches, seen_before(schedule), strict=True)):
-        moments[launch.stream].append(_Moment(position, at_the_end(seen, launch.stream, position)))
-    return moments
-
-
-def _last_access_by_stream(positions: Iterable[int], schedule: Schedule) -> Mapping[int, int]:
-    """Stream to the position of the last access there; it implies the earlier ones."""
-    return {schedule.launches[position].stream: position for position in sorted(positions)}
-
-
-def _first_to_see(moments: Sequence[_Moment], stream: int, position: int) -> int:
-    """Index of the first moment that comes after the launch at ``position`` on ``stream``, or their number."""
-    return bisect_left(moments, position, key=lambda moment: moment.clock[stream])

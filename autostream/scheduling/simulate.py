@@ -15,17 +15,13 @@ O(L·(K + log L)) for L launches and waits and K streams.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from autostream.errors import ScheduleError
 from autostream.ir import FORK, JOIN, Costs, DeviceProfile, OpCost, Schedule, Slice, Timeline
-
-Edges = Mapping[str, Mapping[str, float]]
-"""What must have ended before something starts, and the time from that end to this start, µs."""
-
 
 def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captured: bool = True) -> Timeline:
     """Run a schedule on the cost model.
@@ -59,15 +55,12 @@ def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captur
         >>> simulate(beside, costs, profile).makespan_us
         11.0
     """
-    edges = _edges(schedule, profile.over(schedule.streams))
-    device = _Device(costs, dispatch_us=profile.dispatch_us if captured else 0.0)
-    device.run(edges, {} if captured else _issued(schedule, profile))
-    for name, before in edges.items():
-        never = [other for other in before if other not in device.ends]
-        if never:
-            raise ScheduleError(f"{name} would never start: it waits for {never[0]}, which is not launched earlier")
-    streams = schedule.stream_of
-    return Timeline(tuple(Slice(name, streams.get(name, 0), device.starts[name], device.ends[name]) for name in edges))
+    points = _points(schedule, profile.over(schedule.streams), 0.0 if captured else profile.launch_us)
+    ops = [_MARK if name in _MARKS else costs[name] for name in points.names]
+    starts, ends = _times(points, ops, profile.dispatch_us if captured else 0.0)
+    if inf in ends[: len(ops)]:
+        raise ScheduleError(_deadlock(points, ends))
+    return Timeline(tuple(map(Slice, points.names, points.streams, starts, ends)))
 
 
 def run_us(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captured: bool = True) -> float:
@@ -88,26 +81,24 @@ def replay_us(profile: DeviceProfile, captured: bool) -> float:
     return profile.replay_us if captured else 0.0
 
 
-def _edges(schedule: Schedule, profile: DeviceProfile) -> dict[str, dict[str, float]]:
-    """The launches in order, between ``FORK`` and ``JOIN`` where there are side streams to fork and join."""
-    edges: dict[str, dict[str, float]] = {}
-    if any(FORK in launch.waits for launch in schedule.launches):
-        edges[FORK] = {}
-    last: dict[int, str] = {}
-    for launch in schedule.launches:
-        before = {name: profile.fork_us if name == FORK else profile.cross_stream_edge_us for name in launch.waits}
-        if launch.stream in last:
-            before[last[launch.stream]] = profile.same_stream_edge_us
-        edges[launch.op] = before
-        last[launch.stream] = launch.op
-    if schedule.join_waits:
-        edges[JOIN] = dict.fromkeys(schedule.join_waits, profile.join_us) | ({last[0]: 0.0} if 0 in last else {})
-    return edges
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """The launches in order, between ``FORK`` and ``JOIN`` where there are side streams to fork and join.
 
+    Attributes:
+        names: of the points.
+        streams: of each.
+        issued: when the host has launched each, µs.
+        before: for each, the positions of those that must have ended when it starts, and the time from that end to this
+            start, µs.
+        position: by name; waits for what is not launched have positions behind all others.
+    """
 
-def _issued(schedule: Schedule, profile: DeviceProfile) -> Mapping[str, float]:
-    """When the host has launched each op, µs."""
-    return {launch.op: at * profile.launch_us for at, launch in enumerate(schedule.launches)}
+    names: Sequence[str]
+    streams: Sequence[int]
+    issued: Sequence[float]
+    before: Sequence[Mapping[int, float]]
+    position: Mapping[str, int]
 
 
 _MARK = OpCost(0.0, 0.0, 0.0, "roofline")
@@ -116,69 +107,96 @@ _MARK = OpCost(0.0, 0.0, 0.0, "roofline")
 _MARKS = frozenset({FORK, JOIN})
 
 
-@dataclass(slots=True)
-class _Device:
-    """Runs ops that are ready, together. ``now`` is the time, ``done`` the work each running op has seen done, µs.
+def _points(schedule: Schedule, profile: DeviceProfile, launch_us: float) -> _Points:
+    launches, fork_us, cross_us = schedule.launches, profile.fork_us, profile.cross_stream_edge_us
+    forks, joins = any(FORK in launch.waits for launch in launches), bool(schedule.join_waits)
+    names = [FORK] * forks + [launch.op for launch in launches] + [JOIN] * joins
+    streams = [0] * forks + [launch.stream for launch in launches] + [0] * joins
+    issued = [0.0] * forks + [at * launch_us for at in range(len(launches))] + [0.0] * joins
+    position = {name: at for at, name in enumerate(names)}
 
-    ``free`` is when the front end can start the next kernel, ``dispatch_us`` what it needs for one.
+    def of(waits: Sequence[str]) -> Iterable[int]:
+        return [position.setdefault(name, len(position)) for name in waits]
+
+    before: list[dict[int, float]] = [{}] * forks
+    last: dict[int, int] = {}
+    for at, launch in enumerate(launches, forks):
+        edges = {other: cross_us for other in of(launch.waits)}
+        if forks and 0 in edges:
+            edges[0] = fork_us
+        if launch.stream in last:
+            edges[last[launch.stream]] = profile.same_stream_edge_us
+        before.append(edges)
+        last[launch.stream] = at
+    if joins:
+        before.append(dict.fromkeys(of(schedule.join_waits), profile.join_us) | ({last[0]: 0.0} if 0 in last else {}))
+    return _Points(names, streams, issued, before, position)
+
+
+def _times(points: _Points, costs: Sequence[OpCost], dispatch_us: float) -> tuple[list[float], list[float]]:
+    """When each point starts and ends, µs; infinity where it never does. Of equal moments, earlier points go first.
+
+    ``done`` is the work that each running op has seen done, ``free`` when the front end can start the next kernel.
+
+    Args:
+        points: what is to run.
+        costs: of each.
+        dispatch_us: what the front end needs for one.
     """
+    before, issued = points.before, points.issued
+    sm, bandwidth = [c.sm_share for c in costs], [c.bandwidth_share for c in costs]
+    after: list[list[int]] = [[] for _ in points.position]
+    for at, edges in enumerate(before):
+        for other in edges:
+            after[other].append(at)
+    missing = list(map(len, before))
+    starts, ends = [inf] * len(after), [inf] * len(after)
+    starting = [(issued[at], at) for at, count in enumerate(missing) if not count]
+    heapify(starting)
+    running: list[tuple[float, int]] = []
+    now = free = done = 0.0
+    while starting or running:
+        slowdown = _slowdown(running, sm, bandwidth)
+        end = now + (running[0][0] - done) * slowdown if running else inf
+        if starting:
+            start, at = starting[0]
+            dispatched = costs[at] is not _MARK
+            if dispatched and start < free:
+                start = free
+            if start < end:
+                heappop(starting)
+                # alone, an op takes exactly its duration, whatever was before: the clock of work restarts
+                done = done + (start - now) / slowdown if running else 0.0
+                now = starts[at] = start
+                if dispatched:
+                    free = start + dispatch_us
+                heappush(running, (done + costs[at].duration_us, at))
+                continue
+        done, ended = heappop(running)
+        now = ends[ended] = max(now, end)
+        for at in after[ended]:
+            missing[at] -= 1
+            if not missing[at]:
+                start = max([ends[other] + edge_us for other, edge_us in before[at].items()])
+                heappush(starting, (max(start, issued[at]), at))
+    return starts, ends
 
-    costs: Costs
-    dispatch_us: float
-    now: float = 0.0
-    free: float = 0.0
-    done: float = 0.0
-    starting: list[tuple[float, int, str]] = field(default_factory=list)
-    running: list[tuple[float, int, str]] = field(default_factory=list)
-    starts: dict[str, float] = field(default_factory=dict)
-    ends: dict[str, float] = field(default_factory=dict)
 
-    def run(self, edges: Edges, issued: Mapping[str, float]) -> None:
-        """Run everything in ``edges`` that becomes ready; earlier entries go first where moments coincide.
+def _slowdown(running: Sequence[tuple[float, int]], sm: Sequence[float], bandwidth: Sequence[float]) -> float:
+    """By what factor all that runs is slower than alone."""
+    if len(running) == 1:
+        at = running[0][1]
+        return max(1.0, sm[at], bandwidth[at])
+    return max(1.0, sum([sm[at] for _, at in running]), sum([bandwidth[at] for _, at in running]))
 
-        Nothing starts before it is ``issued``, where it is.
-        """
-        place = {name: at for at, name in enumerate(edges)}
-        missing = {name: len(before) for name, before in edges.items()}
-        after: dict[str, list[str]] = {name: [] for name in edges}
-        for name, before in edges.items():
-            for other in before:
-                after.setdefault(other, []).append(name)
-        for name, count in missing.items():
-            if not count:
-                heappush(self.starting, (issued.get(name, 0.0), place[name], name))
-        while self.starting or self.running:
-            ended = self._next_event()
-            for name in after[ended] if ended else ():
-                missing[name] -= 1
-                if not missing[name]:
-                    start = max(self.ends[other] + edge_us for other, edge_us in edges[name].items())
-                    heappush(self.starting, (max(start, issued.get(name, 0.0)), place[name], name))
 
-    def _next_event(self) -> str | None:
-        """Let the next op end, and return it, or the next one start."""
-        slowdown = self._slowdown()
-        end = self.now + (self.running[0][0] - self.done) * slowdown if self.running else inf
-        if self.starting and (start := self._next_start()) < end:
-            _, place, name = heappop(self.starting)
-            # alone, an op takes exactly its duration, whatever was before: the clock of work restarts
-            self.done = self.done + (start - self.now) / slowdown if self.running else 0.0
-            self.now = self.starts[name] = start
-            if name not in _MARKS:
-                self.free = start + self.dispatch_us
-            heappush(self.running, (self.done + self._cost(name).duration_us, place, name))
-            return None
-        self.done, _, name = heappop(self.running)
-        self.now = self.ends[name] = max(self.now, end)
-        return name
-
-    def _next_start(self) -> float:
-        ready, _, name = self.starting[0]
-        return ready if name in _MARKS else max(ready, self.free)
-
-    def _slowdown(self) -> float:
-        running = [self._cost(name) for _, _, name in self.running]
-        return max(1.0, sum(cost.sm_share for cost in running), sum(cost.bandwidth_share for cost in running))
-
-    def _cost(self, name: str) -> OpCost:
-        return _MARK if name in _MARKS else self.costs[name]
+def _deadlock(points: _Points, ends: Sequence[float]) -> str:
+    """What keeps the first point that never starts."""
+    names = list(points.position)
+    name, never = next(
+        (name, names[other])
+        for name, before in zip(points.names, points.before, strict=True)
+        for other in before
+        if ends[other] == inf
+    )
+    return f"{name} would never start: it waits for {never}, which is not launched earlier"

@@ -13,7 +13,7 @@ streams off and joining them again needs no rule of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autostream.errors import ScheduleError
 from autostream.ir import FORK, JOIN, Assignment, Launch, OpGraph, Schedule
@@ -54,13 +54,16 @@ def synchronize(graph: OpGraph, assignment: Assignment) -> Schedule:
     """
     _check_complete(graph, assignment)
     points = (FORK, *assignment.order, JOIN)
-    waits = _waits(points, {**assignment.stream, FORK: 0, JOIN: 0}, _producers(graph, points), assignment.streams)
-    launches = tuple(Launch(op, assignment.stream[op], waits[op]) for op in assignment.order)
-    return Schedule(assignment.policy, assignment.streams, launches, waits[JOIN], assignment.decisions)
+    stream = [0, *map(assignment.stream.__getitem__, assignment.order), 0]
+    waits = [tuple([points[at] for at in needed]) for needed in _waits(stream, _producers(graph, points))]
+    launches = tuple(map(Launch, assignment.order, stream[1:], waits[1:]))
+    return Schedule(assignment.policy, assignment.streams, launches, waits[-1], assignment.decisions)
 
 
 def _check_complete(graph: OpGraph, assignment: Assignment) -> None:
     """Raise unless the order holds every op once."""
+    if len(assignment.order) == len(graph.ops) and graph.ops.keys() == set(assignment.order):
+        return
     launched = Counter(assignment.order)
     for op in {**graph.ops, **launched}:
         if launched[op] != 1 or op not in graph.ops:
@@ -71,47 +74,47 @@ def _check_complete(graph: OpGraph, assignment: Assignment) -> None:
             )
 
 
-def _producers(graph: OpGraph, points: Sequence[str]) -> Mapping[str, Sequence[int]]:
+def _producers(graph: OpGraph, points: Sequence[str]) -> list[list[int]]:
     """What each point must come after, as positions; raises where that is launched later."""
     position = {point: index for index, point in enumerate(points)}
-    producers: dict[str, list[int]] = {point: [position[FORK]] for point in points}
-    producers[FORK] = []
-    producers[JOIN] = list(range(len(points) - 1))
+    producers: list[list[int]] = [[], *([0] for _ in graph.ops), list(range(len(points) - 1))]
     for dependency in graph.dependencies:
-        before, after = dependency.before, dependency.after
-        if position[before] >= position[after]:
+        before, after = position[dependency.before], position[dependency.after]
+        if before >= after:
             raise ScheduleError(
-                f"{after!r} is launched before {before!r}, but must come after it "
+                f"{dependency.after!r} is launched before {dependency.before!r}, but must come after it "
                 f"({dependency.hazard.value} of {dependency.resource!r}); the launch order must be topological"
             )
-        producers[after].append(position[before])
+        producers[after].append(before)
     return producers
 
 
-def _waits(
-    points: Sequence[str], stream: Mapping[str, int], producers: Mapping[str, Sequence[int]], streams: int
-) -> Mapping[str, tuple[str, ...]]:
-    """The cross-stream edges of the transitive reduction, by consumer."""
-    clocks: list[list[int]] = []
-    ends = [[NEVER] * streams for _ in range(streams)]
-    waits: dict[str, tuple[str, ...]] = {}
-    for position, point in enumerate(points):
-        here = stream[point]
+def _waits(stream: Sequence[int], producers: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """The cross-stream edges of the transitive reduction: for each point, the producers that it waits for."""
+    streams = max(stream) + 1
+    clocks: list[Sequence[int]] = []
+    ends: list[Sequence[int]] = [[NEVER] * streams] * streams
+    for position, here in enumerate(stream):
         # Later points of a stream imply earlier ones, so one candidate per stream is enough; those that this stream's
         # end has seen, its own ops among them, need no wait.
+        end = ends[here]
         latest: dict[int, int] = {}
-        for producer in producers[point]:
-            there = stream[points[producer]]
-            latest[there] = max(latest.get(there, NEVER), producer)
-        candidates = [(there, producer) for there, producer in latest.items() if producer > ends[here][there]]
-        needed = sorted(
-            producer
-            for there, producer in candidates
-            if not any(clocks[other][there] >= producer for _, other in candidates if other != producer)
-        )
-        clock = [max(seen) for seen in zip(ends[here], *(clocks[producer] for producer in needed), strict=True)]
+        for producer in producers[position]:
+            there = stream[producer]
+            if producer > end[there] and producer > latest.get(there, NEVER):
+                latest[there] = producer
+        needed = _not_implied(latest, clocks) if len(latest) > 1 else [*latest.values()]
+        clock = list(map(max, end, *(clocks[producer] for producer in needed))) if needed else [*end]
         clock[here] = position
         clocks.append(clock)
         ends[here] = clock
-        waits[point] = tuple(points[producer] for producer in needed)
-    return waits
+        yield needed
+
+
+def _not_implied(latest: Mapping[int, int], clocks: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Of one point on each of some streams, in order those that no other comes after."""
+    return sorted(
+        producer
+        for there, producer in latest.items()
+        if not any(clocks[other][there] >= producer for other in latest.values() if other != producer)
+    )

@@ -33,7 +33,7 @@ def timeline(times: dict[str, tuple[float, float]]) -> Timeline:
 def test_the_last_to_end_frees_and_outputs_are_never_freed() -> None:
     """Not the last in program order: that is c, and b ends later."""
     footprint = Footprint(DIAMOND)
-    assert footprint.users == {"a": ["a", "b", "c"], "b": ["b", "d"], "c": ["c", "d"], "d": ["d"]}
+    assert footprint.users == {"a": ("a", "b", "c"), "b": ("b", "d"), "c": ("c", "d"), "d": ("d",)}
     assert footprint.taken == dict.fromkeys("abcd", 1024)
     assert footprint.freed(timeline(TIMES)) == {"a": 0, "b": 1024, "c": 0, "d": 2048}
 
@@ -55,7 +55,7 @@ def test_parts_belong_to_their_storage_and_what_is_given_takes_nothing() -> None
     reads = {"b": frozenset({"a.0"}), "c": frozenset({"a.1", "x_in"})}
     ops = {name: replace(op, reads=reads.get(name, op.reads)) for name, op in DIAMOND.ops.items()}
     graph = replace(DIAMOND, ops=ops, storages={**DIAMOND.storages, "a": whole})
-    assert Footprint(graph).users["a"] == ["a", "b", "c"]
+    assert Footprint(graph).users["a"] == ("a", "b", "c")
     assert "x_in" not in Footprint(graph).users
     assert Footprint(graph).live_bytes(timeline(TIMES)) == 3 * 1024
 
