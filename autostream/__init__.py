@@ -7,6 +7,9 @@ print(autostream.explain(fast))        # what runs beside what, what it gained, 
 
 step = autostream.train_step(model, optimizer, loss_fn)    # forward, loss, backward, optimizer: one graph
 loss = step(x, y)
+
+for batch in autostream.prefetch(loader, "cuda"):          # the next ones are copied meanwhile
+    ...
 """
 
 from autostream.api import OptimizedModule, explain, optimize
@@ -19,6 +22,7 @@ from autostream.errors import (
     TargetError,
     TraceError,
 )
+from autostream.overlap.prefetch import prefetch
 from autostream.reporting.report import Report
 from autostream.training import train_step
 from autostream.version import VERSION
@@ -37,5 +41,6 @@ __all__ = [
     "TraceError",
     "explain",
     "optimize",
+    "prefetch",
     "train_step",
 ]

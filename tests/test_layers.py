@@ -20,7 +20,7 @@ FLOORS = {
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
     3: {"pipeline", "candidates", "comparison", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
-    4: {"api", "backend", "training"},
+    4: {"api", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
 }
 """Rooms by floor; a room is a package or a module of its own."""
@@ -127,6 +127,7 @@ ONLY_IN = [
             "execution.streams",
             "execution.capture",
             "execution.cuda_graph",
+            "execution.transfer",
             "costs.measured",
             "costs.microbenchmarks",
             "costs.replay",
