@@ -33,6 +33,7 @@ def test_the_command_writes_and_prints_its_rows(
         return {"mib": mib, **{f"{name}_us": float(mib) for name in ways}}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(prefetching, "stamp", dict)
     monkeypatch.setattr(prefetching, "row", row)
     assert main(["--mib", "1", "8", "--out", str(tmp_path)]) == 0
     saved = json.loads((tmp_path / "prefetching.json").read_text())
