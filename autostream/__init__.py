@@ -8,6 +8,8 @@ print(autostream.explain(fast))        # what runs beside what, what it gained, 
 step = autostream.train_step(model, optimizer, loss_fn)    # forward, loss, backward, optimizer: one graph
 loss = step(x, y)
 
+both = autostream.Parallel(left, right)                    # side by side, explicitly
+
 for batch in autostream.prefetch(loader, "cuda"):          # the next ones are copied meanwhile
     ...
 """
@@ -22,6 +24,7 @@ from autostream.errors import (
     TargetError,
     TraceError,
 )
+from autostream.overlap.parallel import Parallel
 from autostream.overlap.prefetch import prefetch
 from autostream.reporting.report import Report
 from autostream.training import train_step
@@ -35,6 +38,7 @@ __all__ = [
     "MismatchError",
     "OptimizedModule",
     "OptionError",
+    "Parallel",
     "Report",
     "ScheduleError",
     "TargetError",

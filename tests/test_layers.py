@@ -108,6 +108,7 @@ ONLY_IN = [
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
         {
             "execution.lower",
+            "overlap.children",
             "tracing.export",
             "tracing.inductor",
             "tracing.kernel_graph",
@@ -116,7 +117,7 @@ ONLY_IN = [
             "tracing.train_step",
         },
     ),
-    (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower", "tracing.kernel_json"}),
+    (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower", "overlap.children", "tracing.kernel_json"}),
     (r"\.(create_node|node_copy)\(", {"execution.lower"}),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"execution.streams"}),
