@@ -7,6 +7,11 @@ print(autostream.explain(fast))        # what runs beside what, what it gained, 
 
 step = autostream.train_step(model, optimizer, loss_fn)    # forward, loss, backward, optimizer: one graph
 loss = step(x, y)
+
+both = autostream.Parallel(left, right)                    # side by side, explicitly
+
+for batch in autostream.prefetch(loader, "cuda"):          # the next ones are copied meanwhile
+    ...
 """
 
 from autostream.api import OptimizedModule, explain, optimize
@@ -19,6 +24,8 @@ from autostream.errors import (
     TargetError,
     TraceError,
 )
+from autostream.overlap.parallel import Parallel
+from autostream.overlap.prefetch import prefetch
 from autostream.reporting.report import Report
 from autostream.training import train_step
 from autostream.version import VERSION
@@ -31,11 +38,13 @@ __all__ = [
     "MismatchError",
     "OptimizedModule",
     "OptionError",
+    "Parallel",
     "Report",
     "ScheduleError",
     "TargetError",
     "TraceError",
     "explain",
     "optimize",
+    "prefetch",
     "train_step",
 ]

@@ -11,6 +11,8 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
+import autostream
+
 EMBEDDING_STD = 0.1
 """Keeps products of embeddings in the range of the other terms, so that an error in any of them shows."""
 
@@ -44,6 +46,12 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply what the two blocks make of ``x``."""
         return torch.mm(self.block1(x), self.block2(x).mT)
+
+
+def parallel_product(width: int) -> nn.Module:
+    """:class:`Product` by ``autostream.Parallel``."""
+    blocks = (mlp(width, width, width) for _ in range(2))
+    return autostream.Parallel(*blocks, reduce=lambda left, right: torch.mm(left, right.mT))
 
 
 class Towers(nn.Module):

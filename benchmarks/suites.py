@@ -21,7 +21,7 @@ class Row:
     """One line of a result: a workload as it is run.
 
     Attributes:
-        workload: a name from :data:`benchmarks.zoo.INFERENCE`, or with an optimizer one from ``TRAINING``.
+        workload: a name from :data:`benchmarks.zoo.INFERENCE` or ``PARALLEL``; with an optimizer, from ``TRAINING``.
         batch: samples.
         dtype: e.g. ``"float16"``.
         optimizer: of a training step.
@@ -52,7 +52,7 @@ def _contest(row: Row, device: str) -> Contest:
     place, dtype = torch.device(device), getattr(torch, row.dtype)
     if row.optimizer:
         return Training(partial(zoo.prepare_training, zoo.TRAINING[row.workload], row.optimizer, place), dtype)
-    contest = Inference(zoo.prepare(zoo.INFERENCE[row.workload], row.batch, place, dtype))
+    contest = Inference(zoo.prepare({**zoo.INFERENCE, **zoo.PARALLEL}[row.workload], row.batch, place, dtype))
     contest.require_checkable()
     return contest
 
@@ -86,6 +86,14 @@ SUITES: Mapping[str, Suite] = {
     "quick": Suite(
         "cuda",
         tuple(Row(name, 1, "float16") for name in ("googlenet", "squeezenet1_1", "mm_medium", "towers8", "dlrm")),
+        _QUICK,
+        "cuda_graph",
+    ),
+    "parallel": Suite(
+        "cuda",
+        tuple(
+            Row(f"{way}_{size}", 1, "float16") for size in ("small", "medium", "large") for way in ("mm", "parallel")
+        ),
         _QUICK,
         "cuda_graph",
     ),

@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -279,6 +280,10 @@ def _product(name: str, width: int) -> Workload:
     return Workload(name, lambda: nets.Product(width), lambda batch: (torch.randn(batch * width, width),))
 
 
+def _parallel(name: str, width: int) -> Workload:
+    return replace(_product(name, width), model=partial(nets.parallel_product, width))
+
+
 INFERENCE: Mapping[str, Workload] = {
     workload.name: workload
     for workload in (
@@ -311,6 +316,16 @@ INFERENCE: Mapping[str, Workload] = {
     )
 }
 """Inference workloads by name."""
+
+PARALLEL: Mapping[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        _parallel("parallel_small", 128),
+        _parallel("parallel_medium", 1024),
+        _parallel("parallel_large", 4096),
+    )
+}
+"""The products of :data:`INFERENCE`, written with ``autostream.Parallel``."""
 
 TRAINING: Mapping[str, TrainingWorkload] = {
     workload.name: workload

@@ -20,7 +20,7 @@ FLOORS = {
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
     3: {"pipeline", "candidates", "comparison", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
-    4: {"api", "backend", "training"},
+    4: {"api", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
 }
 """Rooms by floor; a room is a package or a module of its own."""
@@ -108,6 +108,7 @@ ONLY_IN = [
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
         {
             "execution.lower",
+            "overlap.children",
             "tracing.export",
             "tracing.inductor",
             "tracing.kernel_graph",
@@ -116,7 +117,7 @@ ONLY_IN = [
             "tracing.train_step",
         },
     ),
-    (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower", "tracing.kernel_json"}),
+    (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower", "overlap.children", "tracing.kernel_json"}),
     (r"\.(create_node|node_copy)\(", {"execution.lower"}),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"execution.streams"}),
@@ -127,6 +128,7 @@ ONLY_IN = [
             "execution.streams",
             "execution.capture",
             "execution.cuda_graph",
+            "execution.transfer",
             "costs.measured",
             "costs.microbenchmarks",
             "costs.replay",

@@ -47,7 +47,7 @@ class Lanes:
 
 
 def fork(device: str, count: int) -> Lanes:
-    """Take ``count`` streams, at most 32: the current one of ``device``, and side streams that all runs share.
+    """Take ``count`` streams, at most 31: the current one of ``device``, and side streams that all runs share.
 
     Nothing is ordered by this: side streams wait for the caller where the graph says so.
     """
@@ -55,6 +55,11 @@ def fork(device: str, count: int) -> Lanes:
     pool = _pool(caller.device_index, _CAPTURES if torch.cuda.is_current_stream_capturing() else _SIDES)
     sides = [side for side in pool if side.cuda_stream != caller.cuda_stream]
     return Lanes(device, (caller, *sides[: count - 1]))
+
+
+def copy_stream(device: str | torch.device) -> torch.cuda.Stream:
+    """The stream that copies from the host to a device run on, which no lane gets: the last of the side streams."""
+    return _pool(torch.cuda.current_stream(device).device_index, _SIDES)[-1]
 
 
 def capture_stream(device: str | torch.device) -> torch.cuda.Stream:

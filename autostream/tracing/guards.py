@@ -36,6 +36,15 @@ def traced_by_fx() -> bool:
 
 def unusual_call() -> str:
     """Why the circumstances of this call are not ordinary, or ``""``."""
+    if reason := watched_call():
+        return reason
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return "the caller is capturing a CUDA graph of their own"
+    return ""
+
+
+def watched_call() -> str:
+    """Who looks on at the single ops of this call, such as a tracer, or ``""``."""
     if _traced_by_jit():
         return "torch.jit is tracing the call"
     if torch._C._len_torch_dispatch_stack() > 0:
@@ -44,8 +53,6 @@ def unusual_call() -> str:
         return "a TorchFunctionMode is active, which would not see the calls behind a graph"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a function transform (vmap, grad, …) is active"
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        return "the caller is capturing a CUDA graph of their own"
     return ""
 
 

@@ -9,14 +9,16 @@ A :class:`Structure` is hashable: two values with equal structures differ in the
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import copy
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from autostream.errors import TraceError
@@ -107,6 +109,30 @@ def _gather_all(structures: Iterable[Structure], values: Iterable[object], tenso
 def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
     """Put a nested value together again; the inverse of :func:`flatten`."""
     return _unflatten(structure, iter(tensors))
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same nested value with what ``function`` makes of each tensor.
+
+    What is no container known here stays as it is, and so do the batch sizes of a ``PackedSequence``: the host's.
+
+    Example:
+        >>> map_tensors(torch.neg, {"x": [torch.ones(2), "a name"], "path": object})
+        {'x': [tensor([-1., -1.]), 'a name'], 'path': <class 'object'>}
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, UserDict):  # such as the batches of tokenizers
+        twin = copy.copy(value)
+        twin.data = map_tensors(function, value.data)
+        return twin
+    opened = _open(value)
+    if opened is None:
+        return value
+    context, children = opened
+    stays = value.batch_sizes if isinstance(value, PackedSequence) else None
+    twins = [child if child is stays else map_tensors(function, child) for child in children]
+    return _close(type(value), context, twins)
 
 
 def _flatten(value: object, tensors: list[Tensor]) -> Structure:

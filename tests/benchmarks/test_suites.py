@@ -28,7 +28,7 @@ def test_a_suite_names_what_exists_and_each_thing_once(name: str) -> None:
     assert {*suite.modes} <= known(torch.device(suite.device)).keys()
     assert suite.baseline in suite.modes
     for row in suite.rows:
-        assert row.workload in (zoo.TRAINING if training else zoo.INFERENCE)
+        assert row.workload in (zoo.TRAINING if training else {**zoo.INFERENCE, **zoo.PARALLEL})
         assert row.optimizer in (zoo.OPTIMIZERS if training else ("",))
         assert isinstance(getattr(torch, row.dtype), torch.dtype)
 
@@ -61,6 +61,15 @@ def test_quick_is_a_part_of_inference() -> None:
     assert set(quick.rows) < set(full.rows)
     assert set(quick.modes) < set(full.modes)
     assert (quick.device, quick.baseline) == (full.device, full.baseline)
+
+
+def test_the_parallel_suite_has_each_product_both_ways_in_the_modes_of_quick() -> None:
+    suite = SUITES["parallel"]
+    assert suite.modes == SUITES["quick"].modes
+    assert {row.workload for row in suite.rows} == {
+        *zoo.PARALLEL,
+        *(name for name in zoo.INFERENCE if name[:3] == "mm_"),
+    }
 
 
 def test_the_cpu_suite_is_two_workloads_for_the_cpu() -> None:

@@ -14,6 +14,7 @@ from autostream.tracing.tree import flatten
 from benchmarks.zoo import (
     INFERENCE,
     OPTIMIZERS,
+    PARALLEL,
     TRAINING,
     TrainingWorkload,
     Workload,
@@ -103,6 +104,14 @@ def test_an_inference_workload_passes_its_own_checks(name: str) -> None:
     subject = prepare(INFERENCE[name], 1, CPU, torch.float32)
     assert not subject.model.training
     assert {tensor.device for tensor in all_tensors(subject)} == {CPU}
+
+
+def test_parallel_products_are_the_products() -> None:
+    parallel, product = (
+        prepare(each, 1, CPU, torch.float32) for each in (PARALLEL["parallel_small"], INFERENCE["mm_small"])
+    )
+    assert [name.rpartition("_")[2] for name in PARALLEL] == ["small", "medium", "large"]
+    torch.testing.assert_close(parallel.model(*parallel.args), product.model(*product.args), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", [*HEAVY, "bert_base", "t5_small", "clip", "dlrm", "resnet50_fpn"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, IntEnum
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from autostream.errors import TraceError
-from autostream.tracing.tree import TENSOR, Constant, Structure, flatten, tensors_like, unflatten
+from autostream.tracing.tree import TENSOR, Constant, Structure, flatten, map_tensors, tensors_like, unflatten
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 
@@ -320,3 +320,21 @@ def test_equal_structures_mean_equal_values_up_to_tensors(one: object, other: ob
     if structure(one) == structure(other):
         zeros = [torch.zeros(())] * len(flatten(one)[0])
         assert repr(unflatten(structure(one), zeros)) == repr(unflatten(structure(other), zeros))
+
+
+def test_each_tensor_is_mapped_and_all_else_is_the_same() -> None:
+    odd = object()
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    given = {
+        "pair": Pair(ONE, odd),
+        "tokens": UserDict(x=ONE),
+        "frozen": Frozen(ONE),
+        3: [packed, "text", float("nan")],
+    }
+    mapped = map_tensors(torch.neg, given)
+    assert mapped["pair"].left == mapped["tokens"]["x"] == mapped["frozen"].x == -1
+    assert mapped["pair"].right is odd
+    assert mapped[3][0].data.tolist() == [-1.0] * 3
+    assert mapped[3][0].batch_sizes is packed.batch_sizes
+    assert given["tokens"]["x"] == 1
+    assert mapped[3][1] == "a"

@@ -1,0 +1,94 @@
+"""Tensors on their way to a device: copied on a stream of its own, handed out as memory of the consumer's stream.
+
+    consumer's stream:   take memory ─ work before ─╮                        ╭▶ work with the tensors
+    copy stream:                                    ╰▶ copy from pinned ─────╯
+
+Memory is taken on the stream of the consumer, so it is given back there as well, whenever the consumer drops it: the
+caching allocator hands it on behind all work of theirs. So what arrives are ordinary tensors, and nobody keeps them
+longer than the consumer does. The copy must not begin while earlier work still uses that memory, so the copy stream
+waits for the consumer's first. It has nothing else to do, and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from autostream.execution.streams import copy_stream
+
+
+class Transfer:
+    """Tensors that are being copied to a device; whoever takes them on the device's current stream comes after that.
+
+    Args:
+        tensors: those in the host's memory are copied: at once into pinned memory where they are not pinned, and from
+            there while the host goes on. Those on the device stay.
+        device: a CUDA device with its index.
+
+    Raises:
+        torch.OutOfMemoryError: there is too little memory on the device; nothing is under way then.
+    """
+
+    _arrived: torch.cuda.Event | None = None
+    """``None`` where nobody needs to wait: nothing is under way yet, or all has been taken."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self._device = device
+        self._home = torch.cuda.current_stream(device)
+        with torch.inference_mode(False), torch.no_grad():  # whoever reads ahead, whoever takes it may train with it
+            sources = [_pinned(tensor) if _is_plain(tensor) else tensor for tensor in tensors]
+            self._tensors = [_place_for(source, device) for source in sources]
+            self._made = [arriving is not tensor for arriving, tensor in zip(self._tensors, tensors, strict=True)]
+            self._start(sources)
+
+    def _start(self, sources: Sequence[Tensor]) -> None:
+        stream = copy_stream(self._device)
+        stream.wait_stream(self._home)
+        try:
+            with torch.cuda.stream(stream):
+                for target, source in zip(self._tensors, sources, strict=True):
+                    if _is_plain(source):
+                        target.copy_(source, non_blocking=True)
+        finally:  # also behind those that were begun before one failed
+            self._arrived = stream.record_event()
+
+    def take(self) -> list[Tensor]:
+        """All of them on the device, for work on its current stream from now on; once."""
+        stream = torch.cuda.current_stream(self._device)
+        assert self._arrived is not None, "tensors are taken once"
+        stream.wait_event(self._arrived)
+        tensors = self._tensors
+        if stream != self._home:
+            # Given back, their memory would go to work of the other stream, which knows nothing of what reads it here.
+            tensors = [t.clone() if made else t for t, made in zip(tensors, self._made, strict=True)]
+            self._home.wait_stream(stream)
+        self._arrived, self._tensors = None, []
+        return tensors
+
+    def __del__(self) -> None:
+        """Whoever is given the memory of what nobody has taken comes after the copy."""
+        if self._arrived is not None:
+            with suppress(RuntimeError):  # CUDA may have ended before Python does
+                self._home.wait_event(self._arrived)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is bytes in the host's memory that pinning and copying leave what they are."""
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad)
+    )
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
+def _place_for(source: Tensor, device: torch.device) -> Tensor:
+    """Where a tensor goes; what is not plain goes there at once."""
+    return torch.empty_like(source, device=device) if _is_plain(source) else source.to(device)

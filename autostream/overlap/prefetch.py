@@ -1,0 +1,164 @@
+"""``prefetch``: the next batches are copied to the device while the current one is computed on.
+
+    next ──▶ read ahead: _Arriving │ _Arriving │ what the loader raised ──▶ the first in line, in its turn
+
+The loader is read in the thread that asks for a batch, as ever. So nothing is left behind where a loop ends early, and
+a loader of worker processes goes on working meanwhile as it would.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from autostream.errors import OptionError, TargetError
+from autostream.execution.transfer import Transfer
+from autostream.tracing.tree import map_tensors
+
+log = logging.getLogger(__name__)
+
+Batch = TypeVar("Batch")
+
+
+def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: int = 2) -> Iterable[Batch]:
+    """Iterate over a loader's batches on a device, each copied there while the ones before it are computed on.
+
+    It yields what ``batch.to(device)`` would be for the tensors in each batch, however nested, in the loader's order:
+    ordinary tensors of the stream that is current when the batch is asked for, in whatever thread. What the loader
+    raises is raised in its turn. Each new iteration is one of the loader.
+
+    The copies need pinned memory. Tensors that are not pinned are copied there first, which takes the host's time:
+    prefer ``DataLoader(…, pin_memory=True)``, whose own thread does that. Pinned tensors are read while the loader goes
+    on, so it must not write to them again. What is no tensor stays as it is, and so do tensors on the device.
+
+    Args:
+        loader: a ``DataLoader``, or any other iterable of tensors, containers of them, and other values.
+        device: a CUDA device; for ``"cpu"``, and where there is no CUDA, the loader itself is returned.
+        depth: how many batches are read ahead and on the device before they are asked for, from 1. With 1, a copy
+            waits for the work on the batch before; 2 is enough unless batches differ much in how long they take.
+
+    Returns:
+        An iterable of as many batches; ``len`` of it is the loader's.
+
+    Raises:
+        OptionError: ``depth`` is no whole number from 1.
+        TargetError: ``loader`` is no iterable, or the device is neither a CUDA device nor the CPU.
+
+    Example:
+        >>> batches = [{"x": torch.ones(2), "name": "first"}, {"x": torch.zeros(2), "name": "second"}]
+        >>> for batch in prefetch(batches, "cuda" if torch.cuda.is_available() else "cpu"):
+        ...     print(batch["name"], batch["x"].sum().item())
+        first 2.0
+        second 0.0
+    """
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TargetError(f"prefetch takes a DataLoader or another iterable of batches, not {loader!r}")
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+        raise OptionError(f"depth={depth!r} is not allowed: use a whole number from 1")
+    place = torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise TargetError(f"prefetch copies to CUDA devices, not to {place}: iterate over the loader itself")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        log.warning("prefetch: there is no CUDA device here, so batches stay where the loader puts them")
+        return loader
+    if place.type == "cpu":
+        return loader
+    index = torch.cuda.current_device() if place.index is None else place.index
+    return _Prefetched(loader, torch.device("cuda", index), depth)
+
+
+@dataclass(frozen=True)
+class _Prefetched(Iterable[Batch]):
+    """Batches of ``loader`` on ``device``, up to ``depth`` of them before they are asked for."""
+
+    loader: Iterable[Batch]
+    device: torch.device
+    depth: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _Ahead(iter(self.loader), self.device, self.depth)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # it may have none, and then says so
+
+
+class _Arriving:
+    """A batch on its way."""
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        tensors: list[Tensor] = []
+
+        def noted(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        self._batch = map_tensors(noted, batch)  # containers of our own: the loader may fill its own again
+        self._transfer = Transfer(tensors, device)
+
+    def take(self) -> Any:
+        """The batch on the device."""
+        arrived = iter(self._transfer.take())
+        return map_tensors(lambda tensor: next(arrived), self._batch)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A batch for which there was no memory yet: it is copied when it is asked for."""
+
+    batch: Any
+    device: torch.device
+
+    def take(self) -> Any:
+        """The batch on the device.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory now either.
+        """
+        return _Arriving(self.batch, self.device).take()
+
+
+class _Ahead(Iterator[Batch]):
+    """One iteration: reads ahead up to ``depth`` batches, and never beyond what the loader has raised."""
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device, depth: int) -> None:
+        self._batches = batches
+        self._device = device
+        self._depth = depth
+        self._line: deque[_Arriving | _Waiting | Exception] = deque()
+        self._lock = threading.Lock()
+
+    def __next__(self) -> Batch:
+        with self._lock:
+            while len(self._line) < self._depth and (not self._line or isinstance(self._line[-1], _Arriving)):
+                self._line.append(_next_in_line(self._batches, self._device))
+            first = self._line.popleft()
+        if isinstance(first, Exception):
+            try:
+                raise first
+            finally:
+                del first  # it would keep itself alive, and this iteration with all its batches
+        batch: Batch = first.take()
+        return batch
+
+
+def _next_in_line(batches: Iterator[Any], device: torch.device) -> _Arriving | _Waiting | Exception:
+    """The loader's next batch on its way, or what the loader raised: ``StopIteration`` at its end."""
+    try:
+        batch = next(batches)
+    except StopIteration as end:
+        return StopIteration(*end.args)  # without the frames that it went through, which hold the iteration
+    except Exception as error:
+        return error
+    try:
+        return _Arriving(batch, device)
+    except torch.OutOfMemoryError:
+        return _Waiting(batch, device)
+    except Exception as error:
+        return error

@@ -1,0 +1,109 @@
+"""What copying batches ahead gains: a loop whose copies take about as long as its work, in several ways to write it.
+
+    python -m benchmarks.prefetching --out benchmarks/results/latest
+
+All batches lie in pinned memory. The work on a batch is a number of products that takes as long as its copy, so that no
+loop can be faster than half of what copy and work take together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+import autostream
+from autostream.bench.clock import clock_of, interleaved
+from benchmarks.stamp import RESULTS, save, stamp
+
+MIB = 2**20
+SIZES = (1, 8, 64)
+"""MiB of a batch."""
+
+BATCHES = 20
+"""In one loop."""
+
+WIDTH = 2048
+"""Of the products."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, save and print the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefetching", description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, nargs="+", default=SIZES, help="of a batch (default: %(default)s)")
+    parser.add_argument("--depth", type=int, default=2, help="of prefetch (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here: on the CPU nothing is copied")
+    device = torch.device("cuda", 0)
+    rows = [row(size, options.depth, device) for size in options.mib]
+    result: dict[str, Any] = {"schema": 1, "stamp": stamp(), "batches": BATCHES, "depth": options.depth, "rows": rows}
+    save("prefetching", result, table(rows), options.out)
+    return 0
+
+
+def row(mib: int, depth: int, device: torch.device) -> dict[str, Any]:
+    """Median µs for each batch of one size, by way."""
+    clock = clock_of(device)
+    host = torch.ones(mib * MIB // 4)
+    batches = [host.pin_memory() for _ in range(BATCHES)]
+    target, weight = torch.empty_like(batches[0], device=device), torch.ones(WIDTH, WIDTH, device=device)
+    copy_us = clock.once_us(lambda: target.copy_(batches[0], non_blocking=True))
+    product_us = clock.once_us(lambda: torch.mm(weight, weight))
+    calls = loops(batches, depth, device, weight, max(1, round(copy_us / product_us)))
+    times = interleaved(calls, clock, note=lambda name: None)
+    return {"mib": mib, **{f"{name}_us": round(median(times[name].call_us) / BATCHES, 2) for name in calls}}
+
+
+def loops(
+    batches: Sequence[Tensor], depth: int, device: torch.device, weight: Tensor, products: int
+) -> Mapping[str, Callable[[], Tensor]]:
+    """The ways: copies alone, work alone, and both. Each returns a sum over all that its work has seen."""
+    result, seen = torch.empty_like(weight), torch.zeros((), device=device)
+
+    def work(loader: Iterable[Tensor]) -> Tensor:
+        seen.zero_()
+        for batch in loader:
+            for _ in range(products):
+                torch.mm(weight, weight, out=result)
+            seen.add_(batch[0])
+        return seen
+
+    def copies() -> Tensor:
+        for batch in batches:
+            seen.copy_(batch.to(device, non_blocking=True)[0])
+        return seen
+
+    there = batches[0].to(device)
+    return {
+        "copy": copies,
+        "work": lambda: work([there] * len(batches)),
+        "synchronous": lambda: work(batch.to(device) for batch in batches),
+        "non_blocking": lambda: work(batch.to(device, non_blocking=True) for batch in batches),
+        "prefetch": partial(work, autostream.prefetch(batches, device, depth)),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each size: µs, how many times as fast as the synchronous loop, and the share of what is possible."""
+    names = ("copy", "work", "synchronous", "non_blocking", "prefetch")
+    lines = []
+    for measured in rows:
+        us = {name: measured[f"{name}_us"] for name in names}
+        times, share = us["synchronous"] / us["prefetch"], max(us["copy"], us["work"]) / us["prefetch"]
+        lines.append([measured["mib"], *us.values(), f"{times:.2f}×", f"{share:.2f}"])
+    headers = ["MiB", *(f"{name.replace('_', ' ')}, µs" for name in names), "gain", "of what is possible"]
+    return tabulate(lines, headers, tablefmt="github")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

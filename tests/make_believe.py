@@ -1,0 +1,180 @@
+"""A make-believe CUDA device: streams are queues, memory is the CPU's, and nothing runs before the host is through.
+
+The host only puts steps into queues, as it does on a GPU that is far behind. Then :meth:`Device.run` executes them in
+an order that the waits allow and that does most harm (:mod:`autostream.execution.cpu_streams`), so that a wait that is
+missing gives a wrong number. Memory comes from a caching allocator that hands a block on, to the stream that it was
+taken on, as soon as its tensor is gone::
+
+    host:     take memory on A │ copy on C │ wait │ drop │ take the same memory on A │ …
+    queue A:  … │ wait for C │ work │ …            queue C:  wait for A │ copy │ record │ …
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autostream.execution.cpu_streams import Record, Wait, _hostile_order
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    """A queue of steps."""
+
+    def __init__(self, device: Device) -> None:
+        self.cuda_stream = next(device.numbers)
+        self.device_index = 0
+        self.steps: list[Any] = []
+        self._device = device
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: str) -> None:
+        self.steps.append(Wait(event))
+
+    def record_event(self) -> str:
+        self.steps.append(Record(f"event {next(self._device.numbers)}"))
+        return str(self.steps[-1].event)
+
+
+class Device:
+    """The device, and a ``torch.cuda`` for it.
+
+    Attributes:
+        cuda: to take the place of ``torch.cuda``.
+        blocks: how many blocks of memory were taken from the device at all.
+        bytes_left: of memory; ``torch.OutOfMemoryError`` is raised beyond.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = count()
+        self.streams: list[Stream] = []
+        self.blocks = 0
+        self.bytes_left = 1 << 30
+        self._free: dict[tuple[Stream, int], list[Tensor]] = defaultdict(list)
+        self._here: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._pinned: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._current = threading.local()
+        self._default = self.stream()
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True,
+            current_device=lambda: 0,
+            current_stream=lambda device: self.current,
+            Stream=lambda device, priority: self.stream(),
+            stream=self.using,
+        )
+
+    def stream(self) -> Stream:
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
+    @property
+    def current(self) -> Stream:
+        found: Stream = getattr(self._current, "stream", self._default)
+        return found
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        before, self._current.stream = self.current, stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def launch(self, step: Callable[[], object]) -> None:
+        """Put a kernel into the current stream's queue. It may use tensors' memory only, so give it ``alias``es."""
+        self.current.steps.append(step)
+
+    def empty_like(self, like: Tensor) -> Tensor:
+        free, size = self._free[self.current, like.nbytes], like.nbytes
+        if not free:
+            if size > self.bytes_left:
+                raise torch.OutOfMemoryError("no memory")
+            self.bytes_left -= size
+            self.blocks += 1
+            free.append(torch.full((size,), 0xFF, dtype=torch.uint8))  # NaN of any kind
+        block = free.pop()
+        tensor = block.view(like.dtype).view(like.shape)
+        self._here[id(tensor)] = tensor
+        weakref.finalize(tensor, free.append, block)
+        return tensor
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self._here.get(id(tensor)) is tensor
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned memory."""
+        twin = tensor.clone()
+        self._pinned[id(twin)] = twin
+        return twin
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return self._pinned.get(id(tensor)) is tensor
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """An asynchronous copy on the current stream."""
+        to, what = alias(target), alias(source)
+        self.launch(lambda: to.copy_(what))
+
+    def run(self, seed: int) -> None:
+        """Execute all queues; seeds below the number of those in use let one run ahead, others go at random."""
+        queues = [stream.steps for stream in self.streams if stream.steps]
+        ahead = {step.event for queue in queues for step in queue if isinstance(step, Record)}
+        steps = [[step for step in queue if not isinstance(step, Wait) or step.event in ahead] for queue in queues]
+        for queue in queues:
+            queue.clear()
+        for step in _hostile_order(steps, seed):
+            if callable(step):
+                step()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let this thread's calls of PyTorch know the device."""
+        with _Calls(self):
+            yield
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory, for a kernel that is under way: it does not keep the allocator from handing it on."""
+    return tensor.detach()
+
+
+class _Calls(TorchFunctionMode):
+    """Calls that concern the device, in this thread."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, device = kwargs or {}, self._device
+        if func == Tensor.device.__get__:
+            return GPU if device.holds(args[0]) else func(*args)
+        if func is torch.empty_like and kwargs.get("device") == GPU:
+            return device.empty_like(args[0])
+        if func is Tensor.pin_memory:
+            return device.pin(args[0])
+        if func is Tensor.is_pinned:
+            return device.is_pinned(args[0])
+        if func is Tensor.copy_ and device.holds(args[0]):
+            device.copy(args[0], args[1])
+            return args[0]
+        if func is Tensor.to and device.holds(args[0]):
+            return args[0]
+        if (func is Tensor.clone and device.holds(args[0])) or (func is Tensor.to and args[1:] == (GPU,)):
+            twin = device.empty_like(args[0])
+            device.copy(twin, args[0])
+            return twin
+        return func(*args, **kwargs)

@@ -1,0 +1,330 @@
+"""Prefetching: a prefetched loader does what the loader does, in every way that a loop may end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from collections import UserDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import autostream
+from autostream.errors import OptionError, TargetError
+from autostream.execution import streams
+from tests.make_believe import GPU, Device, alias
+from tests.threads import in_threads
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    device = Device()
+    for name, value in vars(device.cuda).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(streams, "_pools", {})
+    with device.active():
+        yield device
+
+
+class Loader:
+    """Batches 0, 1, … of so many bytes; says which it has been asked for, and fails where it is told to."""
+
+    def __init__(self, count: int = 5, fails: frozenset[int] = frozenset()) -> None:
+        self.count, self.fails = count, fails
+        self.asked: list[int] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return Batches(self)
+
+
+class Batches(Iterator[Tensor]):
+    """Goes on behind a batch that fails, as a DataLoader does."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader, self.next = loader, 0
+
+    def __next__(self) -> Tensor:
+        number, self.next = self.next, self.next + 1
+        self.loader.asked.append(number)
+        if number in self.loader.fails:
+            raise ValueError(f"batch {number} is damaged")
+        if number >= self.loader.count:
+            raise StopIteration
+        return torch.full((4,), float(number))
+
+
+def consume(device: Device, batches: Iterable[Tensor]) -> list[float]:
+    """A loop of kernels that read one batch each; the list fills when the device runs."""
+    seen: list[float] = []
+    for batch in batches:
+        memory = alias(batch)
+        device.launch(lambda memory=memory: seen.append(memory.mean().item()))
+    return seen
+
+
+@pytest.mark.parametrize("order", range(4))
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_all_batches_come_in_order_in_bounded_memory(device: Device, depth: int, order: int) -> None:
+    loader = Loader(9)
+    ahead = autostream.prefetch(loader, "cuda", depth)
+    seen = consume(device, ahead)
+    device.run(order)
+    assert seen == list(map(float, range(9)))
+    assert device.blocks == depth + 1, "those ahead, and the one that the loop still holds"
+    again = consume(device, ahead)
+    device.run(order)
+    assert again == seen
+    assert device.blocks == depth + 1
+
+
+def test_no_more_is_read_ahead_than_asked_for(device: Device) -> None:
+    loader = Loader()
+    batches = iter(autostream.prefetch(loader, GPU, depth=3))
+    assert loader.asked == []
+    next(batches)
+    assert loader.asked == [0, 1, 2]
+    next(batches)
+    assert loader.asked == [0, 1, 2, 3]
+
+
+def test_what_the_loader_raises_comes_in_its_turn_and_a_loader_that_goes_on_goes_on(device: Device) -> None:
+    loader = Loader(5, fails=frozenset({1, 2}))
+    batches = iter(autostream.prefetch(loader, "cuda", depth=4))
+    next(batches)
+    assert loader.asked == [0, 1], "nothing is read beyond"
+    for number in (1, 2):
+        with pytest.raises(ValueError, match=f"batch {number} is damaged"):
+            next(batches)
+    assert len(list(batches)) == 2
+    assert list(batches) == []
+
+
+def test_a_generator_that_raises_is_at_its_end(device: Device) -> None:
+    def batches() -> Iterator[Tensor]:
+        yield torch.zeros(4)
+        raise ValueError("damaged")
+
+    ahead = iter(autostream.prefetch(batches(), "cuda"))
+    next(ahead)
+    with pytest.raises(ValueError, match="damaged"):
+        next(ahead)
+    assert list(ahead) == []
+
+
+def test_an_abandoned_loop_leaves_nothing_behind_and_its_memory_is_safe(device: Device) -> None:
+    """Without a collection of garbage: the loader's iterator, whose workers would run on, is gone at once."""
+    gc.disable()
+    try:
+        loader, seen = Loader(), list[float]()
+        for end in (1, 2, 5, 6):
+            iterator = iter(autostream.prefetch(loader, "cuda"))
+            theirs = weakref.ref(iterator._batches)  # type: ignore[attr-defined]
+            for number, batch in enumerate(iterator, 1):
+                memory = alias(batch)
+                device.launch(lambda memory=memory: seen.append(memory.mean().item()))
+                if number == end:
+                    break
+            del iterator, batch
+            assert theirs() is None
+        assert device.blocks == 3
+    finally:
+        gc.enable()
+    device.run(1)
+    assert seen == [0, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+
+
+def test_threads_share_an_iteration_and_each_reads_on_its_own_stream(device: Device) -> None:
+    """A generator raises where two threads are in it at once."""
+
+    def numbers() -> Iterator[Tensor]:
+        for number in range(40):
+            time.sleep(0.0005)  # others get their turn
+            yield torch.full((4,), float(number))
+
+    batches = iter(autostream.prefetch(numbers(), "cuda"))
+    seen: list[float] = []
+
+    def work(_: int) -> None:
+        with device.active(), device.using(device.stream()):
+            for batch in batches:
+                memory = alias(batch)
+                device.launch(lambda memory=memory: seen.append(memory.mean().item()))
+
+    in_threads(3, work)
+    device.run(2)
+    assert sorted(seen) == list(map(float, range(40)))
+
+
+def test_a_batch_for_which_there_is_no_memory_yet_comes_when_there_is(device: Device) -> None:
+    device.bytes_left = 2 * 16
+    batches = iter(autostream.prefetch(Loader(4), "cuda", depth=3))
+    seen = []
+    for _ in range(4):
+        batch = next(batches)
+        device.run(0)
+        seen.append(batch.mean().item())
+        del batch
+    assert seen == [0.0, 1.0, 2.0, 3.0]
+    device.bytes_left = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        next(iter(autostream.prefetch([torch.zeros(99)], "cuda")))
+
+
+class Named(NamedTuple):
+    x: Tensor
+    path: str
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    mask: Tensor | None
+    scale: float = 2.0
+
+
+class Odd:
+    """Nothing that anybody knows."""
+
+
+def test_whatever_a_batch_is_made_of_it_is_the_same_with_its_tensors_there(device: Device) -> None:
+    x, odd, array = torch.ones(2), Odd(), np.ones(2)
+    there = device.empty_like(x)
+    given = {
+        "named": Named(x, "a.png"),
+        "sample": Sample(x, None),
+        "tokens": UserDict({"ids": x}),
+        "others": [odd, array, 3, None, "text"],
+        "there": there,
+        "packed": pack_sequence([torch.ones(2), torch.ones(1)]),
+    }
+    (batch,) = autostream.prefetch([given], "cuda")
+    for moved in (batch["named"].x, batch["sample"].x, batch["tokens"]["ids"], batch["packed"].data):
+        assert device.holds(moved)
+    assert not device.holds(batch["packed"].batch_sizes), "the host's"
+    assert batch["there"] is there
+    assert batch["others"][0] is odd
+    assert batch["others"][1] is array
+    assert batch["others"][2:] == [3, None, "text"]
+    assert (type(batch["named"]), type(batch["sample"]), type(batch["tokens"])) == (Named, Sample, UserDict)
+    assert (batch["named"].path, batch["sample"].scale, batch["sample"].mask) == ("a.png", 2.0, None)
+
+
+def test_a_loader_may_fill_its_own_containers_again(device: Device) -> None:
+    def batches() -> Iterator[dict[str, Any]]:
+        batch: dict[str, Any] = {}
+        for number in range(3):
+            batch |= {"x": torch.full((4,), float(number)), "number": number}
+            yield batch
+
+    assert [batch["number"] for batch in autostream.prefetch(batches(), "cuda")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_is_iterated_as_it_is(device: Device, workers: int) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(10.0), torch.arange(10)), batch_size=4, num_workers=workers)
+    ahead = autostream.prefetch(loader, "cuda")
+    assert len(ahead) == len(loader)  # type: ignore[arg-type]
+    kept = [x for x, _ in ahead]
+    device.run(0)
+    assert torch.cat(kept).tolist() == list(map(float, range(10)))
+
+
+def test_a_loader_without_a_length_has_none(device: Device) -> None:
+    with pytest.raises(TypeError):
+        len(autostream.prefetch((torch.zeros(1) for _ in range(2)), "cuda"))  # type: ignore[arg-type]
+
+
+def test_read_ahead_in_inference_mode_a_batch_can_be_trained_with(device: Device) -> None:
+    batches = iter(autostream.prefetch(Loader(), "cuda"))
+    with torch.inference_mode():
+        next(batches)
+    assert not next(batches).is_inference()
+
+
+def test_on_the_cpu_the_loader_itself_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    loader = Loader()
+    assert autostream.prefetch(loader, "cpu") is loader
+    assert not caplog.records
+    if not torch.cuda.is_available():
+        with caplog.at_level(logging.WARNING, "autostream"):
+            assert autostream.prefetch(loader, "cuda") is loader
+        assert "no CUDA device" in caplog.text
+
+
+@pytest.mark.parametrize("depth", [0, -1, True, 1.5, "2"])
+def test_a_depth_is_a_whole_number_from_1(depth: Any) -> None:
+    with pytest.raises(OptionError, match="whole number from 1"):
+        autostream.prefetch([], "cpu", depth)
+
+
+def test_mistakes_are_told_at_once() -> None:
+    with pytest.raises(TargetError, match="iterable of batches, not 3"):
+        autostream.prefetch(3, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match="not to meta"):
+        autostream.prefetch([], "meta")
+
+
+# On a GPU
+
+
+class Slow(IterableDataset[Tensor]):
+    """Batches whose copies start late, by a kernel that spins on the copy stream."""
+
+    def __init__(self, cycles: int) -> None:
+        self.cycles = cycles
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(30):
+            with torch.cuda.stream(streams.copy_stream("cuda")):
+                torch.cuda._sleep(self.cycles)
+            yield torch.full((1 << 18,), float(number)).pin_memory()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(("copy", "work"), [(1_000_000, 0), (0, 1_000_000), (300_000, 300_000)])
+def test_late_copies_and_late_work_change_nothing(copy: int, work: int, depth: int) -> None:
+    seen = []
+    for batch in autostream.prefetch(Slow(copy), "cuda", depth):
+        torch.cuda._sleep(work)
+        seen.append(batch.amin() + batch.amax())
+    assert [each.item() for each in seen] == [2.0 * number for number in range(30)]
+
+
+@pytest.mark.gpu
+def test_loops_that_are_left_early_give_their_memory_back_safely() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        next(iter(autostream.prefetch(Slow(1_000_000), "cuda", depth=3)))
+        mine = torch.full((3, 1 << 18), 7.0, device="cuda")
+        assert bool((mine == 7.0).all())
+        del mine
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+def test_it_feeds_a_training_step_the_same_batches() -> None:
+    def trained(prefetching: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64).cuda()
+        step = autostream.train_step(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            lambda model, x: model(x).square().mean(),
+            kernels="eager",
+        )
+        batches = [torch.randn(32, 64) for _ in range(12)]
+        loader = autostream.prefetch(batches, "cuda") if prefetching else (batch.cuda() for batch in batches)
+        return [step(batch).item() for batch in loader]
+
+    assert trained(True) == trained(False)
