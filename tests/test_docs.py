@@ -68,7 +68,8 @@ def test_commands_are_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comm
         return
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(planning, "prepare", lambda *_: (nn.ReLU(), (torch.ones(1),)))
-    monkeypatch.setitem(planning._TABLES, "code", lambda *_: "")
+    for form in ("code", "before-after", "svg"):  # of what was traced, or by a program that need not be here
+        monkeypatch.setitem(planning._TABLES, form, lambda *_: "")
     monkeypatch.setattr(pipeline, "plan", lambda *_: REPORT)
     assert cli.main(shlex.split(re.sub(r"--stream \d", "--stream 1", command))) == 0
 
