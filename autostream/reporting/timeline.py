@@ -41,7 +41,8 @@ def render(report: Report) -> str:
         >>> json.loads(render(Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain")))["traceEvents"]
         []
     """
-    about = {"model": report.model, "signature": report.signature}
+    device = report.profile.name if report.profile else ""
+    about = {"model": report.model, "signature": report.signature, "device": device}
     trace = {"displayTimeUnit": "ns", "otherData": about, "traceEvents": [*events(report)]}
     return json.dumps(trace, allow_nan=False)
 

@@ -1,6 +1,6 @@
 /** All ops, sorted and filtered; of thousands of rows, those in sight are there. */
 function showTable() {
-  const ROW = 28, SPARE = 10;
+  const ROW = 28, SPARE = 4; // each row costs layout and paint in every frame of a scroll
   const columns = [
     { title: "#", key: (op) => op.at, show: (op) => String(op.at), kind: "number" },
     { title: "op", key: (op) => op.name, show: (op) => op.name, kind: "name" },
