@@ -188,7 +188,8 @@ def test_a_slow_host_is_no_time_of_the_device() -> None:
     for _ in range(3):
         call()
         device_clock.measure(call, times, 5)
-    assert [len(series) for series in (times.call_us, times.device_us)] == [3, 3]
+    assert len(times.call_us) == 3
+    assert 1 <= len(times.device_us) <= 3, "a host that is too late for the kernel that holds the device leaves one out"
     assert len(times.latency_us) == len(times.host_us) == 3 * LATENCIES
     assert max(times.device_us) < 100 < 1000 < min(times.call_us)
     assert min(times.host_us) > 1000

@@ -197,7 +197,8 @@ def test_late_children_change_nothing(late: nn.Sequential, mode: Any, monkeypatc
     ours = run()
     assert len(ran) == 6
     monkeypatch.setattr(parallel, "_device_of", lambda dealt: None)
-    torch.testing.assert_close(ours, run(), rtol=0, atol=0)
+    tolerance = 1e-5 if mode is torch.enable_grad else 0.0  # gradients of three children may be added in any order
+    torch.testing.assert_close(ours, run(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu
