@@ -29,7 +29,9 @@ class Footprint:
         """By intermediate storage, the ops that touch it or a part of it, in program order."""
         storages = self.graph.storages
         return {
-            name: users for name, users in self.graph.users.items() if users and storages[name].role is Role.INTERMEDIATE
+            name: users
+            for name, users in self.graph.users.items()
+            if users and storages[name].role is Role.INTERMEDIATE
         }
 
     @cached_property

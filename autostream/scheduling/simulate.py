@@ -23,6 +23,7 @@ from math import inf
 from autostream.errors import ScheduleError
 from autostream.ir import FORK, JOIN, Costs, DeviceProfile, OpCost, Schedule, Slice, Timeline
 
+
 def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captured: bool = True) -> Timeline:
     """Run a schedule on the cost model.
 
