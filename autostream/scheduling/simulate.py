@@ -122,7 +122,7 @@ def _points(schedule: Schedule, profile: DeviceProfile, launch_us: float) -> _Po
     before: list[dict[int, float]] = [{}] * forks
     last: dict[int, int] = {}
     for at, launch in enumerate(launches, forks):
-        edges = {other: cross_us for other in of(launch.waits)}
+        edges = dict.fromkeys(of(launch.waits), cross_us)
         if forks and 0 in edges:
             edges[0] = fork_us
         if launch.stream in last:
