@@ -15,9 +15,10 @@ from autostream import collector
 from autostream.budget import excess, room_bytes
 from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile, Limit, OpGraph, Schedule, Timeline
 from autostream.options import Options
-from autostream.scheduling import POLICIES
+from autostream.scheduling import ON_CHAINS, POLICIES
 from autostream.scheduling.arena import place_storages
 from autostream.scheduling.check import check_costs
+from autostream.scheduling.coarsen import coarsen, expand
 from autostream.scheduling.footprint import Footprint
 from autostream.scheduling.peak import given_bytes, peak_bytes
 from autostream.scheduling.postpone import in_program_order, postponed
@@ -236,13 +237,12 @@ class _Budget:
 
 
 def _assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:
-    """What each policy but the search makes of each number of streams."""
-    for policy in POLICIES if options.policy == "auto" else (options.policy,):
-        if policy == "search":
-            continue
-        for streams in _stream_counts(priced, options):
-            assignment = POLICIES[policy](priced.graph, priced.costs, priced.profile, streams, pinned)
-            yield assignment
+    """What each policy with side streams but the search makes of each number of streams."""
+    coarse = coarsen(priced.graph, priced.costs, priced.profile, pinned)
+    for name, policy in ON_CHAINS.items():
+        for streams in _stream_counts(priced, options) if options.policy in ("auto", name) else ():
+            assignment = policy(coarse.graph, coarse.costs, priced.profile, streams, coarse.pinned)
+            yield expand(coarse, assignment)
             if assignment.streams < streams:
                 break  # with more streams, the policy would leave more of them unused
 

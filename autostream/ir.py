@@ -11,7 +11,7 @@ from these values alone can be tested without a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import cached_property
@@ -198,6 +198,23 @@ class OpGraph:
         graph.add_edges_from((dependency.before, dependency.after) for dependency in self.dependencies)
         nx.freeze(graph)
         return graph
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """What depends on each op, each once, as positions in program order."""
+        return self._neighbours((dependency.before, dependency.after) for dependency in self.dependencies)
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """What each op depends on, likewise."""
+        return self._neighbours((dependency.after, dependency.before) for dependency in self.dependencies)
+
+    def _neighbours(self, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[int, ...], ...]:
+        position = {name: at for at, name in enumerate(self.ops)}
+        found: list[dict[int, None]] = [{} for _ in self.ops]
+        for one, other in pairs:
+            found[position[one]][position[other]] = None
+        return tuple(map(tuple, found))
 
     @cached_property
     def users(self) -> Mapping[str, tuple[str, ...]]:

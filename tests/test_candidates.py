@@ -429,7 +429,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, spread: bool = True) -> list[int]:
         stream = {name: at % streams if spread else 0 for at, name in enumerate(order)}
         return Assignment("mine", streams if spread else 1, order, stream)
 
-    monkeypatch.setattr(module, "POLICIES", {"sequential": sequential, "mine": policy})
+    monkeypatch.setattr(module, "ON_CHAINS", {"mine": policy})
     return counts
 
 
@@ -462,7 +462,7 @@ def test_a_policy_that_moves_a_pinned_op_is_found_out(monkeypatch: pytest.Monkey
     def careless(graph: OpGraph, costs: Any, profile: Any, streams: int, pinned: frozenset[str]) -> Assignment:
         return POLICIES["critical_path"](graph, costs, profile, streams, frozenset())
 
-    monkeypatch.setattr(module, "POLICIES", {"sequential": sequential, "careless": careless})
+    monkeypatch.setattr(module, "ON_CHAINS", {"careless": careless})
     with pytest.raises(ScheduleError, match="pinned to stream 0"):
         candidates(capture=False, given=priced(graph_of("a-b a-c", outputs="bc")))
 

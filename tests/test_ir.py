@@ -50,6 +50,28 @@ def test_several_hazards_between_two_ops_are_one_edge() -> None:
     assert list(twice.digraph.edges) == [("a", "b")]
 
 
+def test_neighbours_are_positions_in_program_order_each_once() -> None:
+    """Program order is c, a, b, d::
+
+    c ─▶ a ─▶ b
+    └───────▶ d
+    """
+    graph = graph_of("c-d c-a a-b", names="cabd")
+    twice = replace(graph, dependencies=(*graph.dependencies, Dependency("c", "a", Hazard.WAW, "c")))
+    assert twice.successors == ((3, 1), (2,), (), ())
+    assert twice.predecessors == ((), (0,), (1,), (0,))
+
+
+def test_users_of_a_part_use_its_storage() -> None:
+    graph = graph_of("a-b a-c")
+    whole = replace(graph.storages["a"], parts=("a.0", "a.1"))
+    reads = {"b": frozenset({"a.0"}), "c": frozenset({"a.1", "elsewhere"})}
+    ops = {name: replace(op, reads=reads.get(name, op.reads)) for name, op in graph.ops.items()}
+    users = replace(graph, ops=ops, storages={**graph.storages, "a": whole}).users
+    assert (users["a"], users["b"]) == (("a", "b", "c"), ("b",))
+    assert "elsewhere" not in users
+
+
 def test_pinned_are_ops_of_other_devices_and_those_that_allocate_outputs() -> None:
     """Op c writes into what a allocated and an output keeps: only a is pinned for it."""
     graph = graph_of("a-b a-c", outputs="a")

@@ -47,11 +47,15 @@ def in_chains(policy: Policy) -> Policy:
     return on_chains
 
 
+ON_CHAINS: Mapping[str, Policy] = MappingProxyType(
+    {"critical_path": critical_path.critical_path, "path_cover": path_cover.path_cover}
+)
+"""The policies that are to decide on chains of short ops, by name."""
+
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "sequential": sequential.sequential,
-        "critical_path": in_chains(critical_path.critical_path),
-        "path_cover": in_chains(path_cover.path_cover),
+        **{name: in_chains(policy) for name, policy in ON_CHAINS.items()},
         "search": search.search,
     }
 )

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autostream.ir import OpGraph
-
 BLOCK = 4096
 """Ops whose ancestors are found together: the sets of a block take up to 600 bytes an op, 60 MB for 100,000 ops."""
 
@@ -72,9 +70,3 @@ def reduction(successors: Sequence[Sequence[int]], size: int = BLOCK) -> list[li
                     reached |= block.after[successor] if successor < stop else 0
             kept[at] += sorted(s for s in successors[at] if start <= s < stop and not reached >> s - start & 1)
     return kept
-
-
-def successor_positions(graph: OpGraph) -> list[list[int]]:
-    """The direct successors of each op, as positions in program order."""
-    position = {name: at for at, name in enumerate(graph.ops)}
-    return [[position[after] for after in graph.digraph.successors(name)] for name in graph.ops]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autostream.ir import Assignment, Costs, DeviceProfile, Launch, OpCost, OpGraph, Schedule
+from autostream.ir import Assignment, Costs, Dependency, DeviceProfile, Launch, OpCost, OpGraph, Schedule
 from autostream.scheduling.simulate import simulate
 
 
@@ -56,9 +56,9 @@ def coarsen(graph: OpGraph, costs: Costs, profile: DeviceProfile, pinned: frozen
     for name, first in head.items():
         chains.setdefault(first, []).append(name)
     dependencies = tuple(
-        replace(dependency, before=head[dependency.before])
-        for dependency in graph.dependencies
-        if head[dependency.before] != head[dependency.after]
+        Dependency(head[link.before], link.after, link.hazard, link.resource)
+        for link in graph.dependencies
+        if head[link.before] != head[link.after]
     )
     return Coarse(
         graph=replace(graph, ops={first: graph.ops[first] for first in chains}, dependencies=dependencies, storages={}),
@@ -82,14 +82,14 @@ def _leaving_us(profile: DeviceProfile) -> float:
 
 def _heads(graph: OpGraph, costs: Costs, leaving_us: float, pinned: frozenset[str]) -> dict[str, str]:
     """The first op of each op's chain, in program order."""
-    head: dict[str, str] = {}
-    for name in graph.ops:
+    names, head = list(graph.ops), dict[str, str]()
+    for name, before in zip(names, graph.predecessors, strict=True):
         head[name] = name
-        before = list(graph.digraph.predecessors(name))
-        if len(before) == 1 and graph.digraph.out_degree(before[0]) == 1:
-            shorter_us = min(costs[before[0]].duration_us, costs[name].duration_us)
-            if shorter_us < leaving_us and (before[0] in pinned) == (name in pinned):
-                head[name] = head[before[0]]
+        if len(before) == 1 and len(graph.successors[before[0]]) == 1:
+            link = names[before[0]]
+            shorter_us = min(costs[link].duration_us, costs[name].duration_us)
+            if shorter_us < leaving_us and (link in pinned) == (name in pinned):
+                head[name] = head[link]
     return head
 
 

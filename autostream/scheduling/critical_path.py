@@ -20,7 +20,7 @@ filling the tail of the other, so it is no reason to keep them apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -48,33 +48,35 @@ def critical_path(
     profile = profile.over(streams)
     board = _Board(profile, free=[0.0] + [profile.fork_us] * (streams - 1))
     _fill(board, graph, costs, pinned)
+    names = list(graph.ops)
     return Assignment(
         policy="critical_path",
         streams=board.opened,
-        order=tuple(sorted(board.start, key=board.start.__getitem__)),
-        stream={name: board.stream[name] for name in graph.ops},
+        order=tuple([names[at] for at in sorted(board.start, key=board.start.__getitem__)]),
+        stream={name: board.stream[at] for at, name in enumerate(names)},
         decisions=(_summary(board, streams), *board.decisions),
     )
 
 
 def _fill(board: _Board, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -> None:
-    """Place every op when its turn comes."""
-    level = bottom_levels(graph, costs)
-    by_rank = sorted(graph.ops, key=lambda name: -level[name])
-    rank = {name: at for at, name in enumerate(by_rank)}
-    missing = {name: graph.digraph.in_degree(name) for name in graph.ops}
-    inputs = {name: _Inputs() for name in graph.ops if not missing[name]}
+    """Place every op when its turn comes; ops are their positions in program order."""
+    names, level = list(graph.ops), list(bottom_levels(graph, costs).values())
+    by_rank = sorted(range(len(names)), key=[-us for us in level].__getitem__)
+    rank = {at: rank for rank, at in enumerate(by_rank)}
+    missing = list(map(len, graph.predecessors))
+    inputs = {at: _Inputs() for at, count in enumerate(missing) if not count}
     queues = _Queues()
-    for name in inputs:
-        queues.push(rank[name], 0.0, name in pinned)
+    for at in inputs:
+        queues.push(rank[at], 0.0, names[at] in pinned)
     while (turn := queues.pop(board.free)) is not None:
-        name = by_rank[turn]
-        board.place(name, costs[name].duration_us, inputs[name], name in pinned)
-        for after in graph.digraph.successors(name):
+        at = by_rank[turn]
+        name = names[at]
+        board.place(at, name, costs[name].duration_us, inputs[at], name in pinned)
+        for after in graph.successors[at]:
             missing[after] -= 1
             if not missing[after]:
-                inputs[after] = board.inputs(graph.digraph.predecessors(after))
-                queues.push(rank[after], inputs[after].near, after in pinned)
+                inputs[after] = board.inputs(graph.predecessors[after])
+                queues.push(rank[after], inputs[after].near, names[after] in pinned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +93,21 @@ class _Inputs:
 
 @dataclass(slots=True)
 class _Board:
-    """What has been placed, and when each stream is free for its next op, µs after the fork."""
+    """What has been placed where and when, and when each stream is free for its next op, µs after the fork."""
 
     profile: DeviceProfile
     free: list[float]
     opened: int = 1
-    stream: dict[str, int] = field(default_factory=dict)
-    start: dict[str, float] = field(default_factory=dict)
-    finish: dict[str, float] = field(default_factory=dict)
+    stream: dict[int, int] = field(default_factory=dict)
+    start: dict[int, float] = field(default_factory=dict)
+    finish: dict[int, float] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
 
-    def inputs(self, predecessors: Iterable[str]) -> _Inputs:
+    def inputs(self, predecessors: Sequence[int]) -> _Inputs:
         """When and where an op's inputs arrive, all its predecessors being placed."""
-        names = list(predecessors)
-        if not names:
-            return _Inputs()
-        last = max(names, key=self.finish.__getitem__)
+        last = max(predecessors, key=self.finish.__getitem__)
         home, end = self.stream[last], self.finish[last]
-        foreign = max((self.finish[name] for name in names if self.stream[name] != home), default=-inf)
+        foreign = max([self.finish[at] for at in predecessors if self.stream[at] != home], default=-inf)
         near, far = self.profile.same_stream_edge_us, self.profile.cross_stream_edge_us
         return _Inputs(home, max(end + near, foreign + far), end + far)
 
@@ -119,14 +118,15 @@ class _Board:
     def best_stream(self, inputs: _Inputs) -> int:
         """The stream of the earliest start, where leaving home and opening a stream have their price."""
         leaving = max(0.0, self.profile.cross_stream_edge_us - self.profile.same_stream_edge_us)
+        open_to_all = self.free[: self.opened + 1]
+        prices = [(max(free, inputs.far) + leaving, True, stream) for stream, free in enumerate(open_to_all)]
+        if len(prices) > self.opened:
+            price, away, stream = prices[-1]
+            prices[-1] = price + self.profile.join_us, away, stream
+        prices[inputs.home] = self.start_on(inputs.home, inputs), False, inputs.home
+        return min(prices)[-1]
 
-        def price(stream: int) -> tuple[float, bool, int]:
-            away, opening = stream != inputs.home, stream == self.opened
-            return self.start_on(stream, inputs) + leaving * away + self.profile.join_us * opening, away, stream
-
-        return min(range(min(self.opened + 1, len(self.free))), key=price)
-
-    def place(self, name: str, duration_us: float, inputs: _Inputs, pinned: bool) -> None:
+    def place(self, at: int, name: str, duration_us: float, inputs: _Inputs, pinned: bool) -> None:
         """Append an op to stream 0 or to its best one."""
         stream = 0 if pinned else self.best_stream(inputs)
         start = self.start_on(stream, inputs)
@@ -134,7 +134,7 @@ class _Board:
             gain = None if pinned else self.start_on(inputs.home, inputs) - start
             self.decisions.append(_explain(name, stream, inputs.home, gain))
         self.opened = max(self.opened, stream + 1)
-        self.stream[name], self.start[name], self.finish[name] = stream, start, start + duration_us
+        self.stream[at], self.start[at], self.finish[at] = stream, start, start + duration_us
         self.free[stream] = start + duration_us + self.profile.same_stream_edge_us
 
 
@@ -158,7 +158,7 @@ class _Queues:
             waiting = [(queue, at) for queue, at in ((self.pinned, free[0]), (self.others, min(free))) if queue]
             startable = [queue for queue, at in waiting if at <= self.now]
             if startable:
-                return heappop(min(startable, key=lambda queue: queue[0]))
+                return heappop(min(startable))
             moments = [at for _, at in waiting] + [ready for ready, _, _ in self.pending[:1]]
             if not moments:
                 return None

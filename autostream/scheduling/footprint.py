@@ -27,12 +27,9 @@ class Footprint:
     @cached_property
     def users(self) -> Mapping[str, Sequence[str]]:
         """By intermediate storage, the ops that touch it or a part of it, in program order."""
-        storages = self.graph.storages
-        return {
-            name: users
-            for name, users in self.graph.users.items()
-            if users and storages[name].role is Role.INTERMEDIATE
-        }
+        role = {name: storage.role for name, storage in self.graph.storages.items()}
+        users = self.graph.users.items()
+        return {name: ops for name, ops in users if ops and role[name] is Role.INTERMEDIATE}
 
     @cached_property
     def allocated(self) -> frozenset[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
-from autostream.scheduling.bitsets import reduction, successor_positions
+from autostream.scheduling.bitsets import reduction
 from autostream.scheduling.matching import maximum_matching
 from autostream.scheduling.structure import top_levels
 
@@ -54,7 +54,7 @@ def path_cover(
 def minimum_path_cover(graph: OpGraph) -> tuple[tuple[str, ...], ...]:
     """The fewest disjoint paths of the minimum equivalent graph that hold every op, in order of their first ops."""
     names = list(graph.ops)
-    following = maximum_matching(reduction(successor_positions(graph)))
+    following = maximum_matching(reduction(graph.successors))
     heads = sorted(set(range(len(names))) - set(following.values()))
     return tuple(tuple(names[at] for at in _walk(head, following)) for head in heads)
 

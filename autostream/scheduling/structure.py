@@ -13,14 +13,13 @@ All is linear in ops and dependencies, except the time of :func:`width`, which i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import networkx as nx
 
 from autostream.ir import FORK, JOIN, Costs, OpGraph
-from autostream.scheduling import bitsets
 from autostream.scheduling.matching import maximum_chain_matching
 
 
@@ -50,31 +49,32 @@ def bottom_levels(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
         >>> bottom_levels(graph, costs)["a"], top_levels(graph, costs)["b"], critical_path(graph, costs)
         (7.0, 3.0, ('a', 'b'))
     """
-    level: dict[str, float] = {}
-    for name in reversed(list(graph.ops)):
-        tail = max((level[after] for after in graph.digraph.successors(name)), default=0.0)
-        level[name] = costs[name].duration_us + tail
-    return level
+    level = [costs[name].duration_us for name in graph.ops]
+    for at, after in reversed([*enumerate(graph.successors)]):
+        if after:
+            level[at] += max([level[other] for other in after])
+    return dict(zip(graph.ops, level, strict=True))
 
 
 def top_levels(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
     """The longest path from any source's start to each op's start, µs: the earliest it can start."""
+    end: list[float] = []
     level: dict[str, float] = {}
-    for name in graph.ops:
-        before = graph.digraph.predecessors(name)
-        level[name] = max((level[other] + costs[other].duration_us for other in before), default=0.0)
+    for name, before in zip(graph.ops, graph.predecessors, strict=True):
+        level[name] = max([end[other] for other in before], default=0.0)
+        end.append(level[name] + costs[name].duration_us)
     return level
 
 
 def critical_path(graph: OpGraph, costs: Costs) -> tuple[str, ...]:
     """The ops of the longest path by duration; of equal ones, the first in program order."""
-    level = bottom_levels(graph, costs)
-    path: list[str] = []
-    candidates = list(graph.ops)
+    names, level = list(graph.ops), list(bottom_levels(graph, costs).values())
+    path: list[int] = []
+    candidates: Sequence[int] = range(len(names))
     while candidates:
         path.append(max(candidates, key=level.__getitem__))
-        candidates = list(graph.digraph.successors(path[-1]))
-    return tuple(path)
+        candidates = graph.successors[path[-1]]
+    return tuple(names[at] for at in path)
 
 
 def slack(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
@@ -91,7 +91,7 @@ def width(graph: OpGraph) -> int:
     maximum matching in the closure (Fulkerson 1956); enumerating antichains would be exponential. Takes memory linear
     in ops and dependencies; for time, see :func:`~autostream.scheduling.matching.maximum_chain_matching`.
     """
-    return len(graph.ops) - len(maximum_chain_matching(bitsets.successor_positions(graph)))
+    return len(graph.ops) - len(maximum_chain_matching(graph.successors))
 
 
 def cuts(graph: OpGraph) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def cuts(graph: OpGraph) -> tuple[str, ...]:
     An op is one if and only if all earlier ops have a successor no later than it, and all later ops a predecessor no
     earlier than it: follow those successors, or predecessors, and you arrive at it.
     """
-    successors = bitsets.successor_positions(graph)
+    successors = graph.successors
     count = len(successors)
     nearest_predecessor = [-1] * count
     for at, after in enumerate(successors):

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import OpGraph
-from autostream.scheduling.bitsets import successor_positions
 from autostream.scheduling.matching import maximum_chain_matching, maximum_matching
 from tests.scheduling.graphs import random_graphs
 
@@ -27,7 +26,7 @@ def test_matching_is_valid_and_as_large_as_that_of_networkx(rows: list[list[int]
 
 @given(random_graphs(max_ops=14))
 def test_chain_matching_is_one_of_the_closure_and_as_large_as_that_of_networkx(graph: OpGraph) -> None:
-    successors = successor_positions(graph)
+    successors = graph.successors
     digraph = nx.DiGraph((at, after) for at, row in enumerate(successors) for after in row)
     digraph.add_nodes_from(range(len(successors)))
     closure = [sorted(nx.descendants(digraph, at)) for at in range(len(successors))]
