@@ -13,6 +13,7 @@ from operator import itemgetter
 
 from autostream import collector
 from autostream.budget import excess, room_bytes
+from autostream.errors import ScheduleError
 from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile, Limit, OpGraph, Schedule, Timeline
 from autostream.options import Options
 from autostream.scheduling import ON_CHAINS, POLICIES
@@ -88,12 +89,10 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
         CostError: an op has no cost, or one that is no number.
         ScheduleError: a schedule failed verification, which is a defect of autostream.
     """
-    graph, profile, costs = priced.graph, priced.profile, priced.costs
-    pinned = _pinned(priced, capture)
-    check_costs(graph, costs)
+    graph, pinned = priced.graph, _pinned(priced, capture)
+    check_costs(graph, priced.costs)
     with stopwatch("schedule"), collector.paused():
-        plain = _candidate(priced, POLICIES["sequential"](graph, costs, profile, 1, pinned), capture)
-        budget = _Budget(priced, _with_memory(graph, plain), options.memory_budget)
+        budget = _Budget(priced, _sequential(priced, capture), options.memory_budget)
         assigned = tuple(_assigned(priced, options, pinned))
     if _searches(priced, options):
         with stopwatch("search"), collector.paused():
@@ -105,6 +104,36 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
         for candidate in _allowed(candidates):
             verify(graph, candidate.schedule, pinned=pinned)
     return candidates
+
+
+def candidates_again(
+    priced: Priced, options: Options, schedule: Schedule, stopwatch: Stopwatch
+) -> tuple[Candidate, ...]:
+    """The sequential schedule, and one that was chosen before if that is another, both to be captured.
+
+    Args:
+        priced: the program's ops.
+        options: as they were then.
+        schedule: what was chosen. Nothing is taken for granted of it.
+        stopwatch: is told how long each stage takes.
+
+    Raises:
+        CostError: as of :func:`candidates_for`.
+        ScheduleError: it is no schedule of these ops, or not a right one, or takes more memory than it may.
+    """
+    check_costs(priced.graph, priced.costs)
+    with stopwatch("verify"), collector.paused():
+        verify(priced.graph, schedule)
+    with stopwatch("schedule"), collector.paused():
+        sequential = _sequential(priced, capture=True)
+        if schedule.streams == 1:
+            return (sequential,)
+        predicted_us = run_us(schedule, priced.costs, priced.profile, captured=True)
+        memory_bytes = peak_bytes(priced.graph, schedule)
+        again = Candidate(schedule, True, predicted_us, memory_bytes=memory_bytes)
+        if reason := excess(again, sequential, options.memory_budget, given_bytes(priced.graph)):
+            raise ScheduleError(f"the schedule chosen before {reason}")
+        return (sequential, again)
 
 
 def variants_of(priced: Priced, options: Options, sequential: Candidate, candidate: Candidate) -> Iterator[Candidate]:
@@ -145,6 +174,12 @@ def variants_of(priced: Priced, options: Options, sequential: Candidate, candida
 def best_of(candidates: Iterable[Candidate]) -> Candidate:
     """The one of the best prediction among those that may run."""
     return min(_allowed(candidates), key=_promise)
+
+
+def _sequential(priced: Priced, capture: bool) -> Candidate:
+    assign = POLICIES["sequential"]
+    assignment = assign(priced.graph, priced.costs, priced.profile, 1, _pinned(priced, capture))
+    return _with_memory(priced.graph, _candidate(priced, assignment, capture))
 
 
 def _pinned(priced: Priced, capture: bool) -> frozenset[str]:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -70,6 +71,39 @@ def replace_file(path: Path, text: str) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """What :func:`write_json` has written.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be read.
+        ValueError: it is damaged.
+    """
+    match json.loads(path.read_bytes()):
+        case {"sha256": sha256, "content": content} if sha256 == key_of(content):
+            return content
+    raise ValueError("it is not what was written")
+
+
+def write_json(path: Path, content: Any, most: int) -> None:
+    """Keep content that JSON has a form for, with a checksum, in a folder for such files alone.
+
+    Args:
+        path: the file; its folder need not exist.
+        content: what it will hold.
+        most: files in the folder; the oldest go.
+
+    Raises:
+        Exception: one of :data:`HINDRANCES`; the file is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with lock(path.parent):
+        replace_file(path, json.dumps({"sha256": key_of(content), "content": content}))
+        oldest_last = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in oldest_last[most:]:
+            file.unlink()
 
 
 def not_kept(what: str, error: Exception) -> Decision:

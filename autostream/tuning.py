@@ -1,5 +1,7 @@
 """From a traced program to what runs it: planned, built and measured, at one level of kernels or the better of two.
 
+chosen before? ──▶ still right, and faster than one stream? ──▶ that
+│ no                            │ no
 ATen ops ──▶ fuse ──▶ plan, measure ──▶ faster than ATen's ops one after another? ──▶ that
 │          └── refused                              │ no
 └──────────────┴───────────────────────────────────┴──▶ plan, measure ATen's ops too: the faster
@@ -7,15 +9,18 @@ ATen ops ──▶ fuse ──▶ plan, measure ──▶ faster than ATen's ops
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from autostream.candidates import Priced, candidates_for, variants_of
+from autostream.candidates import Priced, candidates_again, candidates_for, variants_of
+from autostream.choices import Choice, now, place_of, read, write
 from autostream.errors import CaptureError, FusionError, first_line
 from autostream.execution.runs import without_autocast
 from autostream.execution.static import copyable, static_copies
@@ -26,6 +31,8 @@ from autostream.select import MARGIN, Selection, select, written
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.fusion import fused_here
 from autostream.tracing.state import versions_kept
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ def tune(
 ) -> Tuned:
     """Plan and measure a program in the kernels that the options ask for.
 
+    What was chosen in an earlier process is chosen again, without a search, if it is right and still faster.
+
     Args:
         program: of ATen ops.
         arguments: its tensors. They, and the generators of random numbers, are as before when this returns.
@@ -63,23 +72,79 @@ def tune(
         stopwatch: is told what took how long.
 
     """
+    given = (program, arguments, bound, options, stopwatch)
+    place = place_of(program, options, stopwatch)
+    if place is None:
+        return _tuned(*given, keep=lambda tuned: tuned)
+    before, remarks = read(place)
+    tuned = (before and _again(*given, before)) or _tuned(*given, keep=partial(_kept, place))
+    return replace(tuned, refusals=(*remarks, *tuned.refusals))
+
+
+def _again(
+    program: Program,
+    arguments: Sequence[Tensor],
+    bound: Sequence[bool],
+    options: Options,
+    stopwatch: Stopwatch,
+    before: Choice,
+) -> Tuned | None:
+    """What was chosen before, if it is right and still faster than ops one after another."""
+    try:
+        if before.level == "inductor":
+            program, _ = fused_here(program, options.inductor_options, arguments, stopwatch)
+        with _static(program, arguments, bound) as arguments:
+            priced = price_program(program, options, stopwatch, tensors=arguments)
+            candidates = candidates_again(priced, options, before.schedule, stopwatch)
+            with stopwatch("select"), undone(arguments, written(program, priced.graph), program.device):
+                selection = select(program, priced.graph, candidates, arguments, bound)
+    except Exception as error:  # whatever it is, there is still all to choose from
+        log.debug("what was chosen before is not chosen again: %s", first_line(error))
+        return None
+    if selection.chosen is not selection.candidates[-1]:
+        return None
+    then = f"chosen on {before.date} among all that were considered, at {before.measured_us:.1f} µs"
+    reason = f"the schedule was {then}; this time only one stream was measured beside it"
+    return Tuned(program, priced, selection, (*before.refusals, Decision("", "not searched", reason)))
+
+
+def _kept(place: Path, tuned: Tuned) -> Tuned:
+    """What was chosen, kept for the next process if it was captured."""
+    chosen = tuned.selection.chosen
+    if not chosen.captured:
+        return tuned
+    refusals = tuple(refusal for refusal in tuned.refusals if refusal.choice == "not fused")
+    choice = Choice(tuned.program.level, chosen.schedule, tuned.measured_us, now(), refusals)
+    return replace(tuned, refusals=(*tuned.refusals, *write(place, choice)))
+
+
+def _tuned(
+    program: Program,
+    arguments: Sequence[Tensor],
+    bound: Sequence[bool],
+    options: Options,
+    stopwatch: Stopwatch,
+    keep: Callable[[Tuned], Tuned],
+) -> Tuned:
+    """What is chosen among all that there is to choose from; it is kept where nothing failed on the way."""
 
     def planned(program: Program, options: Options) -> Tuned:
         return _planned(program, arguments, bound, options, stopwatch)
 
     if options.kernels == "eager" or (options.kernels == "auto" and program.device == "cpu"):
-        unfused = planned(program, options)
+        unfused = keep(planned(program, options))
         return _because(unfused, _SETTINGS_OF_NO_USE) if options.inductor_options else unfused
     fused, reason = _fused(planned, program, arguments, options, stopwatch)
     if fused is None:
         return _because(planned(program, options), reason)
     if options.kernels == "inductor":
-        return fused
+        return keep(fused)
     try:
-        return _better(planned, program, fused, options)
+        better = _better(planned, program, fused, options)
     except Exception as error:  # out of memory, above all: there are up to three graphs
         alone = Decision("", "fused", f"ops as they are could not be measured beside it: {first_line(error)}")
         return replace(fused, refusals=(*fused.refusals, alone))
+    return keep(better)
 
 
 _SETTINGS_OF_NO_USE = (
@@ -129,9 +194,7 @@ def _planned(
     program: Program, arguments: Sequence[Tensor], bound: Sequence[bool], options: Options, stopwatch: Stopwatch
 ) -> Tuned:
     """Plan, build and measure, on copies of the inputs; the model's state and the generators are put back."""
-    copied = [index for index, is_bound in enumerate(bound) if not is_bound]
-    with torch.inference_mode(False), torch.no_grad(), without_autocast(program.level):
-        arguments = static_copies(arguments, copied)
+    with _static(program, arguments, bound) as arguments:
         priced = price_program(program, options, stopwatch, tensors=arguments)
         graph = priced.graph
 
@@ -156,6 +219,14 @@ def _planned(
             except CaptureError as error:
                 refusals = (Decision("", "not captured", str(error)),)
         return Tuned(program, priced, selected(capture=False), refusals)
+
+
+@contextmanager
+def _static(program: Program, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Iterator[list[Tensor]]:
+    """Copies of the inputs beside the model's own tensors, for runs without gradients, autocast as it was traced."""
+    copied = [index for index, is_bound in enumerate(bound) if not is_bound]
+    with torch.inference_mode(False), torch.no_grad(), without_autocast(program.level):
+        yield static_copies(arguments, copied)
 
 
 def _no_variants(candidate: Candidate) -> Iterator[Candidate]:

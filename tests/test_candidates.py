@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autostream import budget
 from autostream import candidates as module
-from autostream.candidates import SHORTLIST, Priced, best_of, candidates_for, variants_of
+from autostream.candidates import SHORTLIST, Priced, best_of, candidates_again, candidates_for, variants_of
 from autostream.errors import CostError, ScheduleError
 from autostream.ir import Assignment, Candidate, DeviceProfile, Limit, OpGraph, Schedule
 from autostream.options import Options, PolicyName
@@ -60,7 +60,28 @@ def tried(**options: Any) -> list[tuple[str, int]]:
     return [(candidate.schedule.policy, candidate.schedule.streams) for candidate in candidates(**options)]
 
 
-# Candidates
+# Candidates, and one that was chosen before
+
+
+def again(schedule: Schedule, **options: Any) -> tuple[Candidate, ...]:
+    return candidates_again(priced(), options_of(options), schedule, Stopwatch())
+
+
+def test_what_was_chosen_before_is_what_it_was_beside_the_sequential_one() -> None:
+    first, best, *_ = candidates()
+    assert again(best.schedule) == (first, best)
+    assert again(first.schedule) == (first,)
+
+
+def test_what_was_chosen_before_is_proven_again() -> None:
+    first, best, *_ = candidates()
+    hasty = replace(best.schedule, launches=tuple(replace(launch, waits=()) for launch in best.schedule.launches))
+    fewer = replace(first.schedule, launches=first.schedule.launches[:-1])
+    for wrong in (hasty, fewer):
+        with pytest.raises(ScheduleError):
+            again(wrong)
+    with pytest.raises(ScheduleError, match=r"chosen before needs .* the budget is"):
+        again(best.schedule, memory_budget=first.memory_bytes + 101)
 
 
 def test_the_sequential_schedule_comes_first_then_the_best_by_prediction() -> None:

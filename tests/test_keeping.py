@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autostream import keeping
 from autostream.ir import Decision
-from autostream.keeping import HINDRANCES, key_of, lock, not_kept, replace_file, reported
+from autostream.keeping import HINDRANCES, key_of, lock, not_kept, read_json, replace_file, reported, write_json
 
 contents = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -54,6 +54,21 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
     replace_file(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_of_many_files_the_oldest_go_and_damage_is_seen(tmp_path: Path) -> None:
+    paths = [tmp_path / "folder" / f"{age}.json" for age in range(3)]
+    for age, path in enumerate(paths):
+        write_json(path, {"age": age}, most=2)
+        os.utime(path, (age, age))
+    assert [path.exists() for path in paths] == [False, True, True]
+    assert read_json(paths[2]) == {"age": 2}
+    for damaged in ('{"content": {"age": 2}}', "[]", "{", paths[2].read_text().replace('"age": 2', '"age": 3')):
+        paths[2].write_text(damaged)
+        with pytest.raises(ValueError, match=r"."):
+            read_json(paths[2])
+    with pytest.raises(FileNotFoundError):
+        read_json(paths[0])
 
 
 def test_writers_take_turns_and_wait_for_nobody_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

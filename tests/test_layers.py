@@ -19,7 +19,10 @@ FLOORS = {
     0: {"errors", "options", "ir", "version", "collector", "stopwatch", "storages", "kernels", "keeping"},
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
-    3: {"pipeline", "candidates", "comparison", "budget", "select", "shortcut", "tuning", "build", "dispatch"},
+    3: {
+        *("pipeline", "candidates", "comparison", "budget", "choices"),
+        *("select", "shortcut", "tuning", "build", "dispatch"),
+    },
     4: {"api", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
 }
@@ -144,7 +147,7 @@ ONLY_IN = [
     # reads what others may have written
     (
         r"\bjson\.loads?\(",
-        {"cli.timing", "costs.records", "execution.watched", "tracing.fusion", "tracing.kernel_json"},
+        {"cli.timing", "costs.records", "execution.watched", "keeping", "tracing.kernel_json"},
     ),
     # reads, but for one that sets where compilers put what they make
     (r"os\.(environ|getenv)", {"options", "bench.isolation"}),

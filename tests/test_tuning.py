@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from autostream import tuning
+from autostream import choices, keeping, tuning
 from autostream.candidates import Priced
 from autostream.errors import CaptureError, FusionError
-from autostream.ir import Candidate, Decision, Program
+from autostream.ir import Candidate, Decision, Program, Schedule
 from autostream.options import Options
 from autostream.select import Selection
 from autostream.stopwatch import Stopwatch
@@ -38,7 +41,11 @@ class Device:
     """Stands in for a GPU: what is captured, and whether that fails."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, refusals: tuple[Decision, ...] = (), fails: bool = False
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        refusals: tuple[Decision, ...] = (),
+        fails: bool = False,
+        measured_us: float | None = None,
     ) -> None:
         self.captures: list[bool] = []
         real_price, real_candidates = tuning.price_program, tuning.candidates_for
@@ -52,13 +59,20 @@ class Device:
             return real_candidates(priced, options, capture, stopwatch)
 
         def select(
-            program: Any, graph: Any, candidates: Any, tensors: Any, bound: Any, seconds: float, variants: Any
+            program: Any,
+            graph: Any,
+            candidates: Any,
+            tensors: Any,
+            bound: Any,
+            seconds: float = math.inf,
+            variants: Any = lambda candidate: (),
         ) -> Selection:
             self.seconds = seconds
             self.variants = list(variants(candidates[-1]))
             if fails and candidates[0].captured:
                 raise CaptureError("this op cannot be captured")
-            return Selection(program.module.forward, candidates[0], tuple(candidates))
+            chosen, *others = (replace(candidate, measured_us=measured_us) for candidate in candidates)
+            return Selection(program.module.forward, chosen, (chosen, *others))
 
         monkeypatch.setattr(tuning, "price_program", price)
         monkeypatch.setattr(tuning, "candidates_for", candidates)
@@ -151,17 +165,12 @@ class Levels:
             name = "sequential" if options.policy == "sequential" else program.level
             if name not in times:
                 raise RuntimeError(f"{name} does not run")
-            chosen: Any = Chosen(times[name])
+            chosen = Candidate(Schedule("mine", 1, ()), captured=True, predicted_us=1.0, measured_us=times[name])
             nothing: Any = None
             return Tuned(program, nothing, Selection(nothing, chosen, (chosen,)), ())
 
         monkeypatch.setattr(tuning, "fused_here", fuse)
         monkeypatch.setattr(tuning, "_planned", planned)
-
-
-class Chosen:
-    def __init__(self, measured_us: float) -> None:
-        self.measured_us = measured_us
 
 
 def of_a_gpu(**options: Any) -> Tuned:
@@ -277,6 +286,81 @@ def test_on_the_cpu_nothing_is_fused_and_where_that_was_asked_for_the_reason_is_
     assert result.program.level == "aten"
     assert [refusal.choice for refusal in result.refusals] == ["not fused"] * len(said)
     assert all(refusal.reason.endswith(end) for refusal, end in zip(result.refusals, said, strict=True))
+
+
+# Chosen before
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of whatever program is tuned."""
+    path = tmp_path / "choices" / "key.json"
+    monkeypatch.setattr(tuning, "place_of", lambda *_: path)
+    keeping._warn_once.cache_clear()
+    return path
+
+
+@torch.no_grad()
+def test_what_was_chosen_is_chosen_again_without_a_search(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, measured_us=9.5)
+    first, second = tuned(), tuned()
+    assert device.captures == [True], "candidates were looked for once"
+    assert first.refusals == ()
+    (told,) = second.refusals
+    assert told.choice == "not searched"
+    assert re.fullmatch(r"the schedule was chosen on ....-..-.. ..:.. UTC among all .*, at 9.5 µs; .*", told.reason)
+    assert second.selection.chosen.schedule == first.selection.chosen.schedule
+    assert len(second.selection.candidates) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("why", ["loses", "fails", "damaged"])
+def test_what_is_not_chosen_again_is_chosen_anew(why: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    tuned()
+    real = tuning.candidates_again
+    if why == "loses":
+        monkeypatch.setattr(tuning, "candidates_again", lambda *given: real(*given) * 2)
+    elif why == "fails":
+        monkeypatch.setattr(tuning, "candidates_again", lambda *given: 1 / 0)
+    else:
+        place.write_text(place.read_text().replace("relu", "tanh"))
+    second = tuned()
+    assert device.captures == [True, True]
+    assert [refusal.choice for refusal in second.refusals] == (["cache rebuilt"] if why == "damaged" else [])
+    monkeypatch.setattr(tuning, "candidates_again", real)
+    assert [refusal.choice for refusal in tuned().refusals] == ["not searched"]
+
+
+@torch.no_grad()
+def test_what_is_not_captured_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch, fails=True)
+    tuned()
+    assert not place.exists()
+
+
+def test_the_kernels_are_part_of_the_choice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is why they are not others."""
+    Levels(monkeypatch, inductor=105.0, sequential=100.0, aten=90.0)
+    (refusal,) = of_a_gpu().refusals
+    choice, _ = choices.read(place)
+    assert choice is not None
+    assert (choice.level, choice.measured_us, choice.refusals) == ("aten", 90.0, (refusal,))
+    Levels(monkeypatch, inductor=50.0, sequential=100.0)
+    assert of_a_gpu(kernels="inductor").refusals == ()
+    choice, _ = choices.read(place)
+    assert choice is not None
+    assert (choice.level, choice.refusals) == ("inductor", ())
+
+
+@pytest.mark.parametrize("times", [{"aten": 1.0}, {"inductor": 50.0}], ids=["kernels fail", "ops fail"])
+def test_nothing_is_kept_where_something_failed(
+    times: dict[str, float], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may have been too little memory for a while."""
+    Levels(monkeypatch, **times)
+    of_a_gpu()
+    assert not place.exists()
 
 
 # Afterwards

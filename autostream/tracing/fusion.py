@@ -15,7 +15,6 @@ Who asks Inductor to keep nothing (``force_disable_caches``) has nothing kept he
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from autostream.errors import first_line
 from autostream.ir import Decision, Program
-from autostream.keeping import HINDRANCES, key_of, lock, not_kept, replace_file, reported
+from autostream.keeping import HINDRANCES, not_kept, read_json, reported, write_json
 from autostream.options import cache_folder
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.fingerprint import fingerprint
@@ -89,7 +88,7 @@ def _kept(path: Path, program: Program, options: Mapping[str, Any]) -> tuple[Pro
     from autostream.tracing.kernel_graph import made_again
 
     try:
-        data = _undamaged(json.loads(path.read_bytes()))
+        data = read_json(path)
         with with_settings(options):
             kernels = from_json(data, program, partial(made_again, device=torch.device(program.device)))
             return fused_before(program, kernels), ()
@@ -100,13 +99,6 @@ def _kept(path: Path, program: Program, options: Mapping[str, Any]) -> tuple[Pro
         return None, (reported("cache rebuilt", reason),)
 
 
-def _undamaged(entry: Any) -> Any:
-    match entry:
-        case {"sha256": sha256, "program": program} if sha256 == key_of(program):
-            return program
-    raise ValueError("it is not what was written")
-
-
 def _keep(path: Path, fused: Program, program: Program) -> Remarks:
     """Write a program's file; what hindered that."""
     try:
@@ -115,12 +107,7 @@ def _keep(path: Path, fused: Program, program: Program) -> Remarks:
         log.debug("fused kernels are not kept: %s", first_line(error))
         return ()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with lock(path.parent):
-            replace_file(path, json.dumps({"sha256": key_of(data), "program": data}))
-            oldest_last = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-            for file in oldest_last[_MOST:]:
-                file.unlink()
+        write_json(path, data, _MOST)
     except HINDRANCES as error:
         return (not_kept("fused kernels", error),)
     return ()

@@ -216,8 +216,8 @@ def sound(folder: Path) -> dict[str, Any]:
 
 def rewritten(folder: Path, **changed: Any) -> bytes:
     """As if another autostream had written it."""
-    program = {**sound(folder)["program"], **changed}
-    return json.dumps({"sha256": keeping.key_of(program), "program": program}).encode()
+    program = {**sound(folder)["content"], **changed}
+    return json.dumps({"sha256": keeping.key_of(program), "content": program}).encode()
 
 
 DAMAGED = {
