@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from autostream.analysis.source import user_line
 from autostream.budget import exemption
 from autostream.errors import CaptureError, TargetError, first_line
 from autostream.execution.bound import Bound, Frozen, Writes
@@ -34,7 +35,7 @@ from autostream.select import has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
-from autostream.tracing.dynamo import is_refusal, split
+from autostream.tracing.dynamo import ending_of, is_refusal, split
 from autostream.tracing.export import MODELS, Tracer, trace
 from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
@@ -375,12 +376,14 @@ class Pieces:
         self._model = model
         self._signature = signature
         self._refusals = {reason: Decision("", "split at graph breaks", reason)}
-        self._pieces: list[OptimizedPiece] = []
+        self._pieces: list[tuple[OptimizedPiece, str]] = []
+        """With the reason why each ends where it does."""
         self._called = False
 
         def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
-            self._pieces.append(make_piece(module, bound_inputs))
-            return self._pieces[-1]
+            made = make_piece(module, bound_inputs)
+            self._pieces.append((made, _ending(module)))
+            return made
 
         self._run: Callable[..., Any] = split(model, piece, self._refuse)
 
@@ -409,7 +412,7 @@ class Pieces:
             mode=self._mode(),
             refusals=self._all_refusals(),
             versions=versions(),
-            parts=tuple(report for piece in self._pieces for report in piece.reports),
+            parts=tuple(replace(report, ended=ended) for piece, ended in self._pieces for report in piece.reports),
         )
 
     def _mode(self) -> str:
@@ -421,6 +424,13 @@ class Pieces:
         unexplained = self._mode() == "plain" and all(r.choice != "plain" for r in self._refusals.values())
         nothing = Decision("", "plain", "TorchDynamo finds no piece of it that it could trace")
         return (*self._refusals.values(), nothing) if unexplained else tuple(self._refusals.values())
+
+
+def _ending(module: GraphModule) -> str:
+    """Why a piece ends where it does, with the user's line."""
+    reason, stack = ending_of(module)
+    line = user_line(stack)
+    return f"{reason} ({line})" if line else reason
 
 
 class Plain:

@@ -100,6 +100,7 @@ class Op:
         elements: elements of its largest result, a measure of how many threads it can use.
         source: the user's source line, ``"model.py:12: y = self.conv(x)"``, or ``""``.
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
+        crosses: whether it copies between the host's memory and the device's.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Op:
     elements: int = 0
     source: str = ""
     uncapturable: str = ""
+    crosses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,8 @@ class DeviceProfile:
         launch_us: the same where no graph is captured and the host launches one op after the other, µs.
         replay_us: what a replay of a CUDA graph takes besides its kernels, µs.
         cache_bytes: size of the last-level cache.
+        link_bandwidth: what a large copy between the host's pinned memory and the device's reaches, bytes per µs; that
+            of PCIe 3.0 where nothing else is known.
     """
 
     name: str
@@ -302,6 +306,7 @@ class DeviceProfile:
     launch_us: float = 0.0
     replay_us: float = 0.0
     cache_bytes: int = 0
+    link_bandwidth: float = 13_600.0
 
     def over(self, streams: int) -> DeviceProfile:
         """The device with so many streams in use: edges between them, forks and joins cost what they cost then.

@@ -20,6 +20,7 @@ from autostream.options import Options
 from autostream.pipeline import plan, price_program
 from autostream.reporting.report import Report
 from autostream.stopwatch import Stopwatch
+from tests.analysis.programs import Tape, aten
 from tests.execution.programs import Towers, case_of, sample
 from tests.scheduling.graphs import costs_of
 
@@ -298,3 +299,22 @@ def test_arguments_are_state_then_inputs() -> None:
     state = dict(model.named_parameters())
     expected: Iterator[Tensor] = (state.get(p.target, X) for p in traced.program.placeholders)
     assert all(a is b for a, b in zip(found, expected, strict=True))
+
+
+def test_a_copy_from_the_host_runs_beside_what_does_not_wait_for_it() -> None:
+    """54 MB cross the link in 1 ms, and the product takes 2.8 ms::
+
+    x (host) ──▶ copied ─┐
+    y ──▶ product ───────┴▶ sum
+    """
+    tape = Tape("cuda:0")
+    x, copied, y = tape.input(3680, 3680, device="cpu"), tape.input(3680, 3680), tape.input(3680, 3680)
+    copy, product = tape.call(aten.copy_.default, copied, x, True), tape.call(aten.mm.default, y, y)
+    program = tape.case([tape.call(aten.add.Tensor, copy, product)]).program
+    options = Options(streams=2, policy="critical_path", memory_budget=math.inf)
+    priced = price_program(program, options, Stopwatch(), H200)
+    one, two = candidates.candidates_for(priced, options, False, Stopwatch())
+    assert two.schedule.stream_of[copy.name] != two.schedule.stream_of[product.name]
+    copying_us = priced.costs[copy.name].duration_us
+    assert copying_us == pytest.approx(4 * 3680**2 / H200.link_bandwidth, rel=0.01)
+    assert one.predicted_us - two.predicted_us == pytest.approx(copying_us, rel=0.05), "all of it is hidden"

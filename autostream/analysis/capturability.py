@@ -63,6 +63,23 @@ def opaque_refusal_of(node: fx.Node) -> str:
     return reason or (BRANCHES if str(node.target) in ("cond", "while_loop") else "")
 
 
+def crosses(node: fx.Node) -> bool:
+    """Whether a call copies a tensor between the host and the device.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> moved = graph.call_function(torch.ops.aten.to.device, (x, torch.device("meta"), torch.float32))
+        >>> x.meta["val"], moved.meta["val"] = torch.empty(2), torch.empty(2, device="meta")
+        >>> crosses(moved)
+        True
+    """
+    if not isinstance(node.target, OpOverload) or base_name(node.target) not in _COPIES:
+        return False
+    places = {tensor.device.type == "cpu" for tensor in tensors_given(node) + tensors_in(value_of(node))}
+    return len(places) > 1
+
+
 def _placement_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -> str:
     if not _on_device(given + results):
         return ON_CPU if given or results else ""

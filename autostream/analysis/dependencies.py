@@ -35,7 +35,7 @@ import torch
 from torch import fx
 from torch._ops import OperatorBase
 
-from autostream.analysis.capturability import NUMBER, ON_CPU
+from autostream.analysis.capturability import NUMBER, ON_CPU, crosses
 from autostream.analysis.effects import Effects, effects_of
 from autostream.analysis.hazards import AccessHistory
 from autostream.analysis.memory import Memory, Names
@@ -263,6 +263,7 @@ def _op(group: _Group, work: Work, device: str) -> Op:
         elements=work.elements,
         source=user_line(group.node.stack_trace),
         uncapturable=group.effects.uncapturable,
+        crosses=crosses(group.node),
     )
 
 

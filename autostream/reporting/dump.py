@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from autostream.reporting.explanation import explanation_of
+from autostream.reporting.pieces import captured_share
 from autostream.reporting.summary import summary_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def dump(report: Report) -> dict[str, Any]:
     The keys are the fields of :class:`autostream.reporting.report.Report`, and so on inward; sets become sorted lists,
     enum members their values, numbers that are not finite ``None``. Added are ``schema``; ``summary``, with the fields
     of :class:`autostream.reporting.summary.Summary`, or ``None`` where nothing was priced; and ``explanation``, with
-    those of :class:`autostream.reporting.explanation.Explanation`, or ``None`` where nothing was scheduled.
+    those of :class:`autostream.reporting.explanation.Explanation`, or ``None`` where nothing was scheduled; and
+    ``captured_share``, of the time of a model's pieces, or ``None`` where it has none that are timed.
 
     Example:
         >>> from autostream.reporting.report import Report
@@ -34,7 +36,8 @@ def dump(report: Report) -> dict[str, Any]:
     """
     numbers, parts = summary_of(report), [dump(part) for part in report.parts]
     answers = _plain(explanation_of(report, numbers))
-    return {"schema": SCHEMA, **_plain(report), "parts": parts, "summary": _plain(numbers), "explanation": answers}
+    added = {"summary": _plain(numbers), "explanation": answers, "captured_share": captured_share(report)}
+    return {"schema": SCHEMA, **_plain(report), "parts": parts, **added}
 
 
 def _plain(value: Any) -> Any:

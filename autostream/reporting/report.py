@@ -31,6 +31,7 @@ class Report:
         seconds: stage name to the wall-clock seconds it took.
         versions: package name to version.
         parts: of a model that was split at graph breaks, one report for each piece that has run.
+        ended: of such a piece, why it ends where it does, with the user's source line; ``""`` where the model returns.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Report:
     seconds: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[Report, ...] = ()
+    ended: str = ""
 
     def to_json(self) -> str:
         """All that is here and what follows from it, as JSON; :func:`~autostream.reporting.dump.dump` says which keys.

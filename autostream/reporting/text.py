@@ -18,6 +18,7 @@ from autostream.reporting.explanation import Explanation, Gain, Spread, best_riv
 from autostream.reporting.layout import count, few, line, pairs, size, source, table, us
 from autostream.reporting.memory import WORKSPACE_BYTES, KeptOut, Memory
 from autostream.reporting.ops import EVERYTHING, FOLDED, Selection, ops_table, selected
+from autostream.reporting.pieces import captured_share, time_us
 from autostream.reporting.summary import Summary, gain, named, summary_of
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def answers(report: Report, selection: Selection = EVERYTHING) -> str:
     numbers, explanation = _facts(report)
     parts = (
         _summary(report, numbers, explanation),
+        _pieces(report),
         *_answers(report, explanation, selected(report, numbers, selection)),
         *(f"Piece {number}\n{answers(part, selection)}" for number, part in enumerate(report.parts)),
     )
@@ -99,6 +101,7 @@ def render(report: Report, selection: Selection = EVERYTHING) -> str:
         shown = selected(report, numbers, replace(selection, ops=_REASONS))
     parts = (
         _summary(report, numbers, explanation),
+        _pieces(report),
         *_answers(report, explanation, shown),
         _candidates(report),
         ops_table(report, numbers, selection),
@@ -155,6 +158,7 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
     if report.profile:
         yield "device", _device(report)
     yield "runs as", _runs_as(report)
+    yield from _captured(report)
     if report.chosen and explanation:
         yield from _times(report, report.chosen, explanation)
         yield from (("at most", f"{c.times:.2f}×: {c.why}, {us(c.us)}") for c in explanation.ceilings[:_CEILINGS])
@@ -170,6 +174,25 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
         yield "prepared in", ", ".join(f"{stage} {took:.2f} s" for stage, took in report.seconds.items())
     if report.versions:
         yield "with", ", ".join(f"{package} {version}" for package, version in report.versions.items())
+
+
+def _pieces(report: Report) -> str:
+    """What a model was split into."""
+    if not report.parts:
+        return ""
+    rows = []
+    for number, piece in enumerate(report.parts):
+        took, ops = time_us(piece), len(piece.graph.ops) if piece.graph else None
+        numbers = ["" if took is None else f"{took:,.1f}", "" if ops is None else f"{ops:,}"]
+        runs_as = _MODES.get(piece.mode, piece.mode).rstrip(",")
+        rows.append([str(number), *numbers, runs_as, line(piece.ended) or "the model returns"])
+    return table("Pieces", ("piece", "µs", "ops", "runs as", "ends because"), rows, right="piece µs ops")
+
+
+def _captured(report: Report) -> Iterator[tuple[str, str]]:
+    share = captured_share(report)
+    if share is not None:
+        yield "captured", f"{share:.0%} of the time of its pieces, each run once; what runs between them is not timed"
 
 
 def _answers(report: Report, explanation: Explanation | None, shown: frozenset[str]) -> Iterator[str]:

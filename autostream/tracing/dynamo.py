@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,6 +84,19 @@ def bound_inputs(example_inputs: Sequence[Any]) -> frozenset[int]:
         for index, value in enumerate(example_inputs)
         if isinstance(value, nn.Parameter) or getattr(value, "_dynamo_static_input_type", None) is not None
     )
+
+
+def ending_of(module: GraphModule) -> tuple[str, str]:
+    """Why a piece ends where it does, and the stack there as text; nothing where the model returns.
+
+    Dynamo keeps that with the graph (seen in 2.11 and 2.13). Where a version does not, nothing is known of it.
+    """
+    found = getattr(module, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return "", ""
+    reason = found.reason.strip().partition("\n")[0]
+    said = "a branch depends on the value of a tensor" if reason.startswith("generic_jump") else reason
+    return said, "".join(traceback.format_list(found.user_stack))
 
 
 def is_refusal(error: Exception) -> bool:

@@ -613,3 +613,27 @@ class _LastHidden(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden: Tensor = self.model(tokens).last_hidden_state
         return hidden
+
+
+def test_copies_between_the_host_and_the_device_are_ops_beside_what_needs_them_not() -> None:
+    """One in and one out, which have nothing to do with each other::
+
+    x (host) ──▶ copied ─╮
+    y ──▶ relu ──────────┴▶ add
+            └──▶ host
+    """
+    tape = Tape("cuda:0")
+    x, y = tape.input(2, device="cpu"), tape.input(2)
+    relu = tape.call(aten.relu.default, y)
+    host = tape.input(2, device="cpu")
+    back = tape.call(aten.copy_.default, host, relu)
+    copied = tape.input(2)
+    there = tape.call(aten.copy_.default, copied, x, True)
+    graph = analyze(tape.case([back, tape.call(aten.add.Tensor, there, relu)]).program)
+    assert {op.name: op.crosses for op in graph.ops.values()} == {
+        "relu_default": False, "copy__default": True, "copy__default_1": True, "add_tensor": False,
+    }  # fmt: skip
+    assert {(d.before, d.after) for d in graph.dependencies} == {
+        ("relu_default", "copy__default"), ("relu_default", "add_tensor"), ("copy__default_1", "add_tensor"),
+    }  # fmt: skip
+    assert {op.device for op in graph.ops.values()} == {"cuda:0"}

@@ -27,6 +27,11 @@ def test_h200_attains_three_quarters_of_the_flops_and_85_percent_of_the_bandwidt
     assert profile.source == "table"
 
 
+@pytest.mark.parametrize(("name", "giga_bytes"), [("h200", 64), ("a100-80gb", 32), ("t4", 16)])
+def test_the_link_to_the_host_is_85_percent_of_its_pcies(name: str, giga_bytes: int) -> None:
+    assert profile_named(name).link_bandwidth == pytest.approx(0.85 * giga_bytes * 1e3)
+
+
 @pytest.mark.parametrize("name", known_names())
 def test_every_known_name_has_a_usable_profile(name: str) -> None:
     profile = profile_named(name)

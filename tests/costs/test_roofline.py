@@ -178,3 +178,13 @@ def test_more_work_of_the_same_shape_never_costs_less(flops: int, elements: int,
     more = replace(op, flops=2 * flops, bytes_written=2 * written)
     if (2 * flops > 64 * elements) == (flops > 64 * elements):
         assert _price(more).duration_us >= _price(op).duration_us
+
+
+def test_a_copy_from_the_host_takes_as_long_as_the_link_does_and_leaves_the_multiprocessors_alone() -> None:
+    """10 MB over a link of 10 kB per µs, with 2 µs however small it is."""
+    copy = _op(target="aten.to.device", crosses=True, elements=10**7, bytes_read=10**7, bytes_written=10**7)
+    cost = _price(copy, replace(GPU, link_bandwidth=1e4))
+    assert cost.duration_us == 1002.0
+    assert cost.sm_share == 1 / 100
+    assert cost.bandwidth_share == pytest.approx(0.02, rel=0.01)
+    assert _price(_op(crosses=True)).duration_us == 2.0

@@ -23,7 +23,7 @@ def test_json_gives_back_what_it_was_given(report: Report) -> None:
 
 
 def test_every_field_is_there() -> None:
-    assert dump(REPORT).keys() == {"schema", "summary", "explanation"} | {
+    assert dump(REPORT).keys() == {"schema", "summary", "explanation", "captured_share"} | {
         field.name for field in dataclasses.fields(Report)
     }
 

@@ -352,3 +352,26 @@ def test_pieces_of_a_split_model_are_shown() -> None:
     assert "pieces between graph breaks" in shown
     assert shown.index("Piece 0") < shown.index("Piece 1")
     assert shown.count("GraphModule") == 2
+
+
+def test_each_piece_is_listed_with_its_end_and_how_much_of_them_is_captured() -> None:
+    graph, ended = replace(DIAMOND, device="cuda:0"), "Tensor.item() (net.py:7: k = y.item())"
+    captured, plain = (Candidate(Schedule("sequential", 1, ()), each, 99.0, measured_us=30.0) for each in (True, False))
+    first = Report("GraphModule", "3:float32 on cuda:0", "cuda graph", graph=graph, chosen=captured, ended=ended)
+    parts = (
+        first,
+        replace(first, mode="streams", chosen=replace(plain, measured_us=None, predicted_us=10.0), ended=""),
+    )
+    whole = Report("Net", "3:float32 on cuda:0", "graph breaks", parts=(*parts, Report("GraphModule", "s", "plain")))
+    said = summary(whole)
+    assert values(said)["captured"] == [
+        "75% of the time of its pieces, each run once; what runs between them is not timed"
+    ]
+    _, _, table = render(whole).partition("Pieces\n")
+    head, _, *rows = table.split("\n\n")[0].splitlines()
+    assert head.split() == ["piece", "µs", "ops", "runs", "as", "ends", "because"]
+    assert [re.split(r"  +", row.strip()) for row in rows] == [
+        ["0", "30.0", "5", "CUDA graph", ended],
+        ["1", "10.0", "5", "ops on CUDA streams, uncaptured", "the model returns"],
+        ["2", "the plain model", "the model returns"],
+    ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.tracing.dynamo import bound_inputs, is_refusal, split
+from autostream.tracing.dynamo import bound_inputs, ending_of, is_refusal, split
 
 X = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
 
@@ -193,3 +193,21 @@ def test_models_of_one_class_do_not_use_up_each_others_compilations(recorder: Re
         recorder.runs = 0
         split(Breaking(), recorder, print)(torch.ones(count))
         assert recorder.runs == 2, count
+
+
+@torch.no_grad()
+def test_each_piece_says_why_and_where_it_ends(recorder: Recorder) -> None:
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * (x + 1).sum().item()
+            return y + 1 if y.sum() > 0 else y - 1
+
+    split(Asking(), recorder, print)(X)
+    item, branch, end = [ending_of(module) for module, _ in recorder.pieces]
+    assert "Tensor.item()" in item[0]
+    assert "\n" not in item[0]
+    assert "y = x * (x + 1).sum().item()" in item[1]
+    assert branch[0] == "a branch depends on the value of a tensor"
+    assert "return y + 1 if y.sum() > 0" in branch[1]
+    assert end == ("", "")
+    assert ending_of(torch.fx.symbolic_trace(nn.ReLU())) == ("", ""), "not Dynamo's"
