@@ -35,23 +35,25 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     libraries know means torchvision's model.
 
     Raises:
-        TargetError: no model has this name, or torchvision or timm is not installed.
+        TargetError: no model has this name, or torchvision is not installed, or timm, which has the others.
 
     Example:
         >>> model, (image,) = build("squeezenet1_1")
         >>> model.training, tuple(image.shape), tuple(model(image).shape)
         (False, (1, 3, 224, 224), (1, 1000))
     """
-    torchvision, timm = _import("torchvision", name), _import("timm", name)
+    torchvision = _import("torchvision", name)
+    known = torchvision.models.list_models()
+    timm = None if name in known else _import("timm", name)  # which takes a while
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        if name in torchvision.models.list_models():
+        if timm is None:
             model, args = _torchvision_model(torchvision.models, name), _torchvision_inputs(torchvision.models, name)
         elif timm.is_model(name):
             model = timm.create_model(name, pretrained=False)
             args = (torch.randn(1, *model.pretrained_cfg["input_size"]),)
         else:
-            raise _unknown(name, [*torchvision.models.list_models(), *timm.list_models()])
+            raise _unknown(name, [*known, *timm.list_models()])
         model.eval()
         if torch.get_default_device().type == "meta":
             return model, args

@@ -56,21 +56,21 @@ def run_of(trace: dict[str, Any]) -> Run:
     """The run that a trace file is about: the measured one, if there is one.
 
     Example:
-        >>> op = {"ph": "X", "cat": "op", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0, "args": {"target": "aten.mm.out"}}
+        >>> op = {"ph": "X", "cat": "op", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0, "args": {"target": "aten.mm.out"}}
         >>> about = {"model": "Net", "signature": "1x8:float16", "device": "GPU"}
         >>> run_of({"otherData": about, "traceEvents": [op]})
         Run(title='Net, 1x8:float16, GPU', source='predicted', lanes=(((1.0, 2.0, True),),))
     """
     ops = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == "op"]
-    shown = max((event["pid"] for event in ops), default=0)
+    shown = max((event["pid"] for event in ops), default=1)
     ops = [event for event in ops if event["pid"] == shown]
     lanes = [
         tuple((event["ts"], event["dur"], _heavy(event)) for event in ops if event["tid"] == lane)
-        for lane in range(1 + max((event["tid"] for event in ops), default=-1))
+        for lane in sorted({event["tid"] for event in ops})
     ]
     about = trace["otherData"]
     title = f"{about['model']}, {about['signature']}, {about['device']}"
-    return Run(title, ("predicted", "measured")[shown], tuple(lanes))
+    return Run(title, ("predicted", "measured")[shown - 1], tuple(lanes))
 
 
 def _heavy(event: dict[str, Any]) -> bool:

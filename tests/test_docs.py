@@ -44,16 +44,18 @@ def test_examples_give_what_they_show(page: Path) -> None:
 
 
 def test_other_code_runs() -> None:
-    """In one namespace, with what its readers have."""
+    """In one namespace, with what its readers have, and on the CPU, which is here."""
     model, batches = nn.Linear(8, 4), [(torch.ones(2, 8), torch.zeros(2, dtype=torch.long))] * 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    given: dict[str, Any] = {"torch": torch, "F": F, "autostream": autostream, "model": model.eval(), "loader": batches}
+    given: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "autostream": autostream}
+    given |= {"model": model.eval(), "loader": batches}
+    given |= {name: nn.Linear(8, 8) for name in ("block1", "block2", "head")}
     given |= {"x": torch.ones(1, 8), "optimizer": optimizer}
     given["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
     found = [block for page in PAGES for block in blocks(page, "python") if ">>>" not in block]
     assert len(found) >= 2
     for block in found:
-        exec(block, given)
+        exec(block.replace('"cuda"', '"cpu"'), given)
     assert isinstance(given["fast"], autostream.OptimizedModule)
     assert given["loss"].isfinite()
 

@@ -75,13 +75,13 @@ def test_a_misspelt_name_is_answered_with_near_ones() -> None:
         build("~")
 
 
-@pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_a_missing_library_names_the_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("library", "name"), [("torchvision", "googlenet"), ("timm", "test_byobnet.r160_in1k")])
+def test_a_missing_library_names_the_extra(library: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(
         TargetError, match=rf"needs {library}, which is not installed: pip install \"autostream\[zoo\]\""
     ):
-        build("googlenet")
+        build(name)
 
 
 def test_activations_have_a_mean_square_of_one_after_calibrated_norms() -> None:

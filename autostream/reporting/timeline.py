@@ -102,8 +102,7 @@ class _Process:
             "alone_us": round(cost.duration_us, 3),
             "slowdown": round(slowdown, 3),
         }
-        dur = round(end_us - start_us, 3)
-        return self._event("X", piece.op, lane, start_us, cat=category, dur=dur, args=args)
+        return self._event("X", piece.op, lane, start_us, cat=category, dur=_dur_us(start_us, end_us), args=args)
 
     def _mark(self, piece: Slice) -> Event:
         """Fork and join take no time, so they are no slices; and arrows, which need slices, do not show them."""
@@ -127,4 +126,19 @@ class _Process:
         return self._event("M", kind, lane, 0.0, args=args)
 
     def _event(self, phase: str, name: str, lane: int, at_us: float, **more: Any) -> Event:
-        return {"ph": phase, "name": name, "pid": self.number, "tid": lane, "ts": round(at_us, 3), **more}
+        # Perfetto takes 0 for the idle process of Linux, and a lane's name for that of all lanes of its number.
+        tid = 1 + self.number * (self.schedule.streams + 1) + lane
+        return {"ph": phase, "name": name, "pid": self.number + 1, "tid": tid, "ts": round(at_us, 3), **more}
+
+
+def _dur_us(start_us: float, end_us: float) -> float:
+    """How long a slice is drawn, such that no reader sees it end after ``end_us``, where the next one may start.
+
+    Perfetto drops slices that overlap, and some of its versions multiply and cut, which makes 569 ns of 0.57 µs. So
+    a slice may have to be 1 ns shorter than it was.
+
+    Args:
+        start_us: to three decimals.
+        end_us: to three decimals.
+    """
+    return max(int(end_us * 1000.0) - round(start_us * 1000.0), 0) / 1000.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -17,7 +18,7 @@ from autostream.reporting.timeline import events, render
 from autostream.scheduling import POLICIES
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
-from tests.reporting.reports import COSTS, DIAMOND, PLAIN, REPORT, with_source
+from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, ONE_STREAM, PLAIN, REPORT, with_source
 from tests.scheduling.graphs import profile_with, random_costs, random_graphs
 
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
@@ -51,6 +52,7 @@ def checked(report: Report) -> list[dict[str, Any]]:
         for name, kind in fields.items():
             assert isinstance(event[name], kind), (name, event)
         assert event["ts"] >= 0
+        assert min(event["pid"], event["tid"]) >= 1, "Perfetto takes 0 for the idle process of Linux"
         assert math.isfinite(event["ts"])
         assert event.get("dur", 0) >= 0
         assert event.get("bp", "e") == "e"
@@ -60,17 +62,35 @@ def checked(report: Report) -> list[dict[str, Any]]:
         if event["ph"] == "C":
             assert all(isinstance(value, int | float) for value in event["args"].values())
     require_no_overlap(found)
+    require_lanes_of_their_own(found)
     require_arrows_within_slices(found)
     return found
 
 
 def require_no_overlap(found: list[dict[str, Any]]) -> None:
     """Slices of a lane that overlap are drawn as calls within calls, or not at all."""
-    until: dict[tuple[int, int], float] = {}
-    for event in sorted(of(found, "X"), key=lambda e: (e["ts"], e["dur"])):
-        lane = event["pid"], event["tid"]
-        assert event["ts"] >= until.get(lane, 0.0) - 1e-6, event
-        until[lane] = event["ts"] + event["dur"]
+    for start_ns, dur_ns in itertools.product([as_written, as_cut], repeat=2):
+        until: dict[int, int] = {}
+        for event in sorted(of(found, "X"), key=lambda e: (e["ts"], e["dur"])):
+            start = start_ns(event["ts"])
+            assert start >= until.get(event["tid"], 0), event
+            until[event["tid"]] = start + dur_ns(event["dur"])
+
+
+def as_written(time_us: float) -> int:
+    """A time in ns."""
+    return round(time_us * 1000.0)
+
+
+def as_cut(time_us: float) -> int:
+    """A time in ns, as some versions of Perfetto read it (CoerceToTs in its importer of JSON)."""
+    return int(time_us * 1000.0)
+
+
+def require_lanes_of_their_own(found: list[dict[str, Any]]) -> None:
+    """Perfetto has had one name for all lanes of a number, whatever their process."""
+    process_of: dict[int, int] = {}
+    assert all(process_of.setdefault(event["tid"], event["pid"]) == event["pid"] for event in found)
 
 
 def require_arrows_within_slices(found: list[dict[str, Any]]) -> None:
@@ -109,13 +129,24 @@ def lanes(found: list[dict[str, Any]], process: int) -> dict[str, list[tuple[str
 
 def test_a_lane_for_each_stream_and_one_for_the_critical_path() -> None:
     in_line = [("a", 0.0, 2.0), ("b", 2.5, 4.0), ("c", 6.5, 4.0), ("e", 11.0, 2.0)]
-    assert lanes(checked(REPORT), 0) == {"stream 0": in_line, "stream 1": [("d", 3.0, 6.0)], "critical path": in_line}
+    assert lanes(checked(REPORT), 1) == {"stream 0": in_line, "stream 1": [("d", 3.0, 6.0)], "critical path": in_line}
 
 
 def test_arrows_lead_from_the_end_of_what_is_waited_for_to_the_start_of_what_waits() -> None:
     found = checked(REPORT)
-    assert [(e["tid"], e["ts"]) for e in of(found, "s")] == [(0, 1.999), (1, 8.999)]
-    assert [(e["tid"], e["ts"]) for e in of(found, "f")] == [(1, 3.0), (0, 11.0)]
+    assert [(e["tid"], e["ts"]) for e in of(found, "s")] == [(1, 1.999), (2, 8.999)]
+    assert [(e["tid"], e["ts"]) for e in of(found, "f")] == [(2, 3.0), (1, 11.0)]
+
+
+def test_slices_that_follow_each_other_do_not_overlap_however_their_times_are_read() -> None:
+    """0.57 µs times 1000 is less than 570 in floating point."""
+    times = {"a": (0.0, 0.29), "b": (0.29, 0.57), "d": (0.57, 1.001), "c": (1.001, 1.13), "e": (1.13, 2.26)}
+    timeline = Timeline(tuple(Slice(name, 0, *time) for name, time in times.items()))
+    chosen = replace(CHOSEN, schedule=ONE_STREAM)
+    drawn = lanes(checked(replace(REPORT, timeline=timeline, chosen=chosen)), 1)["stream 0"]
+    assert [name for name, *_ in drawn] == [*times]
+    lost = [round(end - start - dur, 6) for (start, end), (_, _, dur) in zip(times.values(), drawn, strict=True)]
+    assert {*lost} == {0.0, 0.001}, "where one was too long by a ns, it lost that"
 
 
 def test_the_measured_timeline_is_a_process_of_its_own() -> None:
@@ -123,8 +154,8 @@ def test_the_measured_timeline_is_a_process_of_its_own() -> None:
     slower = tuple(replace(s, start_us=2 * s.start_us, end_us=2 * s.end_us) for s in REPORT.timeline.slices)
     found = checked(replace(REPORT, measured=Timeline(slower, "measured")))
     names = {e["pid"]: e["args"]["name"] for e in of(found, "M") if e["name"] == "process_name"}
-    assert names == {0: "predicted", 1: "measured"}
-    assert lanes(found, 1)["stream 1"] == [("d", 6.0, 12.0)]
+    assert names == {1: "predicted", 2: "measured"}
+    assert lanes(found, 2)["stream 1"] == [("d", 6.0, 12.0)]
     assert len({event["id"] for event in of(found, "s")}) == 4, "arrows of two processes have different numbers"
 
 
@@ -136,7 +167,7 @@ def test_fork_and_join_are_marks() -> None:
     timeline = Timeline(tuple(Slice(name, at, float(start), float(end)) for name, (at, start, end) in times.items()))
     chosen = Candidate(Schedule("drawn", 2, launches, join_waits=("b",)), captured=True, predicted_us=6.0)
     found = checked(replace(REPORT, graph=graph, chosen=chosen, timeline=timeline))
-    assert [(e["name"], e["tid"], e["ts"]) for e in of(found, "i")] == [("fork", 0, 0.0), ("join", 0, 6.0)]
+    assert [(e["name"], e["tid"], e["ts"]) for e in of(found, "i")] == [("fork", 1, 0.0), ("join", 1, 6.0)]
     assert of(found, "s") == [], "arrows need slices at both ends"
 
 

@@ -42,9 +42,14 @@ const processes = (() => {
     }
   }
   for (const process of found.values()) {
-    process.lanes = [...process.lanes.entries()].sort((a, b) => a[0] - b[0]).map(([, value]) => value);
+    const tids = [...process.lanes.keys()].sort((a, b) => a - b);
+    process.lanes = tids.map((tid) => process.lanes.get(tid));
     process.arrows = [...process.arrows.values()];
-    for (const { slices } of process.lanes) slices.sort((a, b) => a.start - b.start);
+    for (const { from, to } of process.arrows) for (const end of [from, to]) end.lane = tids.indexOf(end.lane);
+    process.lanes.forEach(({ slices }, lane) => {
+      for (const slice of slices) slice.lane = lane;
+      slices.sort((a, b) => a.start - b.start);
+    });
   }
   return [...found.values()];
 })();
