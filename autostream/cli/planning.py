@@ -233,7 +233,12 @@ and for each op its cost, stream, waits, slack and source line. Of many ops, tho
     [
         *PLANNING,
         *_choosing(None, "all, of many alike ones in one row"),
-        argument("--sort", default="launch", metavar="COLUMN", help="costs and shares fall, all else rises"),
+        argument(
+            "--sort",
+            default="launch",
+            metavar="COLUMN",
+            help="sort by it; costs and shares fall, names and times rise (default: launch)",
+        ),
         argument("--columns", type=names, default=USUAL, metavar="A,B", help=f"of {', '.join(COLUMNS)}"),
         (
             _form("json", "everything, as JSON"),

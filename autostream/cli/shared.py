@@ -46,7 +46,7 @@ PLANNING: tuple[Argument, ...] = (
     *MODEL,
     argument("--device", help=_PLANNED_FOR),
     argument("--policy", default="auto", help=f"{_either(PolicyName)} (default: auto)"),
-    argument("--streams", type=streams, default="auto", metavar="N", help="how many, or auto (default: auto)"),
+    argument("--streams", type=streams, default="auto", metavar="N", help="how many streams, or auto (default: auto)"),
     argument(
         "--tuning-seconds", type=positive, default=10.0, metavar="SECONDS", help="to time ops and search (default: 10)"
     ),
