@@ -24,12 +24,12 @@ from benchmarks.planning import chained
 from benchmarks.stamp import RESULTS, save, stamp
 
 _STEPS = {
-    "table": "rows => { rows.scrollTop = (step * 900) % (rows.scrollHeight - 1000); }",
+    "table": "rows => { rows.scrollTop = (step * 280) % (rows.scrollHeight - 1000); }",
     "timeline": """lanes => lanes.dispatchEvent(new WheelEvent("wheel", {
         deltaY: step % 60 < 30 ? -60 : 60, ctrlKey: true, clientX: 600, clientY: 300, bubbles: true, cancelable: true,
     }))""",
 }
-"""What is done in one frame: the table of ops is scrolled to other rows, the timeline zoomed in and out again."""
+"""What is done in one frame: the table of ops is scrolled by ten rows, the timeline zoomed in and out again."""
 
 _PLACES = {"table": "#rows", "timeline": "#lanes"}
 
