@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream.candidates import Priced
 from autostream.ir import Assignment, Costs, DeviceProfile, OpGraph
+from autostream.options import Options
 from autostream.scheduling import POLICIES, Policy
 
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
@@ -61,8 +63,17 @@ def scattered(graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int
 def force_streams(monkeypatch: pytest.MonkeyPatch, policy: Policy = scattered) -> dict[str, Any]:
     """Let a schedule over two streams win, however long it takes; returns the options to optimize with."""
     monkeypatch.setattr("autostream.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
-    monkeypatch.setattr("autostream.candidates.POLICIES", {**POLICIES, "critical_path": policy})
+    let_policy_assign(monkeypatch, policy)
     return {"policy": "critical_path", "streams": 2, "memory_budget": math.inf}
+
+
+def let_policy_assign(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    """Let a policy decide on single ops, over two streams, in the place of those that there are."""
+
+    def assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:
+        yield policy(priced.graph, priced.costs, priced.profile, 2, pinned)
+
+    monkeypatch.setattr("autostream.candidates._assigned", assigned)
 
 
 CONFIGURATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {

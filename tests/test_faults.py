@@ -21,10 +21,9 @@ import autostream
 from autostream import tuning
 from autostream.build import Scheduled
 from autostream.collector import paused
-from autostream.scheduling import POLICIES
 from tests.alone import run_alone
 from tests.faults import Noisy, Quiet, Risk, Surroundings, check_free, check_works, fail_once, out_of_memory, strike
-from tests.semantics import CONFIGURATIONS, force_streams, same, scattered
+from tests.semantics import CONFIGURATIONS, force_streams, let_policy_assign, same, scattered
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -90,7 +89,7 @@ def test_an_op_that_raises_at_any_time_while_it_is_prepared(
 ) -> None:
     """In its first run, in the second one, and so on with larger and larger steps, until preparing ends before that."""
     options: dict[str, Any] = {"costs": "measured", "policy": "critical_path", "streams": 2, "memory_budget": math.inf}
-    monkeypatch.setattr("autostream.candidates.POLICIES", {**POLICIES, "critical_path": scattered})
+    let_policy_assign(monkeypatch, scattered)
     monkeypatch.setattr("autostream.costs.here.save", lambda measurements: ())  # so that it is measured each time
     monkeypatch.setattr("autostream.select._ROUNDS", 1)
     monkeypatch.setattr("autostream.select._MAX_RUNS", 1)

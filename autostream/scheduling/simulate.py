@@ -58,9 +58,9 @@ def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captur
     """
     points = _points(schedule, profile.over(schedule.streams), 0.0 if captured else profile.launch_us)
     ops = [_MARK if name in _MARKS else costs[name] for name in points.names]
-    starts, ends = _times(points, ops, profile.dispatch_us if captured else 0.0)
-    if inf in ends[: len(ops)]:
-        raise ScheduleError(_deadlock(points, ends))
+    starts, ends, missing = _times(points, ops, profile.dispatch_us if captured else 0.0)
+    if any(missing):
+        raise ScheduleError(_deadlock(points, missing))
     return Timeline(tuple(map(Slice, points.names, points.streams, starts, ends)))
 
 
@@ -134,8 +134,10 @@ def _points(schedule: Schedule, profile: DeviceProfile, launch_us: float) -> _Po
     return _Points(names, streams, issued, before, position)
 
 
-def _times(points: _Points, costs: Sequence[OpCost], dispatch_us: float) -> tuple[list[float], list[float]]:
-    """When each point starts and ends, µs; infinity where it never does. Of equal moments, earlier points go first.
+def _times(
+    points: _Points, costs: Sequence[OpCost], dispatch_us: float
+) -> tuple[list[float], list[float], Sequence[int]]:
+    """When each point starts and ends, µs, and how many it still waits for. Of equal moments, earlier points go first.
 
     ``done`` is the work that each running op has seen done, ``free`` when the front end can start the next kernel.
 
@@ -180,7 +182,7 @@ def _times(points: _Points, costs: Sequence[OpCost], dispatch_us: float) -> tupl
             if not missing[at]:
                 start = max([ends[other] + edge_us for other, edge_us in before[at].items()])
                 heappush(starting, (max(start, issued[at]), at))
-    return starts, ends
+    return starts, ends, missing
 
 
 def _slowdown(running: Sequence[tuple[float, int]], sm: Sequence[float], bandwidth: Sequence[float]) -> float:
@@ -191,13 +193,9 @@ def _slowdown(running: Sequence[tuple[float, int]], sm: Sequence[float], bandwid
     return max(1.0, sum([sm[at] for _, at in running]), sum([bandwidth[at] for _, at in running]))
 
 
-def _deadlock(points: _Points, ends: Sequence[float]) -> str:
+def _deadlock(points: _Points, missing: Sequence[int]) -> str:
     """What keeps the first point that never starts."""
-    names = list(points.position)
-    name, never = next(
-        (name, names[other])
-        for name, before in zip(points.names, points.before, strict=True)
-        for other in before
-        if ends[other] == inf
-    )
-    return f"{name} would never start: it waits for {never}, which is not launched earlier"
+    names, launched = list(points.position), len(missing)
+    at = next(at for at, count in enumerate(missing) if count)
+    never = next(other for other in points.before[at] if other >= launched or missing[other])
+    return f"{names[at]} would never start: it waits for {names[never]}, which is not launched earlier"
