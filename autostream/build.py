@@ -484,6 +484,7 @@ def _report(model: str, signature: Signature, tuned: Tuned, options: Options, st
         chosen=selection.chosen,
         timeline=simulate(selection.chosen.schedule, priced.costs, priced.profile, captured=selection.chosen.captured),
         candidates=selection.candidates,
+        chosen_on=tuned.chosen_on,
         refusals=(*tuned.refusals, *priced.remarks, *exempted),
         seconds=dict(stopwatch.seconds),
         versions=versions(),

@@ -44,12 +44,14 @@ class Tuned:
         priced: its graph and costs.
         selection: what runs, and what was measured.
         refusals: why it is not something better.
+        chosen_on: when it was chosen among all that was considered, if that was earlier.
     """
 
     program: Program
     priced: Priced
     selection: Selection
     refusals: tuple[Decision, ...]
+    chosen_on: str = ""
 
     @property
     def measured_us(self) -> float:
@@ -103,9 +105,7 @@ def _again(
         return None
     if selection.chosen is not selection.candidates[-1]:
         return None
-    then = f"chosen on {before.date} among all that were considered, at {before.measured_us:.1f} µs"
-    reason = f"the schedule was {then}; this time only one stream was measured beside it"
-    return Tuned(program, priced, selection, (*before.refusals, Decision("", "not searched", reason)))
+    return Tuned(program, priced, selection, before.refusals, before.date)
 
 
 def _kept(place: Path, tuned: Tuned) -> Tuned:

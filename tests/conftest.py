@@ -48,7 +48,8 @@ def nothing_is_chosen_yet(cache_folder: None) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measurements of tests are kept apart from the user's, and from those of earlier tests."""
+    """Measurements of tests are kept apart from the user's, and from those of earlier tests; choices are not kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path_factory.mktemp("autostream")))
+        patch.setattr("autostream.tuning.place_of", lambda *_: None)
         yield

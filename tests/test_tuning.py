@@ -306,9 +306,9 @@ def test_what_was_chosen_is_chosen_again_without_a_search(place: Path, monkeypat
     first, second = tuned(), tuned()
     assert device.captures == [True], "candidates were looked for once"
     assert first.refusals == ()
-    (told,) = second.refusals
-    assert told.choice == "not searched"
-    assert re.fullmatch(r"the schedule was chosen on ....-..-.. ..:.. UTC among all .*, at 9.5 µs; .*", told.reason)
+    assert first.chosen_on == ""
+    assert re.fullmatch(r"....-..-.. ..:.. UTC", second.chosen_on)
+    assert second.refusals == ()
     assert second.selection.chosen.schedule == first.selection.chosen.schedule
     assert len(second.selection.candidates) == 1
 
@@ -329,7 +329,7 @@ def test_what_is_not_chosen_again_is_chosen_anew(why: str, place: Path, monkeypa
     assert device.captures == [True, True]
     assert [refusal.choice for refusal in second.refusals] == (["cache rebuilt"] if why == "damaged" else [])
     monkeypatch.setattr(tuning, "candidates_again", real)
-    assert [refusal.choice for refusal in tuned().refusals] == ["not searched"]
+    assert (second.chosen_on, bool(tuned().chosen_on)) == ("", True)
 
 
 @torch.no_grad()

@@ -27,6 +27,8 @@ class Report:
             ``timeline`` is the simulated run of the chosen candidate.
         measured: a run of the chosen candidate that a profiler watched; ``None`` where none did.
         candidates: all that were considered, the chosen one among them.
+        chosen_on: when the chosen candidate won among all that were considered, if that was earlier, mostly in another
+            process: ``candidates`` are then itself and the sequential one. ``""`` where it has won now.
         refusals: what could not be done, and why, in the order in which it was tried.
         seconds: stage name to the wall-clock seconds it took.
         versions: package name to version.
@@ -45,6 +47,7 @@ class Report:
     timeline: Timeline | None = None
     measured: Timeline | None = None
     candidates: tuple[Candidate, ...] = ()
+    chosen_on: str = ""
     refusals: tuple[Decision, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -198,6 +198,12 @@ def test_a_reason_that_names_the_source_line_is_not_given_it_twice() -> None:
     assert values(summary(report))["refused"] == ["not captured: it synchronizes (net.py:3: y = f(x)) (op d)"]
 
 
+def test_a_schedule_that_was_chosen_before_is_told() -> None:
+    assert "chosen" not in values(render(REPORT))
+    found = values(render(replace(REPORT, chosen_on="2026-01-31 12:00 UTC")))
+    assert found["chosen"] == ["on 2026-01-31 12:00 UTC, among more: this time only one stream was measured beside it"]
+
+
 def test_of_many_refusals_of_a_kind_the_first_are_shown() -> None:
     many = [Decision(name, "not captured", "it synchronizes") for name in "abcde"]
     report = replace(REPORT, refusals=(*many[:4], Decision("", "no streams", "there is one"), many[4]))
