@@ -102,8 +102,7 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
         rivals = [_candidate(priced, assignment, capture) for assignment in _distinct(assigned)]
         candidates = (budget.sequential, *_shortlist(rivals, budget.within))
     with stopwatch("verify"), collector.paused():
-        for candidate in _allowed(candidates):
-            verify(graph, candidate.schedule, pinned=pinned)
+        verify(graph, *(candidate.schedule for candidate in _allowed(candidates)), pinned=pinned)
     return candidates
 
 

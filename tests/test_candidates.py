@@ -313,7 +313,7 @@ def test_what_exceeds_the_memory_budget_is_refused_and_not_verified(
 ) -> None:
     """One stream takes 4 KiB, list scheduling 7, the others 6; and 1 KiB is given."""
     verified: list[Schedule] = []
-    monkeypatch.setattr(module, "verify", lambda graph, schedule, pinned: verified.append(schedule))
+    monkeypatch.setattr(module, "verify", lambda graph, *schedules, pinned: verified.extend(schedules))
     found = candidates(memory_budget=limit)
     assert [(c.schedule.policy, c.memory_bytes, bool(c.refusal)) for c in found] == [
         ("sequential", 4096, False),
