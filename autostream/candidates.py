@@ -26,7 +26,7 @@ from autostream.scheduling.postpone import in_program_order, postponed
 from autostream.scheduling.recycling import wait_for_memory
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.search import search_by_streams, variants
-from autostream.scheduling.simulate import replay_us, run_us, simulate
+from autostream.scheduling.simulate import replay_us, simulate
 from autostream.scheduling.slack import MOST
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
@@ -98,11 +98,10 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
         with stopwatch("search"), collector.paused():
             assigned += _searched(priced, options, pinned, capture, budget.room_bytes)
     with stopwatch("schedule"), collector.paused():
-        rivals = [_candidate(priced, assignment, capture) for assignment in _distinct(assigned)]
+        rivals = [_simulated(priced, assignment, capture) for assignment in _distinct(assigned)]
         candidates = (budget.sequential, *_shortlist(rivals, budget.within))
     with stopwatch("verify"), collector.paused():
-        for candidate in _allowed(candidates):
-            verify(graph, candidate.schedule, pinned=pinned)
+        verify(graph, *(candidate.schedule for candidate in _allowed(candidates)), pinned=pinned)
     return candidates
 
 
@@ -128,9 +127,7 @@ def candidates_again(
         sequential = _sequential(priced, capture=True)
         if schedule.streams == 1:
             return (sequential,)
-        predicted_us = run_us(schedule, priced.costs, priced.profile, captured=True)
-        memory_bytes = peak_bytes(priced.graph, schedule)
-        again = Candidate(schedule, True, predicted_us, memory_bytes=memory_bytes)
+        again = replace(_run(priced, schedule, True).candidate, memory_bytes=peak_bytes(priced.graph, schedule))
         if reason := excess(again, sequential, options.memory_budget, given_bytes(priced.graph)):
             raise ScheduleError(f"the schedule chosen before {reason}")
         return (sequential, again)
@@ -162,7 +159,7 @@ def variants_of(priced: Priced, options: Options, sequential: Candidate, candida
             assignment = next(found, None)
             if assignment is None:
                 return
-            variant, *_ = budget.within(_candidate(priced, assignment, captured))
+            variant, *_ = budget.within(_simulated(priced, assignment, captured))
             if variant.refusal:
                 misses += 1
                 continue
@@ -179,7 +176,7 @@ def best_of(candidates: Iterable[Candidate]) -> Candidate:
 def _sequential(priced: Priced, capture: bool) -> Candidate:
     assign = POLICIES["sequential"]
     assignment = assign(priced.graph, priced.costs, priced.profile, 1, _pinned(priced, capture))
-    return _with_memory(priced.graph, _candidate(priced, assignment, capture))
+    return _with_memory(priced.graph, _simulated(priced, assignment, capture).candidate)
 
 
 def _pinned(priced: Priced, capture: bool) -> frozenset[str]:
@@ -187,9 +184,22 @@ def _pinned(priced: Priced, capture: bool) -> frozenset[str]:
     return frozenset() if capture else priced.graph.pinned
 
 
-def _candidate(priced: Priced, assignment: Assignment, capture: bool) -> Candidate:
-    schedule = synchronize(priced.graph, assignment)
-    return Candidate(schedule, capture, run_us(schedule, priced.costs, priced.profile, captured=capture))
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    """A candidate as yet without memory, and how it runs by the simulator."""
+
+    candidate: Candidate
+    timeline: Timeline
+
+
+def _simulated(priced: Priced, assignment: Assignment, capture: bool) -> _Simulated:
+    return _run(priced, synchronize(priced.graph, assignment), capture)
+
+
+def _run(priced: Priced, schedule: Schedule, capture: bool) -> _Simulated:
+    timeline = simulate(schedule, priced.costs, priced.profile, captured=capture)
+    predicted_us = timeline.makespan_us + replay_us(priced.profile, capture)
+    return _Simulated(Candidate(schedule, capture, predicted_us), timeline)
 
 
 def _with_memory(graph: OpGraph, candidate: Candidate) -> Candidate:
@@ -229,46 +239,45 @@ class _Budget:
         """What a schedule may allocate."""
         return room_bytes(self.sequential, self.limit, given_bytes(self.priced.graph))
 
-    def within(self, candidate: Candidate) -> tuple[Candidate, ...]:
+    def within(self, rival: _Simulated) -> tuple[Candidate, ...]:
         """The candidate with memory if it keeps to the budget.
 
         If it does not: the schedule most like it that does, if there is one, and itself, refused, if it were faster.
         """
-        timeline = self._run(candidate.schedule)
-        plain = self._judged(candidate, timeline)
+        plain = self._judged(rival)
         if not plain.refusal:
             return (plain,)
-        fitting = list(islice(filter(_may_run, self._thrifty(candidate, timeline)), 1))
+        fitting = list(islice(filter(_may_run, map(self._judged, self._thrifty(rival))), 1))
         faster = all(plain.predicted_us < found.predicted_us for found in fitting)
         return (*fitting, *([plain] if faster else []))
 
-    def _run(self, schedule: Schedule) -> Timeline:
-        return simulate(schedule, self.priced.costs, self.priced.profile, captured=self.sequential.captured)
-
-    def _judged(self, candidate: Candidate, timeline: Timeline) -> Candidate:
+    def _judged(self, rival: _Simulated) -> Candidate:
         """The candidate with memory; where it cannot but exceed the budget, that is known without a place for each."""
-        graph = self.priced.graph
-        least = self.footprint.live_bytes(timeline)
+        graph, candidate = self.priced.graph, rival.candidate
+        least = self.footprint.live_bytes(rival.timeline)
         hopeless = least > self.room_bytes
         known = replace(candidate, memory_bytes=least) if hopeless else _with_memory(graph, candidate)
         refusal = excess(known, self.sequential, self.limit, given_bytes(graph), at_least=hopeless)
         limit = Limit.BUDGET if refusal else None
         return replace(known, refusal=refusal, limit=limit, incomplete=hopeless)
 
-    def _thrifty(self, candidate: Candidate, timeline: Timeline) -> Iterator[Candidate]:
+    def _thrifty(self, rival: _Simulated) -> Iterator[_Simulated]:
         """The same streams in schedules that need less memory, those that change least first."""
-        graph, profile = self.priced.graph, self.priced.profile
-        edge_us = profile.over(candidate.schedule.streams).cross_stream_edge_us
+        graph, profile, original = self.priced.graph, self.priced.profile, rival.candidate.schedule
+        edge_us = profile.over(original.streams).cross_stream_edge_us
         least_bytes = max(1, round(WORTH_A_WAIT * self.sequential.memory_bytes))
-        late = synchronize(graph, postponed(graph, candidate.schedule, timeline, edge_us))
-        written = synchronize(graph, in_program_order(graph, candidate.schedule))
-        for schedule in (candidate.schedule, late, written):
-            when = self._run(schedule)
-            for slack in SLACKS:
-                waiting = wait_for_memory(graph, schedule, when, edge_us, least_bytes, slack)
-                then = self._run(waiting)
-                predicted_us = then.makespan_us + replay_us(profile, candidate.captured)
-                yield self._judged(replace(candidate, schedule=waiting, predicted_us=predicted_us), then)
+        yield from self._waiting(rival, edge_us, least_bytes)
+        for order in (postponed(graph, original, rival.timeline, edge_us), in_program_order(graph, original)):
+            yield from self._waiting(self._run(synchronize(graph, order)), edge_us, least_bytes)
+
+    def _waiting(self, rival: _Simulated, edge_us: float, least_bytes: int) -> Iterator[_Simulated]:
+        """The same with waits for memory, which use up ever more slack."""
+        schedule, when = rival.candidate.schedule, rival.timeline
+        for slack in SLACKS:
+            yield self._run(wait_for_memory(self.priced.graph, schedule, when, edge_us, least_bytes, slack))
+
+    def _run(self, schedule: Schedule) -> _Simulated:
+        return _run(self.priced, schedule, self.sequential.captured)
 
 
 def _assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:
@@ -308,20 +317,20 @@ def _distinct(assignments: Iterable[Assignment]) -> Iterator[Assignment]:
         seen.add(plan)
 
 
-def _shortlist(rivals: Iterable[Candidate], complete: Callable[[Candidate], Sequence[Candidate]]) -> list[Candidate]:
+def _shortlist(rivals: Iterable[_Simulated], complete: Callable[[_Simulated], Sequence[Candidate]]) -> list[Candidate]:
     """The best of each policy, of each policy and number of streams, then of all; and whatever is better but refused.
 
     What differs little by prediction and by how it was made differs little on the device, and variants of the winner
     are measured anyway.
 
     Args:
-        rivals: candidates.
+        rivals: candidates as yet without memory.
         complete: finds out what one comes to, and whether it is refused; not asked more often than needed.
     """
-    waiting, completed = sorted(rivals, key=_promise), list[Candidate]()
+    waiting, completed = sorted(rivals, key=lambda rival: _promise(rival.candidate)), list[Candidate]()
     while waiting and len(_allowed(completed)) < SHORTLIST:
         known = {kind for candidate in _allowed(completed) for kind in _kinds(candidate)}
-        old = [len(known & _kinds(rival)) for rival in waiting]
+        old = [len(known & _kinds(rival.candidate)) for rival in waiting]
         completed.extend(complete(waiting.pop(old.index(min(old)))))
     return sorted(completed, key=_promise)
 

@@ -63,7 +63,8 @@ def price_program(
         if profile is None:
             profile, remarks = profile_here(program.device)
         if tensors is None or not _measures(options, graph):
-            costs = price(graph, profile)
+            with collector.paused():
+                costs = price(graph, profile)
         else:
             budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
             costs, faults = costs_here(program, graph, profile, tensors, budget_s)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
-from autostream import options
 from autostream.options import Options
 
 settings.register_profile("no clocks", deadline=None)
@@ -37,13 +35,6 @@ def one_thread_for_each_op() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_chosen_yet(cache_folder: None) -> Iterator[None]:
-    """On a GPU, what a test finds out about a program would be chosen again in the next test that has it."""
-    yield
-    shutil.rmtree(options.cache_folder() / "choices", ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,7 +16,7 @@ from autostream import budget
 from autostream import candidates as module
 from autostream.candidates import SHORTLIST, Priced, best_of, candidates_again, candidates_for, variants_of
 from autostream.errors import CostError, ScheduleError
-from autostream.ir import Assignment, Candidate, DeviceProfile, Limit, OpGraph, Schedule
+from autostream.ir import Assignment, Candidate, DeviceProfile, Limit, OpGraph, Schedule, Timeline
 from autostream.options import Options, PolicyName
 from autostream.scheduling import POLICIES
 from autostream.scheduling.peak import peak_bytes
@@ -163,7 +163,12 @@ def test_other_numbers_of_streams_come_before_more_of_the_same() -> None:
 
 def shortlisted(rivals: list[Candidate], refused: Callable[[Candidate], bool] = lambda rival: False) -> list[Candidate]:
     """The shortlist where some turn out to be refused."""
-    return module._shortlist(rivals, lambda rival: [replace(rival, refusal="too large") if refused(rival) else rival])
+
+    def complete(rival: module._Simulated) -> list[Candidate]:
+        candidate = rival.candidate
+        return [replace(candidate, refusal="too large") if refused(candidate) else candidate]
+
+    return module._shortlist([module._Simulated(rival, Timeline(())) for rival in rivals], complete)
 
 
 def test_the_next_best_takes_the_place_of_what_is_refused() -> None:
@@ -210,16 +215,16 @@ def test_where_memory_is_short_streams_wait_for_it_if_that_takes_no_time(limit: 
     costs = costs_of(WIDE, {**dict.fromkeys("astuqr", 1.0), "p": 30.0})
     given = Priced(WIDE, profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=2.0), costs, ())
     stream = {name: int(name in "stu") for name in WIDE.ops}
-    plain = module._candidate(given, Assignment("by hand", 2, tuple("asptuqr"), stream), capture=True)
-    one = module._candidate(given, sequential(WIDE, costs, given.profile, 1, frozenset()), capture=True)
-    alone = module._with_memory(WIDE, one)
+    plain = module._simulated(given, Assignment("by hand", 2, tuple("asptuqr"), stream), capture=True)
+    one = module._simulated(given, sequential(WIDE, costs, given.profile, 1, frozenset()), capture=True)
+    alone = module._with_memory(WIDE, one.candidate)
     found, *slower = module._Budget(given, alone, limit).within(plain)
     assert slower == []
     assert (found.schedule.wait_count, found.memory_bytes) == (waits, kib * 1024)
     assert bool(found.refusal) == (limit == 11 * 1024)
     assert bool(found.schedule.arena.bytes) == (kib == 12), "without the wait, blocks of each stream are no worse"
     assert bool(found.schedule.join_waits) == (kib == 19), "a wait for memory takes the place of that at the join"
-    assert found.predicted_us == plain.predicted_us == run_us(found.schedule, costs, given.profile)
+    assert found.predicted_us == plain.candidate.predicted_us == run_us(found.schedule, costs, given.profile)
     verify(WIDE, found.schedule)
 
 
@@ -335,7 +340,7 @@ def test_what_exceeds_the_memory_budget_is_refused_and_not_verified(
 ) -> None:
     """One stream takes 4 KiB, list scheduling 7, the others 6; and 1 KiB is given."""
     verified: list[Schedule] = []
-    monkeypatch.setattr(module, "verify", lambda graph, schedule, pinned: verified.append(schedule))
+    monkeypatch.setattr(module, "verify", lambda graph, *schedules, pinned: verified.extend(schedules))
     found = candidates(memory_budget=limit)
     assert [(c.schedule.policy, c.memory_bytes, bool(c.refusal)) for c in found] == [
         ("sequential", 4096, False),

@@ -26,10 +26,10 @@ ALIGNMENT = 512
 compiles kernels for aligned addresses, and cuBLAS chooses among its own by them."""
 
 
-def verify(graph: OpGraph, schedule: Schedule, *, pinned: frozenset[str] = frozenset()) -> None:
-    """Raise unless the schedule must compute what the ops compute one by one in program order.
+def verify(graph: OpGraph, *schedules: Schedule, pinned: frozenset[str] = frozenset()) -> None:
+    """Raise unless each of these schedules must compute what the ops compute one by one in program order.
 
-    It proves that
+    It proves of each that
 
     1. every op of the graph is launched once, nothing else is, streams exist, and pinned ops are on stream 0;
     2. every wait names ``FORK`` or an op launched earlier, on another stream;
@@ -53,7 +53,7 @@ def verify(graph: OpGraph, schedule: Schedule, *, pinned: frozenset[str] = froze
 
     Args:
         graph: the ops in program order, and the storages; its dependencies are not looked at.
-        schedule: the launches, waits, releases and places to check.
+        schedules: the launches, waits, releases and places to check.
         pinned: ops that must be on stream 0.
 
     Raises:
@@ -72,17 +72,18 @@ def verify(graph: OpGraph, schedule: Schedule, *, pinned: frozenset[str] = froze
         autostream.errors.ScheduleError: 'b' must come after 'a' (read after write of storage 'a'), but no wait \
 orders 'a' on stream 0 before 'b' on stream 1
     """
-    _check_launches(graph, schedule, pinned)
-    _check_waits(graph, schedule)
-    _check_places(graph, schedule)
     accesses = _accesses(graph)
-    hazards, memory = _hazards_by_op(graph), _Memory(_allocators(graph), accesses)
-    tenants = _tenants(graph, schedule, accesses)
-    for moment in _moments(schedule):
-        _check_fork_and_join(graph, schedule, moment)
-        _check_hazards(graph, schedule, moment, hazards)
-        _check_releases(graph, schedule, moment, memory)
-        _check_tenants(graph, schedule, moment, tenants)
+    hazards, allocators = _hazards_by_op(graph), _allocators(graph)
+    for schedule in schedules:
+        _check_launches(graph, schedule, pinned)
+        _check_waits(graph, schedule)
+        _check_places(graph, schedule)
+        memory, tenants = _Memory(allocators, accesses), _tenants(graph, schedule, accesses)
+        for moment in _moments(schedule):
+            _check_fork_and_join(graph, schedule, moment)
+            _check_hazards(graph, schedule, moment, hazards)
+            _check_releases(graph, schedule, moment, memory)
+            _check_tenants(graph, schedule, moment, tenants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ def _check_waits(graph: OpGraph, schedule: Schedule) -> None:
 def _check_fork_and_join(graph: OpGraph, schedule: Schedule, moment: _Moment) -> None:
     """A launch happens after what the caller did before, and before what the caller does next."""
     here = moment.point
-    if not moment.sees(FORK, here.stream):
+    if not moment.past[here.stream] & 1:  # the point at 0
         raise ScheduleError(_unordered(graph, FORK, here.op, f"what stream {here.stream} does there is not forked off"))
     for launch in schedule.launches if here.op == JOIN else ():
         if not moment.sees(launch.op, here.stream):
@@ -264,20 +265,25 @@ def _check_releases(graph: OpGraph, schedule: Schedule, moment: _Moment, memory:
     """Whoever is handed a released block, on the stream that allocated it, finds all of its accesses over."""
     here = moment.point.op
     for storage in moment.point.releases:
-        what = f"storage {storage!r} is released behind {_at(graph, here)}, but"
         allocators = memory.allocators.get(storage, ())
-        if reason := _unreleasable(graph, schedule, storage, allocators, memory.released):
-            raise ScheduleError(f"{what} {reason}")
-        home = schedule.stream_of[allocators[0]]
-        for op in memory.accesses[storage]:
-            if moment.position[op] > moment.position[here]:
-                raise ScheduleError(f"{what} {_at(graph, op)} uses it and is launched later")
-            if not moment.sees(op, home):
-                raise ScheduleError(
-                    f"{what} no wait orders {_at(graph, op)}, which uses it on stream {schedule.stream_of[op]}, "
-                    f"before what comes next on stream {home}, which allocated it"
-                )
+        reason = _unreleasable(graph, schedule, storage, allocators, memory.released)
+        if reason := reason or _in_use(graph, schedule, moment, memory.accesses[storage], allocators[0]):
+            raise ScheduleError(f"storage {storage!r} is released behind {_at(graph, here)}, but {reason}")
         memory.released[storage] = here
+
+
+def _in_use(graph: OpGraph, schedule: Schedule, moment: _Moment, accesses: Iterable[str], allocator: str) -> str:
+    """Which access of a storage is not over for what comes next on the stream that allocated it, or ``""``."""
+    home, here = schedule.stream_of[allocator], moment.position[moment.point.op]
+    for op in accesses:
+        if moment.position[op] > here:
+            return f"{_at(graph, op)} uses it and is launched later"
+        if not moment.sees(op, home):
+            return (
+                f"no wait orders {_at(graph, op)}, which uses it on stream {schedule.stream_of[op]}, "
+                f"before what comes next on stream {home}, which allocated it"
+            )
+    return ""
 
 
 def _unreleasable(
@@ -399,8 +405,10 @@ def _check_tenants(graph: OpGraph, schedule: Schedule, moment: _Moment, tenants:
     # every access of the later. And nothing right is refused: two that are compared have bytes in common, and waits are
     # for earlier launches only, so of two accesses the one launched first is the only one that can happen first.
     here, position = moment.point, moment.position
+    if here.op not in tenants.touched:
+        return
     before = moment.past[here.stream] & ~(1 << position[here.op])
-    for storage in tenants.touched.get(here.op, ()):
+    for storage in tenants.touched[here.op]:
         if storage not in tenants.awaited:
             ends = {op for other in tenants.previous[storage] for op in tenants.accesses[other]}
             tenants.awaited[storage] = _bits(position[op] for op in ends)
