@@ -6,8 +6,10 @@ trace ──▶ tune ──▶ Scheduled
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -35,13 +37,15 @@ from autostream.select import has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
-from autostream.tracing.dynamo import ending_of, is_refusal, split
+from autostream.tracing.dynamo import ending_of, is_refusal, split, without_numbers
 from autostream.tracing.export import MODELS, Tracer, trace
 from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
 from autostream.tuning import Tuned, tune, undone
+
+log = logging.getLogger(__name__)
 
 preparing = threading.RLock()
 """One model is traced, measured and captured at a time: tracing patches ``nn.Module`` for all threads, measurements
@@ -378,11 +382,14 @@ class Pieces:
         self._refusals = {reason: Decision("", "split at graph breaks", reason)}
         self._pieces: list[tuple[OptimizedPiece, str]] = []
         """With the reason why each ends where it does."""
+        self._alike = defaultdict[str, set[str]](set)
+        """The code of pieces that differ in numbers only, by that code without them."""
         self._called = False
 
         def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
             made = make_piece(module, bound_inputs)
             self._pieces.append((made, _ending(module)))
+            self._alike[without_numbers(module.code)].add(module.code)
             return made
 
         self._run: Callable[..., Any] = split(model, piece, self._refuse)
@@ -391,13 +398,22 @@ class Pieces:
         """What the model returns for these arguments."""
         self._called = True
         try:
-            return self._run(*args, **kwargs)
+            outputs = self._run(*args, **kwargs)
         except Exception as error:
             if self._run is self._model or not is_refusal(error):
                 raise
             self._refuse(first_line(error))
-            self._run, self._pieces = self._model, []
-        return self._model(*args, **kwargs)
+            self._give_up()
+            return self._model(*args, **kwargs)
+        if any(len(codes) > _MOST_ALIKE for codes in self._alike.values()):
+            self._refusals = {**self._refusals, _NUMBERS: Decision("", "plain", _NUMBERS)}
+            log.warning("%s runs plainly: %s", name_of(self._model), _NUMBERS)
+            self._give_up()
+        return outputs
+
+    def _give_up(self) -> None:
+        self._run, self._pieces = self._model, []
+        self._alike.clear()
 
     def _refuse(self, reason: str) -> None:
         reason = f"Dynamo cannot trace it either: {reason}"
@@ -424,6 +440,12 @@ class Pieces:
         unexplained = self._mode() == "plain" and all(r.choice != "plain" for r in self._refusals.values())
         nothing = Decision("", "plain", "TorchDynamo finds no piece of it that it could trace")
         return (*self._refusals.values(), nothing) if unexplained else tuple(self._refusals.values())
+
+
+_MOST_ALIKE = 8
+"""Dynamo takes a number for a constant, and makes a piece anew for another one: so often, and then never again."""
+
+_NUMBERS = "its pieces hold a number that changes from call to call, such as one of .item(): keep it a tensor"
 
 
 def _ending(module: GraphModule) -> str:

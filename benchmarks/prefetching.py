@@ -21,17 +21,19 @@ from tabulate import tabulate
 from torch import Tensor
 
 import autostream
-from autostream.bench.clock import clock_of, interleaved
+from autostream.bench.clock import clock_of
 from benchmarks.stamp import RESULTS, save, stamp
 
 MIB = 2**20
 SIZES = (1, 8, 64)
 """MiB of a batch."""
 
-BATCHES = 20
-"""In one loop."""
+BATCHES = 60
+"""In one loop: the first copy of each has nothing to run beside."""
 
-WIDTH = 2048
+ROUNDS = 7
+
+WIDTH = 512
 """Of the products."""
 
 
@@ -52,16 +54,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def row(mib: int, depth: int, device: torch.device) -> dict[str, Any]:
-    """Median µs for each batch of one size, by way."""
-    clock = clock_of(device)
-    host = torch.ones(mib * MIB // 4)
-    batches = [host.pin_memory() for _ in range(BATCHES)]
-    target, weight = torch.empty_like(batches[0], device=device), torch.ones(WIDTH, WIDTH, device=device)
-    copy_us = clock.once_us(lambda: target.copy_(batches[0], non_blocking=True))
+    """Median µs for each batch of one size, by way; the ways take turns."""
+    clock, pinned = clock_of(device), torch.ones(mib * MIB // 4).pin_memory()
+    target, weight = torch.empty_like(pinned, device=device), torch.ones(WIDTH, WIDTH, device=device)
+    copy_us = clock.once_us(lambda: target.copy_(pinned, non_blocking=True))
     product_us = clock.once_us(lambda: torch.mm(weight, weight))
-    calls = loops(batches, depth, device, weight, max(1, round(copy_us / product_us)))
-    times = interleaved(calls, clock, note=lambda name: None)
-    return {"mib": mib, **{f"{name}_us": round(median(times[name].call_us) / BATCHES, 2) for name in calls}}
+    calls = loops([pinned] * BATCHES, depth, device, weight, max(1, round(copy_us / product_us)))
+    rounds = [{name: clock.once_us(call) / BATCHES for name, call in calls.items()} for _ in range(1 + ROUNDS)]
+    return {"mib": mib, **{f"{name}_us": round(median(each[name] for each in rounds[1:]), 2) for name in calls}}
 
 
 def loops(

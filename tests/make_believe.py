@@ -20,10 +20,12 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autostream.execution import streams
 from autostream.execution.cpu_streams import Record, Wait, _hostile_order
 
 GPU = torch.device("cuda", 0)
@@ -138,6 +140,17 @@ class Device:
         for step in _hostile_order(steps, seed):
             if callable(step):
                 step()
+
+    @classmethod
+    @contextmanager
+    def installed(cls, patch: pytest.MonkeyPatch) -> Iterator[Device]:
+        """A device in the place of all others, for all threads; the calling one is active."""
+        device = cls()
+        for name, value in vars(device.cuda).items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(streams, "_pools", {})
+        with device.active():
+            yield device
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -387,6 +387,37 @@ def test_a_model_that_dynamo_refuses_runs_as_it_is() -> None:
 
 
 @torch.no_grad()
+def test_a_number_that_changes_from_call_to_call_does_not_make_pieces_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is a constant in the second piece, so each new one makes that piece anew."""
+    made = []
+
+    def make(module: nn.Module, bound: frozenset[int]) -> Piece:
+        made.append(module)
+        return Piece(module, bound)
+
+    model = Model(lambda s, x: (x + 1) * x.sum().item())
+    pieces = Pieces(model, signature(), "no graph", make)
+    for number in range(20):
+        same(pieces(torch.full((3,), float(number))), model(torch.full((3,), float(number))))
+    assert len(made) == 1 + 9
+    assert pieces.report.mode == "plain"
+    assert "a number that changes from call to call" in pieces.report.refusals[-1].reason
+    assert "keep it a tensor" in caplog.text
+
+
+@torch.no_grad()
+def test_pieces_that_are_the_same_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.build._MOST_ALIKE", 1)
+    pieces = Pieces(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), signature(), "no graph", Piece)
+    for _ in range(3):
+        torch._dynamo.reset()
+        same(pieces(torch.ones(3)), torch.full((3,), 2.0))
+    assert (pieces.report.mode, len(pieces.report.parts)) == ("graph breaks", 6)
+
+
+@torch.no_grad()
 def test_what_dynamo_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 

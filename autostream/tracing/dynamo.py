@@ -6,6 +6,7 @@ What is private to Dynamo is used here alone. Run on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +98,16 @@ def ending_of(module: GraphModule) -> tuple[str, str]:
     reason = found.reason.strip().partition("\n")[0]
     said = "a branch depends on the value of a tensor" if reason.startswith("generic_jump") else reason
     return said, "".join(traceback.format_list(found.user_stack))
+
+
+def without_numbers(code: str) -> str:
+    """The code of a graph without the numbers in it; those in names stay.
+
+    Example:
+        >>> without_numbers("mul_1 = relu_2 * 3.5e-05")
+        'mul_1 = relu_2 * _'
+    """
+    return re.sub(r"(?<![\w.])\d[\d.]*(e[+-]?\d+)?", "_", code)
 
 
 def is_refusal(error: Exception) -> bool:

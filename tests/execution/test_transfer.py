@@ -24,11 +24,7 @@ def order(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    device = Device()
-    for name, value in vars(device.cuda).items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(streams, "_pools", {})
-    with device.active():
+    with Device.installed(monkeypatch) as device:
         yield device
 
 

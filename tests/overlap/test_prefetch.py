@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -27,12 +29,14 @@ from tests.threads import in_threads
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    device = Device()
-    for name, value in vars(device.cuda).items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(streams, "_pools", {})
-    with device.active():
+    with Device.installed(monkeypatch) as device:
         yield device
+
+
+def read(device: Device, batch: Tensor, seen: list[float]) -> None:
+    """A kernel on the current stream that reads a batch."""
+    memory = alias(batch)
+    device.launch(lambda: seen.append(memory.mean().item()))
 
 
 class Loader:
@@ -66,8 +70,7 @@ def consume(device: Device, batches: Iterable[Tensor]) -> list[float]:
     """A loop of kernels that read one batch each; the list fills when the device runs."""
     seen: list[float] = []
     for batch in batches:
-        memory = alias(batch)
-        device.launch(lambda memory=memory: seen.append(memory.mean().item()))
+        read(device, batch, seen)
     return seen
 
 
@@ -84,6 +87,40 @@ def test_all_batches_come_in_order_in_bounded_memory(device: Device, depth: int,
     device.run(order)
     assert again == seen
     assert device.blocks == depth + 1
+
+
+@settings(max_examples=60)
+@given(
+    depth=st.integers(1, 3),
+    actions=st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=8),
+    order=st.integers(0, 9),
+)
+def test_however_it_is_consumed_each_batch_is_read_as_it_was(
+    depth: int, actions: list[tuple[int, bool, bool, bool]], order: int
+) -> None:
+    """On any of three streams, kept or dropped, with memory taken and written in between, and begun anew."""
+    with pytest.MonkeyPatch.context() as patch, Device.installed(patch) as device:
+        others, kept, seen, expected = [device.stream(), device.stream()], list[Tensor](), list[float](), list[float]()
+        batches = iter(autostream.prefetch(Loader(99), "cuda", depth))
+        number = 0.0
+        for which, keeps, writes, anew in actions:
+            with device.using([device.current, *others][which]):
+                if anew:
+                    batches, number = iter(autostream.prefetch(Loader(99), "cuda", depth)), 0.0
+                batch = next(batches)
+                read(device, batch, seen)
+                expected.append(number)
+                if keeps:
+                    kept.append(batch)
+                del batch
+                if writes:
+                    mine = device.empty_like(torch.full((4,), -1.0))
+                    device.copy(mine, torch.full((4,), -1.0))
+                    del mine
+                number += 1.0
+        del batches
+        device.run(order)
+        assert sorted(seen) == sorted(expected)
 
 
 def test_no_more_is_read_ahead_than_asked_for(device: Device) -> None:
@@ -129,8 +166,7 @@ def test_an_abandoned_loop_leaves_nothing_behind_and_its_memory_is_safe(device: 
             iterator = iter(autostream.prefetch(loader, "cuda"))
             theirs = weakref.ref(iterator._batches)  # type: ignore[attr-defined]
             for number, batch in enumerate(iterator, 1):
-                memory = alias(batch)
-                device.launch(lambda memory=memory: seen.append(memory.mean().item()))
+                read(device, batch, seen)
                 if number == end:
                     break
             del iterator, batch
@@ -156,8 +192,7 @@ def test_threads_share_an_iteration_and_each_reads_on_its_own_stream(device: Dev
     def work(_: int) -> None:
         with device.active(), device.using(device.stream()):
             for batch in batches:
-                memory = alias(batch)
-                device.launch(lambda memory=memory: seen.append(memory.mean().item()))
+                read(device, batch, seen)
 
     in_threads(3, work)
     device.run(2)

@@ -337,4 +337,4 @@ def test_each_tensor_is_mapped_and_all_else_is_the_same() -> None:
     assert mapped[3][0].data.tolist() == [-1.0] * 3
     assert mapped[3][0].batch_sizes is packed.batch_sizes
     assert given["tokens"]["x"] == 1
-    assert mapped[3][1] == "a"
+    assert mapped[3][1] == "text"
