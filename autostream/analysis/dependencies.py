@@ -243,10 +243,11 @@ def _on_cpu(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
 
 def _ops(groups: Mapping[str, _Group], device: str) -> dict[str, Op]:
     works = count_work({group.node: group.effects for group in groups.values()})
-    return {name: _op(group, works[name], device) for name, group in groups.items()}
+    lines = {trace: user_line(trace) for trace in {group.node.stack_trace for group in groups.values()}}
+    return {name: _op(group, works[name], device, lines[group.node.stack_trace]) for name, group in groups.items()}
 
 
-def _op(group: _Group, work: Work, device: str) -> Op:
+def _op(group: _Group, work: Work, device: str, source: str) -> Op:
     return Op(
         name=group.node.name,
         target=_target_name(group.node),
@@ -261,7 +262,7 @@ def _op(group: _Group, work: Work, device: str) -> Op:
         bytes_read=work.bytes_read,
         bytes_written=work.bytes_written,
         elements=work.elements,
-        source=user_line(group.node.stack_trace),
+        source=source,
         uncapturable=group.effects.uncapturable,
         crosses=crosses(group.node),
     )

@@ -149,9 +149,9 @@ class _Flops:
 
 
 def _may_multiply(target: OpOverload) -> bool:
-    return target.overloadpacket in (*flop_registry, *_FORMULAS) or target.has_kernel_for_dispatch_key(
-        torch._C.DispatchKey.CompositeImplicitAutograd
-    )
+    packet = target.overloadpacket
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return packet in flop_registry or packet in _FORMULAS or target.has_kernel_for_dispatch_key(composite)
 
 
 def _count_flops(node: fx.Node, target: OpOverload) -> int:
