@@ -24,7 +24,7 @@ from autostream.choices import Choice, now, place_of, read, write
 from autostream.errors import CaptureError, FusionError, first_line
 from autostream.execution.runs import without_autocast
 from autostream.execution.static import copyable, static_copies
-from autostream.ir import Candidate, Decision, Program
+from autostream.ir import Candidate, Decision, Limit, Program
 from autostream.options import Options
 from autostream.pipeline import price_program
 from autostream.select import MARGIN, Selection, select, written
@@ -92,9 +92,10 @@ def _again(
     before: Choice,
 ) -> Tuned | None:
     """What was chosen before, if it is right and still faster than ops one after another."""
+    remarks: tuple[Decision, ...] = ()
     try:
         if before.level == "inductor":
-            program, _ = fused_here(program, options.inductor_options, arguments, stopwatch)
+            program, remarks = fused_here(program, options.inductor_options, arguments, stopwatch)
         with _static(program, arguments, bound) as arguments:
             priced = price_program(program, options, stopwatch, tensors=arguments)
             candidates = candidates_again(priced, options, before.schedule, stopwatch)
@@ -105,13 +106,15 @@ def _again(
         return None
     if selection.chosen is not selection.candidates[-1]:
         return None
-    return Tuned(program, priced, selection, before.refusals, before.date)
+    return Tuned(program, priced, selection, (*remarks, *before.refusals), before.date)
 
 
 def _kept(place: Path, tuned: Tuned) -> Tuned:
-    """What was chosen, kept for the next process if it was captured."""
+    """What was chosen, kept for the next process if it was captured and nothing else might win there."""
     chosen = tuned.selection.chosen
-    if not chosen.captured:
+    limits = {candidate.limit for candidate in tuned.selection.candidates}
+    # One that found too little free memory, or no time while one stream was all there was, may do so this time only.
+    if not chosen.captured or Limit.DEVICE in limits or (chosen.schedule.streams == 1 and Limit.TIME in limits):
         return tuned
     refusals = tuple(refusal for refusal in tuned.refusals if refusal.choice == "not fused")
     choice = Choice(tuned.program.level, chosen.schedule, tuned.measured_us, now(), refusals)

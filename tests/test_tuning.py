@@ -16,7 +16,7 @@ from torch import nn
 from autostream import choices, keeping, tuning
 from autostream.candidates import Priced
 from autostream.errors import CaptureError, FusionError
-from autostream.ir import Candidate, Decision, Program, Schedule
+from autostream.ir import Candidate, Decision, Limit, Program, Schedule
 from autostream.options import Options
 from autostream.select import Selection
 from autostream.stopwatch import Stopwatch
@@ -337,6 +337,28 @@ def test_what_is_not_captured_is_not_kept(place: Path, monkeypatch: pytest.Monke
     Device(monkeypatch, fails=True)
     tuned()
     assert not place.exists()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("streams", "limit", "kept"),
+    [
+        (1, None, True), (1, Limit.BUDGET, True), (1, Limit.DEVICE, False), (1, Limit.TIME, False),
+        (2, None, True), (2, Limit.BUDGET, True), (2, Limit.DEVICE, False), (2, Limit.TIME, True),
+    ],
+)  # fmt: skip
+def test_what_may_win_another_time_keeps_a_choice_from_being_kept(
+    streams: int, limit: Limit | None, kept: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that was busy is free again; and nobody would look for more than one stream any more."""
+    Device(monkeypatch)
+    first = tuned()
+    place.unlink()
+    chosen = replace(first.selection.chosen, schedule=replace(first.selection.chosen.schedule, streams=streams))
+    rival = replace(chosen, refusal="it did not fit", limit=limit)
+    selection = replace(first.selection, chosen=chosen, candidates=(chosen, rival))
+    tuning._kept(place, replace(first, selection=selection))
+    assert place.exists() == kept
 
 
 def test_the_kernels_are_part_of_the_choice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,8 +162,9 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
     if report.chosen and explanation:
         yield from _times(report, report.chosen, explanation)
         yield from (("at most", f"{c.times:.2f}×: {c.why}, {us(c.us)}") for c in explanation.ceilings[:_CEILINGS])
-    if report.chosen_on:
-        yield "chosen", f"on {report.chosen_on}, among more: this time only one stream was measured beside it"
+    if report.chosen and report.chosen_on:
+        beside = "only one stream" if report.chosen.schedule.streams > 1 else "nothing"
+        yield "chosen", f"on {report.chosen_on}, among more: this time {beside} was measured beside it"
     if report.graph and numbers:
         yield "graph", _graph(report, report.graph, numbers)
     if report.costs and numbers:

@@ -202,6 +202,8 @@ def test_a_schedule_that_was_chosen_before_is_told() -> None:
     assert "chosen" not in values(render(REPORT))
     found = values(render(replace(REPORT, chosen_on="2026-01-31 12:00 UTC")))
     assert found["chosen"] == ["on 2026-01-31 12:00 UTC, among more: this time only one stream was measured beside it"]
+    found = values(render(replace(REPORT, chosen=GRAPHED, chosen_on="2026-01-31 12:00 UTC")))
+    assert found["chosen"] == ["on 2026-01-31 12:00 UTC, among more: this time nothing was measured beside it"]
 
 
 def test_of_many_refusals_of_a_kind_the_first_are_shown() -> None:
