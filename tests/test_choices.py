@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from autostream.choices import Choice, now, place_of, read, write
 from autostream.ir import Arena, Decision, Launch, Program, Schedule
 from autostream.options import Options
 from autostream.stopwatch import Stopwatch
+from tests.alone import alone
 from tests.execution.programs import case_of
 
 
@@ -127,20 +129,19 @@ class Branches(nn.Module):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["eager", "inductor", "auto"])
-@torch.no_grad()
-def test_on_a_gpu_the_second_of_two_is_not_searched_for(
-    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("autostream.tuning.place_of", place_of)
-    torch.manual_seed(0)
-    model, x = Branches().cuda().eval(), torch.randn(32, 512, device="cuda")
-    first, second = (autostream.optimize(model, x, kernels=kernels) for _ in range(2))
-    (then,), (now,) = first.reports, second.reports
-    assert len(list((tmp_path / "choices").glob("*.json"))) == 1
-    assert (then.chosen_on, bool(now.chosen_on)) == ("", True)
-    assert then.refusals == now.refusals
-    assert "search" not in now.seconds
-    assert (now.level, now.chosen.schedule) == (then.level, then.chosen.schedule)
-    assert len(now.candidates) <= 2
-    torch.testing.assert_close(second(x), first(x), rtol=0, atol=0)
+@alone
+def test_on_a_gpu_the_second_of_two_is_not_searched_for(kernels: str) -> None:
+    """Alone, since nothing is kept for who has changed Inductor, as other tests do."""
+    with TemporaryDirectory() as folder, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOSTREAM_CACHE_DIR", folder)
+        torch.manual_seed(0)
+        model, x = Branches().cuda().eval(), torch.randn(32, 512, device="cuda")
+        first, second = (autostream.optimize(model, x, kernels=kernels) for _ in range(2))
+        (then,), (now,) = first.reports, second.reports
+        assert len(list((Path(folder) / "choices").glob("*.json"))) == 1
+        assert (then.chosen_on, bool(now.chosen_on)) == ("", True)
+        assert then.refusals == now.refusals
+        assert "search" not in now.seconds
+        assert (now.level, now.chosen.schedule) == (then.level, then.chosen.schedule)
+        assert len(now.candidates) <= 2
+        torch.testing.assert_close(second(x), first(x), rtol=0, atol=0)

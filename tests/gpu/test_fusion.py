@@ -460,7 +460,7 @@ def test_a_second_process_fuses_nothing_and_computes_the_same(
     assert refusals == []
     stages, again, refusals, results_again = run(tmp_path / "second.pt")
     assert "load" in stages
-    assert "fuse" not in stages
+    assert not {"fuse", "search"} & set(stages)
     assert refusals == []
     assert again == operations
     torch.testing.assert_close(results_again, results, rtol=1e-5, atol=1e-6)
