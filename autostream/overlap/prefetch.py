@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
 
     It yields what ``batch.to(device)`` would be for the tensors in each batch, however nested, in the loader's order:
     ordinary tensors of the stream that is current when the batch is asked for, in whatever thread. What the loader
-    raises is raised in its turn. Each new iteration is one of the loader.
+    raises is raised in its turn, with a note that says where. Each new iteration is one of the loader.
 
     The copies need pinned memory. Tensors that are not pinned are copied there first, which takes the host's time:
     prefer ``DataLoader(…, pin_memory=True)``, whose own thread does that. Pinned tensors are read while the loader goes
@@ -155,10 +156,17 @@ def _next_in_line(batches: Iterator[Any], device: torch.device) -> _Arriving | _
     except StopIteration as end:
         return StopIteration(*end.args)  # without the frames that it went through, which hold the iteration
     except Exception as error:
-        return error
+        return _noted(error)
     try:
         return _Arriving(batch, device)
     except torch.OutOfMemoryError:
         return _Waiting(batch, device)
     except Exception as error:
-        return error
+        return _noted(error)
+
+
+def _noted(error: Exception) -> Exception:
+    """An error that can wait in line: where it was raised is a note, since frames hold the iteration and its batches."""
+    error.add_note(f"Raised while prefetch read ahead:\n{''.join(traceback.format_exception(error))}".rstrip())
+    error.__cause__ = error.__context__ = None  # they have frames as well, and are told in the note
+    return error.with_traceback(None)

@@ -178,6 +178,32 @@ def test_an_abandoned_loop_leaves_nothing_behind_and_its_memory_is_safe(device: 
     assert seen == [0, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
 
 
+def test_an_error_in_line_says_where_it_was_raised_and_keeps_nothing_alive(device: Device) -> None:
+    def batches() -> Iterator[Tensor]:
+        yield torch.zeros(4)
+        try:
+            raise KeyError("lost")
+        except KeyError as error:
+            raise ValueError("damaged") from error
+
+    gc.disable()
+    try:
+        iterator = iter(autostream.prefetch(batches(), "cuda"))
+        theirs = weakref.ref(iterator._batches)  # type: ignore[attr-defined]
+        next(iterator)
+        del iterator
+        assert theirs() is None
+    finally:
+        gc.enable()
+    ahead = iter(autostream.prefetch(batches(), "cuda"))
+    next(ahead)
+    with pytest.raises(ValueError, match="damaged") as raised:
+        next(ahead)
+    (note,) = raised.value.__notes__
+    assert "KeyError: 'lost'" in note
+    assert 'raise ValueError("damaged") from error' in note
+
+
 def test_threads_share_an_iteration_and_each_reads_on_its_own_stream(device: Device) -> None:
     """A generator raises where two threads are in it at once."""
 
