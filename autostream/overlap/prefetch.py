@@ -14,6 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,8 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
 
     It yields what ``batch.to(device)`` would be for the tensors in each batch, however nested, in the loader's order:
     ordinary tensors of the stream that is current when the batch is asked for, in whatever thread. What the loader
-    raises is raised in its turn, with a note that says where. Each new iteration is one of the loader.
+    raises is raised in its turn, with a note that says where. Each new iteration is one of the loader; one of a
+    generator, or of another loader that is its own iterator, goes on where the last one was left.
 
     The copies need pinned memory. Tensors that are not pinned are copied there first, which takes the host's time:
     prefer ``DataLoader(…, pin_memory=True)``, whose own thread does that. Pinned tensors are read while the loader goes
@@ -84,7 +86,16 @@ class _Prefetched(Iterable[Batch]):
     depth: int
 
     def __iter__(self) -> Iterator[Batch]:
+        batches = iter(self.loader)
+        return self._onward if batches is self.loader else _Ahead(batches, self.device, self.depth)
+
+    @cached_property
+    def _onward(self) -> Iterator[Batch]:
+        """The one iteration of a loader that is its own iterator: what was read ahead cannot be read again."""
         return _Ahead(iter(self.loader), self.device, self.depth)
+
+    def __bool__(self) -> bool:
+        return bool(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # it may have none, and then says so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import time
 import weakref
@@ -121,6 +122,14 @@ def test_however_it_is_consumed_each_batch_is_read_as_it_was(
         del batches
         device.run(order)
         assert sorted(seen) == sorted(expected)
+
+
+def test_a_loader_that_is_its_own_iterator_goes_on_where_it_was_left(device: Device) -> None:
+    ahead = autostream.prefetch(Batches(Loader(6)), "cuda", depth=3)
+    first, second = (consume(device, itertools.islice(ahead, 2)) for _ in range(2))
+    rest = consume(device, ahead)
+    device.run(0)
+    assert first + second + rest == [0, 1, 2, 3, 4, 5]
 
 
 def test_no_more_is_read_ahead_than_asked_for(device: Device) -> None:
@@ -302,6 +311,11 @@ def test_a_data_loader_is_iterated_as_it_is(device: Device, workers: int) -> Non
 def test_a_loader_without_a_length_has_none(device: Device) -> None:
     with pytest.raises(TypeError):
         len(autostream.prefetch((torch.zeros(1) for _ in range(2)), "cuda"))  # type: ignore[arg-type]
+
+
+def test_it_is_true_where_the_loader_is(device: Device) -> None:
+    assert autostream.prefetch((torch.zeros(1) for _ in range(2)), "cuda")
+    assert not autostream.prefetch([], "cuda")
 
 
 def test_read_ahead_in_inference_mode_a_batch_can_be_trained_with(device: Device) -> None:
