@@ -73,6 +73,7 @@ class Device:
         self.cuda = SimpleNamespace(
             is_available=lambda: True,
             current_device=lambda: 0,
+            device_count=lambda: 1,
             current_stream=lambda device: self.current,
             Stream=lambda device, priority: self.stream(),
             stream=self.using,

@@ -51,8 +51,8 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
         An iterable of as many batches; ``len`` of it is the loader's.
 
     Raises:
-        OptionError: ``depth`` is no whole number from 1.
-        TargetError: ``loader`` is no iterable, or the device is neither a CUDA device nor the CPU.
+        OptionError: ``depth`` is no whole number from 1, or ``device`` names no device.
+        TargetError: ``loader`` is no iterable, or the device is neither the CPU nor a CUDA device that is here.
 
     Example:
         >>> batches = [{"x": torch.ones(2), "name": "first"}, {"x": torch.zeros(2), "name": "second"}]
@@ -65,7 +65,7 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
         raise TargetError(f"prefetch takes a DataLoader or another iterable of batches, not {loader!r}")
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise OptionError(f"depth={depth!r} is not allowed: use a whole number from 1")
-    place = torch.device(device)
+    place = _device_named(device)
     if place.type not in ("cpu", "cuda"):
         raise TargetError(f"prefetch copies to CUDA devices, not to {place}: iterate over the loader itself")
     if place.type == "cuda" and not torch.cuda.is_available():
@@ -74,7 +74,16 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
     if place.type == "cpu":
         return loader
     index = torch.cuda.current_device() if place.index is None else place.index
+    if index >= torch.cuda.device_count():
+        raise TargetError(f"prefetch finds no {place} here: use cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return _Prefetched(loader, torch.device("cuda", index), depth)
+
+
+def _device_named(device: str | torch.device | int) -> torch.device:
+    try:  # a number alone would be of no device where there is no CUDA
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f'device={device!r} is not allowed: use "cuda", "cuda:0" or "cpu"') from error
 
 
 @dataclass(frozen=True)

@@ -348,6 +348,24 @@ def test_mistakes_are_told_at_once() -> None:
         autostream.prefetch([], "meta")
 
 
+@pytest.mark.parametrize("device", [None, "banana", -1, True, 1.5])
+def test_a_device_has_a_name(device: Any) -> None:
+    with pytest.raises(OptionError, match='is not allowed: use "cuda", "cuda:0" or "cpu"$'):
+        autostream.prefetch([], device)
+
+
+def test_a_device_that_is_not_here_is_told_at_once(device: Device) -> None:
+    with pytest.raises(TargetError, match="no cuda:99 here: use cuda:0 to cuda:0$"):
+        autostream.prefetch([], "cuda:99")
+
+
+def test_a_number_is_that_of_a_cuda_device(caplog: pytest.LogCaptureFixture) -> None:
+    if not torch.cuda.is_available():
+        loader = Loader()
+        assert autostream.prefetch(loader, 0) is loader
+        assert "no CUDA device" in caplog.text
+
+
 # On a GPU
 
 
