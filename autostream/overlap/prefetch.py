@@ -186,7 +186,7 @@ def _next_in_line(batches: Iterator[Any], device: torch.device) -> _Arriving | _
 
 
 def _noted(error: Exception) -> Exception:
-    """An error that can wait in line: where it was raised is a note, since frames hold the iteration and its batches."""
+    """An error that can wait in line: a note says where it was raised, since frames hold the iteration and batches."""
     error.add_note(f"Raised while prefetch read ahead:\n{''.join(traceback.format_exception(error))}".rstrip())
     error.__cause__ = error.__context__ = None  # they have frames as well, and are told in the note
     return error.with_traceback(None)

@@ -59,7 +59,7 @@ def flatten(value: object) -> tuple[list[Tensor], Structure]:
         Its tensors in order (one that occurs twice stands there twice), and its structure.
 
     Raises:
-        TraceError: it contains an object that is neither a container known here nor a constant.
+        TraceError: it contains an object that is neither a container known here nor a constant, or itself.
 
     Example:
         >>> tensors, structure = flatten({"x": torch.ones(2), "n": 3})
@@ -69,7 +69,10 @@ def flatten(value: object) -> tuple[list[Tensor], Structure]:
         {'x': tensor([0.]), 'n': 3}
     """
     tensors: list[Tensor] = []
-    return tensors, _flatten(value, tensors)
+    try:
+        return tensors, _flatten(value, tensors)
+    except RecursionError:
+        raise _too_deep(value) from None
 
 
 def tensors_like(structure: Structure, value: object) -> list[Tensor] | None:
@@ -114,25 +117,41 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nested value with what ``function`` makes of each tensor.
 
-    What is no container known here stays as it is, and so do the batch sizes of a ``PackedSequence``: the host's.
+    What is no container known here stays as it is, and so do keys of dictionaries, whatever they are, and the batch
+    sizes of a ``PackedSequence``: the host's.
+
+    Raises:
+        TraceError: it contains itself.
 
     Example:
         >>> map_tensors(torch.neg, {"x": [torch.ones(2), "a name"], "path": object})
         {'x': [tensor([-1., -1.]), 'a name'], 'path': <class 'object'>}
     """
+    try:
+        return _map_tensors(function, value)
+    except RecursionError:
+        raise _too_deep(value) from None
+
+
+def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, UserDict):  # such as the batches of tokenizers
         twin = copy.copy(value)
-        twin.data = map_tensors(function, value.data)
+        twin.data = _map_tensors(function, value.data)
         return twin
     opened = _open(value)
     if opened is None:
         return value
     context, children = opened
     stays = value.batch_sizes if isinstance(value, PackedSequence) else None
-    twins = [child if child is stays else map_tensors(function, child) for child in children]
+    twins = [child if child is stays else _map_tensors(function, child) for child in children]
     return _close(type(value), context, twins)
+
+
+def _too_deep(value: object) -> TraceError:
+    kind = type(value).__qualname__
+    return TraceError(f"a value of type {kind} is nested too deeply, or contains itself: pass its tensors side by side")
 
 
 def _flatten(value: object, tensors: list[Tensor]) -> Structure:
@@ -149,7 +168,7 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
             "a known container: register it with torch.utils._pytree.register_pytree_node, or pass its tensors"
         )
     context, children = opened
-    return Structure(kind, context, tuple(_flatten(child, tensors) for child in children))
+    return Structure(kind, _comparable(kind, context), tuple(_flatten(child, tensors) for child in children))
 
 
 def _unflatten(structure: Structure, tensors: Iterator[Tensor | None]) -> Any:
@@ -158,7 +177,7 @@ def _unflatten(structure: Structure, tensors: Iterator[Tensor | None]) -> Any:
     if structure.children is None:
         return _constant(structure.kind, structure.context)
     children = [_unflatten(child, tensors) for child in structure.children]
-    return _close(structure.kind, structure.context, children)
+    return _close(structure.kind, _original(structure.kind, structure.context), children)
 
 
 def _exact(value: Any) -> Hashable:
@@ -181,21 +200,21 @@ def _constant(kind: type, exact: Any) -> Any:
     return range(*exact) if kind is range else exact
 
 
-def _open(value: Any) -> tuple[Hashable, Sequence[object]] | None:
-    """A container's context and children, or ``None`` for what is no known container."""
+def _open(value: Any) -> tuple[Any, Sequence[object]] | None:
+    """What else a container is rebuilt from, and its children; ``None`` for what is no known container."""
     kind: type[Any] = type(value)
     if kind in (list, tuple):
         return None, value
     if kind in (dict, OrderedDict):
-        return _keys(value), list(value.values())
+        return tuple(value), list(value.values())
     if kind is defaultdict:
-        return (value.default_factory, _keys(value)), list(value.values())
+        return (value.default_factory, tuple(value)), list(value.values())
     if kind is slice:
         return None, (value.start, value.stop, value.step)
     if kind in _pytree.SUPPORTED_NODES:
         children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-        return _comparable(kind, context), list(children)
-    if issubclass(kind, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
+        return context, list(children)
+    if issubclass(kind, tuple) and (hasattr(kind, "_fields") or kind.__module__ == _RESULTS):
         return None, value
     if is_dataclass(kind) and not issubclass(kind, _BUILT_IN):
         # Attributes that are no fields belong to the object too.
@@ -208,22 +227,25 @@ def _open(value: Any) -> tuple[Hashable, Sequence[object]] | None:
 _BUILT_IN = (list, tuple, dict, set, frozenset, int, float, complex, str, bytes)
 """What a dataclass that inherits from them contains besides its attributes is not known here."""
 
+_RESULTS = "torch.return_types"
+"""Where the tuples are from that ops return; others of their making, such as ``os.stat_result``, have more fields."""
+
 
 def _close(kind: Any, context: Any, children: list[Any]) -> Any:
     """The inverse of :func:`_open`."""
     if kind in (list, tuple):
         return kind(children)
     if kind in (dict, OrderedDict):
-        return kind(zip(_original_keys(context), children, strict=True))
+        return kind(zip(context, children, strict=True))
     if kind is defaultdict:
-        return defaultdict(context[0], zip(_original_keys(context[1]), children, strict=True))
+        return defaultdict(context[0], zip(context[1], children, strict=True))
     if kind is slice:
         return slice(*children)
     if kind in _pytree.SUPPORTED_NODES:
-        return _pytree.SUPPORTED_NODES[kind].unflatten_fn(children, unflatten(context, ()))
+        return _pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
     if hasattr(kind, "_fields"):
         return tuple.__new__(kind, children)
-    if hasattr(kind, "n_sequence_fields"):
+    if kind.__module__ == _RESULTS:
         return kind(children)
     # The fields are those of an object that was already initialised: running __init__ again could change them.
     value = object.__new__(kind)
@@ -232,18 +254,30 @@ def _close(kind: Any, context: Any, children: list[Any]) -> Any:
     return value
 
 
-def _keys(value: dict[Any, Any]) -> tuple[str, ...] | Structure:
-    """The keys of a dictionary; as a structure unless all are strings, to tell 1 from True.
+def _comparable(kind: type, context: Any) -> Hashable:
+    """A container's context so that it can be hashed, and is equal only where no program can tell two apart.
 
     Raises:
-        TraceError: a key is no constant, nor made of constants.
+        TraceError: a key is no constant, nor made of constants, or a registered container cannot be compared.
     """
+    if kind in (dict, OrderedDict):
+        return _keys(context)
+    if kind is defaultdict:
+        return context[0], _keys(context[1])
+    return _registered(kind, context) if kind in _pytree.SUPPORTED_NODES and context is not None else context
+
+
+def _original(kind: type, context: Any) -> Any:
+    """The inverse of :func:`_comparable`."""
+    if kind is defaultdict:
+        return context[0], _original(dict, context[1])
+    return unflatten(context, ()) if isinstance(context, Structure) else context
+
+
+def _keys(value: Iterable[Any]) -> tuple[str, ...] | Structure:
+    """The keys of a dictionary; as a structure unless all are strings, to tell 1 from True."""
     keys = tuple(value)
     return keys if all(type(key) is str for key in keys) else _without_tensors(keys)
-
-
-def _original_keys(keys: tuple[str, ...] | Structure) -> tuple[Any, ...]:
-    return unflatten(keys, ()) if isinstance(keys, Structure) else keys
 
 
 def _without_tensors(value: object) -> Structure:
@@ -253,7 +287,7 @@ def _without_tensors(value: object) -> Structure:
     return structure
 
 
-def _comparable(kind: type, context: Any) -> Structure:
+def _registered(kind: type, context: Any) -> Structure:
     """The context of a registered container as a structure; what is no constant in there counts as it compares."""
     try:
         return _without_tensors(context)

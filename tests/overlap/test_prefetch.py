@@ -268,16 +268,17 @@ class Odd:
 def test_whatever_a_batch_is_made_of_it_is_the_same_with_its_tensors_there(device: Device) -> None:
     x, odd, array = torch.ones(2), Odd(), np.ones(2)
     there = device.empty_like(x)
-    given = {
+    given: dict[Any, Any] = {
         "named": Named(x, "a.png"),
         "sample": Sample(x, None),
         "tokens": UserDict({"ids": x}),
         "others": [odd, array, 3, None, "text"],
         "there": there,
+        np.int64(3): x,
         "packed": pack_sequence([torch.ones(2), torch.ones(1)]),
     }
     (batch,) = autostream.prefetch([given], "cuda")
-    for moved in (batch["named"].x, batch["sample"].x, batch["tokens"]["ids"], batch["packed"].data):
+    for moved in (batch["named"].x, batch["sample"].x, batch["tokens"]["ids"], batch["packed"].data, batch[3]):
         assert device.holds(moved)
     assert not device.holds(batch["packed"].batch_sizes), "the host's"
     assert batch["there"] is there
@@ -350,12 +351,12 @@ def test_mistakes_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("device", [None, "banana", -1, True, 1.5])
 def test_a_device_has_a_name(device: Any) -> None:
-    with pytest.raises(OptionError, match='is not allowed: use "cuda", "cuda:0" or "cpu"$'):
+    with pytest.raises(OptionError, match=r'is not allowed: use "cuda", "cuda:0" or "cpu"$'):
         autostream.prefetch([], device)
 
 
 def test_a_device_that_is_not_here_is_told_at_once(device: Device) -> None:
-    with pytest.raises(TargetError, match="no cuda:99 here: use cuda:0 to cuda:0$"):
+    with pytest.raises(TargetError, match=r"no cuda:99 here: use cuda:0 to cuda:0$"):
         autostream.prefetch([], "cuda:99")
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
+from datetime import date
 from enum import Enum, IntEnum
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -338,3 +341,29 @@ def test_each_tensor_is_mapped_and_all_else_is_the_same() -> None:
     assert mapped[3][0].batch_sizes is packed.batch_sizes
     assert given["tokens"]["x"] == 1
     assert mapped[3][1] == "text"
+
+
+def test_mapping_compares_nothing_so_keys_and_contexts_may_be_anything() -> None:
+    odd = object()
+    keys = (Path("a"), date(2024, 1, 2), frozenset({1}), odd, ONE, 1.5)
+    for kind in (dict, OrderedDict, lambda pairs: defaultdict(list, pairs)):
+        mapped = map_tensors(torch.neg, kind((key, TWO) for key in keys))
+        assert list(map(id, mapped)) == list(map(id, keys))
+        assert [value.item() for value in mapped.values()] == [-2.0] * len(keys)
+    mapped = map_tensors(torch.neg, Registered(ONE, [odd]))
+    assert (mapped.x, mapped.about) == (-1, [odd])
+
+
+def test_tuples_of_the_system_hold_more_than_their_items_and_stay() -> None:
+    found = os.stat(".")
+    assert map_tensors(torch.neg, found) is found
+    with pytest.raises(TraceError, match=r"os\.stat_result is neither"):
+        flatten(found)
+
+
+@pytest.mark.parametrize("take", [flatten, lambda value: map_tensors(torch.neg, value)])
+def test_what_contains_itself_is_told(take: Callable[[object], object]) -> None:
+    endless: list[object] = [ONE]
+    endless.append({"again": endless})
+    with pytest.raises(TraceError, match=r"type list is nested too deeply, or contains itself: .*$"):
+        take(endless)
