@@ -118,10 +118,15 @@ class Device:
         return self._here.get(id(tensor)) is tensor
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory."""
-        twin = tensor.clone()
-        self._pinned[id(twin)] = twin
-        return twin
+        """A copy in pinned memory, of the same strides, as ``pin_memory`` makes it."""
+        return self._noted(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)).copy_(tensor)
+
+    def empty_pinned(self, like: Tensor) -> Tensor:
+        return self._noted(torch.empty_like(like))
+
+    def _noted(self, pinned: Tensor) -> Tensor:
+        self._pinned[id(pinned)] = pinned
+        return pinned
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return self._pinned.get(id(tensor)) is tensor
@@ -178,6 +183,8 @@ class _Calls(TorchFunctionMode):
             return GPU if device.holds(args[0]) else func(*args)
         if func is torch.empty_like and kwargs.get("device") == GPU:
             return device.empty_like(args[0])
+        if func is torch.empty_like and kwargs.get("pin_memory"):
+            return device.empty_pinned(args[0])
         if func is Tensor.pin_memory:
             return device.pin(args[0])
         if func is Tensor.is_pinned:
@@ -190,5 +197,5 @@ class _Calls(TorchFunctionMode):
         if (func is Tensor.clone and device.holds(args[0])) or (func is Tensor.to and args[1:] == (GPU,)):
             twin = device.empty_like(args[0])
             device.copy(twin, args[0])
-            return twin
+            return twin.requires_grad_(args[0].requires_grad and torch.is_grad_enabled())
         return func(*args, **kwargs)

@@ -38,7 +38,7 @@ class Transfer:
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._device = device
         self._home = torch.cuda.current_stream(device)
-        with torch.inference_mode(False), torch.no_grad():  # whoever reads ahead, whoever takes it may train with it
+        with torch.inference_mode(False):  # whoever reads ahead, whoever takes it may train with it
             sources = [_pinned(tensor) if _is_plain(tensor) else tensor for tensor in tensors]
             self._tensors = [_place_for(source, device) for source in sources]
             self._made = [arriving is not tensor for arriving, tensor in zip(self._tensors, tensors, strict=True)]
@@ -86,7 +86,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_pinned() else tensor.pin_memory()
+    if tensor.is_pinned():
+        return tensor
+    # Not pin_memory(): it keeps the strides of expanded tensors, and cannot write to elements that share memory.
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 def _place_for(source: Tensor, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,28 @@ def test_pinned_tensors_are_copied_from_where_they_are_and_odd_ones_as_they_can(
     device.run(0)
     assert first.tolist() == [5.0] * 4
     assert second.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_requires_gradients_still_does_whoever_reads_ahead(device: Device, mode: Any) -> None:
+    with mode():
+        transfer = Transfer([x(1.0).requires_grad_(), x(2.0)], GPU)
+    assert [taken.requires_grad for taken in transfer.take()] == [True, False]
+
+
+def test_expanded_tensors_are_copied_dense(device: Device) -> None:
+    (taken,) = Transfer([torch.tensor([[1.0], [2.0]]).expand(2, 3)], GPU).take()
+    device.run(0)
+    assert taken.tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_expanded_and_trained_tensors_arrive_as_they_are() -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    given = [torch.ones(3).expand(2, 3), torch.ones(3).pin_memory().expand(2, 3), torch.ones(3, requires_grad=True)]
+    for taken, tensor in zip(Transfer(given, gpu).take(), given, strict=True):
+        torch.testing.assert_close(taken, tensor.to(gpu))
+        assert taken.requires_grad == tensor.requires_grad
 
 
 @pytest.mark.gpu
