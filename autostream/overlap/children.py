@@ -11,36 +11,43 @@ is read there, in the backward as well: whoever drops it, and whenever, the allo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from autostream.analysis.hazards import AccessHistory
-from autostream.errors import TargetError
+from autostream.errors import TargetError, TraceError
 from autostream.execution.lower import lower
 from autostream.ir import Assignment, Dependency, Op, OpGraph, Placeholder, Program, Role, Storage
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
+from autostream.storages import storage_of
 from autostream.tracing.tree import flatten, unflatten
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of one call: ``args`` and ``kwargs``."""
+
 Shared = tuple[frozenset[int], ...]
-"""For each child, numbers of buffers that others have as well: they may write them, so they take turns."""
+"""For each child, numbers of the memory of buffers that others have as well: they may write it, so they take turns."""
 
 
 @cache
 def side_by_side(device: str, streams: int, shared: Shared) -> fx.GraphModule:
     """A function of the children and their arguments, ``(children, inputs)``, that returns the tuple of their results.
 
-    Child ``i`` is called with the tuple ``inputs[i]`` on stream ``i % streams``; the host calls them in order, so they
-    draw the random numbers that they would one after the other.
+    Child ``i`` is called with the arguments ``inputs[i]`` on stream ``i % streams``; the host calls them in order, so
+    they draw the random numbers that they would one after the other.
 
     Args:
         device: a CUDA device, e.g. ``"cuda:0"``.
         streams: how many, the caller's among them, at most as many as there are children.
-        shared: for each child, the buffers that it has in common with others.
+        shared: for each child, the buffers whose memory it has in common with others.
 
     Example:
         >>> graph = side_by_side("cuda:0", 2, (frozenset(), frozenset()))
@@ -55,7 +62,7 @@ def side_by_side(device: str, streams: int, shared: Shared) -> fx.GraphModule:
 
 
 def shared_buffers(children: Sequence[nn.Module]) -> Shared:
-    """Which buffers children have in common.
+    """Which buffers children have in common; those that are parts of one storage count as one.
 
     Example:
         >>> norm = nn.BatchNorm1d(4)
@@ -63,40 +70,55 @@ def shared_buffers(children: Sequence[nn.Module]) -> Shared:
         >>> len(alone), len(both[0]), both[0] == both[1]
         (0, 3, True)
     """
-    owned = [{id(buffer) for buffer in child.buffers()} for child in children]
-    counted = [buffer for buffers in owned for buffer in buffers]
-    common = sorted({buffer for buffer in counted if counted.count(buffer) > 1})
-    return tuple(frozenset(at for at, buffer in enumerate(common) if buffer in buffers) for buffers in owned)
+    owned = [{_memory(buffer) for buffer in child.buffers()} for child in children]
+    owners = Counter(chain.from_iterable(owned))
+    number = {memory: at for at, memory in enumerate(memory for memory, count in owners.items() if count > 1)}
+    return tuple(frozenset(number[memory] for memory in memories if memory in number) for memories in owned)
 
 
-def enter(inputs: Sequence[Any], child: int) -> tuple[Any, ...]:
-    """A child's arguments in memory of the current stream."""
-    return (_copied(inputs[child]),)
+def _memory(buffer: Tensor) -> int:
+    try:
+        return storage_of(buffer)
+    except (NotImplementedError, ValueError):  # sparse ones have several, and those of lazy modules none yet
+        return id(buffer)
 
 
-def call(children: Sequence[nn.Module], child: int, inputs: Sequence[Any], at: int) -> Any:
-    """What a child returns for the tuple of arguments at a place.
+def enter(inputs: Sequence[Arguments], child: int, kind: str) -> tuple[Arguments]:
+    """A child's arguments, with copies in memory of the current stream for those on devices of a kind."""
+    return (_copied(inputs[child], kind),)
+
+
+def call(children: Sequence[nn.Module], child: int, inputs: Sequence[Arguments], at: int) -> Any:
+    """What a child returns for the arguments at a place.
 
     Raises:
         TargetError: it writes to one of them, which others may be reading.
     """
     tensors, _ = flatten(inputs[at])
     versions = [_version(tensor) for tensor in tensors]
-    result = children[child](*inputs[at])
+    args, kwargs = inputs[at]
+    result = children[child](*args, **kwargs)
     if versions != [_version(tensor) for tensor in tensors]:
-        kind = type(children[child]).__name__
-        raise TargetError(f"child {child} ({kind}) writes to its input, which others read: let it make a new tensor")
+        name = type(children[child]).__name__
+        raise TargetError(f"child {child} ({name}) writes to its input, which others read: let it make a new tensor")
     return result
 
 
-def leave(result: Any) -> Any:
-    """What a child has returned, in memory of the current stream."""
-    return _copied(result)
+def leave(result: Any, child: int, kind: str) -> Any:
+    """What a child has returned, with copies in memory of the current stream for what is on devices of a kind.
+
+    Raises:
+        TargetError: it has returned a container that is not known.
+    """
+    try:
+        return _copied(result, kind)
+    except TraceError as error:
+        raise TargetError(f"child {child} returns what cannot be copied from its stream: {error}") from error
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, kind: str) -> Any:
     tensors, structure = flatten(value)
-    return unflatten(structure, [tensor.clone() for tensor in tensors])
+    return unflatten(structure, [tensor.clone() if tensor.device.type == kind else tensor for tensor in tensors])
 
 
 def _version(tensor: Tensor) -> int:
@@ -107,15 +129,15 @@ def _program(device: str, streams: int, count: int) -> tuple[Program, dict[str, 
     """What is to run, and the stream of each op: copies of inputs first, then the children, then copies of results."""
     graph = fx.Graph()
     children, inputs = graph.placeholder("children"), graph.placeholder("inputs")
-    aside = [child for child in range(count) if child % streams]
-    entered = {child: (graph.call_function(enter, (inputs, child)), 0) for child in aside}
+    aside, kind = [child for child in range(count) if child % streams], torch.device(device).type
+    entered = {child: (graph.call_function(enter, (inputs, child, kind)), 0) for child in aside}
     stream = {node.name: child % streams for child, (node, _) in entered.items()}
     results = []
     for child in range(count):
         results.append(graph.call_function(call, (children, child, *entered.get(child, (inputs, child)))))
         stream[results[child].name] = child % streams
     for child in aside:
-        results[child] = graph.call_function(leave, (results[child],))
+        results[child] = graph.call_function(leave, (results[child], child, kind))
         stream[results[child].name] = 0
     graph.output(tuple(results))
     placeholders = tuple(Placeholder(n, Role.INPUT, str(at), n) for at, n in enumerate(("children", "inputs")))

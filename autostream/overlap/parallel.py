@@ -16,7 +16,7 @@ from torch import nn
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.execution.runs import StreamRun
 from autostream.options import Options
-from autostream.overlap.children import shared_buffers, side_by_side
+from autostream.overlap.children import Arguments, shared_buffers, side_by_side
 from autostream.tracing.guards import unusual_tensor, watched_call
 from autostream.tracing.tree import flatten
 
@@ -29,7 +29,7 @@ class Parallel(nn.Module):
 
     ``Parallel(left, right)(x)`` is ``(left(x), right(x))``, and given a tuple of as many inputs as it has modules, each
     takes one: ``Parallel(left, right)((x, y))`` is ``(left(x), right(y))``, so that one may follow another in an
-    ``nn.Sequential``. Several arguments go to every module.
+    ``nn.Sequential``. Several arguments, and keyword arguments, go to every module.
 
     Inside of :func:`autostream.optimize`, :func:`autostream.train_step` and ``torch.compile`` it is traced through, as
     if it were written out: the scheduler finds what is independent, and what is faster. Elsewhere, modules run on CUDA
@@ -37,7 +37,8 @@ class Parallel(nn.Module):
     them. On the CPU they run in turn. Random numbers are drawn in the order of the modules in any case.
 
     Args:
-        modules: at least one; none of them may write to its input. They need not be on one device.
+        modules: at least one; none of them may write to its input. That raises on CUDA streams, except for tensors of
+            inference mode, whose writes nobody counts; elsewhere the others may see it. They need not be on one device.
         streams: how many at most, the caller's among them, or ``"auto"``.
         reduce: a function or module that takes the results as arguments, such as ``torch.mm`` for two; without it, the
             tuple of them is returned.
@@ -45,7 +46,8 @@ class Parallel(nn.Module):
     Raises:
         OptionError: ``streams`` has a value that is not allowed.
         TargetError: there is no module, or something that is none. Calls raise it where a tuple has not as many inputs
-            as there are modules, a module writes to its input, or returns a container that is not known.
+            as there are modules, or, on CUDA streams, a module is seen to write to its input, or returns a container
+            that is not known.
 
     Example:
         >>> both = Parallel(nn.ReLU(), nn.Tanh(), reduce=torch.add)
@@ -73,9 +75,9 @@ class Parallel(nn.Module):
         self.streams = Options(streams=streams).streams
         self.reduce = reduce
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The tuple of what the modules return, or what ``reduce`` makes of it."""
-        dealt = self._dealt(inputs)
+        dealt = self._dealt(inputs, kwargs)
         results = self._in_turn(dealt) if torch.compiler.is_compiling() else self._results(dealt)
         return results if self.reduce is None else self.reduce(*results)
 
@@ -83,21 +85,21 @@ class Parallel(nn.Module):
         """What it was made with."""
         return f"streams={self.streams!r}"
 
-    def _dealt(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
+    def _dealt(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, ...]:
         """The arguments of each module."""
         count = len(self.branches)
-        if len(inputs) != 1 or not isinstance(inputs[0], tuple):
-            return (inputs,) * count
+        if len(inputs) != 1 or type(inputs[0]) is not tuple:  # others, such as named ones, are one value
+            return ((inputs, kwargs),) * count
         if len(inputs[0]) != count:
             raise TargetError(
                 f"Parallel has {count} modules and is given a tuple of {len(inputs[0])} inputs: give one each"
             )
-        return tuple((each,) for each in inputs[0])
+        return tuple(((each,), kwargs) for each in inputs[0])
 
-    def _in_turn(self, dealt: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
-        return tuple(child(*inputs) for child, inputs in zip(self.branches, dealt, strict=True))
+    def _in_turn(self, dealt: tuple[Arguments, ...]) -> tuple[Any, ...]:
+        return tuple(child(*args, **kwargs) for child, (args, kwargs) in zip(self.branches, dealt, strict=True))
 
-    def _results(self, dealt: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+    def _results(self, dealt: tuple[Arguments, ...]) -> tuple[Any, ...]:
         device, streams = _device_of(dealt), self._stream_count()
         if device is None or streams == 1:
             return self._in_turn(dealt)
@@ -110,7 +112,7 @@ class Parallel(nn.Module):
         return min(len(self.branches), _AUTO_STREAMS if self.streams == "auto" else self.streams)
 
 
-def _device_of(dealt: tuple[tuple[Any, ...], ...]) -> str | None:
+def _device_of(dealt: tuple[Arguments, ...]) -> str | None:
     """The CUDA device whose streams modules run on, or ``None`` where they run in turn."""
     try:
         tensors, _ = flatten(dealt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor, fx, nn
 from autostream.errors import TargetError
 from autostream.execution import streams
 from autostream.execution.cpu_streams import ThreadedProgram
-from autostream.overlap.children import call, enter, leave, shared_buffers, side_by_side
+from autostream.overlap.children import Arguments, call, enter, leave, shared_buffers, side_by_side
 
 ALONE: frozenset[int] = frozenset()
+
+
+def given(*args: Any, **kwargs: Any) -> Arguments:
+    return args, kwargs
 
 
 def launched(graph: fx.GraphModule) -> dict[str, int]:
@@ -61,6 +66,20 @@ def test_shared_buffers_are_those_of_several_children_wherever_they_are() -> Non
     assert third == first | second
 
 
+def test_buffers_that_are_parts_of_one_storage_are_shared() -> None:
+    whole, children = torch.zeros(4), [Counts(), Counts(), Counts()]
+    children[0].calls, children[1].calls = nn.Buffer(whole[:2]), nn.Buffer(whole[2:])
+    assert shared_buffers(children) == (frozenset({0}), frozenset({0}), ALONE)
+
+
+def test_buffers_without_a_storage_are_shared_where_they_are_the_same() -> None:
+    lazy, sparse = nn.LazyBatchNorm1d(), Counts()
+    sparse.calls = nn.Buffer(torch.eye(2).to_sparse())
+    first, second, third = shared_buffers([lazy, sparse, nn.Sequential(lazy, sparse)])
+    assert len(first) > len(second) == 1
+    assert third == first | second
+
+
 class Chosen(nn.Module):
     """Returns a nested value of what it is given."""
 
@@ -74,10 +93,10 @@ class Chosen(nn.Module):
 
 def test_what_it_computes_is_what_the_children_do_with_gradients() -> None:
     children = tuple(Chosen(float(factor)) for factor in (1, 2, 3))
-    inputs = tuple((torch.full((2,), 1.0, requires_grad=True),) for _ in children)
+    inputs = tuple(given(torch.full((2,), 1.0, requires_grad=True)) for _ in children)
     run = ThreadedProgram(side_by_side("cpu", 3, (ALONE,) * 3))
     results = run(children, inputs)  # type: ignore[arg-type]
-    for factor, (child, (x,), result) in enumerate(zip(children, inputs, results, strict=True), 1):
+    for factor, (child, ((x,), _), result) in enumerate(zip(children, inputs, results, strict=True), 1):
         (result["scaled"] + result["same"]).sum().backward()  # type: ignore[index, call-overload]
         assert (child.weight.grad, x.grad.tolist()) == (2.0, [factor + 1.0] * 2)
 
@@ -100,7 +119,7 @@ def test_a_buffer_that_children_share_is_written_in_their_order() -> None:
     run = ThreadedProgram(side_by_side("cpu", 4, shared_buffers(children)))
     for turn, _ in itertools.product(range(5), children):
         if child.calls == 4 * turn:
-            results = run(children, ((torch.zeros(()),),) * 4)  # type: ignore[arg-type]
+            results = run(children, (given(torch.zeros(())),) * 4)  # type: ignore[arg-type]
             assert [result.item() for result in results] == [4.0 * turn + n for n in (1, 2, 3, 4)]
 
 
@@ -110,4 +129,27 @@ def test_a_child_that_writes_to_its_input_is_named() -> None:
         children = [nn.ReLU(), nn.ReLU()]
         children[writer] = nn.ReLU(inplace=True)
         with pytest.raises(TargetError, match=rf"child {writer} \(ReLU\) writes to its input"):
-            run(tuple(children), ((torch.ones(2),),) * 2)  # type: ignore[arg-type]
+            run(tuple(children), (given(torch.ones(2)),) * 2)  # type: ignore[arg-type]
+
+
+def test_what_is_on_no_device_of_the_streams_is_not_copied() -> None:
+    x = torch.ones(2)
+    assert enter([given(x, scale=x)], 0, "cuda") == (given(x, scale=x),)
+    (((copied,), kwargs),) = enter([given(x, scale=x)], 0, "cpu")
+    assert x is not copied
+    assert x is not kwargs["scale"]
+    assert leave(x, 1, "cuda") is x
+    assert leave(x, 1, "cpu") is not x
+
+
+class Opaque(nn.Module):
+    """Returns what nobody knows how to open."""
+
+    def forward(self, x: Tensor) -> object:
+        return {"a set": {x}}
+
+
+def test_a_result_that_is_no_known_container_is_told_with_its_child() -> None:
+    run = ThreadedProgram(side_by_side("cpu", 2, (ALONE, ALONE)))
+    with pytest.raises(TargetError, match=r"child 1 returns what cannot be copied .*set is neither a tensor"):
+        run((Opaque(), Opaque()), (given(torch.ones(2)),) * 2)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,6 +41,28 @@ def test_one_input_goes_to_all_and_a_tuple_is_dealt() -> None:
 def test_several_arguments_go_to_all() -> None:
     both = Parallel(nn.Bilinear(4, 4, 2), nn.Bilinear(4, 4, 3))
     assert [result.shape[-1] for result in both(X, Y)] == [2, 3]
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+def test_tuples_of_a_kind_are_one_input() -> None:
+    class Difference(nn.Module):
+        def forward(self, pair: Pair) -> Tensor:
+            return pair.left - pair.right
+
+    first, second = Parallel(Difference(), Difference())(Pair(X, Y))
+    assert torch.equal(first, X - Y)
+    assert torch.equal(second, X - Y)
+
+
+def test_keywords_go_to_all() -> None:
+    results = Parallel(nn.Upsample(scale_factor=2), nn.Flatten())(input=X[None])
+    assert [result.shape for result in results] == [(1, 4, 8), (1, 16)]
+    compiled = torch.compile(Parallel(*linears()), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(input=X), Parallel(*linears())(X))
 
 
 def test_it_follows_another_in_a_sequence_nested_and_alone() -> None:
