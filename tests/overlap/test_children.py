@@ -119,7 +119,7 @@ def test_a_buffer_that_children_share_is_written_in_their_order() -> None:
     run = ThreadedProgram(side_by_side("cpu", 4, shared_buffers(children)))
     for turn, _ in itertools.product(range(5), children):
         if child.calls == 4 * turn:
-            results = run(children, (given(torch.zeros(())),) * 4)  # type: ignore[arg-type]
+            results = run(children, (given(x=torch.zeros(())),) * 4)  # type: ignore[arg-type]
             assert [result.item() for result in results] == [4.0 * turn + n for n in (1, 2, 3, 4)]
 
 
