@@ -39,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
     except AutostreamError as error:
         print(f"autostream: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

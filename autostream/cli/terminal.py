@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
@@ -29,30 +29,35 @@ def show(text: str, out: Path | None = None, *, report: bool = False) -> None:
         report: whether it is a report for people, which a terminal shows in colours.
 
     Raises:
-        TargetError: the file cannot be written.
+        BrokenPipeError: the reader has left.
+        TargetError: the file, or stdout, cannot be written.
     """
     if out is None:
+        require_writable(out)
         # Source lines and names are the model's to choose; what the terminal cannot show must not end the command.
         encoding = sys.stdout.encoding or "utf-8"
         shown = painted(text) if report and colours() and sys.stdout.isatty() else text
-        print(shown.encode(encoding, "replace").decode(encoding))
+        with _writing("stdout"):
+            _print(shown.encode(encoding, "replace").decode(encoding))
         return
-    try:
+    with _writing(f"--out {out}"):
         out.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(out, error) from error
 
 
-def require_writable(out: Path) -> None:
+def require_writable(out: Path | None) -> None:
     """Rather fail before hours of work than with the results in hand.
 
+    Args:
+        out: the file; ``None`` is stdout, of which only a closed one is found.
+
     Raises:
-        TargetError: the file cannot be written.
+        TargetError: it cannot be written.
     """
-    try:
-        out.open("a").close()
-    except OSError as error:
-        raise _unwritable(out, error) from error
+    if out is not None:
+        with _writing(f"--out {out}"):
+            out.open("a").close()
+    elif sys.stdout is None:
+        raise TargetError(_unwritable("stdout", "it is closed"))
 
 
 def remark(text: str) -> None:
@@ -110,5 +115,25 @@ def painted(text: str) -> str:
     return "\n\n".join([keys, *marked])
 
 
-def _unwritable(out: Path, error: OSError) -> TargetError:
-    return TargetError(f"--out {out}: {error.strerror}: name a file that can be written")
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError:
+        # Python would write the rest once more when the process ends, and end it with a code of its own.
+        with suppress(OSError):
+            sys.stdout.close()
+        raise
+
+
+@contextmanager
+def _writing(where: str) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # no failure: its reader, such as head, has seen enough
+        raise
+    except OSError as error:
+        raise TargetError(_unwritable(where, error.strerror)) from error
+
+
+def _unwritable(where: str, reason: str | None) -> str:
+    return f"{where}: {reason}: name a file that can be written"
