@@ -156,7 +156,8 @@ class Scheduled:
         """
         (call, _) = structure.children or ()
         tensors = tensors_like(call, args)
-        if torch.is_grad_enabled() or tensors is None:
+        # Calls with inputs that share memory, or without any, fit no shortcut.
+        if torch.is_grad_enabled() or not tensors or self._signature.aliases:
             return None
         known = self._shortcut
         if known is None or known.outdated or known.fits(args) is None:
