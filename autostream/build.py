@@ -528,7 +528,7 @@ def _alignment(tensor: Tensor) -> int:
 
 
 _COLUMNS: tuple[Callable[[Tensor], object], ...] = (
-    Tensor.size, Tensor.stride, attrgetter("dtype"), attrgetter("device"),
+    Tensor.size, Tensor.stride, attrgetter("dtype"), attrgetter("device"), Tensor.is_conj, Tensor.is_neg,
 )  # fmt: skip
 
 
@@ -540,8 +540,15 @@ class _Own:
         self._known: tuple[list[int], list[Tensor], frozenset[int]] = ([], [], frozenset())
 
     def isdisjoint(self, own: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-        """Whether none of these tensors shares memory with the model's own."""
-        addresses = list(map(Tensor.data_ptr, own))
+        """Whether none of these tensors shares memory with the model's own.
+
+        Raises:
+            Stale: one of the model's has no address.
+        """
+        try:
+            addresses = list(map(Tensor.data_ptr, own))
+        except RuntimeError:  # sparse tensors have none
+            raise Stale from None
         known, _, storages = self._known
         if addresses != known:
             storages = frozenset(map(storage_of, own))
