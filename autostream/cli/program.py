@@ -1,7 +1,7 @@
 """All commands, and the exit code.
 
 0 all is well, 1 a check failed or something is slower than allowed, 2 the command line or the model that it names
-cannot be used, 130 interrupted.
+cannot be used, or the answer cannot be written, 130 interrupted.
 """
 
 from __future__ import annotations
