@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
+from typing import TextIO
 
 from autostream.errors import TargetError
 from autostream.options import colours
@@ -61,14 +62,15 @@ def require_writable(out: Path | None) -> None:
 
 
 def remark(text: str) -> None:
-    """Say something that is no part of the answer."""
-    print(f"autostream: {text}", file=sys.stderr)
+    """Say something that is no part of the answer, unless stderr is closed."""
+    if sys.stderr is not None:  # in its place, print would take stdout
+        print(f"autostream: {text}", file=sys.stderr)
 
 
 def note(text: str) -> None:
     """Say what is under way, on a line that the next one replaces; for a terminal only."""
-    if sys.stderr.isatty():
-        print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
+    if terminal := _terminal():
+        print(f"{_CLEAR}{text}", end="", file=terminal, flush=True)
 
 
 @contextmanager
@@ -79,8 +81,8 @@ def progress(what: str, every_s: float = 1.0) -> Iterator[None]:
         what: is under way.
         every_s: seconds from one line to the next.
     """
-    terminal = sys.stderr  # what runs inside may put another in its place
-    if not terminal.isatty():
+    terminal = _terminal()  # what runs inside may put another in the place of stderr
+    if terminal is None:
         yield
         return
     over = Event()
@@ -113,6 +115,10 @@ def painted(text: str) -> str:
     titled = [re.sub(r"\A.+", rf"{_BOLD}\g<0>{_PLAIN}", section) for section in sections]
     marked = [re.sub(r"^\* .*", rf"{_GREEN}\g<0>{_PLAIN}", section, flags=re.MULTILINE) for section in titled]
     return "\n\n".join([keys, *marked])
+
+
+def _terminal() -> TextIO | None:
+    return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
 
 
 def _print(text: str) -> None:

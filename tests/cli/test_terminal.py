@@ -109,3 +109,14 @@ def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("planning net", every_s=0.0):
         note("eager")
     assert capsys.readouterr().err == ""
+
+
+def test_without_stderr_the_answer_is_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, planned: SimpleNamespace
+) -> None:
+    assert cli.main(["trace", model]) == 0
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["trace", model]) == 0
+    assert cli.main(["trace", "net.py:no_such"]) == 2
+    assert capsys.readouterr().out == printed
