@@ -156,7 +156,8 @@ class Scheduled:
         """
         (call, _) = structure.children or ()
         tensors = tensors_like(call, args)
-        if torch.is_grad_enabled() or tensors is None:
+        # Calls with inputs that share memory, or without any, fit no shortcut.
+        if torch.is_grad_enabled() or not tensors or self._signature.aliases:
             return None
         known = self._shortcut
         if known is None or known.outdated or known.fits(args) is None:
@@ -527,7 +528,7 @@ def _alignment(tensor: Tensor) -> int:
 
 
 _COLUMNS: tuple[Callable[[Tensor], object], ...] = (
-    Tensor.size, Tensor.stride, attrgetter("dtype"), attrgetter("device"),
+    Tensor.size, Tensor.stride, attrgetter("dtype"), attrgetter("device"), Tensor.is_conj, Tensor.is_neg,
 )  # fmt: skip
 
 
@@ -539,8 +540,15 @@ class _Own:
         self._known: tuple[list[int], list[Tensor], frozenset[int]] = ([], [], frozenset())
 
     def isdisjoint(self, own: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-        """Whether none of these tensors shares memory with the model's own."""
-        addresses = list(map(Tensor.data_ptr, own))
+        """Whether none of these tensors shares memory with the model's own.
+
+        Raises:
+            Stale: one of the model's has no address.
+        """
+        try:
+            addresses = list(map(Tensor.data_ptr, own))
+        except RuntimeError:  # sparse tensors have none
+            raise Stale from None
         known, _, storages = self._known
         if addresses != known:
             storages = frozenset(map(storage_of, own))

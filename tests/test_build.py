@@ -155,6 +155,30 @@ def test_state_of_another_kind_is_stale_and_nothing_has_run(change: Any) -> None
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])
+def test_a_weight_whose_sign_is_set_lazily_is_stale(dtype: torch.dtype) -> None:
+    model = Model(lambda s, x: x * s.w, w=t(4, 2)[:, 0].to(dtype))
+    entry = scheduled(model, t(4))
+    model.w = model.w.conj() if dtype.is_complex else torch.view_as_complex(t(4, 2)).conj().imag
+    with pytest.raises(Stale):
+        entry([t(4)])
+
+
+@torch.no_grad()
+def test_a_weight_without_an_address_is_stale_though_the_model_writes() -> None:
+    def writes(s: Model, x: Tensor) -> Tensor:
+        s.c.add_(1)
+        return s.w @ x
+
+    model = Model(writes, w=nn.Parameter(t(4, 4)), c=nn.Buffer(torch.zeros(1)))
+    fast, x = optimize(model), t(4, 2)
+    fast(x)
+    model.w = nn.Parameter(model.w.to_sparse())
+    same(fast(x), model.w @ x)
+    assert model.c.item() == 2
+
+
+@torch.no_grad()
 def test_an_input_in_memory_that_the_model_writes_is_unsuitable() -> None:
     def writes(s: Model, x: Tensor) -> Tensor:
         s.b.add_(1)

@@ -181,6 +181,15 @@ def test_inputs_that_begin_to_share_memory_go_the_long_way(ways: Ways) -> None:
     assert ways.took(lambda: fast(X, X)) == "long"
 
 
+@pytest.mark.parametrize("count", [0, 2])
+@torch.no_grad()
+def test_calls_that_could_not_take_it_have_no_short_way(count: int) -> None:
+    fast = autostream.optimize(lambda *xs: torch.ones(3, 4) + sum(xs))
+    for _ in range(2):
+        torch.testing.assert_close(fast(*[X] * count), 1 + count * X)
+        assert fast._autostream._shortcut is None
+
+
 def test_gradients_modes_and_settings_go_the_long_way(ways: Ways) -> None:
     model = Net().eval()
     fast = autostream.optimize(model)

@@ -35,10 +35,9 @@ def _profile(arguments: argparse.Namespace) -> int:
     device = parse_device(arguments.device)
     if device.type == "cpu":
         raise TargetError("--device cpu: a processor is not measured: run it where the GPU is")
-    if arguments.out:
-        if arguments.out.suffix != ".json":
-            raise TargetError(f"--out {arguments.out}: name a file that ends in .json, as --device does")
-        require_writable(arguments.out)
+    if arguments.out and arguments.out.suffix != ".json":
+        raise TargetError(f"--out {arguments.out}: name a file that ends in .json, as --device does")
+    require_writable(arguments.out)
     try:
         with progress(f"measuring {device}"):
             measured, remarks = profile_anew(str(device))

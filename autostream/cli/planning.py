@@ -22,7 +22,7 @@ from autostream.arguments import how_many, names, whole
 from autostream.build import lowered, program_of
 from autostream.cli.command import Argument, Command, argument
 from autostream.cli.shared import JSON, PLANNING, TARGET
-from autostream.cli.terminal import progress, remark, show
+from autostream.cli.terminal import progress, remark, require_writable, show
 from autostream.costs.cache import read
 from autostream.costs.device import known_names, profile_named
 from autostream.costs.measured import METHOD
@@ -54,6 +54,7 @@ Face = Callable[[Plan, Selection], str]
 
 
 def _run(arguments: argparse.Namespace, faces: dict[str, Face], *, runs: bool = False) -> int:
+    require_writable(arguments.out)
     selection = _selection(arguments)
     plan = _planned(arguments, runs)
     with progress(f"drawing {arguments.target}"), _quiet_torch():
@@ -63,6 +64,7 @@ def _run(arguments: argparse.Namespace, faces: dict[str, Face], *, runs: bool = 
 
 
 def _run_watched(arguments: argparse.Namespace, face: Callable[[Report], str]) -> int:
+    require_writable(arguments.out)
     report = _planned(arguments, runs=True).report
     show(face(report), arguments.out)
     if report.measured is None:

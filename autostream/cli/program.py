@@ -1,17 +1,17 @@
 """All commands, and the exit code.
 
 0 all is well, 1 a check failed or something is slower than allowed, 2 the command line or the model that it names
-cannot be used, 130 interrupted.
+cannot be used, or the answer cannot be written, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from autostream.cli.command import Command, Parser, add
 from autostream.cli.machine import ENV, PROFILE
 from autostream.cli.planning import EXPLAIN, INSPECT, REPORT, SCHEDULE, TRACE
+from autostream.cli.terminal import remark
 from autostream.cli.timing import BENCH, COMPARE, DEMO
 from autostream.errors import AutostreamError
 from autostream.version import VERSION
@@ -39,12 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
     except AutostreamError as error:
-        print(f"autostream: error: {' '.join(str(error).split())}", file=sys.stderr)
+        remark(f"error: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
-        print("autostream: interrupted", file=sys.stderr)
+        remark("interrupted")
         return 130
     except BrokenPipeError:  # the reader, such as head, has seen enough
         return 0

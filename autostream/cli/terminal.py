@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
+from typing import TextIO
 
 from autostream.errors import TargetError
 from autostream.options import colours
@@ -29,41 +30,47 @@ def show(text: str, out: Path | None = None, *, report: bool = False) -> None:
         report: whether it is a report for people, which a terminal shows in colours.
 
     Raises:
-        TargetError: the file cannot be written.
+        BrokenPipeError: the reader has left.
+        TargetError: the file, or stdout, cannot be written.
     """
     if out is None:
+        require_writable(out)
         # Source lines and names are the model's to choose; what the terminal cannot show must not end the command.
         encoding = sys.stdout.encoding or "utf-8"
         shown = painted(text) if report and colours() and sys.stdout.isatty() else text
-        print(shown.encode(encoding, "replace").decode(encoding))
+        with _writing("stdout"):
+            _print(shown.encode(encoding, "replace").decode(encoding))
         return
-    try:
+    with _writing(f"--out {out}"):
         out.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(out, error) from error
 
 
-def require_writable(out: Path) -> None:
+def require_writable(out: Path | None) -> None:
     """Rather fail before hours of work than with the results in hand.
 
+    Args:
+        out: the file; ``None`` is stdout, of which only a closed one is found.
+
     Raises:
-        TargetError: the file cannot be written.
+        TargetError: it cannot be written.
     """
-    try:
-        out.open("a").close()
-    except OSError as error:
-        raise _unwritable(out, error) from error
+    if out is not None:
+        with _writing(f"--out {out}"):
+            out.open("a").close()
+    elif sys.stdout is None:
+        raise TargetError(_unwritable("stdout", "it is closed"))
 
 
 def remark(text: str) -> None:
-    """Say something that is no part of the answer."""
-    print(f"autostream: {text}", file=sys.stderr)
+    """Say something that is no part of the answer, unless stderr is closed."""
+    if sys.stderr is not None:  # in its place, print would take stdout
+        print(f"autostream: {text}", file=sys.stderr)
 
 
 def note(text: str) -> None:
     """Say what is under way, on a line that the next one replaces; for a terminal only."""
-    if sys.stderr.isatty():
-        print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
+    if terminal := _terminal():
+        print(f"{_CLEAR}{text}", end="", file=terminal, flush=True)
 
 
 @contextmanager
@@ -74,8 +81,8 @@ def progress(what: str, every_s: float = 1.0) -> Iterator[None]:
         what: is under way.
         every_s: seconds from one line to the next.
     """
-    terminal = sys.stderr  # what runs inside may put another in its place
-    if not terminal.isatty():
+    terminal = _terminal()  # what runs inside may put another in the place of stderr
+    if terminal is None:
         yield
         return
     over = Event()
@@ -110,5 +117,29 @@ def painted(text: str) -> str:
     return "\n\n".join([keys, *marked])
 
 
-def _unwritable(out: Path, error: OSError) -> TargetError:
-    return TargetError(f"--out {out}: {error.strerror}: name a file that can be written")
+def _terminal() -> TextIO | None:
+    return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError:
+        # Python would write the rest once more when the process ends, and end it with a code of its own.
+        with suppress(OSError):
+            sys.stdout.close()
+        raise
+
+
+@contextmanager
+def _writing(where: str) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # no failure: its reader, such as head, has seen enough
+        raise
+    except OSError as error:
+        raise TargetError(_unwritable(where, error.strerror)) from error
+
+
+def _unwritable(where: str, reason: str | None) -> str:
+    return f"{where}: {reason}: name a file that can be written"

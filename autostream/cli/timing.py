@@ -44,8 +44,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             raise OptionError(f"there is no mode {mode!r} on this device: use {', '.join(known)}")
     modes = list(dict.fromkeys([baseline, *modes]))
     inputs = [parse_input(text) for text in arguments.input]
-    if arguments.out:
-        require_writable(arguments.out)
+    require_writable(arguments.out)
     outcome = hold_isolated(partial(_contest, arguments.target, inputs, device), modes, arguments.timeout, note)
     note("")
     if outcome.failure:
@@ -93,16 +92,27 @@ def _row(path: Path) -> Row:
     """
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
-        cells = [(str(cell["status"]), cell.get("call_us", [1.0] * 2)) for cell in row["cells"].values()]
-        sound = isinstance(row["workload"], str) and all(len(us) > 1 and min(us) > 0 for _, us in cells)
-        rounds = {len(cell["call_us"]) for cell in row["cells"].values() if "call_us" in cell}
-        if not (sound and row["baseline"] in row["cells"] and len(rounds) <= 1):
-            raise ValueError("its times are none")
+        cells = row["cells"].values()
+        named = all(isinstance(name, str) for name in (row["workload"], *(cell["status"] for cell in cells)))
+        versioned = isinstance(row.get("versions", {}), dict)
+        times = [cell["call_us"] for cell in cells if "call_us" in cell]
+        timed = all(len(us) > 1 and all(map(_is_time, us)) for us in times) and len(set(map(len, times))) <= 1
+        if not (named and versioned and timed and row["baseline"] in row["cells"]):
+            raise ValueError("its names or times are none")
         return dict(row)
     except OSError as error:
         raise TargetError(f"{path} cannot be read ({first_line(error)}): name what bench --json --out wrote") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise TargetError(f"{path} is not what autostream bench --json writes ({first_line(error)})") from error
+
+
+def _is_time(us: object) -> bool:
+    """Whether a call may have taken so many µs: Python's JSON has NaN and Infinity, and a bool is a number."""
+    return isinstance(us, int | float) and not isinstance(us, bool) and _SHORTEST_US < us < _LONGEST_US
+
+
+_SHORTEST_US, _LONGEST_US = 1e-6, 1e15
+"""A picosecond and thirty years: of what lies in between, every ratio is finite."""
 
 
 def _plain(found: Sequence[Change], worse: Sequence[bool]) -> list[dict[str, Any]]:

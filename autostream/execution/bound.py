@@ -47,7 +47,7 @@ class Bound:
         self._guarded = _guard(tensors)
 
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether as many tensors are at the same addresses, with the same dtypes, sizes and strides."""
+        """Whether as many tensors are at the same addresses, with the same dtypes, sizes, strides and lazy signs."""
         try:
             if len(tensors) != len(self._places) or not _lie_at(list(tensors), self._addresses, self._places):
                 return False
@@ -213,7 +213,9 @@ def _layouts(tensors: Sequence[Tensor]) -> list[list[object]]:
     return [list(map(column, tensors)) for column in _COLUMNS]
 
 
-_COLUMNS: tuple[Callable[[Tensor], object], ...] = (Tensor.size, Tensor.stride, attrgetter("dtype"))
+_COLUMNS: tuple[Callable[[Tensor], object], ...] = (
+    Tensor.size, Tensor.stride, attrgetter("dtype"), Tensor.is_conj, Tensor.is_neg,
+)  # fmt: skip
 
 
 def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:

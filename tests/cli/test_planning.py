@@ -226,6 +226,15 @@ def test_bad_input_is_one_line(
     assert error_of(capsys, *argv.split()).startswith(said)
 
 
+@pytest.mark.parametrize("command", ["schedule", "trace"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_planned(
+    capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace, command: str
+) -> None:
+    said = error_of(capsys, command, model, "--out", "missing/file")
+    assert said.startswith("--out missing/file: No such file or directory: name a file")
+    assert not hasattr(planned, "model")
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [("net.py:Branching --input 4", "Branching.*data-dependent"), ("net.py:Diamond --input 4x63", "Diamond.*4, 63")],

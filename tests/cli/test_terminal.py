@@ -26,6 +26,17 @@ def test_a_terminal_that_lacks_characters_shows_others(
     assert b"14.0 ?s, 1.50? the speed" in terminal.buffer.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("said", ["No space left on device", "it is closed"])
+def test_an_answer_that_cannot_be_written_is_one_line_and_no_failed_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", None if said == "it is closed" else full)
+        assert cli.main(["env", "--json"]) == 2
+        assert said == "it is closed" or full.closed, "else Python writes what is left when the process ends, and fails"
+    assert capsys.readouterr().err == f"autostream: error: stdout: {said}: name a file that can be written\n"
+
+
 class Terminal(io.StringIO):
     """A terminal, as far as programs ask."""
 
@@ -98,3 +109,14 @@ def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("planning net", every_s=0.0):
         note("eager")
     assert capsys.readouterr().err == ""
+
+
+def test_without_stderr_the_answer_is_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, planned: SimpleNamespace
+) -> None:
+    assert cli.main(["trace", model]) == 0
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["trace", model]) == 0
+    assert cli.main(["trace", "net.py:no_such"]) == 2
+    assert capsys.readouterr().out == printed

@@ -234,6 +234,9 @@ def measured(us: float, **more: object) -> dict[str, object]:
     return {**about, "cells": cells, **more}
 
 
+FOREIGN = "after.json is not what autostream bench --json writes ("
+
+
 def compare(before: object, after: object, *flags: str) -> int:
     for name, row in (("before.json", before), ("after.json", after)):
         Path(name).write_text(json.dumps(row), encoding="utf-8")
@@ -281,20 +284,27 @@ def test_compare_reads_what_bench_writes(capsys: pytest.CaptureFixture[str], mod
     [
         (measured(4.0, workload="other"), "before.json and after.json have another workload, net and other: measure"),
         (measured(4.0, baseline="autostream"), "before.json and after.json have another baseline, eager and auto"),
-        (measured(4.0, cells={}), "after.json is not what autostream bench --json writes (ValueError: its times"),
-        (measured(4.0, cells=[1]), "after.json is not what autostream bench --json writes (AttributeError: "),
-        (measured(-4.0), "after.json is not what autostream bench --json writes (ValueError: its times are none)"),
-        ([], "after.json is not what autostream bench --json writes (TypeError: "),
+        (measured(4.0, cells={}), f"{FOREIGN}ValueError: its names or times are none)"),
+        (measured(4.0, cells=[1]), f"{FOREIGN}AttributeError: "),
+        (measured(-4.0), f"{FOREIGN}ValueError: its names or times are none)"),
+        (measured(float("inf")), f"{FOREIGN}ValueError: its names or times are none)"),
+        (measured(float("nan")), f"{FOREIGN}ValueError: its names or times are none)"),
+        (measured(True), f"{FOREIGN}ValueError: its names or times are none)"),
+        (measured(10**400), f"{FOREIGN}ValueError: its names or times are none)"),
+        (measured(1e308), f"{FOREIGN}ValueError: its names or times are none)"),
+        (measured(4.0, versions=None), f"{FOREIGN}ValueError: its names or times are none)"),
+        ([], f"{FOREIGN}TypeError: "),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(
     capsys: pytest.CaptureFixture[str], model: str, after: object, said: str
 ) -> None:
-    compare(measured(4.0), after)
+    assert compare(measured(4.0), after) == 2
     assert capsys.readouterr().err.startswith(f"autostream: error: {said}")
     assert error_of(capsys, "compare", "before.json", "missing.json").startswith("missing.json cannot be read (File")
-    Path("after.json").write_text("{", encoding="utf-8")
-    assert error_of(capsys, "compare", "before.json", "after.json").startswith("after.json is not what autostream ")
+    for text in ("{", "[" * 100_000):
+        Path("after.json").write_text(text, encoding="utf-8")
+        assert error_of(capsys, "compare", "before.json", "after.json").startswith(FOREIGN)
     Path("after.json").write_text(Path("before.json").read_text())
     said = error_of(capsys, "compare", "before.json", "after.json", "--modes", "fast")
     assert said == "before.json has no time of a mode that starts with 'fast': name others"

@@ -69,6 +69,17 @@ def test_every_move_is_seen(move: Callable[[Tensor], None], calls: int) -> None:
 
 
 @pytest.mark.usefixtures("guards")
+def test_a_sign_that_is_set_lazily_is_seen() -> None:
+    """Same address, dtype, size and strides, other values."""
+    weight = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+    imaginary = weight.data.imag  # what is conjugated has it negated
+    seen, seen_imaginary = Bound([weight]), Bound([imaginary])
+    weight.data = weight.data.conj()
+    assert not seen.unmoved([weight])
+    assert not seen_imaginary.unmoved([weight.data.imag])
+
+
+@pytest.mark.usefixtures("guards")
 def test_other_tensors_and_other_numbers_of_them_are_seen() -> None:
     given = weights()
     seen = Bound(given)
