@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Protocol
@@ -119,7 +119,7 @@ class Scheduled:
             self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
             self._expected = self._metadata(arguments)
             self._writes = any(written(self._program, self._graph))
-            self._own = _Own()
+            self._own = _Own(_first_places([p.storage for p in placeholders if p.role is not Role.INPUT]))
             self.repeatable = repeatable(self._program, self._graph)
             # Running with weights that are no longer the model's does no harm then. Where integers are computed with it
             # might: an index that is new may be beyond the end of what is old.
@@ -130,14 +130,17 @@ class Scheduled:
         """Run with these flat inputs and return what the model would.
 
         Raises:
-            Stale: the model's state has another shape or kind now; nothing that can be seen has been changed.
+            Stale: the model's state has another shape or kind now, or shares memory otherwise; nothing that can be seen
+                has been changed.
             Unsuitable: an input lies in memory of the model's state, some of which the model writes.
         """
         arguments = self._arguments(tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments):
             raise Unsuitable(RECORDS_GRADIENTS)
-        if self._writes and not self._own.isdisjoint(arguments[: len(arguments) - len(tensors)], tensors):
-            raise Unsuitable("an input shares memory with the model's own state, and the model writes")
+        if self._writes:
+            own = self._own.storages(arguments[: len(arguments) - len(tensors)])
+            if not own.isdisjoint(map(storage_of, tensors)):
+                raise Unsuitable("an input shares memory with the model's own state, and the model writes")
         if not self._harmless and not self._as_traced(arguments):
             raise Stale
         outputs = self._run(arguments)
@@ -533,17 +536,23 @@ _COLUMNS: tuple[Callable[[Tensor], object], ...] = (
 
 
 class _Own:
-    """The storages of the model's tensors: looked up anew where one of these lies elsewhere than at the last call."""
+    """The storages of the model's tensors: looked up anew where one of these lies elsewhere than at the last call.
 
-    def __init__(self) -> None:
+    Args:
+        shared: for each of them, the place of the first in the same storage when the model was traced.
+    """
+
+    def __init__(self, shared: list[int]) -> None:
+        self._shared = shared
         # Tensors are held so that nothing else can come to lie there. One value, for other threads look meanwhile.
         self._known: tuple[list[int], list[Tensor], frozenset[int]] = ([], [], frozenset())
 
-    def isdisjoint(self, own: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-        """Whether none of these tensors shares memory with the model's own.
+    def storages(self, own: Sequence[Tensor]) -> frozenset[int]:
+        """All storages of these tensors, which are the model's.
 
         Raises:
-            Stale: one of the model's has no address.
+            Stale: others share memory than when the model was traced, so its ops have other hazards; or one has no
+                address.
         """
         try:
             addresses = list(map(Tensor.data_ptr, own))
@@ -551,6 +560,20 @@ class _Own:
             raise Stale from None
         known, _, storages = self._known
         if addresses != known:
-            storages = frozenset(map(storage_of, own))
+            each = list(map(storage_of, own))
+            if _first_places(each) != self._shared:
+                raise Stale
+            storages = frozenset(each)
             self._known = addresses, [tensor.detach() for tensor in own], storages
-        return storages.isdisjoint(map(storage_of, tensors))
+        return storages
+
+
+def _first_places(values: Sequence[Hashable]) -> list[int]:
+    """For each value, the place of the first that equals it.
+
+    Example:
+        >>> _first_places("abac")
+        [0, 1, 0, 3]
+    """
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(value, place) for place, value in enumerate(values)]

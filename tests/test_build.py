@@ -193,6 +193,38 @@ def test_an_input_in_memory_that_the_model_writes_is_unsuitable() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: setattr(model, "b", model.a), lambda model: setattr(model.b, "data", model.a)],
+    ids=["the same", "its memory"],
+)
+def test_state_that_comes_to_share_memory_is_stale_where_the_model_writes(change: Any) -> None:
+    """``a += x ──▶ b * 2`` is an edge then, which the graph of the schedule has not."""
+
+    def writes(s: Model, x: Tensor) -> Tensor:
+        s.a.add_(x)
+        return s.b * 2
+
+    model = Model(writes, a=nn.Buffer(torch.zeros(8)), b=nn.Buffer(torch.zeros(8)))
+    entry = scheduled(model, t(8))
+    model.b = model.b.clone()
+    same(entry([t(8)]), torch.zeros(8))
+    before = model.a.clone()
+    change(model)
+    with pytest.raises(Stale):
+        entry([t(8)])
+    same(model.a, before)
+
+
+@torch.no_grad()
+def test_state_that_comes_to_share_memory_is_fine_where_the_model_only_reads() -> None:
+    model = Model(lambda s, x: x * s.a + s.b, a=nn.Buffer(t(4)), b=nn.Buffer(t(4)))
+    entry = scheduled(model, t(4))
+    model.b = model.a
+    same(entry([t(4)]), t(4) * model.a + model.a)
+
+
+@torch.no_grad()
 def test_an_input_in_memory_that_the_model_only_reads_is_fine() -> None:
     model = Model(lambda s, x: x * s.b[:2], b=nn.Buffer(t(4)))
     same(scheduled(model, t(2))([model.b[2:]]), model.b[2:] * model.b[:2])

@@ -550,3 +550,13 @@ def test_modules_in_another_order_are_seen() -> None:
     del model.a
     model.add_module("a", first)
     torch.testing.assert_close(fast(X), model(X))
+
+
+@torch.no_grad()
+def test_a_key_that_is_no_constant_goes_the_long_way(ways: Ways) -> None:
+    fast = autostream.optimize(lambda named: next(iter(named.values())) * 2)
+    fast({"a": X})
+    assert ways.took(lambda: fast({"a": X})) == "short"
+    ours: list[Tensor] = []
+    assert ways.took(lambda: ours.append(fast({frozenset([1]): X}))) == "long"
+    torch.testing.assert_close(ours[0], X * 2)

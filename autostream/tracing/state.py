@@ -7,10 +7,10 @@ reading some hundred entries of remembered dictionaries takes some µs.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from autostream.ir import Placeholder, Role
+from autostream.tracing.tree import exact
 
 
 def name_of(model: nn.Module) -> str:
@@ -63,6 +64,71 @@ class Entries:
     def unchanged(self) -> bool:
         """Whether the dictionaries hold these very values."""
         return all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values))
+
+
+class Contents:
+    """What containers contain, to the last constant: 2 is not 2.0, nor 0.0 the same as -0.0; and the order counts.
+
+    The common answer takes one look at all items: none can have changed while all are the very same.
+
+    Args:
+        values: made of constants, functions and containers of these.
+
+    Example:
+        >>> sizes = ([1, 2], "name")
+        >>> contents = Contents([sizes])
+        >>> contents.unchanged()
+        True
+        >>> sizes[0][1] = 2.0
+        >>> contents.unchanged()
+        False
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = [value for value in values if any(True for _ in _changing(value))]
+        self._then = list(map(_exactly, self._values))
+        self._views = [view for value in self._values for container in _changing(value) for view in _views(container)]
+        self._items = list(chain.from_iterable(self._views))
+
+    def unchanged(self) -> bool:
+        """Whether they contain what they did when this was made, or what no program can tell from it."""
+        return (
+            not self._views
+            or all(map(operator.is_, chain.from_iterable(self._views), self._items))
+            or list(map(_exactly, self._values)) == self._then
+        )
+
+
+_UNCHANGING = (tuple, frozenset)
+_CONTAINERS = (list, dict, set, *_UNCHANGING)
+
+
+def _items(container: Any) -> tuple[Any, ...]:
+    return tuple(container.items() if isinstance(container, dict) else container)
+
+
+def _changing(value: Any) -> Iterator[Any]:
+    """The containers that can change in a value, at any depth, and the value itself if it is one."""
+    if isinstance(value, _CONTAINERS):
+        if not isinstance(value, _UNCHANGING):
+            yield value
+        yield from chain.from_iterable(map(_changing, _items(value)))
+
+
+def _views(container: Any) -> Iterator[Iterable[Any]]:
+    """What gives the items of a container as they are now, and says where they end."""
+    yield container
+    if isinstance(container, dict):
+        yield dict.values(container)
+    yield _END
+
+
+_END = (object(),)
+
+
+def _exactly(value: Any) -> tuple[type, object]:
+    """A plain value so that only values that no program can tell apart are equal."""
+    return type(value), tuple(map(_exactly, _items(value))) if isinstance(value, _CONTAINERS) else exact(value)
 
 
 _TRAINING = operator.itemgetter("training")
@@ -149,11 +215,7 @@ class LiveState:
         self._setting_dicts: list[dict[str, Any]] = [holder for holder, _ in settings]
         self._setting_names = [name for _, name in settings]
         self._settings_then = self._settings()
-        self._containers = [
-            (value, copy.deepcopy(value))
-            for value in self._settings_then
-            if isinstance(value, _CONTAINERS) and _is_plain(value)
-        ]
+        self._contents = Contents(filter(_is_plain, self._settings_then))
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors in placeholder order, as the model holds them now; ``None`` for one that was removed."""
@@ -182,7 +244,7 @@ class LiveState:
 
     def contents_intact(self) -> bool:
         """Whether containers that modules hold contain what they did."""
-        return not self._containers or all(value == then for value, then in self._containers)
+        return self._contents.unchanged()
 
     def entries(self, tensors: Sequence[Tensor]) -> Entries:
         """What modules hold while they hold these tensors and are, containers aside, :meth:`configured`."""
@@ -195,10 +257,9 @@ class LiveState:
         return list(map(dict.get, self._setting_dicts, self._setting_names))
 
 
-_CONTAINERS = (list, dict, set)
 _SETTINGS = (
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, tuple, range, type,
-    FunctionType, BuiltinFunctionType, MethodType, partial, *_CONTAINERS,
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, type, Enum,
+    FunctionType, BuiltinFunctionType, MethodType, partial,
 )  # fmt: skip
 
 
@@ -247,15 +308,13 @@ def _defaults(kind: type) -> set[str]:
 
 def _is_plain(value: Any) -> bool:
     """Whether comparing a value with itself at another time is a matter of constants."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return all(map(_is_plain, value))
+    if isinstance(value, _CONTAINERS):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, _SETTINGS)
 
 
 def _equal(now: Any, then: Any) -> bool:
-    return now is then or (type(now) is type(then) and _is_plain(then) and bool(now == then))
+    return now is then or (type(now) is type(then) and _is_plain(then) and _exactly(now) == _exactly(then))
 
 
 def _slot(model: nn.Module, placeholder: Placeholder, constants: dict[str, Tensor]) -> tuple[dict[str, Any], str]:

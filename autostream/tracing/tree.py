@@ -99,9 +99,9 @@ def _gather(structure: Structure, value: Any, tensors: list[Tensor]) -> bool:
     if type(value) is not kind:
         return False
     if children is None:
-        return value is context or bool(_exact(value) == context)
+        return value is context or bool(exact(value) == context)
     if kind is dict:
-        return _keys(value) == context and _gather_all(children, value.values(), tensors)
+        return _has_keys(value, context) and _gather_all(children, value.values(), tensors)
     return kind in (tuple, list) and len(value) == len(children) and _gather_all(children, value, tensors)
 
 
@@ -160,7 +160,7 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
         return TENSOR
     kind = type(value)
     if kind in _CONSTANTS or isinstance(value, (Enum, type, Constant)):
-        return Structure(kind, _exact(value))
+        return Structure(kind, exact(value))
     opened = _open(value)
     if opened is None:
         raise TraceError(
@@ -180,8 +180,15 @@ def _unflatten(structure: Structure, tensors: Iterator[Tensor | None]) -> Any:
     return _close(structure.kind, _original(structure.kind, structure.context), children)
 
 
-def _exact(value: Any) -> Hashable:
-    """A constant so that only constants that no program can tell apart are equal: 0.0 == -0.0, and nan != nan."""
+def exact(value: Any) -> Hashable:
+    """A constant so that only constants of its type that no program can tell apart are equal.
+
+    For 0.0 == -0.0, and nan != nan.
+
+    Example:
+        >>> exact(0.0) == exact(-0.0), exact(float("nan")) == exact(float("nan"))
+        (False, True)
+    """
     if isinstance(value, float):
         return value.hex()
     if isinstance(value, complex):
@@ -192,7 +199,7 @@ def _exact(value: Any) -> Hashable:
 
 
 def _constant(kind: type, exact: Any) -> Any:
-    """The inverse of :func:`_exact`."""
+    """The inverse of :func:`exact`."""
     if kind is float:
         return float.fromhex(exact)
     if kind is complex:
@@ -278,6 +285,14 @@ def _keys(value: Iterable[Any]) -> tuple[str, ...] | Structure:
     """The keys of a dictionary; as a structure unless all are strings, to tell 1 from True."""
     keys = tuple(value)
     return keys if all(type(key) is str for key in keys) else _without_tensors(keys)
+
+
+def _has_keys(value: dict[Any, Any], keys: Hashable) -> bool:
+    """Whether a dictionary has these keys, which :func:`_keys` has found, in this order."""
+    try:
+        return _keys(value) == keys
+    except TraceError:
+        return False
 
 
 def _without_tensors(value: object) -> Structure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -293,6 +294,12 @@ class _Configured(nn.Module):
         self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout(0.5)
         self.pair, self.factors, self.names = (1, 2), [2.0], {"a": 1}
         self.function = torch.relu
+        self.deep: Any = ([0.0, True], {"b": [1], "a": 2}, _Kind.ONE, {3})
+        self.kinds = [_Kind.ONE]
+
+
+class _Kind(Enum):
+    ONE, TWO = 1, 2
 
 
 @pytest.mark.parametrize(
@@ -306,6 +313,15 @@ class _Configured(nn.Module):
         lambda model: model.names.update(a=2),
         lambda model: setattr(model, "function", torch.tanh),
         lambda model: setattr(model, "forward", lambda x: x),
+        lambda model: setattr(model, "pair", (1, 2.0)),
+        lambda model: setattr(model, "deep", ([0.0, True], {"a": 2, "b": [1]}, _Kind.ONE, {3})),
+        lambda model: model.factors.__setitem__(0, 2),
+        lambda model: model.deep[0].__setitem__(0, -0.0),
+        lambda model: model.deep[0].__setitem__(1, 1),
+        lambda model: model.deep[1].update(b=model.deep[1].pop("b")),
+        lambda model: model.deep[1]["b"].clear(),
+        lambda model: model.deep[3].add(4),
+        lambda model: model.kinds.__setitem__(0, _Kind.TWO),
     ],
 )
 def test_whatever_a_graph_takes_for_granted_is_watched(change: Callable[[nn.Module], object]) -> None:
@@ -313,6 +329,7 @@ def test_whatever_a_graph_takes_for_granted_is_watched(change: Callable[[nn.Modu
     state = LiveState(model, (), {})
     assert state.configured()
     model.norm.eps, model.pair = float("1e-5"), (1, 2)
+    model.factors[0], model.deep[1]["b"] = float("2"), [1]
     assert state.configured(), "set again to what it was"
     change(model)
     assert not state.configured()

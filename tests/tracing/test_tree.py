@@ -304,6 +304,7 @@ def test_a_quick_look_finds_what_calls_are_made_of() -> None:
     assert tensors_like(structure(value), value) == [ONE, TWO, ONE]
     for other in (([ONE], 2.0), ([ONE, {"a": TWO, 1: (ONE, None)}], -2.0, "x", Color.RED), [*value], ONE):
         assert tensors_like(structure(value), other) is None
+    assert tensors_like(structure({"a": ONE}), {frozenset("a"): ONE}) is None, "no constant"
 
 
 @dataclass(frozen=True)
