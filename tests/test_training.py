@@ -428,6 +428,50 @@ def add_group(number: int, model: Any, optimizer: Any) -> None:
         optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
 
 
+def in_two_groups(parameters: Any) -> Optimizer:
+    first, second, *others = parameters
+    return Adam([{"params": [first, second], "lr": 0.1}, {"params": others, "lr": 0.0}])
+
+
+def weights_only(parameters: Any) -> Optimizer:
+    return SGD([parameter for parameter in parameters if parameter.dim() == 2], lr=0.05, momentum=0.9)
+
+
+def exchange_groups(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        first, second = optimizer.param_groups
+        first["params"], second["params"] = second["params"], first["params"]
+
+
+def move_between_groups(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        first, second = optimizer.param_groups
+        second["params"].insert(0, first["params"].pop())
+
+
+def reverse_group(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        optimizer.param_groups[0]["params"].reverse()
+
+
+def exchange_layers(number: int, model: Any, optimizer: Any) -> None:
+    """Layers first, so that names lead to others; then groups, so that each name is in the group that it was in."""
+    if number == 2:
+        model[0], model[1] = model[1], model[0]
+    if number == 4:
+        exchange_groups(2, model, optimizer)
+
+
+class Alike(nn.Sequential):
+    """Two layers that might be taken for each other."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, :4]  # type: ignore[no-any-return]
+
+
 def train_by_hand(number: int, model: Any, optimizer: Any) -> None:
     if number == 2:
         eager(model, optimizer, mse, ROWS[0])
@@ -498,6 +542,10 @@ RETRACED = {
     "other parameters": Scene(Partial, partial(Adam, lr=0.01), steps=8, between=unfreeze),
     "no optimizer state": Scene(mlp, between=forget_optimizer),
     "another group": Scene(mlp, head_only, between=add_group),
+    "groups exchanged": Scene(Alike, in_two_groups, between=exchange_groups),
+    "a parameter in another group": Scene(Alike, in_two_groups, between=move_between_groups),
+    "parameters in another order": Scene(Alike, weights_only, between=reverse_group),
+    "layers exchanged, then groups": Scene(Alike, in_two_groups, steps=7, between=exchange_layers),
 }
 
 

@@ -59,7 +59,7 @@ def test_they_are_looked_up_for_each_setting() -> None:
     state["exp_avg"] = state["exp_avg"].clone()
     setting_of(step)
     assert dict(step.state.named_buffers())["exp_avg_0"] is state["exp_avg"]
-    del step.optimizer.state[step.model.weight]
+    assert step.optimizer.state.pop(step.model.weight) is state
     setting_of(step)
     assert list(dict(step.state.named_buffers())) == ["step_1", "exp_avg_1", "exp_avg_sq_1"]
 
@@ -142,11 +142,15 @@ def test_hooks_on_all_modules_are_seen() -> None:
 # Where the parameters are
 
 
-def test_parameters_are_found_by_name_in_a_twin() -> None:
-    step, twin = step_of(), step_of()
-    places = step._places
-    assert all(a is b for a, b in zip(places.parameters(twin), twin.model.parameters(), strict=True))
-    assert [len(group) for group in places.by_group(list(twin.model.parameters()))] == [2]
+def test_parameters_are_named_by_group() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = SGD([{"params": model[1].parameters()}, {"params": []}, {"params": [model[0].weight]}], lr=0.1)
+    step = TrainingStep(model, module_of(mse), optimizer)
+    assert setting_of(step).names == (("model.1.weight", "model.1.bias"), (), ("model.0.weight",))
+    optimizer.param_groups[1]["params"] = [optimizer.param_groups[0]["params"].pop()]
+    assert setting_of(step).names == (("model.1.weight",), ("model.1.bias",), ("model.0.weight",))
+    model[0], model[1] = model[1], model[0]
+    assert setting_of(step).names == (("model.0.weight",), ("model.0.bias",), ("model.1.weight",))
 
 
 def test_a_parameter_that_the_model_exchanges_is_missed() -> None:
@@ -156,12 +160,11 @@ def test_a_parameter_that_the_model_exchanges_is_missed() -> None:
         setting_of(step)
 
 
-def test_a_submodule_that_is_exchanged_is_missed_when_somebody_looks_again() -> None:
+def test_so_is_a_submodule_that_is_exchanged() -> None:
     step = step_of(model=nn.Sequential(nn.Linear(3, 2)))
     step.model[0] = nn.Linear(3, 2)
-    setting_of(step)
     with pytest.raises(TargetError, match="2 of the optimizer's 2 parameters"):
-        step.look_again()
+        setting_of(step)
 
 
 # As they are
