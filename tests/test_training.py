@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import autostream
@@ -619,6 +620,24 @@ def hooked_optimizer(number: int, model: Any, optimizer: Any) -> None:
 def hooked_backward(number: int, model: Any, optimizer: Any) -> None:
     if number == 2:
         model[2].register_full_backward_hook(lambda module, into, out: tuple(2 * gradient for gradient in into))
+
+
+def test_hooks_on_all_optimizers_are_called() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, mse, policy="sequential")
+    for _ in range(2):
+        step(*ROWS[0])
+    called: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: called.append(optimizer))
+    try:
+        step(*ROWS[0])
+    finally:
+        handle.remove()
+    assert called == [optimizer]
+    assert "hooks on the steps of all optimizers" in reasons(step)
+    step(*ROWS[0])
+    assert called == [optimizer]
+    assert "one stream" in modes(step)
 
 
 class Branching(nn.Module):
