@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.fx.traceback import set_stack_trace
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from autostream.errors import TargetError, TraceError
 from autostream.options import StepOptions
@@ -128,7 +127,7 @@ class Backward(nn.Module):
         if not self._places.hold(self.optimizer, parameters):
             self._places.look(self, self.optimizer)
         setting, numbers = self._setting(self._seen(parameters), lambda: self._looked_up(parameters))
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(batch)):
+        if any(map(_REQUIRES_GRADIENTS, _tensors_of(batch))):
             reason = "a tensor of the batch requires gradients, and a graph would compute none"
             setting = replace(setting, refusal=reason)
         return batch, setting, [*numbers, *self._scale(parameters)]
@@ -482,24 +481,35 @@ def _loss_of(result: Any) -> Tensor:
     return loss
 
 
+def _tensors_of(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch; none of one that cannot be opened, whose step runs as it is."""
+    try:
+        return flatten(batch)[0]
+    except TraceError:
+        return []
+
+
 def _parts(batch: Batch, count: int) -> list[Batch]:
-    """A batch in equal parts along the first dimension of its tensors; what has none is part of all.
+    """A batch in equal parts along the first dimension of its tensors; what has not as many rows is part of all.
 
     Raises:
-        TargetError: there are no equal parts.
+        TargetError: there are no equal parts, or the batch has an object that cannot be opened.
 
     Example:
-        >>> _parts((torch.arange(4), 0.5), 2)
-        [(tensor([0, 1]), 0.5), (tensor([2, 3]), 0.5)]
+        >>> _parts((torch.arange(4), torch.ones(2), 0.5), 2)
+        [(tensor([0, 1]), tensor([1., 1.]), 0.5), (tensor([2, 3]), tensor([1., 1.]), 0.5)]
     """
     if count == 1:
         return [batch]
-    leaves, structure = pytree.tree_flatten(batch)
-    rows = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    if any(size % count for size in rows):
-        raise TargetError(f"a batch of {min(rows)} has no {count} equal parts: choose another number of microbatches")
-    split = [leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count for leaf in leaves]
-    return [pytree.tree_unflatten(part, structure) for part in zip(*split, strict=True)]
+    try:
+        tensors, structure = flatten(batch)
+    except TraceError as error:
+        raise TargetError(f"a batch has no {count} equal parts: {error}") from error
+    rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+    if rows % count:
+        raise TargetError(f"a batch of {rows} has no {count} equal parts: choose another number of microbatches")
+    split = [tensor.chunk(count) if tensor.dim() and len(tensor) == rows else [tensor] * count for tensor in tensors]
+    return [unflatten(structure, [parts[at] for parts in split]) for at in range(count)]
 
 
 def _detached(result: Any) -> Any:

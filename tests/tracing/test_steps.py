@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -213,6 +214,37 @@ def test_parts_are_equal_and_what_has_no_rows_is_part_of_all() -> None:
     assert [part[2][0].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert {(part[0]["weight"].item(), part[1]) for part in parts} == {(2.0, "mean")}
     assert _parts(batch, 1) == [batch]
+
+
+@dataclass
+class Rows:
+    x: Tensor
+    y: Tensor
+
+
+def test_parts_of_dataclasses_are_dataclasses() -> None:
+    rows = Rows(torch.arange(4), torch.arange(4) + 1)
+    assert [part[0].y.tolist() for part in _parts((rows,), 2)] == [[1, 2], [3, 4]]
+    assert type(_parts((rows,), 2)[0][0]) is Rows
+
+
+def test_tensors_with_another_number_of_rows_are_part_of_all() -> None:
+    class_weights = torch.ones(2)
+    parts = _parts((torch.tensor(0.5), torch.ones(4, 3), class_weights, torch.ones(4)), 2)
+    assert [[len(tensor) for tensor in part[1:]] for part in parts] == [[2, 2, 2]] * 2
+    assert all(part[2] is class_weights for part in parts)
+
+
+def test_what_cannot_be_opened_has_no_parts() -> None:
+    with pytest.raises(TargetError, match=r"no 2 equal parts: a value of type builtins\.object is neither a tensor"):
+        _parts((torch.ones(4), object()), 2)
+
+
+def test_a_tensor_of_a_dataclass_may_require_gradients() -> None:
+    step = step_of()
+    assert step.arguments((Rows(*BATCH),))[1].refusal == ""
+    assert "requires gradients" in step.arguments((Rows(BATCH[0].clone().requires_grad_(), BATCH[1]),))[1].refusal
+    assert step.arguments((object(),))[1].refusal == ""
 
 
 def test_gradients_lie_as_their_parameters_and_share_no_memory() -> None:
