@@ -47,12 +47,15 @@ class Setting(Constant):
         trained: which of the optimizer's parameters require gradients, one byte each.
         refusal: why a graph would not do the same, or ``""``.
         groups: the structure of the optimizer's hyperparameters, but for learning rates, if they are part of the graph.
+        stateless: names of the parameters that require gradients and for which the optimizer has no state, if that is
+            part of the graph.
     """
 
     names: tuple[tuple[str, ...], ...]
     trained: bytes
     refusal: str = ""
     groups: Structure | None = None
+    stateless: frozenset[str] = frozenset()
 
 
 class Backward(nn.Module):
@@ -282,12 +285,17 @@ class TrainingStep(Backward):
 
     def _looked_up(self, parameters: Sequence[Tensor]) -> tuple[Setting, list[Tensor]]:
         setting, _ = super()._looked_up(parameters)
+        setting = replace(setting, stateless=frozenset(self._stateless(setting, parameters)))
         refusal = setting.refusal or self.state.renew(self.optimizer, parameters)
         try:
             numbers, groups = flatten(hyperparameters(self.optimizer))
         except TraceError as error:
             return replace(setting, refusal=str(error)), []
         return replace(setting, refusal=refusal, groups=groups), numbers
+
+    def _stateless(self, setting: Setting, parameters: Sequence[Tensor]) -> Iterator[str]:
+        trained = compress(zip(chain.from_iterable(setting.names), parameters, strict=True), setting.trained)
+        return (name for name, parameter in trained if not self.optimizer.state.get(parameter))
 
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
         return super()._refusal(parameters) or obstacle(self.optimizer)

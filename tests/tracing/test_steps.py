@@ -94,6 +94,18 @@ def test_a_setting_says_what_a_step_depends_on() -> None:
     assert setting_of(step).trained == bytes([1, 0])
 
 
+def test_a_setting_names_what_the_optimizer_may_have_to_make_state_for() -> None:
+    step = step_of(Adam)
+    assert setting_of(step).stateless == {"model.weight", "model.bias"}
+    step.model.bias.requires_grad_(False)
+    run(step)
+    assert setting_of(step).stateless == frozenset()
+    step.model.bias.requires_grad_(True)
+    assert setting_of(step).stateless == {"model.bias"}
+    step.optimizer.state.clear()
+    assert setting_of(step).stateless == {"model.weight", "model.bias"}
+
+
 def hook_a_parameter(step: Any) -> None:
     step.model.weight.register_hook(lambda gradient: None)
 
