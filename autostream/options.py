@@ -135,7 +135,8 @@ class StepOptions(Options):
 
     Attributes:
         microbatches: in how many equal parts to go through a batch; their gradients are added up, and the loss is the
-            mean of theirs.
+            mean of theirs. A batch has as many rows as its first tensor has, of those with a dimension; tensors with as
+            many are chopped along their first dimension, and all else is part of each.
         max_norm: scale the gradients of all parameters together down to this L2 norm, where theirs is larger.
         average: a copy of the model (``copy.deepcopy(model)``) whose parameters become a moving average of the model's:
             after each step they are ``decay`` times what they were and ``1 - decay`` times the model's. Its buffers are
@@ -143,6 +144,8 @@ class StepOptions(Options):
         decay: of that average, from 0 to 1.
         scaler: a ``torch.amp.GradScaler`` that scales the loss, steps the optimizer where gradients are finite, and
             updates itself. It asks the host, so the optimizer runs as it is, after a graph of forward and backward.
+            ``scaler.update()`` is called in each step: a scaler of two counts the steps of both, and either may lower
+            the scale.
 
     Example:
         >>> StepOptions.parse({"microbatch": 2})  # doctest: +ELLIPSIS

@@ -1,6 +1,6 @@
 """``train_step``: a whole training step, forward to ``zero_grad``, as one scheduled graph.
 
-call ──▶ the optimizer has no state yet? ──▶ the step as it is, which makes it; then a schedule for such batches
+call ──▶ has the optimizer state to make? ──▶ the step as it is, which makes it; then a schedule for such batches
               │ no
               └─▶ setting: hyperparameters, what requires gradients, … ──▶ Dispatcher, as for any module
 """
@@ -51,7 +51,7 @@ def train_step(
     ``load_state_dict`` work between any two steps, and so do learning-rate schedulers. A changed rate takes effect in
     the next step; any other hyperparameter that changes makes another graph.
 
-    The step of an optimizer that has no state yet runs as it is, since it makes that state. Optimizers other than
+    A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward. What cannot be traced
     runs as it is. :func:`autostream.explain` tells what was done and why.
 
@@ -127,8 +127,8 @@ class TrainStep:
     def __init__(self, step: Backward) -> None:
         self._step = step
         self._autostream = Dispatcher(step, step.options, tracer=STEPS)
-        self._begun: object = None
-        """The optimizer's state, as of a step that ran as it is because there was none."""
+        self._stateless: frozenset[str] = frozenset()
+        """Parameters for which the last step that might have made state made none: all of plain SGD, or unused ones."""
 
     def __call__(self, *batch: Any) -> Any:
         """Do a step; returns what ``loss_fn`` returns, detached.
@@ -139,11 +139,13 @@ class TrainStep:
         """
         step = self._step
         with torch.inference_mode(False), torch.no_grad():
-            if self._is_first():
-                result = step.complete(step(*step.arguments(batch)))
-                self._begun = step.optimizer.state
+            arguments = _, setting, _ = step.arguments(batch)
+            if setting.stateless <= self._stateless:
+                result = step.complete(self._autostream(*arguments))
             else:
-                result = step.complete(self._autostream(*step.arguments(batch)))
+                result = step.complete(step(*arguments))
+                _, setting, _ = step.arguments(())
+                self._stateless = setting.stateless
         step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
         return result
 
@@ -158,7 +160,3 @@ class TrainStep:
     def __repr__(self) -> str:
         """What it is made of."""
         return f"{type(self).__name__}({self._step.model!r}, {self._step.optimizer!r})"
-
-    def _is_first(self) -> bool:
-        """Whether the optimizer has yet to make its state; of some, a step makes none."""
-        return not self._step.optimizer.state and self._step.optimizer.state is not self._begun

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from autostream.errors import TraceError
 
@@ -46,11 +47,18 @@ def obstacle(optimizer: Optimizer) -> str:
         return f"{name} is none of {', '.join(kind.__name__ for kind in TRACED)}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has hooks on its step, which a graph would not call"
+    if not all(map(_is_our_own, (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()))):
+        return "there are hooks on the steps of all optimizers, which a graph would not call"
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"{name} has a step of its own"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable, which nothing that is written in place is"
     return ""
+
+
+def _is_our_own(hook: object) -> bool:
+    """Whether a hook is one of autostream's, which notes what optimizers write outside of graphs."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def hyperparameters(optimizer: Optimizer) -> tuple[Group, ...]:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, compress, islice
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from torch.fx.traceback import set_stack_trace
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from autostream.errors import TargetError, TraceError
 from autostream.options import StepOptions
 from autostream.storages import storage_of
 from autostream.tracing.functions import check_loss
 from autostream.tracing.optimizers import Rates, hyperparameters, obstacle, update
-from autostream.tracing.state import name_of
+from autostream.tracing.state import Entries, name_of
 from autostream.tracing.tree import Constant, Structure, flatten, unflatten
 
 Batch = tuple[Any, ...]
@@ -44,14 +43,19 @@ class Setting(Constant):
     """What a step depends on besides tensors: one of its arguments, and so part of its signature.
 
     Attributes:
+        names: of the optimizer's parameters, by group.
         trained: which of the optimizer's parameters require gradients, one byte each.
         refusal: why a graph would not do the same, or ``""``.
         groups: the structure of the optimizer's hyperparameters, but for learning rates, if they are part of the graph.
+        stateless: names of the parameters that require gradients and for which the optimizer has no state, if that is
+            part of the graph.
     """
 
+    names: tuple[tuple[str, ...], ...]
     trained: bytes
     refusal: str = ""
     groups: Structure | None = None
+    stateless: frozenset[str] = frozenset()
 
 
 class Backward(nn.Module):
@@ -113,8 +117,8 @@ class Backward(nn.Module):
         Raises:
             TraceError: a graph would not do the same.
         """
-        result, parameters = self._with_gradients(batch, setting, numbers)
-        return result, [parameter.grad for parameter in compress(parameters, setting.trained)]
+        result, groups = self._with_gradients(batch, setting, numbers)
+        return result, [parameter.grad for parameter in compress(chain.from_iterable(groups), setting.trained)]
 
     def arguments(self, batch: Batch) -> tuple[Batch, Setting, list[Tensor]]:
         """What to call the step with, to do it with this batch, as everything else is now.
@@ -123,21 +127,13 @@ class Backward(nn.Module):
             TargetError: the optimizer has a parameter that neither the model nor the loss has any more.
         """
         parameters = _parameters(self.optimizer)
-        if not self._places.hold(parameters):
-            self.look_again()
+        if not self._places.hold(self.optimizer, parameters):
+            self._places.look(self, self.optimizer)
         setting, numbers = self._setting(self._seen(parameters), lambda: self._looked_up(parameters))
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(batch)):
+        if any(map(_REQUIRES_GRADIENTS, _tensors_of(batch))):
             reason = "a tensor of the batch requires gradients, and a graph would compute none"
             setting = replace(setting, refusal=reason)
         return batch, setting, [*numbers, *self._scale(parameters)]
-
-    def look_again(self) -> None:
-        """Find out where the parameters are: a submodule may have taken the place of another.
-
-        Raises:
-            TargetError: the optimizer has a parameter that neither the model nor the loss has.
-        """
-        self._places.look(self, self.optimizer)
 
     def complete(self, outputs: Any) -> Any:
         """Do what is left of a step after :meth:`forward`, or after a run of its program; returns the result."""
@@ -168,12 +164,14 @@ class Backward(nn.Module):
         scaler = self.options.scaler
         return [] if scaler is None else [scaler.scale(torch.ones((), device=parameters[0].device))]
 
-    def _with_gradients(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """The result, and all of the optimizer's parameters, those trained with their gradients."""
+    def _with_gradients(
+        self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]
+    ) -> tuple[Any, list[list[Tensor]]]:
+        """The result, and all of the optimizer's parameters by group, those trained with their gradients."""
         if setting.refusal:
             raise TraceError(setting.refusal)
-        parameters = self._places.parameters(self)
-        trained = list(compress(parameters, setting.trained))
+        groups: list[list[Tensor]] = [[self.get_parameter(name) for name in names] for names in setting.names]
+        trained = list(compress(chain.from_iterable(groups), setting.trained))
         gradients: list[Tensor | None] = [None] * len(trained)
         results = []
         with torch.autograd.set_detect_anomaly(True, check_nan=False):  # it keeps lines of the user's with the graph
@@ -185,7 +183,7 @@ class Backward(nn.Module):
         summed = _summed(results)
         used = chain(self.parameters(), flatten((batch, summed))[0])
         _set_gradients(trained, gradients, {storage_of(tensor) for tensor in used})
-        return summed, parameters
+        return summed, groups
 
     def _losses(self, batch: Batch, numbers: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
         """Of each part of a batch its share of the loss, scaled to be differentiated, and the result to return."""
@@ -218,11 +216,13 @@ class Backward(nn.Module):
 
     def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
         """What a setting is made of: to compare it takes a tenth of the time."""
-        return [*parameters, *map(_REQUIRES_GRADIENTS, parameters), self._refusal(parameters)]
+        names = self._places.names
+        return [names, *parameters, *map(_REQUIRES_GRADIENTS, parameters), self._refusal(parameters)]
 
     def _looked_up(self, parameters: Sequence[Tensor]) -> tuple[Setting, list[Tensor]]:
         """The setting, and the tensors that go with it."""
-        return Setting(bytes(map(_REQUIRES_GRADIENTS, parameters)), self._refusal(parameters)), []
+        trained = bytes(map(_REQUIRES_GRADIENTS, parameters))
+        return Setting(self._places.names, trained, self._refusal(parameters)), []
 
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
         if any(map(_HOOKS, parameters)) or any(map(_LATER_HOOKS, parameters)):
@@ -256,12 +256,13 @@ class TrainingStep(Backward):
 
     def traced(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
         """The same for a tracer: it changes nothing but tensors."""
-        result, parameters = self._with_gradients(batch, setting, numbers)
+        result, by_group = self._with_gradients(batch, setting, numbers)
+        parameters = list(chain.from_iterable(by_group))
         set_stack_trace([])  # what comes now is no line of the user's
         self._clip(parameters)
         assert setting.groups, "a setting of such a step has them unless it is refused"
         rates, *others = numbers
-        groups, by_group = unflatten(setting.groups, others), self._places.by_group(parameters)
+        groups = unflatten(setting.groups, others)
         update(self.optimizer, groups, rates, by_group, self.state.of(parameters))
         _clear_gradients(parameters)
         self._follow()
@@ -272,23 +273,29 @@ class TrainingStep(Backward):
         return outputs
 
     def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
-        states = list(self.optimizer.state.values())
+        state = self.optimizer.state
         values = [group.get(name) for group in self.optimizer.param_groups for name in self._hyperparameters]
         return [
             *super()._seen(parameters),
-            *states,
-            *chain.from_iterable(map(dict.values, states)),
+            *state,
+            *state.values(),
+            *chain.from_iterable(map(dict.values, state.values())),
             *chain.from_iterable(value if isinstance(value, list) else (value,) for value in values),
         ]
 
     def _looked_up(self, parameters: Sequence[Tensor]) -> tuple[Setting, list[Tensor]]:
         setting, _ = super()._looked_up(parameters)
+        setting = replace(setting, stateless=frozenset(self._stateless(setting, parameters)))
         refusal = setting.refusal or self.state.renew(self.optimizer, parameters)
         try:
             numbers, groups = flatten(hyperparameters(self.optimizer))
         except TraceError as error:
             return replace(setting, refusal=str(error)), []
-        return Setting(setting.trained, refusal, groups), numbers
+        return replace(setting, refusal=refusal, groups=groups), numbers
+
+    def _stateless(self, setting: Setting, parameters: Sequence[Tensor]) -> Iterator[str]:
+        trained = compress(zip(chain.from_iterable(setting.names), parameters, strict=True), setting.trained)
+        return (name for name, parameter in trained if not self.optimizer.state.get(parameter))
 
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
         return super()._refusal(parameters) or obstacle(self.optimizer)
@@ -347,6 +354,9 @@ class _Places:
         step: the step.
         optimizer: its optimizer.
 
+    Attributes:
+        names: of the parameters in the step, by group.
+
     Raises:
         TargetError: they do not hold one of them.
     """
@@ -364,28 +374,30 @@ class _Places:
                 f"{len(strangers)} of the optimizer's {len(parameters)} parameters (of shape {shapes}) are not the "
                 "model's: make the optimizer of model.parameters()"
             )
-        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._names = [names[id(parameter)] for parameter in parameters]
-        paths = [name.rpartition(".") for name in self._names]
+        self.names = tuple(tuple(names[id(each)] for each in group["params"]) for group in optimizer.param_groups)
+        self._sizes = list(map(len, self.names))
+        paths = [name.rpartition(".") for name in chain.from_iterable(self.names)]
         self._dicts: list[dict[str, Any]] = [step.get_submodule(path)._parameters for path, _, _ in paths]
         self._keys = [key for _, _, key in paths]
         modules = list(step.modules())
+        # Names lead to other parameters as soon as a submodule takes the place of another.
+        children = [module._modules for module in modules if isinstance(module._modules, dict)]
+        self._modules = Entries(
+            (names for names in children for _ in names),
+            chain.from_iterable(children),
+            chain.from_iterable(map(dict.values, children)),
+        )
         self._hooks = [hooks for module in modules for hooks in (module._backward_hooks, module._backward_pre_hooks)]
         self._parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
 
-    def hold(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the optimizer's parameters, in the places where they were."""
-        same = len(parameters) == len(self._keys)
-        return same and all(map(operator.is_, map(dict.get, self._dicts, self._keys), parameters))
-
-    def parameters(self, step: nn.Module) -> list[Tensor]:
-        """What is in these places of a step's twin."""
-        return [step.get_parameter(name) for name in self._names]
-
-    def by_group(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """All parameters, as a list for each of the optimizer's groups."""
-        remaining = iter(parameters)
-        return [list(islice(remaining, size)) for size in self._sizes]
+    def hold(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the optimizer's parameters, in the groups and the places where they were."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        return (
+            sizes == self._sizes
+            and all(map(operator.is_, map(dict.get, self._dicts, self._keys), parameters))
+            and self._modules.unchanged()
+        )
 
     def hooked(self) -> str:
         """Why the modules do more in a backward than a graph of it would, or ``""``."""
@@ -477,24 +489,35 @@ def _loss_of(result: Any) -> Tensor:
     return loss
 
 
+def _tensors_of(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch; none of one that cannot be opened, whose step runs as it is."""
+    try:
+        return flatten(batch)[0]
+    except TraceError:
+        return []
+
+
 def _parts(batch: Batch, count: int) -> list[Batch]:
-    """A batch in equal parts along the first dimension of its tensors; what has none is part of all.
+    """A batch in equal parts along the first dimension of its tensors; what has not as many rows is part of all.
 
     Raises:
-        TargetError: there are no equal parts.
+        TargetError: there are no equal parts, or the batch has an object that cannot be opened.
 
     Example:
-        >>> _parts((torch.arange(4), 0.5), 2)
-        [(tensor([0, 1]), 0.5), (tensor([2, 3]), 0.5)]
+        >>> _parts((torch.arange(4), torch.ones(2), 0.5), 2)
+        [(tensor([0, 1]), tensor([1., 1.]), 0.5), (tensor([2, 3]), tensor([1., 1.]), 0.5)]
     """
     if count == 1:
         return [batch]
-    leaves, structure = pytree.tree_flatten(batch)
-    rows = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    if any(size % count for size in rows):
-        raise TargetError(f"a batch of {min(rows)} has no {count} equal parts: choose another number of microbatches")
-    split = [leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count for leaf in leaves]
-    return [pytree.tree_unflatten(part, structure) for part in zip(*split, strict=True)]
+    try:
+        tensors, structure = flatten(batch)
+    except TraceError as error:
+        raise TargetError(f"a batch has no {count} equal parts: {error}") from error
+    rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+    if rows % count:
+        raise TargetError(f"a batch of {rows} has no {count} equal parts: choose another number of microbatches")
+    split = [tensor.chunk(count) if tensor.dim() and len(tensor) == rows else [tensor] * count for tensor in tensors]
+    return [unflatten(structure, [parts[at] for parts in split]) for at in range(count)]
 
 
 def _detached(result: Any) -> Any:

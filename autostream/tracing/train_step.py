@@ -46,7 +46,6 @@ def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) 
         TraceError: it cannot be traced; the message says why.
     """
     check_ordinary(step)
-    step.look_again()
     flat, module = _made_fx(replica(step), step, tensors, structure)
     if _reached_originals(module, step):
         flat, module = _made_fx(step, step, tensors, structure)

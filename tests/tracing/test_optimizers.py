@@ -12,8 +12,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autostream.errors import TraceError
+from autostream.execution.bound import Writes
 from autostream.tracing.optimizers import TRACED, Rates, hyperparameters, lists_apart, obstacle, update
 
 RULES: dict[str, Callable[..., Optimizer]] = {
@@ -218,6 +220,19 @@ def test_those_that_do_more_cannot(change: Callable[[Optimizer], None], reason: 
     optimizer = SGD([torch.ones(1)])
     change(optimizer)
     assert reason in obstacle(optimizer)
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_hooks_on_all_optimizers_are_seen_but_for_our_own(register: Callable[..., Any]) -> None:
+    optimizer = SGD([torch.ones(1)])
+    Writes([torch.ones(1)])  # registers one
+    assert obstacle(optimizer) == ""
+    handle = register(lambda *_: None)
+    try:
+        assert obstacle(optimizer) == "there are hooks on the steps of all optimizers, which a graph would not call"
+    finally:
+        handle.remove()
+    assert obstacle(optimizer) == ""
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.LBFGS, Mine])

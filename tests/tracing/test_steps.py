@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_they_are_looked_up_for_each_setting() -> None:
     state["exp_avg"] = state["exp_avg"].clone()
     setting_of(step)
     assert dict(step.state.named_buffers())["exp_avg_0"] is state["exp_avg"]
-    del step.optimizer.state[step.model.weight]
+    assert step.optimizer.state.pop(step.model.weight) is state
     setting_of(step)
     assert list(dict(step.state.named_buffers())) == ["step_1", "exp_avg_1", "exp_avg_sq_1"]
 
@@ -91,6 +92,18 @@ def test_a_setting_says_what_a_step_depends_on() -> None:
     assert [rates.tolist() for rates in step.arguments(BATCH)[2]] == [[0.1]]
     step.model.bias.requires_grad_(False)
     assert setting_of(step).trained == bytes([1, 0])
+
+
+def test_a_setting_names_what_the_optimizer_may_have_to_make_state_for() -> None:
+    step = step_of(Adam)
+    assert setting_of(step).stateless == {"model.weight", "model.bias"}
+    step.model.bias.requires_grad_(False)
+    run(step)
+    assert setting_of(step).stateless == frozenset()
+    step.model.bias.requires_grad_(True)
+    assert setting_of(step).stateless == {"model.bias"}
+    step.optimizer.state.clear()
+    assert setting_of(step).stateless == {"model.weight", "model.bias"}
 
 
 def hook_a_parameter(step: Any) -> None:
@@ -142,11 +155,15 @@ def test_hooks_on_all_modules_are_seen() -> None:
 # Where the parameters are
 
 
-def test_parameters_are_found_by_name_in_a_twin() -> None:
-    step, twin = step_of(), step_of()
-    places = step._places
-    assert all(a is b for a, b in zip(places.parameters(twin), twin.model.parameters(), strict=True))
-    assert [len(group) for group in places.by_group(list(twin.model.parameters()))] == [2]
+def test_parameters_are_named_by_group() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = SGD([{"params": model[1].parameters()}, {"params": []}, {"params": [model[0].weight]}], lr=0.1)
+    step = TrainingStep(model, module_of(mse), optimizer)
+    assert setting_of(step).names == (("model.1.weight", "model.1.bias"), (), ("model.0.weight",))
+    optimizer.param_groups[1]["params"] = [optimizer.param_groups[0]["params"].pop()]
+    assert setting_of(step).names == (("model.1.weight",), ("model.1.bias",), ("model.0.weight",))
+    model[0], model[1] = model[1], model[0]
+    assert setting_of(step).names == (("model.0.weight",), ("model.0.bias",), ("model.1.weight",))
 
 
 def test_a_parameter_that_the_model_exchanges_is_missed() -> None:
@@ -156,12 +173,11 @@ def test_a_parameter_that_the_model_exchanges_is_missed() -> None:
         setting_of(step)
 
 
-def test_a_submodule_that_is_exchanged_is_missed_when_somebody_looks_again() -> None:
+def test_so_is_a_submodule_that_is_exchanged() -> None:
     step = step_of(model=nn.Sequential(nn.Linear(3, 2)))
     step.model[0] = nn.Linear(3, 2)
-    setting_of(step)
     with pytest.raises(TargetError, match="2 of the optimizer's 2 parameters"):
-        step.look_again()
+        setting_of(step)
 
 
 # As they are
@@ -210,6 +226,37 @@ def test_parts_are_equal_and_what_has_no_rows_is_part_of_all() -> None:
     assert [part[2][0].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert {(part[0]["weight"].item(), part[1]) for part in parts} == {(2.0, "mean")}
     assert _parts(batch, 1) == [batch]
+
+
+@dataclass
+class Rows:
+    x: Tensor
+    y: Tensor
+
+
+def test_parts_of_dataclasses_are_dataclasses() -> None:
+    rows = Rows(torch.arange(4), torch.arange(4) + 1)
+    assert [part[0].y.tolist() for part in _parts((rows,), 2)] == [[1, 2], [3, 4]]
+    assert type(_parts((rows,), 2)[0][0]) is Rows
+
+
+def test_tensors_with_another_number_of_rows_are_part_of_all() -> None:
+    class_weights = torch.ones(2)
+    parts = _parts((torch.tensor(0.5), torch.ones(4, 3), class_weights, torch.ones(4)), 2)
+    assert [[len(tensor) for tensor in part[1:]] for part in parts] == [[2, 2, 2]] * 2
+    assert all(part[2] is class_weights for part in parts)
+
+
+def test_what_cannot_be_opened_has_no_parts() -> None:
+    with pytest.raises(TargetError, match=r"no 2 equal parts: a value of type builtins\.object is neither a tensor"):
+        _parts((torch.ones(4), object()), 2)
+
+
+def test_a_tensor_of_a_dataclass_may_require_gradients() -> None:
+    step = step_of()
+    assert step.arguments((Rows(*BATCH),))[1].refusal == ""
+    assert "requires gradients" in step.arguments((Rows(BATCH[0].clone().requires_grad_(), BATCH[1]),))[1].refusal
+    assert step.arguments((object(),))[1].refusal == ""
 
 
 def test_gradients_lie_as_their_parameters_and_share_no_memory() -> None:
