@@ -8,7 +8,7 @@ reading some hundred entries of remembered dictionaries takes some µs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
@@ -211,6 +211,10 @@ class LiveState:
         self._tied_dicts: list[dict[str, Any]] = [holder for holder, _, _ in ties]
         self._tied_keys = [key for _, key, _ in ties]
         self._tied_places = [place for _, _, place in ties]
+        idle = list(_idle(model, places))
+        self._idle_dicts: list[dict[str, Any]] = [holder for holder, _ in idle]
+        self._idle_keys = [key for _, key in idle]
+        self._idle_then = self._idle_kinds()
         settings = list(_settings(model))
         self._setting_dicts: list[dict[str, Any]] = [holder for holder, _ in settings]
         self._setting_names = [name for _, name in settings]
@@ -243,8 +247,12 @@ class LiveState:
         return self.contents_intact()
 
     def contents_intact(self) -> bool:
-        """Whether containers that modules hold contain what they did."""
-        return self._contents.unchanged()
+        """Whether what another look at the same objects may find changed is as it was.
+
+        That is what containers contain, and what tensors are like that the program does not read: a model may go by
+        the shape, dtype or device of one, or by whether it is there.
+        """
+        return self._contents.unchanged() and (not self._idle_keys or self._idle_kinds() == self._idle_then)
 
     def entries(self, tensors: Sequence[Tensor]) -> Entries:
         """What modules hold while they hold these tensors and are, containers aside, :meth:`configured`."""
@@ -252,6 +260,12 @@ class LiveState:
         dicts = (*self._dicts, *self._tied_dicts, *self._setting_dicts)
         keys = (*self._keys, *self._tied_keys, *self._setting_names)
         return Entries(dicts, keys, (*tensors, *tied, *self._settings_then))
+
+    def _idle_kinds(self) -> list[object]:
+        try:
+            return list(map(_KIND, map(dict.get, self._idle_dicts, self._idle_keys)))
+        except AttributeError:  # one is gone
+            return []
 
     def _settings(self) -> list[Any]:
         return list(map(dict.get, self._setting_dicts, self._setting_names))
@@ -272,6 +286,20 @@ def _may_grow(module: nn.Module) -> bool:
 def _slots_of(module: nn.Module) -> Iterator[dict[str, Any]]:
     """The dictionaries of a module's tensors; TorchScript modules have something else there, which never grows."""
     yield from (slots for slots in (module._parameters, module._buffers) if isinstance(slots, dict))
+
+
+_KIND = operator.attrgetter("shape", "dtype", "device")
+
+
+def _idle(model: nn.Module, read: Container[int]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where modules hold tensors that a program does not read, by the ids of those that it reads.
+
+    Batch norm counts in one of its buffers while it learns; nobody looks at that otherwise, and it would take long.
+    """
+    for module in model.modules():
+        for slots in _slots_of(module):
+            names = (name for name, tensor in slots.items() if tensor is not None and id(tensor) not in read)
+            yield from ((slots, name) for name in names if name != "num_batches_tracked")
 
 
 _TORCHS_OWN = ("p", "eps", "momentum", "track_running_stats", "negative_slope", "mode")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autostream import optimize
 from autostream.tracing.export import trace
 from autostream.tracing.state import LiveState, ModelWatch, versions_kept
 from autostream.tracing.tree import flatten
@@ -197,6 +198,46 @@ def test_a_changed_setting_is_noticed(net: Net, change: Callable[[Net], Any], co
     assert live.state.configured()
     change(net)
     assert live.state.configured() is configured
+
+
+class Asking(nn.Module):
+    """Goes by what tensors are like, without reading them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.ones(3, 3))
+        self.register_buffer("mask", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype) + torch.arange(self.table.shape[0]).sum()
+        return x + 1 if self.mask is not None else x
+
+
+ASKED: dict[str, Callable[[Asking], object]] = {
+    "dtype": lambda model: model.double(),
+    "shape": lambda model: setattr(model.table, "data", torch.ones(5, 3)),
+    "another": lambda model: setattr(model, "table", torch.ones(5, 3)),
+    "none": lambda model: setattr(model, "mask", None),
+}
+
+
+@pytest.mark.parametrize("change", ASKED.values(), ids=ASKED)
+@torch.no_grad()
+def test_what_a_tensor_is_like_that_nobody_reads_is_watched(change: Callable[[Asking], object]) -> None:
+    model, x = Asking(), torch.ones(2)
+    fast = optimize(model)
+    fast(x), fast(x)
+    change(model)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_values_of_tensors_that_nobody_reads_make_no_difference() -> None:
+    model = Asking()
+    state = Live(model).state
+    model.table, model.weight.data = torch.zeros(3, 3), torch.zeros(2)
+    assert state.configured()
 
 
 # The watch.
