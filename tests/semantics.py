@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream import candidates
 from autostream.candidates import Priced
 from autostream.ir import Assignment, Costs, DeviceProfile, OpGraph
 from autostream.options import Options
@@ -68,12 +69,18 @@ def force_streams(monkeypatch: pytest.MonkeyPatch, policy: Policy = scattered) -
 
 
 def let_policy_assign(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
-    """Let a policy decide on single ops, over two streams, in the place of those that there are."""
+    """Let a policy, which decides on single ops, stand for ``critical_path``."""
+    others = candidates._assigned
 
     def assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:
-        yield policy(priced.graph, priced.costs, priced.profile, 2, pinned)
+        if options.policy in ("auto", "critical_path"):
+            for streams in candidates._stream_counts(priced, options):
+                yield policy(priced.graph, priced.costs, priced.profile, streams, pinned)
+        if options.policy != "critical_path":
+            left = dataclasses.replace(options, policy="path_cover") if options.policy == "auto" else options
+            yield from others(priced, left, pinned)
 
-    monkeypatch.setattr("autostream.candidates._assigned", assigned)
+    monkeypatch.setattr(candidates, "_assigned", assigned)
 
 
 CONFIGURATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {

@@ -44,8 +44,8 @@ def test_stages_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
     before, then, after = (
         ["trace", "analyze", "price"],
-        ["synchronize", "run_us", "place_storages", "place_releases", "verify"],
-        ["simulate"],
+        ["synchronize", "simulate", "place_storages", "place_releases", "verify"],
+        [],
     )
     stages = [*before, *then, *after]
     for module, names in ((pipeline, before + after), (candidates, then)):

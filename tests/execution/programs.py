@@ -77,8 +77,8 @@ def step_case() -> Case:
     )
     batch = torch.randn(6, 3), torch.randn(6, 4)
     with torch.no_grad():
-        step(batch, step.setting())  # makes the optimizer's state
-        tensors, structure = flatten(((batch, step.setting()), {}))
+        step(*step.arguments(batch))  # makes the optimizer's state
+        tensors, structure = flatten((step.arguments(batch), {}))
         program = trace_step(step, tensors, structure).program
     return _case(program, step, tensors)
 
