@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from autostream.options import Options
 
-settings.register_profile("no clocks", deadline=None)
+settings.register_profile("no clocks", deadline=None, max_examples=60)
 settings.load_profile("no clocks")
 
 
