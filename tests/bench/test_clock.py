@@ -209,9 +209,9 @@ def test_a_slow_device_is_no_time_of_the_host() -> None:
     for _ in range(3):
         call()
         device_clock.measure(call, times, 3)
-    assert max(times.host_us) < 200 < min(times.device_us)
+    # Other tests may use the same host and GPU meanwhile: the quickest of each is the one least delayed by them.
+    assert min(times.host_us) < 200 < min(times.device_us)
     assert min(times.latency_us) > 200
-    # Other tests may use the same GPU meanwhile: the quickest of each is the one least delayed by them.
     assert min(times.call_us) == pytest.approx(min(times.device_us), rel=0.5)
     assert min(device_clock.once_us(call) for _ in range(3)) == pytest.approx(min(times.call_us), rel=0.5)
 

@@ -182,12 +182,13 @@ def test_what_is_given_back_too_early_is_spoilt() -> None:
     """The proof that this would find it: a block dropped on a side stream, while another stream has yet to read it."""
     (side, *_), choose = side_streams(GPU), random.Random(0)
     caller = torch.cuda.current_stream(GPU)
+    churn(GPU, side, 64 * MIB, choose)  # what is taken below need not be asked of a driver that others may keep busy
     with side():
         block = torch.zeros(MIB, device=GPU)
         ready = torch.cuda.Event()
         ready.record()
     ready.wait(caller)
-    torch.cuda._sleep(200_000_000)  # the reader is late
+    torch.cuda._sleep(1_000_000_000)  # the reader is late, by half a second
     result = block + 1
     del block  # no event tells the side stream that it was read
     for _ in range(20):
