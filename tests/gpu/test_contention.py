@@ -182,14 +182,16 @@ def test_what_is_given_back_too_early_is_spoilt() -> None:
     """The proof that this would find it: a block dropped on a side stream, while another stream has yet to read it."""
     (side, *_), choose = side_streams(GPU), random.Random(0)
     caller = torch.cuda.current_stream(GPU)
-    churn(GPU, side, 64 * MIB, choose)  # what is taken below need not be asked of a driver that others may keep busy
+    # A kernel that is launched for the first time is loaded first, for which the device may have to come to rest.
+    churn(GPU, side, 64 * MIB, choose)
+    torch.zeros(MIB, device=GPU).add(1).isnan().any()
     with side():
         block = torch.zeros(MIB, device=GPU)
         ready = torch.cuda.Event()
         ready.record()
     ready.wait(caller)
     torch.cuda._sleep(1_000_000_000)  # the reader is late, by half a second
-    result = block + 1
+    result = block.add(1)
     del block  # no event tells the side stream that it was read
     for _ in range(20):
         churn(GPU, side, 64 * MIB, choose)
