@@ -281,7 +281,8 @@ def _uncertain(spread: Spread) -> str:
     gains = f", {spread.times[0]:.2f}× to {spread.times[1]:.2f}× one stream" if spread.times else ""
     ops = f"if ops take {spread.error:.0%} less or more time and room ({spread.costs} costs)"
     edges = "what was measured" if spread.edges == "measured" else "as much less or more time"
-    return f"{low:,.1f} to {us(high)}{gains}, {ops}, and edges and launches {edges} (profile: {spread.edges})"
+    real = f"; at least {spread.realized:.0%} of the gain comes true" if spread.times else ""
+    return f"{low:,.1f} to {us(high)}{gains}, {ops}, and edges and launches {edges} (profile: {spread.edges}){real}"
 
 
 def _compared(own_us: float, gains: Sequence[Gain]) -> str:

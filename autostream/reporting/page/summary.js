@@ -26,7 +26,7 @@ function facts() {
   const spread = explanation?.spread;
   if (spread) {
     const gains = spread.times ? `, ${times(spread.times[0])} to ${times(spread.times[1])} one stream` : "";
-    found.push(["uncertain", `${fixed(spread.us[0])} to ${micros(spread.us[1])}${gains}, if ops take ${share(spread.error)} less or more (${spread.costs} costs)`]);
+    found.push(["uncertain", `${fixed(spread.us[0])} to ${micros(spread.us[1])}${gains}, if ops take ${share(spread.error)} less or more (${spread.costs} costs)${spread.times ? `; at least ${share(spread.realized)} of the gain comes true` : ""}`]);
   }
   for (const bound of explanation?.ceilings.slice(0, 3) ?? []) {
     found.push(["at most", `${times(bound.times)}: ${bound.why}, ${micros(bound.us)}`]);
