@@ -23,7 +23,7 @@ from autostream.reporting.layout import count, few, us
 from autostream.reporting.memory import KeptOut, Memory, kept_out, memory_of
 from autostream.reporting.placements import placements
 from autostream.reporting.summary import Summary, baselines, gain, named
-from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, wait_us
+from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, gap_us, wait_us
 from autostream.scheduling.overlap import Company, companies, concurrency
 from autostream.scheduling.sequential import one_stream
 from autostream.scheduling.simulate import replay_us, run_us
@@ -264,7 +264,7 @@ def _ceilings(
         return (Ceiling(why, sequential_us - always_us, 1.0),)
     launch_us = profile.dispatch_us if captured else profile.launch_us
     # So many chains hold all ops (Dilworth), and there is no gap between the end of one and the start of the next.
-    chains_us = numbers.work_us + (ops - numbers.width) * profile.same_stream_edge_us
+    chains_us = numbers.work_us + (ops - numbers.width) * gap_us(profile)
     floors = {
         f"{count(len(chain.ops), 'op')} are in line, each of which needs the one before": chain.us,
         f"the ops keep {numbers.sm_us / numbers.work_us:.0%} of the device busy one after the other": numbers.sm_us,

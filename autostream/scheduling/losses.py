@@ -120,13 +120,13 @@ def longest_chain(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Chain
     """The longest path of the graph, with the cheapest edge there is between its ops: no schedule is faster."""
     ops = structure.critical_path(graph, with_gaps(costs, profile))
     work_us = sum(costs[name].duration_us for name in ops)
-    return Chain(ops, work_us, work_us + _gap_us(profile) * max(len(ops) - 1, 0))
+    return Chain(ops, work_us, work_us + gap_us(profile) * max(len(ops) - 1, 0))
 
 
 def with_gaps(costs: Costs, profile: DeviceProfile) -> Costs:
     """The costs of ops that are followed by the cheapest edge there is."""
-    gap_us = _gap_us(profile)
-    return {name: replace(cost, duration_us=cost.duration_us + gap_us) for name, cost in costs.items()}
+    edge_us = gap_us(profile)
+    return {name: replace(cost, duration_us=cost.duration_us + edge_us) for name, cost in costs.items()}
 
 
 def wait_us(profile: DeviceProfile, streams: int) -> float:
@@ -134,7 +134,8 @@ def wait_us(profile: DeviceProfile, streams: int) -> float:
     return profile.over(streams).cross_stream_edge_us
 
 
-def _gap_us(profile: DeviceProfile) -> float:
+def gap_us(profile: DeviceProfile) -> float:
+    """The cheapest edge there is, µs: so long at least does an op wait for another."""
     return min(profile.same_stream_edge_us, profile.cross_stream_edge_us)
 
 

@@ -186,6 +186,13 @@ def test_there_is_no_gap_between_ops_that_are_independent() -> None:
     assert Ceiling("at most 2 ops are independent (width)", 10.0, 2.1) in found.ceilings
 
 
+def test_where_another_stream_is_nearer_than_the_own_one_its_edges_count() -> None:
+    """18 µs of work on two chains, whose three edges may each be one between streams."""
+    crossing = profile_with(same_stream_edge_us=9.0, cross_stream_edge_us=1.0)
+    widths = [c.us for c in explain(replace(REPORT, profile=crossing)).ceilings if "(width)" in c.why]
+    assert widths == [(18.0 + 3 * 1.0) / 2]
+
+
 def test_gaps_between_the_ops_of_a_chain_are_part_of_it() -> None:
     """18 µs and 4 gaps on one stream; 12 µs and 3 gaps in line."""
     profile = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=2.0)
