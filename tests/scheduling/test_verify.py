@@ -496,11 +496,14 @@ class TestTenants:
     on_1 = frozenset({"e", "f"})
 
     def verify(self, order: str, *waits: tuple[str, str], sizes: str = "A1 E1 C1", places: str = "A0 E0") -> None:
-        """Launch ops in this order with these waits, and with these sizes and places in units of 512 bytes."""
+        """Launch ops in this order with these waits, and with these sizes and places in units of 512 bytes.
+
+        A size with a plus is a byte more.
+        """
         names = order.split()
+        units = {size[0]: int(size[1:].rstrip("+")) * ALIGNMENT + size.endswith("+") for size in sizes.split()}
         storages = {
-            (name := size[0]): Storage(name, Role.INTERMEDIATE, int(size[1:]) * ALIGNMENT, (name,), placeable=True)
-            for size in sizes.split()
+            name: Storage(name, Role.INTERMEDIATE, size, (name,), placeable=True) for name, size in units.items()
         }
         graph = OpGraph({op.name: op for op in self.ops if op.name in names}, (), storages, (), "cuda:0")
         launches = tuple(
@@ -545,6 +548,10 @@ class TestTenants:
     def test_one_unit_in_common(self, places: str) -> None:
         with pytest.raises(ScheduleError, match="has bytes 512 to 1023 of the arena after 'A'"):
             self.verify("a b e f", (FORK, "e"), sizes="A2 E2", places=places)
+
+    def test_one_byte_in_common(self) -> None:
+        with pytest.raises(ScheduleError, match="has bytes 512 to 512 of the arena after 'A'"):
+            self.verify("a b e f", (FORK, "e"), sizes="A1+ E1", places="A0 E1")
 
     def test_within_another(self) -> None:
         with pytest.raises(ScheduleError, match="has bytes 512 to 1023 of the arena after 'A'"):
