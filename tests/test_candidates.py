@@ -23,6 +23,7 @@ from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.sequential import sequential
 from autostream.scheduling.simulate import run_us, simulate
+from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.select import VARIANTS
 from autostream.stopwatch import Stopwatch
@@ -470,18 +471,24 @@ def test_captured_schedules_put_outputs_anywhere_and_uncaptured_ones_on_the_call
         assert {candidate.schedule.stream_of[name] for name in "bcd"} == {0}
 
 
-def test_a_schedule_that_is_wrong_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+def carelessly_synchronized(graph: OpGraph, assignment: Assignment) -> Schedule:
     """A defect in the synchronizer: the join waits for the branches, but h, which reads what they make, does not."""
-    honest = module.synchronize
+    schedule = synchronize(graph, assignment)
+    last = replace(schedule.launches[-1], waits=())
+    return replace(schedule, launches=(*schedule.launches[:-1], last), join_waits=schedule.launches[-1].waits)
 
-    def careless(graph: OpGraph, assignment: Assignment) -> Schedule:
-        schedule = honest(graph, assignment)
-        last = replace(schedule.launches[-1], waits=())
-        return replace(schedule, launches=(*schedule.launches[:-1], last), join_waits=schedule.launches[-1].waits)
 
-    monkeypatch.setattr(module, "synchronize", careless)
+def test_a_schedule_that_is_wrong_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "synchronize", carelessly_synchronized)
     with pytest.raises(ScheduleError, match="'h' must come after"):
         candidates(streams=3)
+
+
+def test_nor_is_a_variant_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, best, *_ = candidates(capture=False)
+    monkeypatch.setattr(module, "synchronize", carelessly_synchronized)
+    with pytest.raises(ScheduleError, match="'h' must come after"):
+        next(variants_of(priced(), options_of({}), alone, best))
 
 
 def test_a_policy_that_moves_a_pinned_op_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
