@@ -265,8 +265,9 @@ def _ceilings(
     launch_us = profile.dispatch_us if captured else profile.launch_us
     # So many chains hold all ops (Dilworth), and there is no gap between the end of one and the start of the next.
     chains_us = numbers.work_us + (ops - numbers.width) * gap_us(profile)
+    in_line = f"{count(len(chain.ops), 'op')} are in line, each of which needs the one before"
     floors = {
-        f"{count(len(chain.ops), 'op')} are in line, each of which needs the one before": chain.us,
+        in_line if len(chain.ops) > 1 else "the longest op alone": chain.us,
         f"the ops keep {numbers.sm_us / numbers.work_us:.0%} of the device busy one after the other": numbers.sm_us,
         f"they use {numbers.bandwidth_us / numbers.work_us:.0%} of the memory bandwidth": numbers.bandwidth_us,
         f"at most {numbers.width} ops are independent (width)": chains_us / numbers.width,
@@ -296,7 +297,8 @@ def _whys(report: Report, explained: Candidate, chain: Chain, numbers: Summary) 
     assert report.profile is not None
     ops, costs, schedule = report.graph.ops, report.costs, explained.schedule
     gaps = f", {us(chain.us - chain.work_us)} of it gaps between them" if chain.us > chain.work_us else ""
-    yield Cause.CHAIN, f"{count(len(chain.ops), 'op')} in line take {us(chain.us)}{gaps}"
+    in_line = f"{count(len(chain.ops), 'op')} in line take" if len(chain.ops) > 1 else "the longest op takes"
+    yield Cause.CHAIN, f"{in_line} {us(chain.us)}{gaps}"
     beside = f"{count(schedule.streams, 'stream')}, and up to {numbers.width} ops are independent"
     yield Cause.TURNS, f"ops wait until their stream is free: {beside}"
     edge_us = wait_us(report.profile, schedule.streams)

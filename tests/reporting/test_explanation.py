@@ -186,6 +186,19 @@ def test_there_is_no_gap_between_ops_that_are_independent() -> None:
     assert Ceiling("at most 2 ops are independent (width)", 10.0, 2.1) in found.ceilings
 
 
+def test_one_op_is_no_chain() -> None:
+    """The longer of two ops side by side.
+
+    stream 0   a 10
+    stream 1   b 7
+    """
+    graph = graph_of((), names="ab")
+    costs = costs_of(graph, {"a": 10.0, "b": 7.0})
+    found = explain(replace(REPORT, graph=graph, costs=costs, chosen=replace(SIDE_BY_SIDE, measured_us=None)))
+    assert found.ceilings[0] == Ceiling("the longest op alone", 10.0, 1.7)
+    assert found.reasons[0].why == "the longest op takes 10.0 µs"
+
+
 def test_where_another_stream_is_nearer_than_the_own_one_its_edges_count() -> None:
     """18 µs of work on two chains, whose three edges may each be one between streams."""
     crossing = profile_with(same_stream_edge_us=9.0, cross_stream_edge_us=1.0)
