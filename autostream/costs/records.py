@@ -17,7 +17,7 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -176,10 +176,19 @@ def from_json(text: str | bytes, name: str) -> tuple[Measurements, tuple[str, ..
     faults = {key: fault for key, record in records.items() if (fault := _fault(key, record))}
     sound = {key: record for key, record in records.items() if key not in faults}
     try:
-        measured = None if profile is None else profile_from_json(profile)
+        measured = None if profile is None else _profile_of(context, profile)
     except CostError as error:
         return Measurements(context, None, sound), (str(error), *faults.values())
     return Measurements(context, measured, sound), tuple(faults.values())
+
+
+def _profile_of(context: Context, data: Mapping[str, Any]) -> DeviceProfile:
+    """The profile of a context's device, and of no other."""
+    profile = profile_from_json(data)
+    own = replace(context, device=profile.name, multiprocessors=profile.multiprocessors)
+    if own != context:
+        raise CostError(f"device profile: it is of {_named(own, ())}, all else of {_named(context, ())}: measure again")
+    return profile
 
 
 def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def test_a_gpu_is_measured_for_others(
     monkeypatch: pytest.MonkeyPatch, model: str, planned: SimpleNamespace, gpu: DeviceProfile
 ) -> None:
     monkeypatch.setattr(
-        machine, "context_of", lambda device, profile, method: Context(profile.name, 1, {"method": f"{method}"})
+        machine,
+        "context_of",
+        lambda device, profile, method: Context(profile.name, profile.multiprocessors, {"method": f"{method}"}),
     )
     assert cli.main(["profile", "--out", "mine.json"]) == 0
     assert cli.main(["schedule", model, "--device", "mine.json"]) == 0

@@ -49,16 +49,14 @@ numbers = st.fixed_dictionaries(
         "copies": st.integers(1, 20),
     },
 )
-measurements = st.builds(
-    Measurements,
-    contexts,
-    st.none() | st.sampled_from(known_names()).map(profile_named),
-    st.dictionaries(st.text(), numbers, max_size=5),
-)
 
 
-@given(measurements)
-def test_what_is_written_is_read_as_it_was(kept: Measurements) -> None:
+@given(contexts, st.none() | st.sampled_from(known_names()), st.dictionaries(st.text(), numbers, max_size=5))
+def test_what_is_written_is_read_as_it_was(
+    context: Context, known: str | None, found: dict[str, dict[str, float]]
+) -> None:
+    own = {"name": context.device, "multiprocessors": context.multiprocessors}
+    kept = Measurements(context, replace(profile_named(known), **own) if known else None, found)
     assert from_json(to_json(kept), "it") == (kept, ())
 
 
@@ -190,6 +188,18 @@ def test_a_profile_that_no_device_has_is_refused(value: float) -> None:
         Measurements(H200, replace(profile_named("h200"), kernel_us=value))
     with pytest.raises(CostError, match="float16 of flops="):
         Measurements(H200, replace(profile_named("h200"), flops={"float16": value}))
+
+
+@pytest.mark.parametrize("changes", [{"name": "Tesla T4"}, {"multiprocessors": 40}])
+def test_a_profile_of_another_device_is_refused_with_both_named(changes: dict[str, Any]) -> None:
+    data = json.loads(to_json(KEPT))
+    data["profile"] |= changes
+    found, faults = from_json(json.dumps(data), "h200.json")
+    assert found == replace(KEPT, profile=None)
+    other = f"{changes.get('name', 'NVIDIA H200')} ({changes.get('multiprocessors', 132)} multiprocessors)"
+    assert faults == (
+        f"device profile: it is of {other}, all else of NVIDIA H200 (132 multiprocessors): measure again",
+    )
 
 
 @dataclass(frozen=True)
