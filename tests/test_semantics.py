@@ -474,3 +474,14 @@ def test_tensors_that_are_conjugated_or_negated_lazily_run_plainly(lazy: Callabl
     fast = autostream.optimize(model)
     same(fast(x), model(x))
     assert fast.reports[0].mode == "plain"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("wrap", [nn.Sequential, torch.jit.script, torch.jit.freeze])
+def test_torchscript_runs_plainly(wrap: Callable[[Any], nn.Module]) -> None:
+    """``torch.compile`` refuses it, it cannot be called with copies of its tensors, and what is frozen has no mode."""
+    model = wrap(torch.jit.script(nn.Linear(3, 3).eval()))
+    with torch.no_grad():
+        fast = autostream.optimize(model, t(3))
+        same(fast(t(3)), model(t(3)))
+    assert [report.mode for report in fast.reports] == ["plain"]

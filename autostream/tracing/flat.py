@@ -19,14 +19,14 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
-from autostream.errors import TraceError, first_line
+from autostream.errors import FastPathError, TraceError, first_line
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, unasked
 from autostream.tracing.dropouts import IdleDropouts
-from autostream.tracing.guards import unusual
+from autostream.tracing.guards import has_torchscript, unusual
 from autostream.tracing.leaks import recalled
 from autostream.tracing.state import name_of
 from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
@@ -39,6 +39,7 @@ def check_ordinary(model: nn.Module) -> None:
     """See that a model is one of Python, over ordinary tensors.
 
     Raises:
+        FastPathError: it has TorchScript in it, which Dynamo leaves alone, or will not even look at.
         TraceError: it is not; the message says why.
 
     Example:
@@ -49,8 +50,8 @@ def check_ordinary(model: nn.Module) -> None:
         ...
         autostream.errors.TraceError: the model's mask has the layout torch.sparse_coo
     """
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise TraceError("TorchScript cannot be traced: use the module that it was made from")
+    if has_torchscript(model):
+        raise FastPathError("TorchScript cannot be traced: use the module that it was made from")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if reason := unusual(tensor):
             raise TraceError(f"the model's {name} {reason}")
