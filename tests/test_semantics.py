@@ -259,6 +259,10 @@ SCHEDULED: Mapping[str, Callable[[], tuple[Any, ...]]] = {
         Model(lambda s, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))),
         *(t(3), {}),
     ),
+    "cond, and random numbers": lambda: (
+        Model(lambda s, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)) + torch.rand(3)),
+        *(t(3), {}),
+    ),
     "a number taken from a tensor": lambda: (Model(lambda s, x: x * x.sum().item()), t(3), {}),
 }
 
@@ -304,6 +308,12 @@ class WithGenerator(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand(3, generator=self.generator)
+
+
+def draws_apart(s: Model, x: Tensor) -> Any:
+    with torch.random.fork_rng():
+        apart = torch.rand(3)
+    return x + apart, torch.rand(3)
 
 
 def appends(s: Model, values: list[Tensor]) -> list[Tensor]:
@@ -372,6 +382,7 @@ SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "an input that is transposed in place": (lambda: (Model(lambda s, x: x.t_()), t(3, 4), {}), "changes the shape"),
     "NumPy": (lambda: (Model(lambda s, x: torch.from_numpy(x.numpy() + 1)), t(3), {}), "numpy"),
     "random numbers of Python": (lambda: (Model(lambda s, x: x * random.random()), t(3), {}), "from Python or NumPy"),
+    "random numbers whose generator is put back": (lambda: (Model(draws_apart), t(3), {}), "a state that is put back"),
     "a generator of its own": (lambda: (WithGenerator(), t(3), {}), ""),  # each version of torch says it otherwise
     "an exception": (lambda: (Model(raises_a_lookup_error), t(3), {}), "KeyError"),
     "an exception that depends on data": (lambda: (Model(raises_at_positive_sums), t(3), {}), "data-dependent"),

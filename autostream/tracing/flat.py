@@ -7,14 +7,18 @@ it is looked for, and refused; and it is undone, so that a trace leaves nothing 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
@@ -66,6 +70,9 @@ class _Result:
     modes: frozenset[FakeTensorMode] = frozenset()
     """Of the fake tensors that the model ran on."""
 
+    puts_back = False
+    """Whether a random generator's state was set."""
+
 
 class FlatModel(nn.Module):
     """A model that takes and returns flat tensors, so that a tracer never sees a container.
@@ -103,6 +110,7 @@ class FlatModel(nn.Module):
         try:
             with (
                 patched_for_this_thread(),
+                self._watched_generators(),
                 preserve_node_meta(),
                 IdleDropouts(),
                 self.constants,
@@ -140,6 +148,26 @@ class FlatModel(nn.Module):
         """Refuse questions about modes of the call that export turns off."""
         grad_mode = unasked("is_grad_enabled") if self._grad_mode else nullcontext()
         with unasked("is_inference_mode_enabled"), grad_mode:
+            yield
+
+    @contextmanager
+    def _watched_generators(self) -> Iterator[None]:
+        """Note when this thread puts a random generator's state back, which a graph would not."""
+        tracing: int | None = threading.get_ident()
+
+        def noting(function: Callable[..., None]) -> Callable[..., None]:
+            def put(*args: Any, **kwargs: Any) -> None:
+                # Dynamo, which traces the branches of a torch.cond, only undoes what it has drawn itself.
+                by_dynamo = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch._dynamo.")
+                if threading.get_ident() == tracing and not by_dynamo:
+                    self.result.puts_back = True
+                function(*args, **kwargs)
+
+            return put
+
+        with ExitStack() as stack:
+            for module in (torch, torch.random, torch.cuda):
+                stack.enter_context(mock.patch.object(module, "set_rng_state", noting(module.set_rng_state)))
             yield
 
 
@@ -181,6 +209,24 @@ def watched(tracer: Callable[[], Graph], flat: FlatModel) -> Graph:
     if recalled(flat.constants.seen):
         raise TraceError("the model keeps a tensor in a cache, list or dict: a graph would not put it there again")
     return graph
+
+
+def check_draws(flat: FlatModel, module: torch.fx.GraphModule) -> None:
+    """See that what was traced draws each random number from where the last one left the generator.
+
+    Raises:
+        TraceError: it draws some, and puts back a generator's state.
+    """
+    nodes = (node for part in module.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes)
+    if flat.result.puts_back and any(map(_draws, nodes)):
+        raise TraceError(
+            "random numbers are drawn again from a state that is put back (set_rng_state, as checkpointing does): a "
+            "graph would draw others"
+        )
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:
