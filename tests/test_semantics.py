@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autostream
-from tests.semantics import CONFIGURATIONS, Beside, Model, check_same, force_streams, same
+from tests.semantics import CONFIGURATIONS, GRAD_MODES, Beside, Model, check_same, force_streams, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -446,6 +446,18 @@ def test_pieces_are_scheduled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [part.mode for part in report.parts] == ["threads", "threads"]
 
 
+def requires_an_input(s: Model, x: Tensor) -> Tensor:
+    x.requires_grad_()
+    return x * 2
+
+
+def returns_what_requires(s: Model, x: Tensor) -> Any:
+    with torch.enable_grad():
+        y = x.detach().clone()
+        y.requires_grad = True
+        return y, y * 2
+
+
 class Handle:
     """An object of the user's that no tracer knows."""
 
@@ -463,6 +475,9 @@ PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "an object": (lambda: (Model(lambda s, x, h: x * h.factor), t(3), Handle(), {}), "Handle is neither a tensor"),
     "a sparse tensor": (lambda: (Model(lambda s, x: (x * 2).to_dense()), t(3, 3).to_sparse(), {}), "torch.sparse_coo"),
     "a meta tensor": (lambda: (Model(lambda s, x: (x * 2).shape), t(3).to("meta"), {}), "is on meta"),
+    "an input that is said to require gradients": (lambda: (Model(requires_an_input), t(3), {}), "requires gradients"),
+    "a result that is said to": (lambda: (Model(lambda s, x: x.clone().requires_grad_()), t(3), {}), "requires grad"),
+    "a result of what is said to": (lambda: (Model(returns_what_requires), t(3), {}), "requires gradients"),
     "vmap inside": (lambda: (Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x)), t(3, 4), {}), "Batched"),
     "lazy parameters": (lambda: (nn.LazyLinear(3), t(3), {}), "hooks"),
 }
@@ -472,7 +487,7 @@ PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
 def test_what_runs_plainly(name: str) -> None:
     make, reason = PLAIN[name]
     model, *args, kwargs = make()
-    fast = check_same(model, (args, kwargs), {})
+    fast = check_same(model, (args, kwargs), {}, (*GRAD_MODES, torch.enable_grad))
     assert any(reason in refusal.reason for report in fast.reports for refusal in report.refusals)
     assert any(report.mode == "plain" for report in fast.reports)
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -105,6 +106,7 @@ class FlatModel(nn.Module):
         given = [*tensors, *self.model.parameters(), *self.model.buffers()]
         self.result.modes = frozenset(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
         layouts = list(map(_layout, given))
+        required = list(map(_REQUIRED, given))
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
@@ -133,6 +135,8 @@ class FlatModel(nn.Module):
         if list(map(_layout, given)) != layouts:
             raise TraceError("the model changes the shape or the memory of a tensor in place (resize_, .data = …)")
         outputs, output_structure = flatten(result)
+        if self.constants.requires and (list(map(_REQUIRED, given)) != required or any(map(_REQUIRED, outputs))):
+            raise FastPathError("the model says of a tensor that it requires gradients, and a caller can see that")
         self.result.structure = output_structure
         return tuple(outputs)
 
@@ -170,6 +174,8 @@ class FlatModel(nn.Module):
                 stack.enter_context(mock.patch.object(module, "set_rng_state", noting(module.set_rng_state)))
             yield
 
+
+_REQUIRED = attrgetter("requires_grad")
 
 _UNLIKELY_SEED = 0x5EED_0F_A_7ACE
 """Tells whether a model sets the seed. The generators are put back when tracing is done."""
