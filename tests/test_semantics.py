@@ -458,6 +458,14 @@ def returns_what_requires(s: Model, x: Tensor) -> Any:
         return y, y * 2
 
 
+def makes_doubles(s: Model, x: Tensor) -> Tensor:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    ones = torch.ones(3)
+    torch.set_default_dtype(default)
+    return x + ones
+
+
 class Handle:
     """An object of the user's that no tracer knows."""
 
@@ -478,6 +486,7 @@ PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "an input that is said to require gradients": (lambda: (Model(requires_an_input), t(3), {}), "requires gradients"),
     "a result that is said to": (lambda: (Model(lambda s, x: x.clone().requires_grad_()), t(3), {}), "requires grad"),
     "a result of what is said to": (lambda: (Model(returns_what_requires), t(3), {}), "requires gradients"),
+    "another default dtype": (lambda: (Model(makes_doubles), t(3), {}), "default dtype"),
     "vmap inside": (lambda: (Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x)), t(3, 4), {}), "Batched"),
     "lazy parameters": (lambda: (nn.LazyLinear(3), t(3), {}), "hooks"),
 }
@@ -490,6 +499,7 @@ def test_what_runs_plainly(name: str) -> None:
     fast = check_same(model, (args, kwargs), {}, (*GRAD_MODES, torch.enable_grad))
     assert any(reason in refusal.reason for report in fast.reports for refusal in report.refusals)
     assert any(report.mode == "plain" for report in fast.reports)
+    assert torch.get_default_dtype() is torch.float32
 
 
 @torch.no_grad()

@@ -201,6 +201,7 @@ def watched(tracer: Callable[[], Graph], flat: FlatModel) -> Graph:
     with ExitStack() as stack:
         stack.callback(lambda: unreferenced(flat.result.modes | _modes_of(flat.model)))
         stack.enter_context(untouched(flat.model))
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(tamed())
