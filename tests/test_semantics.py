@@ -446,6 +446,11 @@ def test_pieces_are_scheduled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [part.mode for part in report.parts] == ["threads", "threads"]
 
 
+def gives_other_memory(s: Model, x: Tensor) -> Tensor:
+    x.data = x.data * 2
+    return x + 1
+
+
 def requires_an_input(s: Model, x: Tensor) -> Tensor:
     x.requires_grad_()
     return x * 2
@@ -487,6 +492,10 @@ PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "a result that is said to": (lambda: (Model(lambda s, x: x.clone().requires_grad_()), t(3), {}), "requires grad"),
     "a result of what is said to": (lambda: (Model(returns_what_requires), t(3), {}), "requires gradients"),
     "another default dtype": (lambda: (Model(makes_doubles), t(3), {}), "default dtype"),
+    "an input that is given other memory": (
+        lambda: (Model(gives_other_memory), t(3), {}),
+        "or the memory of a tensor in place",
+    ),
     "vmap inside": (lambda: (Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x)), t(3, 4), {}), "Batched"),
     "lazy parameters": (lambda: (nn.LazyLinear(3), t(3), {}), "hooks"),
 }
