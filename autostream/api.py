@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from autostream.dispatch import Dispatcher
-from autostream.errors import TargetError
+from autostream.errors import TargetError, shown
 from autostream.options import Options
 from autostream.reporting import notebook
 from autostream.reporting.ops import Selection
@@ -60,7 +60,7 @@ def optimize(
     """
     if isinstance(model, type) or not callable(model):
         hint = ": make one" if isinstance(model, type) and issubclass(model, nn.Module) else ""
-        raise TargetError(f"optimize takes a torch.nn.Module or a function of tensors, not {model!r}{hint}")
+        raise TargetError(f"optimize takes a torch.nn.Module or a function of tensors, not {shown(model)}{hint}")
     args, kwargs = _examples(example_inputs, example_kwargs)
     optimized = OptimizedModule(module_of(model), Options.parse(options))
     if example_inputs is not None or example_kwargs is not None:

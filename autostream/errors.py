@@ -69,3 +69,14 @@ def first_line(error: BaseException) -> str:
     # What ends with a colon is what comes next: "LoweringException: UserWarning:" says nothing.
     said = next((count for count, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     return " ".join([f"{type(error).__name__}:", *lines[:said]]) if lines else type(error).__name__
+
+
+def shown(value: object) -> str:
+    """A value as one short line of a message: what would take more is only told by its type.
+
+    Example:
+        >>> shown(3), shown([None] * 100)
+        ('3', 'a list')
+    """
+    text = repr(value)
+    return text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"

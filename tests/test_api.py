@@ -908,6 +908,8 @@ def test_strict_refuses_to_record_gradients_and_to_be_traced() -> None:
     [
         (lambda: autostream.optimize(3), "takes a torch.nn.Module or a function of tensors, not 3"),
         (lambda: autostream.optimize(None), "not None"),
+        (lambda: autostream.optimize(t(9, 9)), "not a Tensor"),
+        (lambda: autostream.optimize([nn.Linear(1, 1)] * 9), "not a list"),
         (lambda: autostream.optimize(Net), "not <class 'tests.test_api.Net'>: make one"),
         (lambda: autostream.optimize(Net(), 3), "example_inputs must be a tensor, a list or a tuple, not a int"),
         (lambda: autostream.optimize(Net(), {"x": t(3, 4)}), "use example_kwargs for keyword arguments"),

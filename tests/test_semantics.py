@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autostream
-from tests.semantics import CONFIGURATIONS, Beside, Model, check_same, force_streams, same
+from tests.semantics import CONFIGURATIONS, GRAD_MODES, Beside, Model, check_same, force_streams, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -259,6 +259,10 @@ SCHEDULED: Mapping[str, Callable[[], tuple[Any, ...]]] = {
         Model(lambda s, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))),
         *(t(3), {}),
     ),
+    "cond, and random numbers": lambda: (
+        Model(lambda s, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)) + torch.rand(3)),
+        *(t(3), {}),
+    ),
     "a number taken from a tensor": lambda: (Model(lambda s, x: x * x.sum().item()), t(3), {}),
 }
 
@@ -304,6 +308,12 @@ class WithGenerator(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand(3, generator=self.generator)
+
+
+def draws_apart(s: Model, x: Tensor) -> Any:
+    with torch.random.fork_rng():
+        apart = torch.rand(3)
+    return x + apart, torch.rand(3)
 
 
 def appends(s: Model, values: list[Tensor]) -> list[Tensor]:
@@ -372,6 +382,7 @@ SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "an input that is transposed in place": (lambda: (Model(lambda s, x: x.t_()), t(3, 4), {}), "changes the shape"),
     "NumPy": (lambda: (Model(lambda s, x: torch.from_numpy(x.numpy() + 1)), t(3), {}), "numpy"),
     "random numbers of Python": (lambda: (Model(lambda s, x: x * random.random()), t(3), {}), "from Python or NumPy"),
+    "random numbers whose generator is put back": (lambda: (Model(draws_apart), t(3), {}), "a state that is put back"),
     "a generator of its own": (lambda: (WithGenerator(), t(3), {}), ""),  # each version of torch says it otherwise
     "an exception": (lambda: (Model(raises_a_lookup_error), t(3), {}), "KeyError"),
     "an exception that depends on data": (lambda: (Model(raises_at_positive_sums), t(3), {}), "data-dependent"),
@@ -435,6 +446,31 @@ def test_pieces_are_scheduled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [part.mode for part in report.parts] == ["threads", "threads"]
 
 
+def gives_other_memory(s: Model, x: Tensor) -> Tensor:
+    x.data = x.data * 2
+    return x + 1
+
+
+def requires_an_input(s: Model, x: Tensor) -> Tensor:
+    x.requires_grad_()
+    return x * 2
+
+
+def returns_what_requires(s: Model, x: Tensor) -> Any:
+    with torch.enable_grad():
+        y = x.detach().clone()
+        y.requires_grad = True
+        return y, y * 2
+
+
+def makes_doubles(s: Model, x: Tensor) -> Tensor:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    ones = torch.ones(3)
+    torch.set_default_dtype(default)
+    return x + ones
+
+
 class Handle:
     """An object of the user's that no tracer knows."""
 
@@ -452,6 +488,14 @@ PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "an object": (lambda: (Model(lambda s, x, h: x * h.factor), t(3), Handle(), {}), "Handle is neither a tensor"),
     "a sparse tensor": (lambda: (Model(lambda s, x: (x * 2).to_dense()), t(3, 3).to_sparse(), {}), "torch.sparse_coo"),
     "a meta tensor": (lambda: (Model(lambda s, x: (x * 2).shape), t(3).to("meta"), {}), "is on meta"),
+    "an input that is said to require gradients": (lambda: (Model(requires_an_input), t(3), {}), "requires gradients"),
+    "a result that is said to": (lambda: (Model(lambda s, x: x.clone().requires_grad_()), t(3), {}), "requires grad"),
+    "a result of what is said to": (lambda: (Model(returns_what_requires), t(3), {}), "requires gradients"),
+    "another default dtype": (lambda: (Model(makes_doubles), t(3), {}), "default dtype"),
+    "an input that is given other memory": (
+        lambda: (Model(gives_other_memory), t(3), {}),
+        "or the memory of a tensor in place",
+    ),
     "vmap inside": (lambda: (Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x)), t(3, 4), {}), "Batched"),
     "lazy parameters": (lambda: (nn.LazyLinear(3), t(3), {}), "hooks"),
 }
@@ -461,9 +505,10 @@ PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
 def test_what_runs_plainly(name: str) -> None:
     make, reason = PLAIN[name]
     model, *args, kwargs = make()
-    fast = check_same(model, (args, kwargs), {})
+    fast = check_same(model, (args, kwargs), {}, (*GRAD_MODES, torch.enable_grad))
     assert any(reason in refusal.reason for report in fast.reports for refusal in report.refusals)
     assert any(report.mode == "plain" for report in fast.reports)
+    assert torch.get_default_dtype() is torch.float32
 
 
 @torch.no_grad()
@@ -474,3 +519,14 @@ def test_tensors_that_are_conjugated_or_negated_lazily_run_plainly(lazy: Callabl
     fast = autostream.optimize(model)
     same(fast(x), model(x))
     assert fast.reports[0].mode == "plain"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("wrap", [nn.Sequential, torch.jit.script, torch.jit.freeze])
+def test_torchscript_runs_plainly(wrap: Callable[[Any], nn.Module]) -> None:
+    """``torch.compile`` refuses it, it cannot be called with copies of its tensors, and what is frozen has no mode."""
+    model = wrap(torch.jit.script(nn.Linear(3, 3).eval()))
+    with torch.no_grad():
+        fast = autostream.optimize(model, t(3))
+        same(fast(t(3)), model(t(3)))
+    assert [report.mode for report in fast.reports] == ["plain"]

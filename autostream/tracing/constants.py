@@ -50,6 +50,10 @@ class Constants(TorchFunctionMode):
     Args:
         held: what :func:`tensors_held` says of the model.
         outermost: the code that calls the model; ops keep the lines of what it calls.
+
+    Attributes:
+        seen: the fake tensors of the trace.
+        requires: whether the model says of a tensor that it requires gradients, which no op of a graph does.
     """
 
     def __init__(self, held: frozenset[int], outermost: CodeType) -> None:
@@ -57,6 +61,8 @@ class Constants(TorchFunctionMode):
         self._held = held
         self._outermost = outermost
         self.seen: Watched = []
+        self.requires = False
+        self._default_dtype = torch.get_default_dtype()
 
     def watch(self, value: Any) -> None:
         """Remember the fake tensors in a value, as long as somebody else holds them."""
@@ -67,7 +73,7 @@ class Constants(TorchFunctionMode):
 
         Raises:
             TraceError: it uses or writes such a tensor.
-            FastPathError: it asks what a tensor is to autograd.
+            FastPathError: it asks what a tensor is to autograd, or has changed the default dtype.
         """
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond
@@ -75,6 +81,9 @@ class Constants(TorchFunctionMode):
         note_line(sys._getframe(1), self._outermost)
         if func in _QUESTIONS:
             _refuse_question(_QUESTIONS[func], sys._getframe(1))
+        if torch.get_default_dtype() is not self._default_dtype:
+            raise FastPathError("the model sets the default dtype, which the ops of a graph would not see")
+        self.requires |= func in _REQUIRING
         writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
         written = [*tree_leaves(kwargs.get("out")), *tree_leaves(args[0] if writes and args else None)]
         if any(map(_is_real, written)):
@@ -136,6 +145,8 @@ _QUESTIONS = {
     Tensor.is_inference: "is_inference",
     torch.is_inference: "is_inference",
 }
+
+_REQUIRING = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
 
 def _is_real(tensor: object) -> bool:

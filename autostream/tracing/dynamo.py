@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from autostream.errors import first_line
+from autostream.errors import TraceError, first_line
 
 _MANY = 1024
 
@@ -33,6 +33,8 @@ def split(model: nn.Module, compile_piece: CompilePiece, refused: Callable[[str]
     """
 
     def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if "_lower_version_count_by_1(" in module.code:  # Dynamo's own, which fails at tensors of inference mode
+            raise TraceError("the model gives a tensor other memory (.data = …), which a piece would not")
         return compile_piece(module, bound_inputs(example_inputs))
 
     compiled = torch.compile(model, backend=backend, dynamic=False)

@@ -20,7 +20,7 @@ from autostream.errors import FastPathError, TraceError
 from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
 from autostream.tracing.constants import tensors_held
-from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in, watched
+from autostream.tracing.flat import FlatModel, check_draws, check_ordinary, tensors_in, watched
 from autostream.tracing.guards import unusual
 from autostream.tracing.replica import replica, with_ordinary_parameters
 from autostream.tracing.tree import Structure
@@ -129,7 +129,9 @@ def _export(flat: FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
     from torch.export import export
 
     _acquaint_dynamo()
-    return watched(lambda: export(flat, ordinary(tensors), strict=False), flat)
+    exported = watched(lambda: export(flat, ordinary(tensors), strict=False), flat)
+    check_draws(flat, exported.graph_module)
+    return exported
 
 
 def _acquaint_dynamo() -> None:

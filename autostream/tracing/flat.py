@@ -7,26 +7,31 @@ it is looked for, and refused; and it is undone, so that a trace leaves nothing 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
-from autostream.errors import TraceError, first_line
+from autostream.errors import FastPathError, TraceError, first_line
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, unasked
 from autostream.tracing.dropouts import IdleDropouts
-from autostream.tracing.guards import unusual
+from autostream.tracing.guards import has_torchscript, unusual
 from autostream.tracing.leaks import recalled
 from autostream.tracing.state import name_of
 from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
@@ -39,6 +44,7 @@ def check_ordinary(model: nn.Module) -> None:
     """See that a model is one of Python, over ordinary tensors.
 
     Raises:
+        FastPathError: it has TorchScript in it, which Dynamo leaves alone, or will not even look at.
         TraceError: it is not; the message says why.
 
     Example:
@@ -49,8 +55,8 @@ def check_ordinary(model: nn.Module) -> None:
         ...
         autostream.errors.TraceError: the model's mask has the layout torch.sparse_coo
     """
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise TraceError("TorchScript cannot be traced: use the module that it was made from")
+    if has_torchscript(model):
+        raise FastPathError("TorchScript cannot be traced: use the module that it was made from")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if reason := unusual(tensor):
             raise TraceError(f"the model's {name} {reason}")
@@ -64,6 +70,9 @@ class _Result:
 
     modes: frozenset[FakeTensorMode] = frozenset()
     """Of the fake tensors that the model ran on."""
+
+    puts_back = False
+    """Whether a random generator's state was set."""
 
 
 class FlatModel(nn.Module):
@@ -97,11 +106,13 @@ class FlatModel(nn.Module):
         given = [*tensors, *self.model.parameters(), *self.model.buffers()]
         self.result.modes = frozenset(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
         layouts = list(map(_layout, given))
+        required = list(map(_REQUIRED, given))
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators = host_generators()
         try:
             with (
                 patched_for_this_thread(),
+                self._watched_generators(),
                 preserve_node_meta(),
                 IdleDropouts(),
                 self.constants,
@@ -124,6 +135,8 @@ class FlatModel(nn.Module):
         if list(map(_layout, given)) != layouts:
             raise TraceError("the model changes the shape or the memory of a tensor in place (resize_, .data = …)")
         outputs, output_structure = flatten(result)
+        if self.constants.requires and (list(map(_REQUIRED, given)) != required or any(map(_REQUIRED, outputs))):
+            raise FastPathError("the model says of a tensor that it requires gradients, and a caller can see that")
         self.result.structure = output_structure
         return tuple(outputs)
 
@@ -141,6 +154,28 @@ class FlatModel(nn.Module):
         with unasked("is_inference_mode_enabled"), grad_mode:
             yield
 
+    @contextmanager
+    def _watched_generators(self) -> Iterator[None]:
+        """Note when this thread puts a random generator's state back, which a graph would not."""
+        tracing: int | None = threading.get_ident()
+
+        def noting(function: Callable[..., None]) -> Callable[..., None]:
+            def put(*args: Any, **kwargs: Any) -> None:
+                # Dynamo, which traces the branches of a torch.cond, only undoes what it has drawn itself.
+                by_dynamo = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch._dynamo.")
+                if threading.get_ident() == tracing and not by_dynamo:
+                    self.result.puts_back = True
+                function(*args, **kwargs)
+
+            return put
+
+        with ExitStack() as stack:
+            for module in (torch, torch.random, torch.cuda):
+                stack.enter_context(mock.patch.object(module, "set_rng_state", noting(module.set_rng_state)))
+            yield
+
+
+_REQUIRED = attrgetter("requires_grad")
 
 _UNLIKELY_SEED = 0x5EED_0F_A_7ACE
 """Tells whether a model sets the seed. The generators are put back when tracing is done."""
@@ -166,6 +201,7 @@ def watched(tracer: Callable[[], Graph], flat: FlatModel) -> Graph:
     with ExitStack() as stack:
         stack.callback(lambda: unreferenced(flat.result.modes | _modes_of(flat.model)))
         stack.enter_context(untouched(flat.model))
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(tamed())
@@ -180,6 +216,24 @@ def watched(tracer: Callable[[], Graph], flat: FlatModel) -> Graph:
     if recalled(flat.constants.seen):
         raise TraceError("the model keeps a tensor in a cache, list or dict: a graph would not put it there again")
     return graph
+
+
+def check_draws(flat: FlatModel, module: torch.fx.GraphModule) -> None:
+    """See that what was traced draws each random number from where the last one left the generator.
+
+    Raises:
+        TraceError: it draws some, and puts back a generator's state.
+    """
+    nodes = (node for part in module.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes)
+    if flat.result.puts_back and any(map(_draws, nodes)):
+        raise TraceError(
+            "random numbers are drawn again from a state that is put back (set_rng_state, as checkpointing does): a "
+            "graph would draw others"
+        )
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:

@@ -62,6 +62,11 @@ def _only_devices() -> bool:
     return all(isinstance(mode, DeviceContext) for mode in modes)
 
 
+def has_torchscript(model: nn.Module) -> bool:
+    """Whether a module or one of its parts is TorchScript, whose tensors cannot be exchanged for a call."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+
+
 def unusual_tensor(tensors: Sequence[Tensor]) -> str:
     """Why one of these tensors is not an ordinary strided one, or ``""``.
 

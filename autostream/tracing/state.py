@@ -143,7 +143,7 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
-        # A few kinds of modules compute the flag, or keep it elsewhere.
+        # A few kinds of modules compute the flag, or keep it elsewhere; frozen TorchScript has none.
         self._flags = [vars(module) for module in self.modules if "training" in vars(module)]
         self._others = [module for module in self.modules if "training" not in vars(module)]
         # TorchScript modules have something else there, which never changes.
@@ -174,7 +174,7 @@ class ModelWatch:
     def training(self) -> bytes:
         """The training flags of all modules, one byte each."""
         flags = bytes(map(_TRAINING, self._flags))
-        return flags + bytes([module.training for module in self._others]) if self._others else flags
+        return flags + bytes([getattr(module, "training", False) for module in self._others]) if self._others else flags
 
     def hooked(self) -> bool:
         """Whether a module has forward hooks, which a traced graph would not call."""

@@ -9,11 +9,8 @@ alone, and a schedule may run it as soon as that is there.
 from __future__ import annotations
 
 import operator
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,12 +18,11 @@ from torch._ops import OpOverload
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autostream.errors import TraceError
 from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
 from autostream.tracing.constants import tensors_held
 from autostream.tracing.export import Traced, Tracer, ordinary, program_of
-from autostream.tracing.flat import FlatModel, check_ordinary, watched
+from autostream.tracing.flat import FlatModel, check_draws, check_ordinary, watched
 from autostream.tracing.optimizers import lists_apart
 from autostream.tracing.replica import replica
 from autostream.tracing.state import name_of
@@ -83,46 +79,16 @@ def _made_fx(
     state = _state_of(step)
     names = [f"model.step.{name}" for name in state]
 
-    put_back: list[str] = []
-
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         held, inputs = values[: len(names)], values[len(names) :]
-        with _generators_watched(put_back):
-            outputs: tuple[Tensor, ...] = functional_call(flat, dict(zip(names, held, strict=True)), inputs)
+        outputs: tuple[Tensor, ...] = functional_call(flat, dict(zip(names, held, strict=True)), inputs)
         return outputs
 
     tracer = make_fx(run, dict(lists_apart()), "fake", _allow_non_fake_inputs=True)
     with torch.autograd.set_multithreading_enabled(False):  # what is patched for this thread holds for backward too
         module = watched(lambda: tracer(*state.values(), *ordinary(tensors)), flat)
-    if put_back and any(map(_draws, module.graph.nodes)):
-        raise TraceError(
-            "random numbers are drawn again from a state that is put back (set_rng_state, as checkpointing does): a "
-            "graph would draw others"
-        )
+    check_draws(flat, module)
     return flat, module
-
-
-@contextmanager
-def _generators_watched(put_back: list[str]) -> Iterator[None]:
-    """Note in a list when this thread puts back a random generator's state, which a graph would not."""
-    tracing: int | None = threading.get_ident()
-
-    def noting(function: Callable[..., None]) -> Callable[..., None]:
-        def put(*args: Any, **kwargs: Any) -> None:
-            if threading.get_ident() == tracing:
-                put_back.append(function.__name__)
-            function(*args, **kwargs)
-
-        return put
-
-    with ExitStack() as stack:
-        for module in (torch, torch.cuda):
-            stack.enter_context(mock.patch.object(module, "set_rng_state", noting(module.set_rng_state)))
-        yield
-
-
-def _draws(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _reached_originals(module: fx.GraphModule, step: nn.Module) -> bool:

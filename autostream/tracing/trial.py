@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from autostream.errors import TargetError, TraceError, first_line
 from autostream.tracing.attributes import untouched
+from autostream.tracing.guards import has_torchscript
 from autostream.tracing.state import name_of
 from autostream.tracing.tree import flatten, unflatten
 
@@ -72,6 +73,8 @@ def check_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def _failure(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
     """What the model raises; ``None`` where it works in some mode, or could not be tried."""
     error: Exception | None = None
+    if has_torchscript(model):
+        return None
     try:
         for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
             error = _failure_in(mode(), model, args, kwargs)
