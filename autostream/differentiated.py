@@ -1,22 +1,27 @@
 """A call that records gradients: forward and backward are scheduled each for itself, and autograd sees one node.
 
     call ──▶ forward: a schedule ──▶ outputs ┄┄▶ loss.backward() ──▶ backward: a schedule ──▶ gradients
-                          └── saved: copies, for other calls may come before the backward ──┘
+                          └── saved: in the memory of the forward's graph, where there is one ──┘
 
 Gradients arrive at parameters as ever: hooks, accumulation, and whatever else waits for them there, see no difference.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.fx import GraphModule
 
 from autostream.build import OptimizedPiece, Scheduled, Stale
 from autostream.execution.cuda_graph import GraphPools
+from autostream.execution.lending import Lending
 from autostream.options import Options
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -24,7 +29,7 @@ from autostream.tracing.export import Tracer
 from autostream.tracing.gradients import trace_gradients
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, name_of
-from autostream.tracing.tree import Structure, unflatten
+from autostream.tracing.tree import Structure, flatten, unflatten
 
 
 class Differentiated:
@@ -36,7 +41,6 @@ class Differentiated:
         tensors: the flat example inputs.
         signature: what this is made for.
         options: how to schedule.
-        pools: of the model's captured graphs.
         make_piece: makes what runs the graph of the backward, some of whose inputs stay where they are.
 
     Attributes:
@@ -53,17 +57,26 @@ class Differentiated:
         tensors: Sequence[Tensor],
         signature: Signature,
         options: Options,
-        pools: GraphPools,
         make_piece: Callable[[GraphModule, frozenset[int]], OptimizedPiece],
     ) -> None:
         halves = trace_gradients(model, tensors, structure)
         tracer = Tracer(lambda *_: halves.forward, may_split=False, may_try=False, may_renew=True)
+        own = GraphPools()  # no other graph's turn may come between the two halves' in memory that is lent
         with torch.no_grad():
-            self._forward = Scheduled(model, structure, tensors, signature, frozenset(), options, pools, tracer)
-        bound = (at for at, value in enumerate(halves.needed) if value < len(halves.state))
-        self._backward = make_piece(halves.backward, frozenset(bound))
+            self._forward = Scheduled(model, structure, tensors, signature, frozenset(), options, own, tracer)
+        lent = self._forward.lend(frozenset(place for place in halves.saved if place >= len(halves.strides)))
+        self._lent = sorted(lent)
+        self._copied = [place for place in halves.saved if place not in lent]
+        self._lending, self._lock = Lending(torch.device(self._forward.device)), threading.Lock()
+        # State, what is copied, what is lent, tangents: the first and the third stay where they are.
+        kept = [at for at, value in enumerate(halves.needed) if value < len(halves.state)]
+        first = len(halves.needed) + len(self._copied)
+        self._backward = make_piece(
+            halves.backward([*self._copied, *self._lent]), frozenset([*kept, *range(first, first + len(lent))])
+        )
         self._state = LiveState(model, halves.state, {})
-        self._model, self._signature, self._halves = model, str(signature), halves
+        self._model, self._structure, self._signature, self._halves = model, structure, signature, halves
+        self._autocast = _autocast(self._forward.device)
         self.repeatable = self._forward.repeatable
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -87,26 +100,66 @@ class Differentiated:
         """What is known now: the backward is scheduled when it first runs."""
         return Report(
             model=name_of(self._model),
-            signature=self._signature,
+            signature=str(self._signature),
             mode="forward and backward",
             versions=versions(),
             parts=(self._forward.report, *self._backward.reports),
         )
 
-    def forward(self, values: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs for the model's state and inputs, and what the backward takes besides tangents."""
-        halves = self._halves
-        results = self._forward(values[len(halves.state) :])
-        count = len(halves.strides)
-        return results[:count], [*(values[at] for at in halves.needed), *results[count:]]
+    def forward(self, values: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Compute the outputs.
 
-    def backward(self, taken: Sequence[Tensor], tangents: Sequence[Tensor]) -> Sequence[Tensor]:
+        Returns:
+            The outputs; what the backward takes besides tangents, the last of it lent; the memory that is lent.
+        """
+        halves = self._halves
+        with self._lock:
+            self._lending.recall()
+            results = self._forward(values[len(halves.state) :])
+            memory = [results[place] for place in self._lent]
+            lent = self._lending.lend(memory)
+        copied = (results[place] for place in self._copied)
+        return results[: len(halves.strides)], [*(values[at] for at in halves.needed), *copied, *lent], memory
+
+    def backward(
+        self, taken: Sequence[Tensor], memory: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
         """The gradients of what is trained, from what the forward left and the gradients of all outputs."""
-        pairs = zip(tangents, self._halves.strides, strict=True)
-        gradients: Sequence[Tensor] = self._backward(
-            *taken, *(_laid_out(tangent, strides) for tangent, strides in pairs if strides is not None)
-        )
+        first = len(taken) - len(memory)
+        with self._lock:
+            self._lending.put_back(taken[first:], memory)
+            gradients: Sequence[Tensor] = self._backward(*taken[:first], *memory, *self._laid_out(tangents))
         return gradients
+
+    def differentiable(
+        self, values: Sequence[Tensor], versions_then: Sequence[int], tangents: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """The same gradients, recorded by autograd: the model computes all once more.
+
+        Raises:
+            RuntimeError: it would not compute the same.
+        """
+        halves = self._halves
+        changed = [value._version for value in values] != versions_then or self._modes() != self._signature.training
+        if reason := halves.once or ("weights, inputs or modes have changed since the call" if changed else ""):
+            raise RuntimeError(
+                f"for gradients of gradients (create_graph=True) all is computed once more, and {reason}: call the "
+                "model itself, not the optimized one, where you need them"
+            )
+        state = {own.target: value for own, value in zip(halves.state, values, strict=False)}
+        args, kwargs = unflatten(self._structure, values[len(state) :])
+        with self._autocast():
+            outputs, _ = flatten(functional_call(self._model, state, args, kwargs))
+        results = compress(outputs, (strides is not None for strides in halves.strides))
+        trained = [values[at] for at in halves.trained]
+        return torch.autograd.grad(list(results), trained, self._laid_out(tangents), create_graph=True)
+
+    def _modes(self) -> bytes:
+        return bytes([module.training for module in self._model.modules()])
+
+    def _laid_out(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(tangents, self._halves.strides, strict=True)
+        return [_laid_out(tangent, strides) for tangent, strides in pairs if strides is not None]
 
     def constants(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs that have no gradients."""
@@ -118,8 +171,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Differentiated, values: Sequence[Tensor], *trained: Tensor) -> tuple[Tensor, ...]:
-        outputs, taken = call.forward(values)
-        ctx.call = call
+        outputs, taken, ctx.memory = call.forward(values)
+        ctx.call, ctx.values, ctx.versions = call, values, [value._version for value in values]
         ctx.save_for_backward(*taken)  # it sees to it that nobody has written to them when they are used
         ctx.mark_non_differentiable(*call.constants(outputs))
         return tuple(outputs)
@@ -127,11 +180,15 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "gradients of gradients (create_graph=True) are no part of autostream's graphs: call the model itself, "
-                "not the optimized one, where you need them"
-            )
-        return None, None, *ctx.call.backward(ctx.saved_tensors, tangents)
+            return None, None, *ctx.call.differentiable(ctx.values, ctx.versions, tangents)
+        return None, None, *ctx.call.backward(ctx.saved_tensors, ctx.memory, tangents)
+
+
+def _autocast(device: str) -> Callable[[], torch.autocast]:
+    """Autocast as it is now, for another time."""
+    kind = torch.device(device).type
+    settings = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    return partial(torch.autocast, kind, *settings)
 
 
 def _laid_out(tangent: Tensor, strides: tuple[int, ...]) -> Tensor:

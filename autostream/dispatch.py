@@ -341,10 +341,10 @@ class Dispatcher:
             if _optimized_in_part(self.model):
                 raise TraceError("a part of it is optimized already: optimize the whole alone")
             bound_inputs = self.bound_inputs or frozenset()
-            call, shared = (self.model, structure, tensors, signature), (self.options, self._pools)
+            call = self.model, structure, tensors, signature
             if signature.gradients:
-                return Differentiated(*call, *shared, self._piece)
-            entry = Scheduled(*call, bound_inputs, *shared, self._tracer)
+                return Differentiated(*call, self.options, self._piece)
+            entry = Scheduled(*call, bound_inputs, self.options, self._pools, self._tracer)
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:

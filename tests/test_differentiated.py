@@ -7,7 +7,7 @@ model ──┬─▶ model(x), loss.backward(), … ──▶ gradients, buffer
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autostream
+from autostream import differentiated
 from autostream.api import OptimizedModule
+from autostream.build import Scheduled
 from autostream.errors import TraceError
+from autostream.execution.lending import Lending
 from tests.semantics import force_streams
 
 Body = Callable[[Any, Any, torch.optim.Optimizer, int], Any]
@@ -191,6 +194,53 @@ def test_so_it_does_over_several_streams(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {part.mode for report in fast.reports for part in report.parts} == {"threads"}
 
 
+class InOnePlace(Scheduled):
+    """Leaves what it lends in the same memory each time, as a captured graph does."""
+
+    def lend(self, places: frozenset[int]) -> frozenset[int]:
+        self.memory: dict[int, Tensor] = dict.fromkeys(places, torch.empty(0))
+        return places
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        outputs = super().__call__(tensors)
+        self.memory = {at: kept if kept.numel() else outputs[at].clone() for at, kept in self.memory.items()}
+        for at, kept in self.memory.items():
+            outputs[at] = kept.copy_(outputs[at])
+        return list(outputs)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_so_it_does_where_what_is_saved_is_overwritten_by_the_next_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checked by leaving out what saves it from that: :meth:`Lending.recall` moves it away."""
+    monkeypatch.setattr(differentiated, "Scheduled", InOnePlace)
+    fast = assert_trains_alike(*BODIES[name], policy="sequential")
+    assert modes(fast) - {"one stream"} == {"forward and backward"}
+    monkeypatch.setattr(Lending, "recall", lambda lending: None)
+    if name == "two forwards":
+        with pytest.raises(AssertionError):
+            assert_trains_alike(*BODIES[name], policy="sequential")
+
+
+def test_what_is_saved_is_not_copied_where_each_call_goes_back_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(differentiated, "Scheduled", InOnePlace)
+    memory = set[int]()
+    put_back = Lending.put_back
+
+    def noting(lending: Lending, tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        assert tensors
+        memory.update(tensor.data_ptr() for tensor in (*tensors, *places))
+        put_back(lending, tensors, places)
+
+    monkeypatch.setattr(Lending, "put_back", noting)
+    fast = autostream.optimize(Checkpointed().double(), policy="sequential")
+    for seed in range(3):
+        loss = fast(t(5, 4, seed=seed)).sum()  # the last one is still there when the next call is made
+        loss.backward()
+    assert len(memory) == 1
+
+
 def test_a_scaler_and_autocast_are_around_it() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     twin = copy.deepcopy(model)
@@ -325,11 +375,44 @@ def test_mistakes_are_found_as_ever(mistake: Callable[[nn.Module, Tensor], None]
             mistake(model, each(torch.ones(2, 4)))
 
 
-def test_gradients_of_gradients_are_refused_in_a_sentence() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    fast = autostream.optimize(model, policy="sequential")
-    with pytest.raises(RuntimeError, match=r"gradients of gradients .* call the model itself"):
-        torch.autograd.grad(fast(torch.ones(2, 4)).sum(), list(model.parameters()), create_graph=True)
+def penalized(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    """The gradient of a gradient's norm, as some losses have it."""
+    optimizer.zero_grad()
+    x = t(5, 4, seed=number).requires_grad_()
+    found = fast(x * 2)
+    (gradient,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    (gradient.norm() + found.sum()).backward()
+    optimizer.step()
+    return [found, gradient, x.grad]
+
+
+def test_gradients_of_gradients_are_those_of_the_model_itself() -> None:
+    """But for what would draw or write once more, or has changed since."""
+    assert modes(assert_trains_alike(Checkpointed, penalized, policy="sequential")) == {"forward and backward"}
+    for model, reason in (
+        (Net(), "other random numbers would be drawn"),
+        (nn.BatchNorm1d(4), "writes to num_batches_tracked"),
+    ):
+        fast = autostream.optimize(model.double(), policy="sequential")
+        with pytest.raises(RuntimeError, match=f"{reason}.*call the model itself"):
+            torch.autograd.grad(fast(t(5, 4)).sum(), list(model.parameters()), create_graph=True, allow_unused=True)
+    layer = nn.Linear(4, 4).double()
+    loss = autostream.optimize(layer, policy="sequential")(t(5, 4)).sum()
+    with torch.no_grad():
+        layer.bias.add_(1)  # nothing in the backward itself needs it
+    with pytest.raises(RuntimeError, match="have changed since the call"):
+        torch.autograd.grad(loss, list(layer.parameters()), create_graph=True)
+
+
+def test_autocast_is_as_it_was_for_gradients_of_gradients() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8, requires_grad=True)
+    found = []
+    for each in (model, autostream.optimize(model, policy="sequential")):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = each(x)
+        (gradient,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+        found += torch.autograd.grad(gradient.square().sum(), x)
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
 
 
 def test_it_can_be_explained() -> None:

@@ -135,6 +135,7 @@ ONLY_IN = [
             "execution.streams",
             "execution.capture",
             "execution.cuda_graph",
+            "execution.lending",
             "execution.transfer",
             "costs.measured",
             "costs.microbenchmarks",

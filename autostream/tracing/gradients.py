@@ -25,7 +25,7 @@ from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
 from autostream.tracing.constants import tensors_held
 from autostream.tracing.export import Traced, ordinary, program_of
-from autostream.tracing.flat import FlatModel, check_ordinary
+from autostream.tracing.flat import FlatModel, check_ordinary, draws
 from autostream.tracing.replica import replica
 from autostream.tracing.state import name_of
 from autostream.tracing.steps import keep_lines
@@ -38,8 +38,11 @@ class Halves:
     """A differentiable call, taken apart. *Values* are the model's parameters and buffers, then the flat inputs.
 
     Attributes:
-        forward: returns the outputs, flat, then what is saved.
-        backward: takes values, what is saved, and tangents; returns gradients.
+        forward: returns the outputs, flat, then what else is saved.
+        saved: the places of what is saved among what ``forward`` returns.
+        backward: makes, for the places of what is saved in some order, a graph that takes values, what is saved in that
+            order, and tangents; it returns gradients.
+        once: why the model would not compute the same once more; ``""`` if it would.
         structure: of the model's outputs.
         strides: of each output that has a tangent; ``None`` for those that have none.
         state: what parameters and buffers there are.
@@ -48,7 +51,9 @@ class Halves:
     """
 
     forward: Traced
-    backward: fx.GraphModule
+    saved: tuple[int, ...]
+    backward: Callable[[Sequence[int]], fx.GraphModule]
+    once: str
     structure: Structure
     strides: tuple[tuple[int, ...] | None, ...]
     state: tuple[Placeholder, ...]
@@ -115,7 +120,8 @@ def _joint(twin: nn.Module, model: nn.Module, tensors: Sequence[Tensor], structu
                 keep_lines(result)
             tangents = [torch.empty_like(result, requires_grad=False) for result in results]
             wanted = [at for at, value in enumerate(values) if value.requires_grad]
-            found = torch.autograd.grad(results, [values[at] for at in wanted], tangents, allow_unused=True)
+            with flat.watched_generators():  # what is checkpointed draws again
+                found = torch.autograd.grad(results, [values[at] for at in wanted], tangents, allow_unused=True)
             trained[:] = [at for at, gradient in zip(wanted, found, strict=True) if gradient is not None]
             gradients = [gradient for gradient in found if gradient is not None]
             if any(gradient.layout is not torch.strided for gradient in gradients):
@@ -164,25 +170,37 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
     saved = [node for node in first if node in bases and node.op != "placeholder"]
     _check_saved(saved, outputs)
     needed = [at for at, node in enumerate(placeholders) if node in bases]
-    forward = _graph(joint.module, "Forward", [], first, [*outputs, *saved])
+    left = [*outputs, *(node for node in saved if node not in outputs)]
+    forward = _graph(joint.module, "Forward", [], first, left)
     bound = [placeholders[at] for at in needed]
     seen = [node for node in first if node in views]
-    backward = _graph(
-        joint.module, f"{name_of(model)}Backward", [*bound, *saved, *tangents], [*seen, *second], gradients
-    )
+
+    def backward(order: Sequence[int]) -> fx.GraphModule:
+        given = [*bound, *(left[place] for place in order), *tangents]
+        return _graph(joint.module, f"{name_of(model)}Backward", given, [*seen, *second], gradients)
+
     roles = tidied(forward, model, tensors)
-    if written := [p.target for p in roles if p.role is Role.INPUT and _is_written(forward, p.name)]:
-        raise TraceError(f"the model writes to its input {written[0]}, and gradients are recorded")
+    written = [p for p in roles if _is_written(forward, p.name)]
+    if inputs := [p.target for p in written if p.role is Role.INPUT]:
+        raise TraceError(f"the model writes to its input {inputs[0]}, and gradients are recorded")
     strides = iter([tuple(node.meta["val"].stride()) for node in tangents])
     return Halves(
-        forward=Traced(program_of(forward, roles), Structure(list, None, (TENSOR,) * (joint.outputs + len(saved))), {}),
+        forward=Traced(program_of(forward, roles), Structure(list, None, (TENSOR,) * len(left)), {}),
+        saved=tuple(map(left.index, saved)),
         backward=backward,
         structure=joint.structure,
+        once=_why_once(nodes, written),
         strides=tuple(next(strides) if has else None for has in joint.differentiable),
         state=tuple(Placeholder(name, Role.BUFFER, name, name) for name in state_of(model)),
         needed=tuple(needed),
         trained=joint.trained,
     )
+
+
+def _why_once(nodes: Sequence[fx.Node], written: Sequence[Placeholder]) -> str:
+    if any(map(draws, nodes)):
+        return "other random numbers would be drawn"
+    return f"the model writes to {written[0].target}" if written else ""
 
 
 def _check_saved(saved: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:

@@ -9,7 +9,7 @@ alone, and a schedule may run it as soon as that is there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch

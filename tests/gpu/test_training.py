@@ -284,6 +284,26 @@ def test_forward_and_backward_are_captured_each_for_itself(name: str, kernels: s
     assert [part.mode for part in report.parts] == ["cuda graph"] * 2, [part.refusals for part in report.parts]
 
 
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+def test_what_is_saved_stays_where_it_was_computed(kernels: str) -> None:
+    """Unless another call comes before the backward: then it is copied, and other calls compute as ever."""
+    ours, _, batches = twins("conv net", OPTIMIZERS["momentum"])
+    fast = autostream.optimize(ours[0], kernels=kernels)
+    places = set()
+    for x, y in batches * 3:
+        prediction = fast(x)
+        node = prediction.grad_fn
+        assert node.memory
+        assert len(places) in (0, len(node.memory))
+        lent = node.saved_tensors[-len(node.memory) :]
+        assert [tensor.data_ptr() for tensor in lent] == [tensor.data_ptr() for tensor in node.memory]
+        places.update(tensor.data_ptr() for tensor in lent)
+        F.mse_loss(prediction, y).backward()
+    assert len(places) == len(node.memory)
+    first, _ = fast(batches[0][0]), fast(batches[1][0])
+    assert places.isdisjoint(tensor.data_ptr() for tensor in first.grad_fn.saved_tensors)
+
+
 def test_a_forward_is_kept_while_others_run() -> None:
     """Its backward comes last, behind other forwards and backwards that compute in the same memory."""
     ours, theirs, batches = twins("conv net", OPTIMIZERS["momentum"])

@@ -28,8 +28,8 @@ def targets(graph: Any) -> list[str]:
 def given(found: Halves, count: int) -> list[str]:
     """What the backward takes: names of values, what is saved, and tangents."""
     names = [*(own.target for own in found.state), *(f"input {at}" for at in range(count))]
-    saved = found.forward.program.outputs[len(found.strides) :]
-    return [*(names[at] for at in found.needed), *saved]
+    saved = (found.forward.program.outputs[place] for place in found.saved)
+    return [*(names[at] for at in found.needed), *map(str, saved)]
 
 
 def test_values_in_between_are_saved_and_weights_are_looked_at_again() -> None:
@@ -42,11 +42,20 @@ def test_values_in_between_are_saved_and_weights_are_looked_at_again() -> None:
     assert [own.target for own in found.state] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert given(found, 1) == ["2.weight", "input 0", "tanh", "sigmoid"]
     assert found.forward.program.outputs[0] == "sigmoid"
-    assert targets(found.backward.graph).count("aten::addmm") == 0
+    assert targets(found.backward(found.saved).graph).count("aten::addmm") == 0
     assert targets(found.forward.program.module.graph) == [
         *("aten::t", "aten::addmm", "aten::tanh", "aten::t", "aten::addmm", "aten::sigmoid")
     ]
     assert (found.trained, found.strides) == ((0, 1, 2, 3), ((2, 1),))
+    assert found.saved == (1, 0)
+    graph = found.backward([0, 1]).graph
+    assert [node.name for node in graph.find_nodes(op="placeholder")][2:4] == ["sigmoid", "tanh"]
+
+
+def test_what_draws_or_writes_computes_something_else_once_more() -> None:
+    assert halves(nn.Linear(4, 4)).once == ""
+    assert halves(nn.Sequential(nn.Linear(4, 4), nn.Dropout())).once == "other random numbers would be drawn"
+    assert halves(nn.BatchNorm1d(4)).once == "the model writes to num_batches_tracked"
 
 
 def test_of_views_what_they_are_views_of_is_saved() -> None:
@@ -69,7 +78,7 @@ def test_what_is_checkpointed_is_computed_in_the_backward() -> None:
 
     found = halves(Checkpointed(nn.Linear(4, 4), nn.Tanh()))
     assert given(found, 1) == ["0.weight", "0.bias", "input 0"]
-    assert "aten::tanh" in targets(found.backward.graph)
+    assert "aten::tanh" in targets(found.backward(found.saved).graph)
 
 
 def test_only_what_requires_gradients_is_trained() -> None:
