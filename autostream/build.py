@@ -82,6 +82,7 @@ class Scheduled:
 
     Attributes:
         report: what was done, and why.
+        device: where its ops run.
         repeatable: whether a call more than asked, or one that fails, changes nothing that anybody can see.
 
     Raises:
@@ -115,6 +116,7 @@ class Scheduled:
                 tuned = _pooled(tuned, arguments, pools)
             self._frozen = Frozen(tuned.program.frozen, arguments, writes)
             self._program, self._graph, self._selection = tuned.program, tuned.priced.graph, tuned.selection
+            self.device = self._graph.device
             self._structure = traced.structure
             self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
             self._expected = self._metadata(arguments)
@@ -183,6 +185,18 @@ class Scheduled:
         shortcut = Shortcut(run, self._structure, call, tensors, held, self._state, watch, signature.training)
         # Asked afterwards: whatever the settings were when the shortcut looked, it serves no others than these.
         return shortcut if numerics() == signature.numerics else None
+
+    def lend(self, places: frozenset[int]) -> frozenset[int]:
+        """Hand out outputs at these places where a captured graph computes them: they are the caller's for one call.
+
+        Returns:
+            Those for which that is done. Nobody else's graphs may be in its pool.
+        """
+        execution = self._selection.execution
+        if not isinstance(execution, CapturedGraph):
+            return frozenset()
+        execution.lend(places)
+        return execution.lent
 
     def lowered(self) -> GraphModule:
         """The graph that runs, or that was captured."""

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
 from autostream.comparison import compared
+from autostream.differentiated import Differentiated
 from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.ir import Decision
@@ -42,7 +43,7 @@ from autostream.tracing.trial import check_call, check_devices
 
 log = logging.getLogger(__name__)
 
-Entry = Scheduled | Pieces | Plain
+Entry = Scheduled | Differentiated | Pieces | Plain
 """What calls of one signature run."""
 
 
@@ -205,10 +206,10 @@ class Dispatcher:
     def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._shortcut = None
         tensors, structure, signature, watch = self._signature(args, kwargs)
-        if signature.records_gradients:
+        if signature.gradients and self.bound_inputs is not None:
             raise self._refused(RECORDS_GRADIENTS)
         full = signature not in self._entries and len(self._entries) >= self.options.max_signatures
-        if full and not self._tracer.may_renew:
+        if full and (signature.gradients or not self._tracer.may_renew):
             raise self._refused("it has as many schedules as max_signatures allows, for other batches or settings")
         for _ in range(3):
             entry, proven = self._entry(tensors, structure, signature)
@@ -222,7 +223,9 @@ class Dispatcher:
             except Exception as error:
                 if isinstance(entry, Plain) and not entry.works:  # the model failed, perhaps at this input only
                     self._drop(entry)
-                if not (isinstance(entry, Scheduled) and self._given_up(entry, error) and entry.repeatable):
+                if not isinstance(entry, Scheduled | Differentiated):
+                    raise
+                if not (self._given_up(entry, error) and entry.repeatable):
                     raise
             else:
                 proven()
@@ -233,6 +236,8 @@ class Dispatcher:
         raise self._refused("the model's state changes while it is called")
 
     def _outputs(self, entry: Entry, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(entry, Differentiated):
+            return entry(tensors)
         if not isinstance(entry, Scheduled):
             return entry(*args, **kwargs)
         if self._paranoid:
@@ -250,8 +255,17 @@ class Dispatcher:
         hooked = "a submodule has forward hooks, which a graph would not call" if watch.hooked() else ""
         if reason := unusual_tensor(tensors) or unusual_call() or hooked:
             raise self._refused(reason)
-        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in chain(tensors, self.model.parameters()))
+        gradients = self._gradients(tensors)
+        if gradients and watch.hooked_backward():
+            raise self._refused("a submodule has backward hooks, which a graph would not call")
         return tensors, structure, signature_of(structure, tensors, watch.training(), gradients), watch
+
+    def _gradients(self, tensors: Sequence[Tensor]) -> bytes:
+        """Which parameters and tensors a call would record gradients for."""
+        if not torch.is_grad_enabled():
+            return b""
+        required = bytes([tensor.requires_grad for tensor in chain(self.model.parameters(), tensors)])
+        return required if any(required) else b""
 
     def _renew_watch(self) -> None:
         if not self._watch.intact():
@@ -268,8 +282,7 @@ class Dispatcher:
                 with preparing:
                     order_attention()
                     # Again, for a trace in another thread sets flags for all threads that are part of a signature.
-                    training, gradients = self._watch.training(), signature.records_gradients
-                    signature = signature_of(structure, tensors, training, gradients)
+                    signature = signature_of(structure, tensors, self._watch.training(), signature.gradients)
                     if signature not in entries:
                         entries[signature] = self._made(tensors, structure, signature)
                         self._keep_to_limit(entries)
@@ -307,7 +320,7 @@ class Dispatcher:
             for signature in self._signatures_of(entry):
                 del self._entries[signature]
 
-    def _given_up(self, entry: Scheduled, error: Exception) -> bool:
+    def _given_up(self, entry: Entry, error: Exception) -> bool:
         """Run plainly from now on what has too little memory as scheduled: a graph keeps its own between calls too."""
         if self.options.strict or not isinstance(error, torch.OutOfMemoryError):
             return False
@@ -328,15 +341,17 @@ class Dispatcher:
             if _optimized_in_part(self.model):
                 raise TraceError("a part of it is optimized already: optimize the whole alone")
             bound_inputs = self.bound_inputs or frozenset()
-            asked = structure, tensors, signature, bound_inputs, self.options
-            entry = Scheduled(self.model, *asked, self._pools, self._tracer)
+            call = self.model, structure, tensors, signature
+            if signature.gradients:
+                return Differentiated(*call, self.options, self._piece)
+            entry = Scheduled(*call, bound_inputs, self.options, self._pools, self._tracer)
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:
             if self.options.strict or isinstance(error, OptionError | TargetError):
                 raise
             whole = isinstance(error, TraceError) and not isinstance(error, FastPathError)
-            if whole and self._tracer.may_split and self.bound_inputs is None:
+            if whole and self._tracer.may_split and self.bound_inputs is None and not signature.gradients:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, error)
                 return Pieces(self.model, signature, str(error), self._piece)
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"

@@ -116,7 +116,7 @@ def plan(
     stopwatch = Stopwatch()
     tensors, structure = flatten((tuple(args), dict(kwargs)))
     with torch.no_grad(), stopwatch("trace"):  # calls without gradients are planned for
-        signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
+        signature = signature_of(structure, tensors, ModelWatch(model).training())
         traced = trace(model, tensors, structure, device=device)
     arguments = arguments_of(traced, model, tensors)
     program, unfused = _fused(traced.program, options, arguments, stopwatch)

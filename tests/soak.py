@@ -306,7 +306,7 @@ class Round:
         self._check(subject, 1)
 
     def record_gradients(self) -> None:
-        """Call with gradients, which the plain model is for."""
+        """Call with gradients, and go back."""
         subject = self._any()
         example = subject.at(self._batch(subject))[0]
         with torch.enable_grad():

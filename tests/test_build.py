@@ -55,7 +55,7 @@ def t(*shape: int) -> Tensor:
 def scheduled(model: nn.Module, *args: Any, bound: frozenset[int] = frozenset(), **options: Any) -> Scheduled:
     """A model scheduled for these arguments."""
     tensors, structure = flatten((args, {}))
-    signature = signature_of(structure, tensors, ModelWatch(model).training(), records_gradients=False)
+    signature = signature_of(structure, tensors, ModelWatch(model).training())
     return Scheduled(model, structure, tensors, signature, bound, Options(**options), GraphPools())
 
 
@@ -398,7 +398,7 @@ class Piece:
 
 def signature() -> Any:
     tensors, structure = flatten(((t(3),), {}))
-    return signature_of(structure, tensors, b"", records_gradients=False)
+    return signature_of(structure, tensors, b"")
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ FLOORS = {
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
     3: {
         *("pipeline", "candidates", "comparison", "budget", "choices"),
-        *("select", "shortcut", "tuning", "build", "dispatch"),
+        *("select", "shortcut", "tuning", "build", "differentiated", "dispatch"),
     },
     4: {"api", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
@@ -113,6 +113,7 @@ ONLY_IN = [
             "execution.lower",
             "overlap.children",
             "tracing.export",
+            "tracing.gradients",
             "tracing.inductor",
             "tracing.kernel_graph",
             "tracing.kernel_json",
@@ -120,8 +121,11 @@ ONLY_IN = [
             "tracing.train_step",
         },
     ),
-    (r"\bfx\.Graph\(|\.GraphModule\(", {"execution.lower", "overlap.children", "tracing.kernel_json"}),
-    (r"\.(create_node|node_copy)\(", {"execution.lower"}),
+    (
+        r"\bfx\.Graph\(|\.GraphModule\(",
+        {"execution.lower", "overlap.children", "tracing.gradients", "tracing.kernel_json"},
+    ),
+    (r"\.(create_node|node_copy)\(", {"execution.lower", "tracing.gradients"}),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"execution.streams"}),
     # touches streams and events
@@ -131,6 +135,7 @@ ONLY_IN = [
             "execution.streams",
             "execution.capture",
             "execution.cuda_graph",
+            "execution.lending",
             "execution.transfer",
             "costs.measured",
             "costs.microbenchmarks",

@@ -27,7 +27,7 @@ from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
 from autostream.execution.bound import Bound
 from autostream.execution.capture import capture, own_cublas_workspaces
-from autostream.execution.static import Output, copier, copier_out
+from autostream.execution.static import Output, copier, copier_out, lendable
 from autostream.execution.streams import capture_stream, current_device, raw_stream
 
 FlatFunction = Callable[..., Sequence[Output]]
@@ -119,6 +119,7 @@ class CapturedGraph:
 
     Attributes:
         static: the tensors that the graph reads.
+        lent: places of outputs that are not copied: see :meth:`lend`.
         written: which of them it writes.
         pool: where it computes.
 
@@ -153,8 +154,8 @@ class CapturedGraph:
         # What the graph reads stays allocated when a weight moves away, until a call notices.
         self._held = [tensors[index].detach() for index in bound_places]
         self._unmoved = Bound(self._held).unmoved
-        self._graph, outputs = _captured(run, self.static, device, self.pool)
-        self._copy_out = copier_out(outputs, self.static)
+        self._graph, self._outputs = _captured(run, self.static, device, self.pool)
+        self.lend(frozenset())
         with self.pool.lock:  # calls come after the making of the static tensors too
             self.pool.begin_turn()
 
@@ -175,7 +176,17 @@ class CapturedGraph:
         Raises:
             CaptureError: as of the class.
         """
-        return CapturedGraph(self._run, tensors, self._bound, self.written, self.device, draws=self._draws, pool=pool)
+        again = CapturedGraph(self._run, tensors, self._bound, self.written, self.device, draws=self._draws, pool=pool)
+        again.lend(self.lent)
+        return again
+
+    def lend(self, places: frozenset[int]) -> None:
+        """Hand out outputs at these places where they lie from now on, as far as they lie in memory of their own.
+
+        The next turn of a graph in the same pool may overwrite them: a pool of its own lends until the next replay.
+        """
+        self.lent = places & lendable(self._outputs, self.static)
+        self._copy_out = copier_out(self._outputs, self.static, self.lent)
 
     def replay(self) -> None:
         """Replay on the current stream with what the static tensors hold, copying nothing and waiting for no turn."""

@@ -6,7 +6,9 @@ the graph, an output that is a view of an input is a view of *the caller's* inpu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -145,12 +147,15 @@ def _in_rows(tensor: Tensor) -> bool:
     return tensor.dim() > 0 and tensor.stride(-1) == 1 and _dense(tensor)
 
 
-def copier_out(outputs: Sequence[Output], static: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Output]]:
+def copier_out(
+    outputs: Sequence[Output], static: Sequence[Tensor], lent: frozenset[int] = frozenset()
+) -> Callable[[Sequence[Tensor]], list[Output]]:
     """A function that makes a caller's outputs of static ones, given the arguments of the call.
 
     Args:
         outputs: what the captured run returned.
         static: what it was given.
+        lent: places of outputs that are handed out where they lie, until the next replay (:func:`lendable`).
 
     Example:
         >>> result = torch.zeros(2)
@@ -161,9 +166,12 @@ def copier_out(outputs: Sequence[Output], static: Sequence[Tensor]) -> Callable[
     """
     alone = [output for output in outputs if output is not None and _dense(output)]
     taken = {storage_of(tensor) for tensor in (*alone, *static)}
-    if len(alone) == len(outputs) and len(taken) == len(alone) + len(set(map(storage_of, static))):
+    if not lent and len(alone) == len(outputs) and len(taken) == len(alone) + len(set(map(storage_of, static))):
         return lambda arguments: list(map(Tensor.clone, alone))  # those of most models, sooner
-    plan = _handouts(outputs, static)
+    plan = [
+        _lent(output) if place in lent else handout
+        for place, (output, handout) in enumerate(zip(outputs, _handouts(outputs, static), strict=True))
+    ]
 
     def copy_out(arguments: Sequence[Tensor]) -> list[Output]:
         given: list[Output] = []
@@ -198,6 +206,23 @@ def _handouts(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Hando
         else:
             plan.append(_shared_copy(output))
     return plan
+
+
+def lendable(outputs: Sequence[Output], static: Sequence[Tensor]) -> frozenset[int]:
+    """The places of outputs that lie in memory of their own: no argument and no other output shares it.
+
+    Example:
+        >>> x, own, whole = torch.ones(2), torch.ones(2), torch.ones(2)
+        >>> sorted(lendable([own, x, whole, whole[:1], None], [x]))
+        [0]
+    """
+    keys = [None if output is None else storage_of(output) for output in outputs]
+    owners = Counter(chain(keys, map(storage_of, static)))
+    return frozenset(place for place, key in enumerate(keys) if key is not None and owners[key] == 1)
+
+
+def _lent(output: Output) -> Handout:
+    return lambda arguments, outputs, copies: output
 
 
 def _nothing(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> None:

@@ -112,7 +112,7 @@ class FlatModel(nn.Module):
         try:
             with (
                 patched_for_this_thread(),
-                self._watched_generators(),
+                self.watched_generators(),
                 preserve_node_meta(),
                 IdleDropouts(),
                 self.constants,
@@ -155,7 +155,7 @@ class FlatModel(nn.Module):
             yield
 
     @contextmanager
-    def _watched_generators(self) -> Iterator[None]:
+    def watched_generators(self) -> Iterator[None]:
         """Note when this thread puts a random generator's state back, which a graph would not."""
         tracing: int | None = threading.get_ident()
 
@@ -225,14 +225,15 @@ def check_draws(flat: FlatModel, module: torch.fx.GraphModule) -> None:
         TraceError: it draws some, and puts back a generator's state.
     """
     nodes = (node for part in module.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes)
-    if flat.result.puts_back and any(map(_draws, nodes)):
+    if flat.result.puts_back and any(map(draws, nodes)):
         raise TraceError(
             "random numbers are drawn again from a state that is put back (set_rng_state, as checkpointing does): a "
             "graph would draw others"
         )
 
 
-def _draws(node: torch.fx.Node) -> bool:
+def draws(node: torch.fx.Node) -> bool:
+    """Whether an op draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -23,7 +23,8 @@ class Signature:
         aliases: per tensor, which earlier tensor shares its storage and how many bytes ahead; ``()`` where none does.
         training: of the model and all its submodules, one byte each.
         grad_mode: whether gradients are enabled, for a model may ask.
-        records_gradients: whether the call would record a graph for autograd: something in it requires gradients, too.
+        gradients: which of the model's parameters, and then of the tensors, require gradients, one byte each; ``b""``
+            where none does, or none are recorded.
         numerics: autocast, precisions, determinism and attention kernels as they are now.
     """
 
@@ -32,7 +33,7 @@ class Signature:
     aliases: tuple[tuple[int, int], ...]
     training: bytes
     grad_mode: bool
-    records_gradients: bool
+    gradients: bytes
     numerics: Hashable
 
     def on(self, device: str | None) -> Signature:
@@ -49,12 +50,10 @@ class Signature:
             for shape, _, dtype, device in self.tensors
         )
         mode = "train" if any(self.training) else "eval"
-        return f"{tensors or 'no tensors'}, {mode}, {'gradients' if self.records_gradients else 'no gradients'}"
+        return f"{tensors or 'no tensors'}, {mode}, {'gradients' if self.gradients else 'no gradients'}"
 
 
-def signature_of(
-    structure: Structure, tensors: Sequence[Tensor], training: bytes, records_gradients: bool
-) -> Signature:
+def signature_of(structure: Structure, tensors: Sequence[Tensor], training: bytes, gradients: bytes = b"") -> Signature:
     """The signature of a call with these flat arguments, in the modes that are set now."""
     return Signature(
         structure,
@@ -62,7 +61,7 @@ def signature_of(
         _aliases(tensors) if len(tensors) > 1 else (),
         training,
         torch.is_grad_enabled(),
-        records_gradients,
+        gradients,
         numerics(),
     )
 

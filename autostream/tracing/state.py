@@ -161,6 +161,9 @@ class ModelWatch:
             *(hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)),
             *(nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks),
         ]
+        self._backward_hooks: list[Mapping[int, Any]] = [
+            hooks for module in self.modules for hooks in (module._backward_hooks, module._backward_pre_hooks)
+        ]
 
     def intact(self) -> bool:
         """Whether the modules, their order, and the names of their tensors are as when this object was made."""
@@ -179,6 +182,11 @@ class ModelWatch:
     def hooked(self) -> bool:
         """Whether a module has forward hooks, which a traced graph would not call."""
         return any(self._hooks)
+
+    def hooked_backward(self) -> bool:
+        """Whether a module has backward hooks, which a traced graph would not call."""
+        everywhere = nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks
+        return any(self._backward_hooks) or any(everywhere)
 
 
 class LiveState:

@@ -176,7 +176,7 @@ class Backward(nn.Module):
         results = []
         with torch.autograd.set_detect_anomaly(True, check_nan=False):  # it keeps lines of the user's with the graph
             for loss, result in self._losses(batch, numbers):
-                _keep_lines(loss)
+                keep_lines(loss)
                 found = torch.autograd.grad(loss, trained, allow_unused=True)
                 gradients = list(map(_sum, gradients, found))
                 results.append(result)
@@ -449,7 +449,7 @@ def _set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
         parameter.grad = gradient
 
 
-def _keep_lines(loss: Tensor) -> None:
+def keep_lines(loss: Tensor) -> None:
     """Let what a backward computes have the user's lines of what was computed forward."""
     pending, seen = [loss.grad_fn], set()
     while pending:

@@ -9,7 +9,7 @@ alone, and a schedule may run it as soon as that is there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,9 +43,9 @@ def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) 
     """
     check_ordinary(step)
     flat, module = _made_fx(replica(step), step, tensors, structure)
-    if _reached_originals(module, step):
+    if reached_originals(module, step):
         flat, module = _made_fx(step, step, tensors, structure)
-    program = program_of(module, _tidied(module, step, tensors))
+    program = program_of(module, tidied(module, step, tensors))
     return Traced(program, flat.result.structure, {})
 
 
@@ -67,7 +67,7 @@ class _Functional(nn.Module):
         return self.step.traced(batch, setting, numbers)
 
 
-def _state_of(step: nn.Module) -> dict[str, Tensor]:
+def state_of(step: nn.Module) -> dict[str, Tensor]:
     """The tensors of a step by name, each once."""
     return {**dict(step.named_parameters()), **dict(step.named_buffers())}
 
@@ -76,7 +76,7 @@ def _made_fx(
     twin: nn.Module, step: nn.Module, tensors: Sequence[Tensor], structure: Structure
 ) -> tuple[FlatModel, fx.GraphModule]:
     flat = FlatModel(_Functional(twin), structure, tensors_held(step), "make_fx")
-    state = _state_of(step)
+    state = state_of(step)
     names = [f"model.step.{name}" for name in state]
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
@@ -84,21 +84,35 @@ def _made_fx(
         outputs: tuple[Tensor, ...] = functional_call(flat, dict(zip(names, held, strict=True)), inputs)
         return outputs
 
-    tracer = make_fx(run, dict(lists_apart()), "fake", _allow_non_fake_inputs=True)
+    return flat, made(run, dict(lists_apart()), flat, [*state.values(), *ordinary(tensors)])
+
+
+def made(
+    run: Callable[..., Any],
+    decompositions: dict[OpOverload, Callable[..., Any]],
+    flat: FlatModel,
+    values: Sequence[Tensor],
+) -> fx.GraphModule:
+    """The graph of a function that calls a flat model, and may go through its backward.
+
+    Raises:
+        TraceError: it cannot be traced, or draws random numbers again from a state that is put back.
+    """
+    tracer = make_fx(run, decompositions, "fake", _allow_non_fake_inputs=True)
     with torch.autograd.set_multithreading_enabled(False):  # what is patched for this thread holds for backward too
-        module = watched(lambda: tracer(*state.values(), *ordinary(tensors)), flat)
+        module = watched(lambda: tracer(*values), flat)
     check_draws(flat, module)
-    return flat, module
+    return module
 
 
-def _reached_originals(module: fx.GraphModule, step: nn.Module) -> bool:
+def reached_originals(module: fx.GraphModule, step: nn.Module) -> bool:
     """Whether a replica led back to the step by a way that was not copied: its tensors then look like constants."""
-    state = set(map(storage_of, _state_of(step).values()))
+    state = set(map(storage_of, state_of(step).values()))
     constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
     return any(isinstance(constant, Tensor) and storage_of(constant) in state for constant in constants)
 
 
-def _tidied(module: fx.GraphModule, step: nn.Module, tensors: Sequence[Tensor]) -> tuple[Placeholder, ...]:
+def tidied(module: fx.GraphModule, step: nn.Module, tensors: Sequence[Tensor]) -> tuple[Placeholder, ...]:
     """What the placeholders of a graph are, once it is rid of what nobody needs, and they have names that tell."""
     graph = module.graph
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or not _is_idle(node))

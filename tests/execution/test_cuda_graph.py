@@ -483,6 +483,25 @@ def test_a_graph_that_is_captured_again_is_the_same_in_other_memory(cuda: Cuda) 
     assert y.item() == 7.0
 
 
+def test_what_is_lent_is_overwritten_by_the_next_call_and_the_rest_is_not(cuda: Cuda) -> None:
+    """Of four outputs the first is copied, the second lent; the third and the fourth share memory, so are copied."""
+
+    def run(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        product = w * x
+        return w + x, product.exp(), product, product[:1]
+
+    weight = torch.tensor([2.0])
+    graph = captured(run, weight, torch.ones(1), bound=[0])
+    graph.lend(frozenset({1, 2, 3}))
+    assert graph.lent == {1}
+    moved = torch.tensor([5.0])
+    for each, w in ((graph, weight), (graph.recaptured([moved, *graph.static[1:]], graph.pool), moved)):
+        first, second = each(w, torch.zeros(1)), each(w, torch.ones(1))
+        assert [value.item() for value in first[1:]] == [second[1].item(), 0.0, 0.0]
+        assert first[0].item() == w.item()
+        assert first[1] is second[1]
+
+
 # Capturing
 
 

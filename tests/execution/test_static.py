@@ -385,6 +385,13 @@ def test_an_output_left_undefined_is_none_to_every_caller() -> None:
     assert relations([output, copied]) == [(0, 0), (1, 0)]
 
 
+def test_what_is_lent_is_handed_out_where_it_lies() -> None:
+    first, second = torch.ones(2), torch.ones(2)
+    copied, lent = copier_out([first, second], [], frozenset({1}))([])
+    assert lent is second
+    assert relations([first, copied]) == [(0, 0), (1, 0)]
+
+
 def test_an_object_returned_twice_is_one_object_and_an_alias_is_another() -> None:
     replayed = Replayed(lambda x: [x, x.detach(), (y := x + 1), y, y.detach()], [torch.ones(2)])
     x = torch.ones(2)

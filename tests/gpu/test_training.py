@@ -251,3 +251,67 @@ def test_mixed_precision_inside_of_the_loss() -> None:
     step, plain = autostream.train_step(*ours, in_bfloat16), eager(*theirs, in_bfloat16)
     for number in range(STEPS):
         torch.testing.assert_close(step(*batches[number % 2]), plain(*batches[number % 2]), rtol=2e-2, atol=1e-3)
+
+
+# The model alone
+
+
+def by_hand(model: Any, optimizer: Optimizer, batches: list[Batch], number: int) -> Tensor:
+    """Two forwards before one backward, and gradients that add up over two backwards."""
+    first, second, third = (F.mse_loss(model(x), y) for x, y in (batches[number % 2], *batches))
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    (first + second).backward()
+    third.backward()
+    optimizer.step()
+    return torch.stack([first, second, third]).detach()
+
+
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_and_backward_are_captured_each_for_itself(name: str, kernels: str) -> None:
+    ours, theirs, batches = twins(name, OPTIMIZERS["momentum"])
+    start = copy.deepcopy(ours[0])
+    fast = autostream.optimize(ours[0], kernels=kernels)
+    stream = torch.cuda.Stream()
+    for number in range(STEPS):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream if number % 3 == 0 else torch.cuda.current_stream()):
+            found = by_hand(fast, ours[1], batches, number)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.testing.assert_close(found, by_hand(theirs[0], theirs[1], batches, number), rtol=5e-3, atol=1e-5)
+    assert_close(ours[0], theirs[0], start)
+    (report,) = fast.reports
+    assert [part.mode for part in report.parts] == ["cuda graph"] * 2, [part.refusals for part in report.parts]
+
+
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+def test_what_is_saved_stays_where_it_was_computed(kernels: str) -> None:
+    """Unless another call comes before the backward: then it is copied, and other calls compute as ever."""
+    ours, _, batches = twins("conv net", OPTIMIZERS["momentum"])
+    fast = autostream.optimize(ours[0], kernels=kernels)
+    places = list[set[int]]()
+    for x, y in batches * 3:
+        prediction = fast(x)
+        node = prediction.grad_fn
+        lent = node.saved_tensors[-len(node.memory) :]
+        assert [tensor.data_ptr() for tensor in lent] == [tensor.data_ptr() for tensor in node.memory]
+        places.append({tensor.data_ptr() for tensor in lent if tensor.numel()})
+        F.mse_loss(prediction, y).backward()
+    assert places[0]
+    assert places == [places[0]] * 6
+    first, _ = fast(batches[0][0]), fast(batches[1][0])
+    assert places[0].isdisjoint(tensor.data_ptr() for tensor in first.grad_fn.saved_tensors)
+
+
+def test_a_forward_is_kept_while_others_run() -> None:
+    """Its backward comes last, behind other forwards and backwards that compute in the same memory."""
+    ours, theirs, batches = twins("conv net", OPTIMIZERS["momentum"])
+    fast = autostream.optimize(ours[0], kernels="eager")
+    gradients = []
+    for model in (fast, theirs[0]):
+        early = model(batches[0][0])
+        for x, y in batches * 3:
+            F.mse_loss(model(x), y).backward()
+        early.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=5e-3, atol=1e-4)

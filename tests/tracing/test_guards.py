@@ -105,8 +105,8 @@ def test_function_modes_would_not_see_the_calls_behind_a_graph() -> None:
 def test_a_default_device_is_a_mode_that_signatures_know() -> None:
     with torch.device("meta"):
         assert unusual_call() == ""
-        inside = signature_of(flatten(())[1], [], b"", records_gradients=False)
-    assert inside != signature_of(flatten(())[1], [], b"", records_gradients=False)
+        inside = signature_of(flatten(())[1], [], b"")
+    assert inside != signature_of(flatten(())[1], [], b"")
 
 
 def test_a_trace_of_fx_is_noticed_in_its_own_thread() -> None:

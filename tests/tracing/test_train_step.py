@@ -18,7 +18,7 @@ from autostream.tracing import inductor
 from autostream.tracing.export import Traced
 from autostream.tracing.functions import module_of
 from autostream.tracing.steps import Backward, TrainingStep
-from autostream.tracing.train_step import _state_of, trace_step
+from autostream.tracing.train_step import state_of, trace_step
 from autostream.tracing.tree import flatten
 
 
@@ -62,7 +62,7 @@ def traced(step: Backward, batch: Any = BATCH) -> tuple[Traced, list[Tensor]]:
 
 
 def arguments(program: Program, step: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    state = _state_of(step)
+    state = state_of(step)
     return [tensors[int(p.target)] if p.role is Role.INPUT else state[p.target] for p in program.placeholders]
 
 
@@ -125,17 +125,17 @@ def test_a_program_computes_what_the_step_does() -> None:
             (loss,) = result.program.module(*tensors)
             torch.manual_seed(seed)
             torch.testing.assert_close(loss, theirs(*theirs.arguments(BATCH)))
-    for mine, other in zip(_state_of(ours).values(), _state_of(theirs).values(), strict=True):
+    for mine, other in zip(state_of(ours).values(), state_of(theirs).values(), strict=True):
         torch.testing.assert_close(mine, other)
 
 
 def test_tracing_leaves_everything_as_it_was() -> None:
     step = step_of(Net())
-    before, generator = copy.deepcopy(_state_of(step)), torch.get_rng_state()
-    tensors = list(_state_of(step).values())
+    before, generator = copy.deepcopy(state_of(step)), torch.get_rng_state()
+    tensors = list(state_of(step).values())
     traced(step)
-    assert all(map(torch.equal, _state_of(step).values(), before.values()))
-    assert all(mine is earlier for mine, earlier in zip(_state_of(step).values(), tensors, strict=True))
+    assert all(map(torch.equal, state_of(step).values(), before.values()))
+    assert all(mine is earlier for mine, earlier in zip(state_of(step).values(), tensors, strict=True))
     assert torch.equal(torch.get_rng_state(), generator)
     assert [parameter.grad for parameter in step.parameters()] == [None] * 5
 

@@ -1,0 +1,257 @@
+"""A model's forward and its backward, traced together with ``make_fx`` below autograd, and taken apart.
+
+    state, inputs ──▶ forward ──▶ outputs
+          │              │ saved
+          ▼              ▼
+    tangents ──▶ backward ──▶ gradients of what of the state and the inputs requires some
+
+Both have the very ops that eager calls dispatch, in their order: what autograd computes in a backward, such as a part
+of the model that is checkpointed, is computed there. Saved are values in between, and views are made of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.func import functional_call
+
+from autostream.errors import TraceError
+from autostream.ir import Placeholder, Role
+from autostream.storages import storage_of
+from autostream.tracing.constants import tensors_held
+from autostream.tracing.export import Traced, ordinary, program_of
+from autostream.tracing.flat import FlatModel, check_ordinary, draws
+from autostream.tracing.replica import replica
+from autostream.tracing.state import name_of
+from autostream.tracing.steps import keep_lines
+from autostream.tracing.train_step import made, reached_originals, state_of, tidied
+from autostream.tracing.tree import TENSOR, Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A differentiable call, taken apart. *Values* are the model's parameters and buffers, then the flat inputs.
+
+    Attributes:
+        forward: returns the outputs, flat, then what else is saved.
+        saved: the places of what is saved among what ``forward`` returns.
+        backward: makes, for the places of what is saved in some order, a graph that takes values, what is saved in that
+            order, and tangents; it returns gradients.
+        once: why the model would not compute the same once more; ``""`` if it would.
+        structure: of the model's outputs.
+        strides: of each output that has a tangent; ``None`` for those that have none.
+        state: what parameters and buffers there are.
+        needed: positions of the values that ``backward`` takes.
+        trained: positions of the values that it returns gradients of.
+    """
+
+    forward: Traced
+    saved: tuple[int, ...]
+    backward: Callable[[Sequence[int]], fx.GraphModule]
+    once: str
+    structure: Structure
+    strides: tuple[tuple[int, ...] | None, ...]
+    state: tuple[Placeholder, ...]
+    needed: tuple[int, ...]
+    trained: tuple[int, ...]
+
+
+def trace_gradients(model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> Halves:
+    """Trace a call that records gradients, and its backward, without computing anything or changing a tensor.
+
+    Args:
+        model: any module.
+        tensors: the flat tensors of its arguments.
+        structure: the structure of ``(args, kwargs)`` that they were taken from.
+
+    Raises:
+        TraceError: it cannot be traced; the message says why.
+    """
+    check_ordinary(model)
+    joint = _joint(replica(model), model, tensors, structure)
+    if reached_originals(joint.module, model):
+        joint = _joint(model, model, tensors, structure)
+    return _taken_apart(joint, model, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """Both halves in one graph, that returns outputs, then the nodes that stand for tangents, then gradients."""
+
+    module: fx.GraphModule
+    structure: Structure
+    outputs: int
+    differentiable: tuple[bool, ...]
+    trained: tuple[int, ...]
+
+
+class _ThereAndBack(nn.Module):
+    """A flat model, and what is done with its outputs while its state is still what was given: a backward may ask."""
+
+    def __init__(self, flat: FlatModel, back: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+        super().__init__()
+        self.flat = flat
+        self._back = back
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        with torch.enable_grad(), torch.autograd.set_detect_anomaly(True, check_nan=False):  # it keeps the user's lines
+            return self._back(self.flat(*inputs))
+
+
+def _joint(twin: nn.Module, model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> _Joint:
+    with torch.no_grad():  # whether gradients are recorded the model may ask: they are
+        flat = FlatModel(twin, structure, tensors_held(model), "make_fx")
+    state = state_of(model)
+    names = [f"flat.model.{name}" for name in state]
+    differentiable: list[bool] = []
+    trained: list[int] = []
+
+    def run(*values: Tensor) -> list[Tensor]:
+        def back(outputs: Sequence[Tensor]) -> list[Tensor]:
+            _check_outputs(outputs, values)
+            differentiable[:] = [output.requires_grad for output in outputs]
+            results = list(compress(outputs, differentiable))
+            for result in results:
+                keep_lines(result)
+            tangents = [torch.empty_like(result, requires_grad=False) for result in results]
+            wanted = [at for at, value in enumerate(values) if value.requires_grad]
+            with flat.watched_generators():  # what is checkpointed draws again
+                found = torch.autograd.grad(results, [values[at] for at in wanted], tangents, allow_unused=True)
+            trained[:] = [at for at, gradient in zip(wanted, found, strict=True) if gradient is not None]
+            gradients = [gradient for gradient in found if gradient is not None]
+            if any(gradient.layout is not torch.strided for gradient in gradients):
+                raise TraceError("a gradient is sparse")
+            return [*outputs, *tangents, *gradients]
+
+        held = dict(zip(names, values, strict=False))
+        together: list[Tensor] = functional_call(_ThereAndBack(flat, back), held, values[len(names) :])
+        return together
+
+    stand_ins = zip(ordinary(tensors), tensors, strict=True)
+    inputs = [own.detach().requires_grad_(tensor.requires_grad) for own, tensor in stand_ins]
+    module = made(run, {}, flat, [*state.values(), *inputs])
+    return _Joint(module, flat.result.structure, len(differentiable), tuple(differentiable), tuple(trained))
+
+
+def _check_outputs(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """See that outputs lie in memory of their own: autograd would treat them as views of what else is there.
+
+    Raises:
+        TraceError: one does not, or none has a gradient.
+    """
+    if not any(output.requires_grad for output in outputs):
+        raise TraceError("no output depends on what requires gradients")
+    storages = list(map(storage_of, outputs))
+    if len(set(storages)) < len(storages) or not set(storages).isdisjoint(map(storage_of, values)):
+        raise TraceError(
+            "an output shares memory with an input, a weight or another output, and gradients are recorded"
+        )
+
+
+def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> Halves:
+    graph = joint.module.graph
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    count = sum(joint.differentiable)
+    outputs = results[: joint.outputs]
+    tangents = results[joint.outputs : joint.outputs + count]
+    gradients = results[joint.outputs + count :]
+    nodes = list(graph.nodes)
+    end = min(map(nodes.index, tangents))
+    first, second = nodes[:end], [node for node in nodes[end:-1] if node not in tangents]
+    crossing = {node for user in second for node in user.all_input_nodes}.union(gradients).intersection(first)
+    paths = list(map(_path, crossing))
+    bases, views = {path[-1] for path in paths}, {node for path in paths for node in path[:-1]}
+    saved = [node for node in first if node in bases and node.op != "placeholder"]
+    _check_saved(saved, outputs)
+    needed = [at for at, node in enumerate(placeholders) if node in bases]
+    left = [*outputs, *(node for node in saved if node not in outputs)]
+    forward = _graph(joint.module, "Forward", [], first, left)
+    bound = [placeholders[at] for at in needed]
+    seen = [node for node in first if node in views]
+
+    def backward(order: Sequence[int]) -> fx.GraphModule:
+        given = [*bound, *(left[place] for place in order), *tangents]
+        return _graph(joint.module, f"{name_of(model)}Backward", given, [*seen, *second], gradients)
+
+    roles = tidied(forward, model, tensors)
+    written = [p for p in roles if _is_written(forward, p.name)]
+    if inputs := [p.target for p in written if p.role is Role.INPUT]:
+        raise TraceError(f"the model writes to its input {inputs[0]}, and gradients are recorded")
+    strides = iter([tuple(node.meta["val"].stride()) for node in tangents])
+    return Halves(
+        forward=Traced(program_of(forward, roles), Structure(list, None, (TENSOR,) * len(left)), {}),
+        saved=tuple(map(left.index, saved)),
+        backward=backward,
+        structure=joint.structure,
+        once=_why_once(nodes, written),
+        strides=tuple(next(strides) if has else None for has in joint.differentiable),
+        state=tuple(Placeholder(name, Role.BUFFER, name, name) for name in state_of(model)),
+        needed=tuple(needed),
+        trained=joint.trained,
+    )
+
+
+def _why_once(nodes: Sequence[fx.Node], written: Sequence[Placeholder]) -> str:
+    if any(map(draws, nodes)):
+        return "other random numbers would be drawn"
+    return f"the model writes to {written[0].target}" if written else ""
+
+
+def _check_saved(saved: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
+    """See that what is saved are tensors, and that whoever writes to an output is found by autograd.
+
+    Raises:
+        TraceError: one is none, or shares memory with an output and is not that output.
+    """
+    if any(not isinstance(node.meta.get("val"), Tensor) for node in saved):
+        raise TraceError("its backward needs what is no tensor")
+    storages = {storage_of(node.meta["val"]) for node in saved if node not in outputs}
+    if any(storage_of(node.meta["val"]) in storages for node in outputs):
+        raise TraceError("an output shares memory with what its backward needs")
+
+
+def _path(node: fx.Node) -> list[fx.Node]:
+    """A node, what it is a view of, and so on: the last is no view."""
+    path = [node]
+    while _is_view(path[-1]):
+        path += path[-1].all_input_nodes
+    return path
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.is_view and len(node.all_input_nodes) == 1
+
+
+def _graph(
+    module: fx.GraphModule, name: str, given: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """A part of a graph: placeholders for what is given, then copies of nodes."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in given:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return fx.GraphModule(module, graph, name)
+
+
+def _is_written(module: fx.GraphModule, name: str) -> bool:
+    """Whether a graph writes to a placeholder, or to a view of it."""
+    pending = [node for node in module.graph.find_nodes(op="placeholder") if node.name == name]
+    for node in pending:
+        for user in node.users:
+            if isinstance(user.target, OpOverload):
+                arguments = zip(user.target._schema.arguments, user.args, strict=False)
+                if any(a.alias_info is not None and a.alias_info.is_write and value is node for a, value in arguments):
+                    return True
+                if user.target.is_view:
+                    pending.append(user)
+    return False

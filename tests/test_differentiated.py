@@ -1,0 +1,423 @@
+"""Training with an optimized model beside training with the model: outputs, gradients, state and random numbers agree.
+
+model ──┬─▶ model(x), loss.backward(), … ──▶ gradients, buffers, parameters after each step, generator
+        └─▶ optimize ────────────────────▶ the same, to 1e-10 in float64
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autostream
+from autostream import differentiated
+from autostream.api import OptimizedModule
+from autostream.build import Scheduled
+from autostream.errors import TraceError
+from autostream.execution.lending import Lending
+from tests.semantics import force_streams
+
+Body = Callable[[Any, Any, torch.optim.Optimizer, int], Any]
+"""What is done in a step with a model, optimized or not, its plain self, an optimizer, and the step's number."""
+
+
+def t(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + 100 * seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+class Net(nn.Module):
+    """Two branches, a norm with statistics, dropout, an op in place, a tied weight, and a layer that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2)
+        self.norm, self.dropout, self.head = nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 4)
+        self.head.weight = self.left.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.left(x)).relu_() + self.right(x).tanh()
+        return self.head(self.dropout(x)).sigmoid()  # type: ignore[no-any-return]
+
+
+class ConvNet(nn.Module):
+    """Returns a container, with an output that has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.pool, self.head = nn.MaxPool2d(2), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.head(self.pool(self.stem(x)).flatten(1))
+        return {"logits": x, "kinds": x.argmax(1), "norms": x.detach().square().sum(1)}
+
+
+class Checkpointed(nn.Module):
+    """Computes a part of itself once more in the backward."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 4), nn.Dropout(p), nn.Tanh()), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+def plain(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    loss = fast(t(5, 4, seed=number)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def two_forwards(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Any]:
+    """Then one backward for both, then a third call that goes back twice: gradients add up, and hooks see each."""
+    seen: list[Tensor] = []
+    optimizer.zero_grad()
+    with (
+        model.left.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2),
+        model.right.bias.register_post_accumulate_grad_hook(lambda bias: seen.append(bias.grad.clone())),
+    ):
+        first, second = fast(t(5, 4)), fast(t(5, 4, seed=1))
+        (first * second.detach() + second.sum()).sum().backward()
+        third = fast(t(5, 4, seed=2))
+        third.sum().backward(retain_graph=True)
+        third.square().mean().backward()
+    assert len(seen) == 6
+    optimizer.step()
+    return [first, second, third, *sorted(seen, key=Tensor.dim)]
+
+
+def freezing(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+    model.body.requires_grad_(number > 0)
+    return plain(fast, model, optimizer, number)
+
+
+def evaluating(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
+    """And loading a state, and moving a weight."""
+    loss = plain(fast, model, optimizer, number)
+    fast.eval()
+    with torch.no_grad():
+        found = fast(t(5, 4))
+    in_eval = fast(t(5, 4))
+    in_eval.sum().backward()
+    fast.train()
+    fast.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+    model.right.weight.data = model.right.weight.data.clone()
+    return [loss, found, in_eval]
+
+
+def of_inputs(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Any]:
+    """Inputs are activations, in another layout, and gradients come in another layout too."""
+    x = t(4, 5, seed=number).requires_grad_()
+    y = fast((x * 2).t())
+    y.t().backward(t(5, 4).t())
+    return [y, x.grad]
+
+
+def of_a_container(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Any]:
+    optimizer.zero_grad()
+    found = fast(t(2, 3, 4, 4, seed=number))
+    assert [value.requires_grad for value in found.values()] == [True, False, False]
+    F.cross_entropy(found["logits"], torch.tensor([number % 4, 1])).backward()
+    optimizer.step()
+    return list(found.values())
+
+
+BODIES: dict[str, tuple[Callable[[], nn.Module], Body]] = {
+    "two forwards": (Net, two_forwards),
+    "frozen": (Checkpointed, freezing),
+    "evaluation": (Net, evaluating),
+    "gradients of inputs": (Checkpointed, of_inputs),
+    "containers": (ConvNet, of_a_container),
+}
+
+
+def assert_trains_alike(make: Callable[[], nn.Module], body: Body, steps: int = 2, **options: Any) -> OptimizedModule:
+    """Train twins, one of them optimized; after each step all that can be seen of them is the same."""
+    torch.manual_seed(0)
+    model = make().double()
+    twin = copy.deepcopy(model)
+    fast = autostream.optimize(model, **options)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
+    for number in range(steps):
+        torch.manual_seed(number)
+        found, generator = body(fast, model, optimizers[0], number), torch.get_rng_state()
+        torch.manual_seed(number)
+        expected = body(twin, twin, optimizers[1], number)
+        assert torch.equal(generator, torch.get_rng_state())
+        close(found, expected)
+        close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        close(list(model.state_dict().values()), list(twin.state_dict().values()))
+    return fast
+
+
+def close(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(ours, Tensor):
+        assert ours.requires_grad == theirs.requires_grad
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    elif isinstance(ours, list):
+        assert len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            close(mine, other)
+
+
+def modes(fast: OptimizedModule) -> set[str]:
+    return {report.mode for report in fast.reports}
+
+
+def reasons(fast: OptimizedModule) -> str:
+    return "; ".join(refusal.reason for report in fast.reports for refusal in report.refusals)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_it_trains_as_the_model_does(name: str) -> None:
+    fast = assert_trains_alike(*BODIES[name], policy="sequential")
+    assert modes(fast) - {"one stream"} == {"forward and backward"}
+    assert {part.mode for report in fast.reports for part in report.parts} == {"one stream"}
+
+
+def test_so_it_does_over_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = assert_trains_alike(*BODIES["two forwards"], **force_streams(monkeypatch))
+    assert {part.mode for report in fast.reports for part in report.parts} == {"threads"}
+
+
+class InOnePlace(Scheduled):
+    """Leaves what it lends in the same memory each time, as a captured graph does."""
+
+    def lend(self, places: frozenset[int]) -> frozenset[int]:
+        self.memory: dict[int, Tensor] = dict.fromkeys(places, torch.empty(0))
+        return places
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        outputs = super().__call__(tensors)
+        self.memory = {at: kept if kept.numel() else outputs[at].clone() for at, kept in self.memory.items()}
+        for at, kept in self.memory.items():
+            outputs[at] = kept.copy_(outputs[at])
+        return list(outputs)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_so_it_does_where_what_is_saved_is_overwritten_by_the_next_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checked by leaving out what saves it from that: :meth:`Lending.recall` moves it away."""
+    monkeypatch.setattr(differentiated, "Scheduled", InOnePlace)
+    fast = assert_trains_alike(*BODIES[name], policy="sequential")
+    assert modes(fast) - {"one stream"} == {"forward and backward"}
+    monkeypatch.setattr(Lending, "recall", lambda lending: None)
+    if name == "two forwards":
+        with pytest.raises(AssertionError):
+            assert_trains_alike(*BODIES[name], policy="sequential")
+
+
+def test_what_is_saved_is_not_copied_where_each_call_goes_back_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(differentiated, "Scheduled", InOnePlace)
+    memory = set[int]()
+    put_back = Lending.put_back
+
+    def noting(lending: Lending, tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        assert tensors
+        memory.update(tensor.data_ptr() for tensor in (*tensors, *places))
+        put_back(lending, tensors, places)
+
+    monkeypatch.setattr(Lending, "put_back", noting)
+    fast = autostream.optimize(Checkpointed().double(), policy="sequential")
+    for seed in range(3):
+        loss = fast(t(5, 4, seed=seed)).sum()  # the last one is still there when the next call is made
+        loss.backward()
+    assert len(memory) == 1
+
+
+def test_a_scaler_and_autocast_are_around_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    twin = copy.deepcopy(model)
+    fast = autostream.optimize(model, policy="sequential")
+    x, losses = t(5, 8).float(), []
+    for each in (fast, twin):
+        scaler, optimizer = torch.amp.GradScaler("cpu", 8.0), torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = each(x).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.detach())
+    assert losses[:3] == losses[3:]
+    assert modes(fast) == {"forward and backward"}
+
+
+def test_data_in_parallel_is_around_it() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, twin = Checkpointed().double(), Checkpointed().double()
+        twin.load_state_dict(model.state_dict())
+        fast = autostream.optimize(model, policy="sequential")
+        for each in (nn.parallel.DistributedDataParallel(fast), twin):
+            each(t(5, 4)).square().mean().backward()
+        close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        assert modes(fast) == {"forward and backward"}
+    finally:
+        dist.destroy_process_group()
+
+
+# What runs as it is
+
+
+class Branching(nn.Linear):
+    """Chooses by data what to compute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Views(nn.Linear):
+    """An output is a view of another."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return [x, x[0]]
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed((x > 0).long().sum(1))  # type: ignore[no-any-return]
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_full_backward_pre_hook(lambda module, out: tuple(2 * gradient for gradient in out))
+    return model
+
+
+def backward_only(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    optimizer.zero_grad()
+    found = fast(t(5, 4, seed=number))
+    (found[0] if isinstance(found, list) else found).sum().backward()
+    return found
+
+
+PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "data-dependent": partial(Branching, 4, 4),
+    "an output shares memory": partial(Views, 4, 4),
+    "a state that is put back": partial(Checkpointed, 0.5),
+    "a gradient is sparse": Sparse,
+    "backward hooks": hooked,
+    "the model writes to its input": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("reason", PLAIN)
+def test_what_no_graph_would_do_runs_as_it_is_and_the_report_says_why(reason: str) -> None:
+    fast = assert_trains_alike(PLAIN[reason], backward_only)
+    assert modes(fast) == {"plain"}
+    assert reason in reasons(fast)
+
+
+def test_strict_says_why_not() -> None:
+    with pytest.raises(TraceError, match="data-dependent"):
+        autostream.optimize(Branching(4, 4), strict=True)(torch.ones(2, 4))
+
+
+def test_shapes_beyond_the_limit_run_as_they_are() -> None:
+    """A schedule for each of many shapes would take longer than to train."""
+
+    def growing(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        found = fast(t(2 + number, 4))
+        found.sum().backward()
+        return found
+
+    fast = assert_trains_alike(partial(nn.Linear, 4, 4), growing, policy="sequential", max_signatures=1)
+    assert modes(fast) == {"forward and backward", "plain"}
+    assert "as many schedules as max_signatures allows" in reasons(fast)
+
+
+# What autograd refuses
+
+
+def write_to_the_output(model: nn.Module, y: Tensor) -> None:
+    y.mul_(2).sum().backward()
+
+
+def write_to_a_weight(model: nn.Module, y: Tensor) -> None:
+    with torch.no_grad():
+        model[1].weight.mul_(2)  # type: ignore[index, union-attr, operator]
+    y.sum().backward()
+
+
+def go_back_twice(model: nn.Module, y: Tensor) -> None:
+    y.sum().backward()
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("mistake", [write_to_the_output, write_to_a_weight, go_back_twice])
+def test_mistakes_are_found_as_ever(mistake: Callable[[nn.Module, Tensor], None]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sigmoid())
+    for each in (model, autostream.optimize(model, policy="sequential")):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|a second time"):
+            mistake(model, each(torch.ones(2, 4)))
+
+
+def penalized(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    """The gradient of a gradient's norm, as some losses have it."""
+    optimizer.zero_grad()
+    x = t(5, 4, seed=number).requires_grad_()
+    found = fast(x * 2)
+    (gradient,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    (gradient.norm() + found.sum()).backward()
+    optimizer.step()
+    return [found, gradient, x.grad]
+
+
+def test_gradients_of_gradients_are_those_of_the_model_itself() -> None:
+    """But for what would draw or write once more, or has changed since."""
+    assert modes(assert_trains_alike(Checkpointed, penalized, policy="sequential")) == {"forward and backward"}
+    for model, reason in (
+        (Net(), "other random numbers would be drawn"),
+        (nn.BatchNorm1d(4), "writes to num_batches_tracked"),
+    ):
+        fast = autostream.optimize(model.double(), policy="sequential")
+        with pytest.raises(RuntimeError, match=f"{reason}.*call the model itself"):
+            torch.autograd.grad(fast(t(5, 4)).sum(), list(model.parameters()), create_graph=True, allow_unused=True)
+    layer = nn.Linear(4, 4).double()
+    loss = autostream.optimize(layer, policy="sequential")(t(5, 4)).sum()
+    with torch.no_grad():
+        layer.bias.add_(1)  # nothing in the backward itself needs it
+    with pytest.raises(RuntimeError, match="have changed since the call"):
+        torch.autograd.grad(loss, list(layer.parameters()), create_graph=True)
+
+
+def test_autocast_is_as_it_was_for_gradients_of_gradients() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8, requires_grad=True)
+    found = []
+    for each in (model, autostream.optimize(model, policy="sequential")):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = each(x)
+        (gradient,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+        found += torch.autograd.grad(gradient.square().sum(), x)
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+
+
+def test_it_can_be_explained() -> None:
+    fast = autostream.optimize(nn.Linear(4, 4), policy="sequential")
+    fast(torch.ones(2, 4)).sum().backward()
+    (report,) = fast.reports
+    assert [part.model for part in report.parts] == ["Linear", "LinearBackward"]
+    assert "LinearBackward" in autostream.explain(fast)

@@ -1,0 +1,120 @@
+"""Forward and backward, traced together and taken apart: what is saved, what is looked at again, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.errors import TraceError
+from autostream.tracing.gradients import Halves, trace_gradients
+from autostream.tracing.tree import flatten
+
+X = torch.randn(3, 4)
+
+
+def halves(model: nn.Module, *args: Any) -> Halves:
+    tensors, structure = flatten((args or (X,), {}))
+    return trace_gradients(model, tensors, structure)
+
+
+def targets(graph: Any) -> list[str]:
+    return [node.target._schema.name for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+
+
+def given(found: Halves, count: int) -> list[str]:
+    """What the backward takes: names of values, what is saved, and tangents."""
+    names = [*(own.target for own in found.state), *(f"input {at}" for at in range(count))]
+    saved = (found.forward.program.outputs[place] for place in found.saved)
+    return [*(names[at] for at in found.needed), *map(str, saved)]
+
+
+def test_values_in_between_are_saved_and_weights_are_looked_at_again() -> None:
+    """Weights are seen transposed, which is done again; tanh and sigmoid need what they returned.
+
+    x ── addmm ── tanh ── addmm ── sigmoid ──▶ y
+         └─ saved ─┘  weight ┘         └─ the output itself
+    """
+    found = halves(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2), nn.Sigmoid()))
+    assert [own.target for own in found.state] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert given(found, 1) == ["2.weight", "input 0", "tanh", "sigmoid"]
+    assert found.forward.program.outputs[0] == "sigmoid"
+    assert targets(found.backward(found.saved).graph).count("aten::addmm") == 0
+    assert targets(found.forward.program.module.graph) == [
+        *("aten::t", "aten::addmm", "aten::tanh", "aten::t", "aten::addmm", "aten::sigmoid")
+    ]
+    assert (found.trained, found.strides) == ((0, 1, 2, 3), ((2, 1),))
+    assert found.saved == (1, 0)
+    graph = found.backward([0, 1]).graph
+    assert [node.name for node in graph.find_nodes(op="placeholder")][2:4] == ["sigmoid", "tanh"]
+
+
+def test_what_draws_or_writes_computes_something_else_once_more() -> None:
+    assert halves(nn.Linear(4, 4)).once == ""
+    assert halves(nn.Sequential(nn.Linear(4, 4), nn.Dropout())).once == "other random numbers would be drawn"
+    assert halves(nn.BatchNorm1d(4)).once == "the model writes to num_batches_tracked"
+
+
+def test_of_views_what_they_are_views_of_is_saved() -> None:
+    """Two halves of one product: it is saved once, and cut again."""
+
+    class Gated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            left, right = super().forward(x).split(2, 1)
+            return left * right
+
+    found = halves(Gated(4, 4))
+    assert given(found, 1)[:1] == ["input 0"]
+    assert len(given(found, 1)) <= 3
+
+
+def test_what_is_checkpointed_is_computed_in_the_backward() -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return, no-untyped-call]
+
+    found = halves(Checkpointed(nn.Linear(4, 4), nn.Tanh()))
+    assert given(found, 1) == ["0.weight", "0.bias", "input 0"]
+    assert "aten::tanh" in targets(found.backward(found.saved).graph)
+
+
+def test_only_what_requires_gradients_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[0].requires_grad_(False)
+    assert halves(model).trained == (2, 3, 4)
+    assert halves(model, X.clone().requires_grad_()).trained == (2, 3, 4, 5)
+
+
+def function(run: Callable[..., Any]) -> nn.Module:
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return run(super().forward(x), x)
+
+    return Own(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda y, x: y.detach(), "no output depends on what requires gradients"),
+        (lambda y, x: (y, x), "an output shares memory"),
+        (lambda y, x: (y, y[0]), "an output shares memory"),
+        (lambda y, x: y.tanh()[:, :2], "an output shares memory with what its backward needs"),
+        (lambda y, x: y * y.sum().item(), "its backward needs what is no tensor"),
+    ],
+)
+def test_what_autograd_would_see_otherwise_is_refused(run: Callable[..., Any], reason: str) -> None:
+    with pytest.raises(TraceError, match=reason):
+        halves(function(run), X.clone())
+
+
+def test_a_model_that_writes_to_its_input_is_refused() -> None:
+    class Writing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight.sum() * x.view(-1).add_(1)
+
+    with pytest.raises(TraceError, match="writes to its input 0"):
+        halves(Writing(4, 4), X.clone())
