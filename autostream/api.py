@@ -79,6 +79,8 @@ def _examples(inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
         raise TargetError(f"example_inputs must be a tensor, a list or a tuple, not a {type(inputs).__name__}{hint}")
     if not isinstance(kwargs, (Mapping, type(None))):
         raise TargetError(f"example_kwargs must be a dict, not a {type(kwargs).__name__}")
+    if unnamed := [key for key in kwargs or () if not isinstance(key, str)]:
+        raise TargetError(f"example_kwargs must have names for keys, not {shown(unnamed[0])}")
     return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()), dict(kwargs or {})
 
 

@@ -911,6 +911,7 @@ def test_strict_refuses_to_be_traced() -> None:
         (lambda: autostream.optimize(Net(), 3), "example_inputs must be a tensor, a list or a tuple, not a int"),
         (lambda: autostream.optimize(Net(), {"x": t(3, 4)}), "use example_kwargs for keyword arguments"),
         (lambda: autostream.optimize(Net(), None, [t(3, 4)]), "example_kwargs must be a dict, not a list"),
+        (lambda: autostream.optimize(Net(), None, {1: t(3, 4)}), "example_kwargs must have names for keys, not 1"),
         (
             lambda: autostream.optimize(Net(), t(3, 4).to("meta")),
             r"example input 0 is on meta, the model on cpu: use .to\('cpu'\)",

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
@@ -108,7 +108,7 @@ class FlatModel(nn.Module):
         layouts = list(map(_layout, given))
         required = list(map(_REQUIRED, given))
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
-        generators = host_generators()
+        generators, grad_mode = host_generators(), torch.is_grad_enabled()
         try:
             with (
                 patched_for_this_thread(),
@@ -123,6 +123,12 @@ class FlatModel(nn.Module):
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
             raise self.refusal(error) from error
+        if isinstance(result, (Coroutine, Generator)):
+            result.close()
+            raise FastPathError(f"the model returns a {type(result).__name__}, which computes when it is asked to")
+        if torch.is_grad_enabled() != grad_mode:
+            torch.set_grad_enabled(grad_mode)
+            raise FastPathError("the model leaves the recording of gradients switched on or off: a graph would not")
         if changed := next(filter(None, map(Holder.changed, before)), ""):
             raise TraceError(f"the model's forward changes its own attribute {changed}: a graph would do so only once")
         if host_generators() != generators:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -91,6 +91,35 @@ def asks_pytorch_to_ask(model: Model, x: Tensor) -> Tensor:
 def test_pytorch_may_ask_what_a_tensor_is_to_autograd_and_a_model_may_not() -> None:
     called(asks_pytorch_to_ask, torch.ones(2))
     assert "the model asks (requires_grad)" in refusal(lambda model, x: x if x.requires_grad else -x, FastPathError)
+
+
+async def later(model: Model, x: Tensor) -> Tensor:
+    return x + 1
+
+
+def one_by_one(model: Model, x: Tensor) -> Iterator[Tensor]:
+    yield x + 1
+
+
+def switches(model: Model, x: Tensor) -> Tensor:
+    torch.set_grad_enabled(not torch.is_grad_enabled())
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (later, "the model returns a coroutine"),
+        (one_by_one, "the model returns a generator"),
+        (switches, "leaves the recording of gradients switched on or off"),
+    ],
+)
+def test_what_a_graph_would_do_at_once_or_not_at_all_is_left_to_the_model(
+    function: Callable[..., Any], reason: str
+) -> None:
+    with torch.no_grad():
+        assert reason in refusal(function, FastPathError)
+        assert not torch.is_grad_enabled()
 
 
 def test_generators_are_as_before() -> None:
