@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from statistics import median
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ were timed in one CUDA graph, with the edge that follows each, and the warm ones
 takes. ``busy_share`` is the share of the multiprocessors that it keeps busy. What was not measured is absent.
 """
 
-METHOD = 2
+METHOD = 3
 """Grows when what is kept of a measurement changes its meaning, ``occupancy.py``'s formula included: older ones are of
 no use then. What is derived from the device's profile is not kept, for a better profile may come."""
 
@@ -187,6 +186,8 @@ class _Measurement(Interpreter):
             if key not in self._settled and key not in self.found and self._left_s > 0:
                 start = time.perf_counter()
                 record = self._time(op, n, args, kwargs)
+                if record == {}:  # another thread may have spoilt the capture, and what is found is kept for good
+                    record = self._time(op, n, args, kwargs)
                 if record is not None:
                     self.found[key] = record
                 self._left_s -= time.perf_counter() - start
@@ -271,14 +272,14 @@ def _repeat(call: Call, copies: int) -> None:
 
 
 def _time_calls(call: Call, expected_us: float) -> Record:
-    """The median time of a few calls on the CPU; one long call is enough."""
+    """The least time of a few calls on the CPU, for others only ever make one longer; one long call is enough."""
     call()
     times_s: list[float] = []
     while len(times_s) < _CPU_CALLS and sum(times_s) < _CPU_CALL_BUDGET_S:
         start = time.perf_counter()
         call()
         times_s.append(time.perf_counter() - start)
-    return {"warm_us": 1e6 * median(times_s)}
+    return {"warm_us": 1e6 * min(times_s)}
 
 
 def _current(device: str) -> AbstractContextManager[object]:

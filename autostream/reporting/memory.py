@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, Limit, OpGraph, Schedule
+from autostream.ir import Candidate, DeviceProfile, Limit, OpGraph, Schedule
 from autostream.reporting.summary import baselines, named
 from autostream.scheduling.peak import ARENA, given_bytes, pools
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
-WORKSPACE_BYTES = 32 * 2**20
-"""What cuBLAS takes for each stream that it is used on, on a Hopper GPU."""
+_HOPPER = ("H100", "H200", "H800", "H20")
+"""What the names of such GPUs have in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Memory:
     Attributes:
         bytes: the most, by its plan.
         sequential_bytes: the same of one stream; ``None`` where that is what was chosen.
-        workspace_bytes: what cuBLAS takes besides on a Hopper GPU, if it is used on every stream. No budget counts it.
+        workspace_bytes: what cuBLAS takes besides, if it is used on every stream. No budget counts it.
         holders: what is there when most is in use, the largest first. An arena has gaps, and streams need not be at
             their peaks at once: the sum may differ from ``bytes``.
     """
@@ -83,9 +83,18 @@ def memory_of(report: Report, graph: OpGraph, chosen: Candidate) -> Memory:
     return Memory(
         bytes=chosen.memory_bytes,
         sequential_bytes=sequential.memory_bytes if sequential else None,
-        workspace_bytes=0 if graph.device == "cpu" else schedule.streams * WORKSPACE_BYTES,
+        workspace_bytes=0 if graph.device == "cpu" else schedule.streams * _workspace_bytes(report.profile),
         holders=holders(graph, schedule),
     )
+
+
+def is_hopper(profile: DeviceProfile | None) -> bool:
+    """Whether a GPU is of the generation for which PyTorch gives cuBLAS four times as much as for others."""
+    return profile is not None and any(name in profile.name for name in _HOPPER)
+
+
+def _workspace_bytes(profile: DeviceProfile | None) -> int:
+    return 32 * 2**20 if is_hopper(profile) else 2 * 4096 * 2**10 + 8 * 16 * 2**10
 
 
 def holders(graph: OpGraph, schedule: Schedule) -> tuple[Holder, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph
 from autostream.reporting.explanation import Explanation, Gain, Spread, best_rival, explanation_of
 from autostream.reporting.layout import count, few, line, pairs, size, source, table, us
-from autostream.reporting.memory import WORKSPACE_BYTES, KeptOut, Memory
+from autostream.reporting.memory import KeptOut, Memory, is_hopper
 from autostream.reporting.ops import EVERYTHING, FOLDED, Selection, ops_table, selected
 from autostream.reporting.pieces import captured_share, time_us
 from autostream.reporting.summary import Summary, gain, named, summary_of
@@ -170,7 +170,8 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
     if report.costs and numbers:
         yield "work", _work(report.costs, numbers)
     if report.chosen and explanation:
-        yield from (("memory", said) for said in _memory(explanation.memory, report.chosen.schedule.streams))
+        streams, hopper = report.chosen.schedule.streams, is_hopper(report.profile)
+        yield from (("memory", said) for said in _memory(explanation.memory, streams, hopper))
         yield from (("budget", _cost_of_budget(best)) for best in [explanation.kept_out] if best)
     yield from (("refused", refusal) for refusal in _refusals(report))
     if report.seconds:
@@ -324,18 +325,19 @@ def _work(costs: Costs, numbers: Summary) -> str:
     return f"{us(numbers.work_us)} ({sources} costs), {us(chain.work_us)} of it on the critical path{gaps}"
 
 
-LESS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 in the environment makes that a quarter"
-"""What PyTorch takes on other GPUs. It is read once, before the first product."""
+LESS_WORKSPACE = "; CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 in the environment makes that a quarter"
+"""What PyTorch takes on GPUs before Hopper. It is read once, before the first product."""
 
 
-def _memory(memory: Memory, streams: int) -> Iterator[str]:
+def _memory(memory: Memory, streams: int, hopper: bool) -> Iterator[str]:
     one = memory.sequential_bytes
     ratio = f", {memory.bytes / one:.2f}× one stream ({size(one)})" if one else ""
     yield f"{size(memory.bytes)} at most{ratio}, weights and inputs not included"
     if streams > 1 and memory.workspace_bytes:
-        each = f"on Hopper, cuBLAS takes {size(WORKSPACE_BYTES)} for each stream that it is used on"
-        most = f"{size(memory.workspace_bytes)} at most"
-        yield f"workspaces come on top, and no budget counts them: {each}, {most}; {LESS_WORKSPACE}"
+        who = "on Hopper, cuBLAS" if hopper else "cuBLAS"
+        each = f"{who} takes {size(memory.workspace_bytes // streams)} for each stream that it is used on"
+        most = f"{size(memory.workspace_bytes)} at most{LESS_WORKSPACE if hopper else ''}"
+        yield f"workspaces come on top, and no budget counts them: {each}, {most}"
 
 
 def _cost_of_budget(best: KeptOut) -> str:

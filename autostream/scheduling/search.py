@@ -65,6 +65,9 @@ _POLICIES = (critical_path, path_cover)
 _LEAST = len(_POLICIES) * (STEPS[-1] - 1)
 """Simulations that starting at every number of streams takes."""
 
+_FITTING = 2
+"""Simulations' worth of effort that another order takes which may need less memory: to find it, and its own."""
+
 SLACK = 0.03
 """What a variant may take longer than what it is made of, by the simulator, which is not exact to less."""
 
@@ -137,14 +140,22 @@ def search_by_streams(
     simulations = int(seconds * EVENTS_PER_S / max(events, 1))
     steps = space.steps() if simulations >= _LEAST else (streams,)
     counts = range(steps[0], steps[-1] + 1) if steps else ()
-    changes = (simulations - len(_POLICIES) * len(counts)) // max(len(steps), 1)
+    left = simulations - len(_POLICIES) * len(counts)
+    changes, owed = left // max(len(steps), 1), 0  # orders that need less memory take their effort from the changes
     for count in (count for count in counts if count <= streams):
-        known = [(plan, plan) for policy in _POLICIES for plan in space.fitting(space.known(policy, count))]
-        plan, origin = min([(best, start), *known], key=lambda pair: pair[0].price)
-        random = Random(f"{seed}, {count} streams")
-        end = space.climb(plan, count, changes, random, deadline) if count in steps else plan
-        if end.price < best.price:
-            best, start = end, origin
+        pairs = [(best, start)]
+        for policy in _POLICIES:
+            known = space.known(policy, count)
+            fitting = list(space.fitting(known)) if left > 0 else []
+            left, owed = left - _FITTING * len(fitting), owed + _FITTING * len(fitting)
+            pairs += ((plan, plan) for plan in (known, *fitting))
+        plan, origin = min(pairs, key=lambda pair: pair[0].price)
+        if count in steps:
+            own = max(0, min(changes - owed, left))
+            left, owed = left - own, max(0, owed - changes)
+            plan = space.climb(plan, count, own, Random(f"{seed}, {count} streams"), deadline)
+        if plan.price < best.price:
+            best, start = plan, origin
             found.append(space.assignment(best, _gain(best, start)))
     return tuple(found)
 
@@ -269,8 +280,7 @@ class _Space:
         return self.simulated(policy(coarse.graph, coarse.costs, self.profile, streams, coarse.pinned))
 
     def fitting(self, plan: _Plan) -> Iterator[_Plan]:
-        """The plan and, if it needs more than the room there is, the same streams in orders that may need less."""
-        yield plan
+        """If a plan needs more than the room there is, the same streams in orders that may need less."""
         if plan.excess_bytes > 0:
             schedule, timeline = self.run(Assignment(plan.policy, plan.streams, plan.order, plan.stream))
             edge_us = self.profile.over(plan.streams).cross_stream_edge_us

@@ -44,6 +44,14 @@ def test_holders_of_all_pools_are_told_by_size_with_the_op_that_makes_them() -> 
     )
 
 
+def test_cublas_takes_more_on_hopper_than_elsewhere() -> None:
+    found = []
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Tesla T4"):
+        report = replace(REPORT, profile=replace(REPORT.profile, name=name))
+        found.append(memory_of(report, DIAMOND, CHOSEN).workspace_bytes // CHOSEN.schedule.streams)
+    assert found == [32 * 2**20, 8 * 2**20 + 128 * 2**10, 8 * 2**20 + 128 * 2**10]
+
+
 def test_what_is_taken_before_the_first_op_has_no_op_that_makes_it() -> None:
     """Two halves of m are written, each by an op of its own, that take no memory; which m is."""
     graph = graph_of((), names="ab")

@@ -373,6 +373,24 @@ def test_without_any_room_the_result_needs_as_little_as_was_found() -> None:
     assert live(graph, costs, search(graph, costs, PRICED, 3, NONE, room_bytes=0)) == least
 
 
+def test_effort_for_orders_that_need_less_is_part_of_the_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take simulations of their own; where there is no time for changes, none of them is tried but the first."""
+    graph, costs = copied()
+    each = 2 * len(graph.ops) + len(graph.dependencies)
+    simulated = 0
+
+    def counted(*args: Any, **how: Any) -> object:
+        nonlocal simulated
+        simulated += 1
+        return simulate(*args, **how)
+
+    monkeypatch.setattr(module, "simulate", counted)
+    for simulations in (3, 40, 400):
+        simulated = 0
+        search(graph, costs, PRICED, 16, NONE, (simulations + 0.5) * each / EVENTS_PER_S, room_bytes=0)
+        assert simulations / 2 < simulated <= simulations + 3
+
+
 def test_no_variant_needs_more_than_there_is_room_for() -> None:
     graph, costs = copied()
     found = search(graph, costs, PRICED, 3, NONE, room_bytes=ROOM)
