@@ -48,13 +48,16 @@ class InputSpec:
     dtype: torch.dtype | None = None
 
 
-def load(target: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+Zoo = Callable[[str], tuple[nn.Module, tuple[Any, ...]]]
+"""What makes a model and its inputs of a name, as :func:`autostream.zoo.build` does."""
+
+
+def load(target: str, zoo_model: Zoo = zoo.build) -> tuple[nn.Module, tuple[Any, ...] | None]:
     """Make the model that TARGET names, and the inputs that come with it, if any. This runs the user's code.
 
     ``package.module:factory`` and ``file.py:factory`` name a function (or a module class) that is called without
-    arguments and returns a module, or a module and a tuple of inputs; anything else is a name for
-    :func:`autostream.zoo.build`. The working directory, or the file's own, becomes importable as it is for
-    ``python -m`` and ``python file.py``.
+    arguments and returns a module, or a module and a tuple of inputs; anything else is a name for ``zoo_model``.
+    The working directory, or the file's own, becomes importable as it is for ``python -m`` and ``python file.py``.
 
     Raises:
         TargetError: it cannot be imported, called, or what it returns is no module.
@@ -67,7 +70,7 @@ def load(target: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     if not colon:
         if target.endswith(".py"):
             raise TargetError(f"{target} does not say what to take from the file: write {target}:factory")
-        return zoo.build(target)
+        return zoo_model(target)
     if not where or not factory:
         raise TargetError(f"{target!r} names no factory: write package.module:factory or file.py:factory")
     module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
@@ -121,7 +124,11 @@ def parse_device(text: str | None) -> torch.device:
 
 
 def prepare(
-    target: str, inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype | None = None
+    target: str,
+    inputs: Sequence[InputSpec],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    zoo_model: Zoo = zoo.build,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     """Load TARGET, make its inputs and move both to the device.
 
@@ -136,7 +143,7 @@ def prepare(
         >>> tuple(model(x).shape)
         (2, 12)
     """
-    model, own = load(target)
+    model, own = load(target, zoo_model)
     asked = [spec.dtype for spec in inputs if spec.dtype is not None and spec.dtype.is_floating_point]
     dtype = dtype or next(iter(asked), None)
     model = model.to(device, dtype)

@@ -42,6 +42,23 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
         >>> model.training, tuple(image.shape), tuple(model(image).shape)
         (False, (1, 3, 224, 224), (1, 1000))
     """
+    model, args = uncalibrated(name)
+    # Detectors run compiled ops, which are not everywhere; their norms are frozen ones that change nothing.
+    runs = isinstance(args[0], Tensor) and not args[0].is_meta
+    return (calibrated(model, args) if runs else model), args
+
+
+def uncalibrated(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """What :func:`build` makes, before it is run to calibrate it: enough for a plan, which goes by shapes.
+
+    Raises:
+        TargetError: as :func:`build`.
+
+    Example:
+        >>> model, (image,) = uncalibrated("squeezenet1_1")
+        >>> model.training, tuple(image.shape)
+        (False, (1, 3, 224, 224))
+    """
     torchvision = _import("torchvision", name)
     known = torchvision.models.list_models()
     timm = None if name in known else _import("timm", name)  # which takes a while
@@ -60,8 +77,7 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
         for layer in model.modules():
             if isinstance(layer, nn.Linear) and not layer.weight.any():
                 layer.reset_parameters()  # some begin with a last layer of zeros, and all outputs would be alike
-    # Detectors run compiled ops, which are not everywhere; their norms are frozen ones that change nothing.
-    return (calibrated(model, args) if isinstance(args[0], Tensor) else model), args
+    return model, args
 
 
 def calibrated(model: nn.Module, samples: tuple[Any, ...]) -> nn.Module:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autostream import pipeline
+from autostream import pipeline, zoo
 from autostream.arguments import how_many, names, whole
 from autostream.build import lowered, program_of
 from autostream.cli.command import Argument, Command, argument
@@ -85,10 +85,11 @@ def _planned(arguments: argparse.Namespace, runs: bool) -> Plan:
     options = Options.parse({name: getattr(arguments, name) for name in _OPTIONS})
     device, profile = _planned_for(arguments.device)
     inputs = [parse_input(text) for text in arguments.input]
+    here = runs and device.type == "cuda"
+    zoo_model = zoo.build if here else zoo.uncalibrated  # which takes a run
     with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr):  # the user's code may print as well
-        model, args = prepare(arguments.target, inputs, device)
+        model, args = prepare(arguments.target, inputs, device, zoo_model=zoo_model)
         with torch.no_grad(), _quiet_torch():
-            here = runs and device.type == "cuda"
             report = _optimized(model, args, options) if here else _dry(model, args, options, profile)
     return Plan(model, args, report)
 

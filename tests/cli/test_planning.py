@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from autostream import cli
+from autostream import cli, zoo
 from autostream.cli import planning
 from autostream.costs.device import profile_named
 from autostream.costs.measured import METHOD
@@ -25,6 +25,7 @@ from autostream.reporting import text, timeline
 from autostream.reporting.ops import Selection
 from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
+from autostream.targets import Zoo
 from tests.cli.calls import MODEL, error_of
 from tests.reporting.reports import PLAIN, REPORT
 
@@ -47,6 +48,12 @@ def test_inspect_finds_the_branches_of_googlenet(capsys: pytest.CaptureFixture[s
     # 4 branches each and end in a concatenation; at the end average pooling and a linear layer.
     ops = 57 * 3 + 4 + 9 + 9 + 2
     assert f"{ops} ops (ATen), width 4, 9 regions of up to 4 independent branches" in capsys.readouterr().out
+
+
+def test_a_plan_without_a_gpu_runs_nothing(planned: SimpleNamespace) -> None:
+    """A run calibrates a zoo model's batch norms, and takes longer than any other part of ``inspect``."""
+    assert cli.main(["inspect", "shufflenet_v2_x0_5", "--device", "h200"]) == 0
+    assert all((norm.running_var == 1.0).all() for norm in planned.model.modules() if isinstance(norm, nn.BatchNorm2d))
 
 
 def test_schedule_predicts_for_a_gpu_that_is_not_here_and_says_how_sure_that_is(
@@ -274,12 +281,19 @@ def test_on_a_gpu_that_is_here_a_run_is_watched(
 
     monkeypatch.setattr(planning, "Dispatcher", Watching)
     monkeypatch.setattr(planning, "parse_device", lambda text: torch.device("cuda", 0))
-    monkeypatch.setattr(planning, "prepare", lambda target, inputs, device: (nn.ReLU(), (torch.ones(1),)))
+    models: list[Zoo] = []
+
+    def prepared(target: str, inputs: object, device: object, zoo_model: Zoo) -> tuple[nn.Module, tuple[object, ...]]:
+        models.append(zoo_model)
+        return nn.ReLU(), (torch.ones(1),)
+
+    monkeypatch.setattr(planning, "prepare", prepared)
     assert cli.main([command, model, "--seed", "7"]) == 0
     out, err = capsys.readouterr()
     faces = {"trace": timeline.render, "report": assemble.render, "explain": partial(text.answers, selection=TEN)}
     assert (out, err) == (f"{faces[command](watched)}\n", "")
     assert (asked[0].seed, asked[0].strict) == (7, True)
+    assert models == [zoo.build], "what is run is calibrated"
     assert error_of(capsys, command, model).startswith("nothing is scheduled while AUTOSTREAM_DISABLE is set")
 
 
