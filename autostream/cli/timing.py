@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,7 @@ from autostream.cli.terminal import note, progress, remark, require_writable, sh
 from autostream.errors import OptionError, TargetError, first_line
 from autostream.pipeline import versions
 from autostream.reporting import text
+from autostream.reporting.dump import dump
 from autostream.reporting.layout import table
 from autostream.targets import InputSpec, parse_device, parse_input, prepare
 
@@ -160,6 +162,7 @@ def _dumped(value: object) -> str:
 
 def _demo(arguments: argparse.Namespace) -> int:
     device = parse_device(arguments.device)
+    require_writable(arguments.out)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model, args = prepare("googlenet", [], device, dtype)
     with torch.no_grad(), progress("optimizing and timing googlenet"):
@@ -169,14 +172,23 @@ def _demo(arguments: argparse.Namespace) -> int:
         times = interleaved(calls, clock_of(device), lambda name: None)
     plain_us, fast_us = (median(times[name].call_us) for name in calls)
     error = ((got - expected).abs().max() / expected.abs().max()).item()
-    show(text.summary(fast.reports[0]), report=True)
-    show(f"\nlargest difference from the plain model: {error:.1e} of the largest output, {_TOLERANCE[dtype]} allowed")
-    speed = f"{plain_us / fast_us:.2f}× the speed"
-    show(f"plain model {plain_us / 1e3:.3f} ms, optimized {fast_us / 1e3:.3f} ms, in turns: {speed}")
-    if not error <= _TOLERANCE[dtype]:  # NaN is not within any tolerance either
+    report, allowed = fast.reports[0], _TOLERANCE[dtype]
+    if arguments.form == "json":
+        found = {"plain_us": plain_us, "optimized_us": fast_us, "error": error if isfinite(error) else None}
+        show(_dumped({**found, "allowed": allowed, "report": dump(report)}), arguments.out)
+    else:
+        beside = _beside_plain(error, allowed, plain_us, fast_us)
+        show(f"{text.summary(report)}\n\n{beside}", arguments.out, report=True)
+    if not error <= allowed:  # NaN is not within any tolerance either
         remark("the outputs differ")
         return 1
     return 0
+
+
+def _beside_plain(error: float, allowed: float, plain_us: float, fast_us: float) -> str:
+    return f"""Beside the plain model, in turns
+  largest difference: {error:.1e} of the largest output, {allowed} allowed
+  plain model {plain_us / 1e3:.3f} ms, optimized {fast_us / 1e3:.3f} ms: {plain_us / fast_us:.2f}× the speed"""
 
 
 BENCH = Command(
@@ -229,6 +241,6 @@ DEMO = Command(
 Exits with 1 if they differ.
 """,
     "demo --device cuda",
-    [DEVICE],
+    [DEVICE, JSON, OUT],
     _demo,
 )

@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Sequence
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -36,16 +37,22 @@ class Doubling(nn.Module):
 
 @pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.00001, 0), (1.001, 1), (float("nan"), 1)])
 def test_the_demo_checks_outputs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, factor: float, code: int
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, factor: float, code: int
 ) -> None:
     monkeypatch.setattr(timing, "prepare", lambda target, *_: (nn.Linear(8, 8).eval(), (torch.ones(1, 8),)))
     monkeypatch.setattr(timing, "optimize", lambda model: Doubling(model, factor))
     assert cli.main(["demo", "--device", "cpu"]) == code
     out, err = capsys.readouterr()
     assert re.search("runs as +CUDA graph over 2 streams", out)
-    assert "largest difference from the plain model: " in out
-    assert re.search(r"plain model [\d.]+ ms, optimized [\d.]+ ms, in turns: [\d.]+× the speed", out)
+    assert "\nBeside the plain model, in turns\n  largest difference: " in out
+    assert re.search(r"plain model [\d.]+ ms, optimized [\d.]+ ms: [\d.]+× the speed", out)
     assert err == ("autostream: the outputs differ\n" if code else "")
+    assert cli.main(["demo", "--device", "cpu", "--json", "--out", f"{tmp_path / 'demo.json'}"]) == code
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert found["report"]["model"] == REPORT.model
+    assert min(found["plain_us"], found["optimized_us"]) > 0
+    assert (found["error"] is None) == isnan(factor), "JSON has no NaN"
+    assert found["error"] is None or (found["error"] > found["allowed"]) == bool(code)
 
 
 CPU_MODES = ["eager", "compile_default", "autostream", *(f"autostream_eager_{policy}" for policy in POLICIES)]
