@@ -45,7 +45,11 @@ def how_many(text: str) -> int:
         >>> how_many("20"), how_many("all") > 10**9
         (20, True)
     """
-    return sys.maxsize if text == "all" else whole(text)
+    if text == "all":
+        return sys.maxsize
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a whole number, or all")
+    return int(text)
 
 
 def streams(text: str) -> int | str:

@@ -53,8 +53,8 @@ def test_what_is_neither_is_told(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "many", "", "²"])
 def test_what_is_no_whole_number_is_told(text: str) -> None:
-    for parse in (whole, how_many):
-        with pytest.raises(argparse.ArgumentTypeError, match="is not allowed: use a whole number"):
+    for parse, said in ((whole, "use a whole number$"), (how_many, "use a whole number, or all$")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"is not allowed: {said}"):
             parse(text)
     assert streams(text) == text, "options know what else may be"
 

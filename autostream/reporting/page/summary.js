@@ -33,7 +33,8 @@ function facts() {
   }
   if (summary && report.graph) {
     found.push(["graph", `${several(Object.keys(report.graph.ops).length, "op")}, up to ${summary.width} independent, ${several(summary.regions.length, "region")} of branches`]);
-    found.push(["work", `${micros(summary.work_us)}, ${micros(summary.critical_path.us)} of it on the critical path with its gaps`]);
+    const { work_us: work, us } = summary.critical_path;
+    found.push(["work", `${micros(summary.work_us)}, ${micros(work)} of it on the critical path${us > work ? `, ${micros(us)} with its gaps` : ""}`]);
   }
   if (explanation) {
     const { bytes, sequential_bytes: one } = explanation.memory;

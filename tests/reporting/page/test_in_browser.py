@@ -101,6 +101,12 @@ def test_what_was_not_scheduled_has_a_summary_and_no_empty_views(visit: Visit, t
     assert visit.complaints == []
 
 
+def test_work_is_told_from_the_gaps_between(visit: Visit, tmp_path: Path) -> None:
+    """op_0 1 µs ── op_1 2 µs ── op_2 3 µs, and half a µs from each to the next."""
+    visit.open(render(wide_report(3)), tmp_path / "line.html")
+    assert "6.0 µs, 6.0 µs of it on the critical path, 7.0 µs with its gaps" in visit.text("#facts")
+
+
 def test_ops_are_sorted_by_any_column_both_ways(shown: Visit) -> None:
     assert "".join(shown.column(2)) == "abdce", "in launch order"
     cost = shown.page.get_by_role("button", name="cost µs")
