@@ -21,7 +21,7 @@ from autostream import pipeline, zoo
 from autostream.arguments import how_many, names, whole
 from autostream.build import lowered, program_of
 from autostream.cli.command import Argument, Command, argument
-from autostream.cli.shared import JSON, PLANNING, TARGET
+from autostream.cli.shared import DISABLED, JSON, PLANNING, TARGET
 from autostream.cli.terminal import progress, remark, require_writable, show
 from autostream.costs.cache import read
 from autostream.costs.device import known_names, profile_named
@@ -127,7 +127,7 @@ def _dry(model: nn.Module, args: tuple[Any, ...], options: Options, profile: Dev
 def _optimized(model: nn.Module, args: tuple[Any, ...], options: Options) -> Report:
     report = Dispatcher(model, replace(options, strict=True)).watched(*args)
     if report is None:
-        raise TargetError("nothing is scheduled while AUTOSTREAM_DISABLE is set: unset it")
+        raise TargetError(DISABLED)
     return report
 
 

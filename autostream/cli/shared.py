@@ -17,6 +17,8 @@ module, or (module, args).
 The module is imported and the factory called: TARGET RUNS CODE, so name only what you trust.
 """
 
+DISABLED = "nothing is scheduled while AUTOSTREAM_DISABLE is set: unset it"
+
 _INPUT = f"""one example input, random, such as 1x3x224x224:float16 or scalar; once for each input. Without DTYPE it is
 that of the model; with a floating-point one the model is cast to it. DTYPE is one of {", ".join(DTYPES)}"""
 

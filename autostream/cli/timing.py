@@ -23,9 +23,10 @@ from autostream.bench.modes import AUTOSTREAM, SLOW, modes_of
 from autostream.bench.ratios import Spread
 from autostream.bench.table import Row, cells_table
 from autostream.cli.command import Command, argument
-from autostream.cli.shared import DEVICE, JSON, MODEL, OUT, TARGET
+from autostream.cli.shared import DEVICE, DISABLED, JSON, MODEL, OUT, TARGET
 from autostream.cli.terminal import note, progress, remark, require_writable, show
 from autostream.errors import OptionError, TargetError, first_line
+from autostream.options import disabled
 from autostream.pipeline import versions
 from autostream.reporting import text
 from autostream.reporting.dump import dump
@@ -163,6 +164,8 @@ def _dumped(value: object) -> str:
 def _demo(arguments: argparse.Namespace) -> int:
     device = parse_device(arguments.device)
     require_writable(arguments.out)
+    if disabled():
+        raise TargetError(DISABLED)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model, args = prepare("googlenet", [], device, dtype)
     with torch.no_grad(), progress("optimizing and timing googlenet"):

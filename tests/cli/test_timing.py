@@ -55,6 +55,16 @@ def test_the_demo_checks_outputs(
     assert found["error"] is None or (found["error"] > found["allowed"]) == bool(code)
 
 
+def test_the_demo_says_in_a_line_that_nothing_is_scheduled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    monkeypatch.setattr(timing, "prepare", lambda target, *_: (nn.Linear(8, 8).eval(), (torch.ones(1, 8),)))
+    assert error_of(capsys, "demo", "--device", "cpu").startswith(
+        "nothing is scheduled while AUTOSTREAM_DISABLE is set"
+    )
+
+
 CPU_MODES = ["eager", "compile_default", "autostream", *(f"autostream_eager_{policy}" for policy in POLICIES)]
 
 
