@@ -149,7 +149,7 @@ def test_slices_that_follow_each_other_do_not_overlap_however_their_times_are_re
 
 
 def test_an_arrow_leaves_a_slice_that_is_drawn_shorter_than_it_was() -> None:
-    """d ends after 1.001 µs, which some take for 1,000 ns, and so is drawn until 1 µs only."""
+    """Op d ends after 1.001 µs, which some take for 1,000 ns, and so is drawn until 1 µs only."""
     times = {"a": (0, 0.0, 0.1), "d": (1, 0.1, 1.001), "b": (0, 0.1, 0.2), "c": (0, 0.2, 0.3), "e": (0, 1.1, 1.2)}
     timeline = Timeline(tuple(Slice(name, *time) for name, time in times.items()))
     found = checked(replace(REPORT, timeline=timeline))
