@@ -51,7 +51,7 @@ def test_inspect_finds_the_branches_of_googlenet(capsys: pytest.CaptureFixture[s
 
 
 def test_a_plan_without_a_gpu_runs_nothing(planned: SimpleNamespace) -> None:
-    """A run calibrates a zoo model's batch norms, and takes longer than any other part of ``inspect``."""
+    """A run would calibrate a zoo model's batch norms, of which a plan sees nothing."""
     assert cli.main(["inspect", "shufflenet_v2_x0_5", "--device", "h200"]) == 0
     assert all((norm.running_var == 1.0).all() for norm in planned.model.modules() if isinstance(norm, nn.BatchNorm2d))
 
