@@ -53,7 +53,9 @@ def test_inspect_finds_the_branches_of_googlenet(capsys: pytest.CaptureFixture[s
 def test_a_plan_without_a_gpu_runs_nothing(planned: SimpleNamespace) -> None:
     """A run would calibrate a zoo model's batch norms, of which a plan sees nothing."""
     assert cli.main(["inspect", "shufflenet_v2_x0_5", "--device", "h200"]) == 0
-    assert all((norm.running_var == 1.0).all() for norm in planned.model.modules() if isinstance(norm, nn.BatchNorm2d))
+    seen = [values for name, values in planned.model.state_dict().items() if name.endswith("running_var")]
+    assert seen
+    assert all((values == 1.0).all() for values in seen)
 
 
 def test_schedule_predicts_for_a_gpu_that_is_not_here_and_says_how_sure_that_is(
