@@ -15,6 +15,7 @@ for batch in autostream.prefetch(loader, "cuda"):          # the next ones are c
 """
 
 from autostream.api import OptimizedModule, explain, optimize
+from autostream.buckets import Bucket
 from autostream.errors import (
     AutostreamError,
     CaptureError,
@@ -34,6 +35,7 @@ __version__ = VERSION
 
 __all__ = [
     "AutostreamError",
+    "Bucket",
     "CaptureError",
     "MismatchError",
     "OptimizedModule",

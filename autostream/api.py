@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from autostream.buckets import Bucket
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError, shown
 from autostream.options import Options
+from autostream.padding import PaddingDispatcher
 from autostream.reporting import notebook
 from autostream.reporting.ops import Selection
 from autostream.reporting.report import Report
@@ -26,6 +29,8 @@ def optimize(
     model: Callable[..., Any],
     example_inputs: Tensor | Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: Mapping[str, Mapping[int, Bucket]] | None = None,
     **options: Any,
 ) -> OptimizedModule:
     """Make a model that computes the same, its independent ops side by side on device streams where that is faster.
@@ -39,6 +44,11 @@ def optimize(
         example_inputs: the positional arguments to prepare for now, without gradients; a single tensor stands for
             itself. Without them, preparation happens in the first call.
         example_kwargs: the keyword arguments to prepare for.
+        dynamic: by the name of an argument, its dimensions that may be padded, each with a
+            :class:`~autostream.buckets.Bucket`, as in ``{"tokens": {1: Bucket("length", 512)}}``. Calls of all lengths
+            up to a bucket's size share its schedule, and outputs are cut back. Whoever writes it says that this is
+            safe: nothing may depend on what was filled up. It is tried once for each bucket; calls that cannot be
+            padded run at their own shape, and the report says why.
         **options: see :class:`~autostream.options.Options`.
 
     Returns:
@@ -57,12 +67,20 @@ def optimize(
         >>> with torch.no_grad():
         ...     torch.equal(fast(x), model(x))
         True
+        >>> padded = optimize(model, dynamic={"input": {0: Bucket("batch", 8)}})
+        >>> with torch.no_grad():
+        ...     padded(torch.ones(5, 4)).shape, padded(torch.ones(7, 4)).shape
+        (torch.Size([5, 4]), torch.Size([7, 4]))
+        >>> [report.signature for report in padded.reports]
+        ['8x4:float32 on cpu, eval, no gradients']
     """
     if isinstance(model, type) or not callable(model):
         hint = ": make one" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise TargetError(f"optimize takes a torch.nn.Module or a function of tensors, not {shown(model)}{hint}")
     args, kwargs = _examples(example_inputs, example_kwargs)
-    optimized = OptimizedModule(module_of(model), Options.parse(options))
+    module, chosen = module_of(model), Options.parse(options)
+    dispatcher = Dispatcher(module, chosen) if dynamic is None else PaddingDispatcher(module, chosen, dynamic)
+    optimized = OptimizedModule(dispatcher)
     if example_inputs is not None or example_kwargs is not None:
         optimized._autostream.prepare(*args, **kwargs)
     return optimized
@@ -95,16 +113,13 @@ class OptimizedModule(nn.Module):
     :class:`~autostream.dispatch.Dispatcher` describes them.
 
     Args:
-        model: the module to run.
-        options: how to schedule it.
-        bound_inputs: of a graph that Dynamo made, the flat positions of inputs that stay where they are from call to
-            call, as weights do.
+        dispatcher: runs the model's calls.
 
     Raises:
         OptionError: Inductor has no setting of such a name, or no kernels for this machine.
 
     Example:
-        >>> fast = OptimizedModule(nn.ReLU(), Options())
+        >>> fast = OptimizedModule(Dispatcher(nn.ReLU(), Options()))
         >>> fast.prepare(torch.ones(2))
         >>> [report.mode for report in fast.reports]
         ['one stream']
@@ -113,14 +128,14 @@ class OptimizedModule(nn.Module):
     _autostream: Dispatcher
     """All that is ours: any other name could be one of the model's."""
 
-    def __init__(self, model: nn.Module, options: Options, bound_inputs: frozenset[int] | None = None) -> None:
-        check_settings(options.inductor_options)
-        check_level(options.kernels)
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        check_settings(dispatcher.options.inductor_options)
+        check_level(dispatcher.options.kernels)
         super().__init__()
         own = self.__dict__
-        own |= {name: getattr(model, name) for name in _SHARED}  # for those who look into it, as Dynamo does
+        own |= {name: getattr(dispatcher.model, name) for name in _SHARED}  # for those who look into it, as Dynamo does
         own["_compiled_call_impl"] = None
-        own["_autostream"] = Dispatcher(model, options, bound_inputs)
+        own["_autostream"] = dispatcher
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call hooks and :meth:`forward`, as modules do.
@@ -211,8 +226,7 @@ class OptimizedModule(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the model and the options; schedules are made anew."""
         hooks = {name: value for name, value in self.__dict__.items() if "_hook" in name}
-        ours = self._autostream
-        return OptimizedModule, (ours.model, ours.options, ours.bound_inputs), hooks
+        return OptimizedModule, (copy.copy(self._autostream),), hooks
 
 
 def reports_of(value: object) -> tuple[Report, ...]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torch.fx import GraphModule
 
 from autostream.api import OptimizedModule
+from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError
 from autostream.options import Options
 from autostream.tracing.dynamo import bound_inputs
@@ -39,7 +40,7 @@ def autostream(
     try:
         chosen = Options.parse(dict(options or {}))
         check_level(chosen.kernels, [example_inputs[at] for at in bound])
-        return OptimizedModule(module, chosen, bound)
+        return OptimizedModule(Dispatcher(module, chosen, bound))
     except OptionError as error:
         return _refusing(str(error))
 

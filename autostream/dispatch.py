@@ -89,6 +89,7 @@ class Dispatcher:
         self._proven: WeakSet[Entry] = WeakSet()
         self._bypasses: dict[str, Report] = {}
         self._shortcut: Shortcut | None = None
+        self._dropped = False
         self._watch = ModelWatch(model)
         _dispatchers.add(self)
 
@@ -312,7 +313,9 @@ class Dispatcher:
             self._shortcut = None
             del entries[signature]
             if proven[signature]:
-                log.warning("%s: dropped the schedule for %s; see max_signatures", self._name, signature)
+                level = logging.INFO if self._dropped else logging.WARNING  # those after the first say nothing new
+                self._dropped = True
+                log.log(level, "%s: dropped the schedule for %s; see max_signatures and dynamic", self._name, signature)
 
     def _drop(self, entry: Entry) -> None:
         self._shortcut = None

@@ -66,6 +66,18 @@ def test_the_least_recently_used_goes_first(caplog: pytest.LogCaptureFixture) ->
     assert "max_signatures" in message
 
 
+@torch.no_grad()
+def test_many_shapes_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="autostream.dispatch")
+    dispatch = dispatcher(nn.ReLU(), max_signatures=2, policy="sequential")
+    for rows in range(1, 6):
+        dispatch(t(rows, 4))
+    assert kept(dispatch) == ["5x4", "4x4"]
+    dropped = [record for record in caplog.records if "dropped the schedule" in record.getMessage()]
+    assert [record.levelname for record in dropped] == ["WARNING", "INFO", "INFO"]
+    assert "see max_signatures and dynamic" in dropped[0].getMessage()
+
+
 def branches(s: Model, x: Tensor) -> Tensor:
     """A layer after a graph break."""
     return s.layer(x) if x.sum() < 1e9 else x

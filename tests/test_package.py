@@ -36,10 +36,10 @@ def test_importing_autostream_loads_nothing_slow_that_torch_does_not() -> None:
 
 def test_the_public_names_are_few_and_there() -> None:
     assert sorted(autostream.__all__) == [
-        "AutostreamError", "CaptureError", "MismatchError", "OptimizedModule", "OptionError", "Parallel", "Report",
-        "ScheduleError", "TargetError", "TraceError", "explain", "optimize", "prefetch", "train_step",
+        "AutostreamError", "Bucket", "CaptureError", "MismatchError", "OptimizedModule", "OptionError", "Parallel",
+        "Report", "ScheduleError", "TargetError", "TraceError", "explain", "optimize", "prefetch", "train_step",
     ]  # fmt: skip
-    assert len(autostream.__all__) <= 14
+    assert len(autostream.__all__) <= 15
     assert all(hasattr(autostream, name) for name in autostream.__all__)
 
 

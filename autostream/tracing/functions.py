@@ -7,7 +7,7 @@ loss  ──▶ loss_of: of PyTorch's own, what compares the model's outputs wit
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -54,10 +54,8 @@ def check_loss(loss: nn.Module, count: int) -> None:
         autostream.errors.TargetError: loss_fn is called with the model and a batch of 2, and takes (output, target): \
 where it takes the model's outputs, use lambda model, x, y: loss_fn(model(x), y)
     """
-    function = loss._autostream_function if isinstance(loss, _FunctionModule) else loss.forward
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # it has none that Python knows
+    signature = _signature(loss)
+    if signature is None:
         return
     try:
         signature.bind(*range(1 + count))
@@ -66,6 +64,25 @@ where it takes the model's outputs, use lambda model, x, y: loss_fn(model(x), y)
             f"loss_fn is called with the model and a batch of {count}, and takes {signature}: where it takes the "
             "model's outputs, use lambda model, x, y: loss_fn(model(x), y)"
         ) from None
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What a module's ``forward`` takes, or the function that it was made of; nothing where Python cannot tell.
+
+    Example:
+        >>> list(parameters_of(nn.Linear(1, 1))), list(parameters_of(module_of(lambda x, y: x + y)))
+        (['input'], ['x', 'y'])
+    """
+    signature = _signature(module)
+    return {} if signature is None else signature.parameters
+
+
+def _signature(module: nn.Module) -> inspect.Signature | None:
+    function = module._autostream_function if isinstance(module, _FunctionModule) else module.forward
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # it has none that Python knows
+        return None
 
 
 def _is_criterion(function: Callable[..., Any]) -> bool:

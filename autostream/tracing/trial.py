@@ -1,12 +1,14 @@
-"""Whether a model takes its example inputs: asked where no schedule can be made for them.
+"""What a model does with some inputs, found out by calling it with copies of all tensors.
 
-Either the model cannot be traced, and runs all the same, or the inputs are wrong. Only the model itself knows which.
+Does it take its example inputs at all? That is asked where no schedule can be made for them: either the model cannot be
+traced, and runs all the same, or the inputs are wrong. Only the model itself knows which.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,7 +20,7 @@ from autostream.errors import TargetError, TraceError, first_line
 from autostream.tracing.attributes import untouched
 from autostream.tracing.guards import has_torchscript
 from autostream.tracing.state import name_of
-from autostream.tracing.tree import flatten, unflatten
+from autostream.tracing.tree import Structure, flatten, unflatten
 
 
 def check_devices(model: nn.Module, inputs: object) -> None:
@@ -46,6 +48,41 @@ def check_devices(model: nn.Module, inputs: object) -> None:
         if homes and tensor.device not in homes:
             home = min(map(str, homes))
             raise TargetError(f"example input {index} is on {tensor.device}, the model on {home}: use .to({home!r})")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a call did.
+
+    Attributes:
+        outputs: what it returned.
+        inputs: the flat copies of its inputs, as they are afterwards.
+        state: the copies of the model's parameters and buffers by name, as they are afterwards.
+    """
+
+    outputs: Any
+    inputs: Sequence[Tensor]
+    state: Mapping[str, Tensor]
+
+
+def tried(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tried:
+    """Call a model with copies of all tensors, recording no gradients.
+
+    What that does to attributes and random generators is undone. Whatever the model raises comes through.
+
+    Raises:
+        TraceError: an argument is no known container.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> tried(nn.ReLU(inplace=True), [-x], {}).inputs
+        [tensor([0., 0.])]
+    """
+    state, inputs, structure = _copies(model, args, kwargs)
+    with warnings.catch_warnings(), untouched(model), torch.no_grad():
+        warnings.simplefilter("ignore")
+        outputs = functional_call(model, state, *unflatten(structure, inputs))
+    return Tried(outputs, inputs, state)
 
 
 def check_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -86,16 +123,23 @@ def _failure(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> E
 
 
 def _failure_in(mode: Any, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
-    state = {name: _copied(tensor) for name, tensor in chain(model.named_parameters(), model.named_buffers())}
-    tensors, structure = flatten((tuple(args), kwargs))
-    args, kwargs = unflatten(structure, list(map(_copied, tensors)))
+    state, inputs, structure = _copies(model, args, kwargs)
     with warnings.catch_warnings(), untouched(model), mode:
         warnings.simplefilter("ignore")
         try:
-            functional_call(model, state, args, kwargs)
+            functional_call(model, state, *unflatten(structure, inputs))
         except Exception as error:
             return error
     return None
+
+
+def _copies(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], list[Tensor], Structure]:
+    """Copies of the model's state and of the flat inputs, and the structure of these."""
+    state = {name: _copied(tensor) for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    tensors, structure = flatten((tuple(args), dict(kwargs)))
+    return state, list(map(_copied, tensors)), structure
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.errors import TargetError
-from autostream.tracing.trial import check_call, check_devices
+from autostream.tracing.trial import check_call, check_devices, tried
 from tests.semantics import Model
 
 
@@ -110,3 +110,23 @@ def test_inputs_that_lie_elsewhere_are_told() -> None:
     check_devices(nn.Linear(4, 4), ((object(),), {}))
     with pytest.raises(TargetError, match=r"^example input 1 is on meta, the model on cpu: use \.to\('cpu'\)$"):
         check_devices(nn.Linear(4, 4), ((x,), {"y": x.to("meta")}))
+
+
+def test_what_a_call_did_is_told_and_undone() -> None:
+    def counts(s: Model, x: Tensor, twice: bool) -> Tensor:
+        s.count += 1
+        s.calls += 1
+        return x.add_(torch.rand(3)) * (1 + twice)
+
+    model, x = Model(counts, count=nn.Buffer(torch.zeros(())), calls=0), torch.zeros(3)
+    generator = torch.get_rng_state()
+    found = tried(model, [x], {"twice": True})
+    assert found.outputs.equal(2 * found.inputs[0])
+    assert found.state["count"].item() == 1
+    assert (x.sum().item(), model.count.item(), model.calls) == (0, 0, 0)
+    assert torch.get_rng_state().equal(generator)
+
+
+def test_what_a_tried_model_raises_comes_through() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        tried(nn.Linear(3, 4), [torch.ones(2, 5)], {})

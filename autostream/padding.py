@@ -1,0 +1,190 @@
+"""Calls whose lengths differ share a schedule: arguments are padded before the signature is made, outputs cut after it.
+
+call ──▶ its lengths ──▶ all fill a bucket, or one has none? ──▶ Dispatcher, as it is
+             │ no
+             └─▶ padded arguments ──▶ tried before? ──▶ Dispatcher ──▶ outputs, cut back
+                                          │ no
+                                          └─▶ the model with padding and without: where are the outputs longer, and is
+                                              the rest the same? If not, Dispatcher, as it is
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autostream.buckets import Cuts, Dynamic, Span, Unfit, cut, cuts_of, padded, places_of, spans_of
+from autostream.comparison import difference
+from autostream.dispatch import Dispatcher, Entry
+from autostream.errors import TraceError, first_line
+from autostream.ir import Decision
+from autostream.options import Options
+from autostream.reporting.report import Report
+from autostream.tracing.functions import parameters_of
+from autostream.tracing.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
+from autostream.tracing.state import name_of
+from autostream.tracing.tree import flatten, unflatten
+from autostream.tracing.trial import Tried, tried
+
+log = logging.getLogger(__name__)
+
+_MOST_VERDICTS = 1000
+"""Then they are found anew: arguments that differ in other dimensions as well could be any number."""
+
+
+class PaddingDispatcher(Dispatcher):
+    """Runs calls of a model at the sizes of buckets.
+
+    Whether padding is safe is the user's word. It is tried all the same, once for each bucket, with copies of all
+    tensors: outputs, the model's state and its inputs have to be what they are without padding. Outputs that share
+    memory may have their own, and random numbers are drawn for what is filled up as well.
+
+    Args:
+        model: the module to run.
+        options: how to schedule it.
+        dynamic: the dimensions that may be padded.
+
+    Raises:
+        OptionError: ``dynamic`` is none, or names an argument that there is not.
+
+    Example:
+        >>> from autostream.buckets import Bucket
+        >>> dispatcher = PaddingDispatcher(nn.ReLU(), Options(), {"input": {0: Bucket("length", 8)}})
+        >>> dispatcher(-torch.ones(5)), dispatcher(torch.ones(6))
+        (tensor([0., 0., 0., 0., 0.]), tensor([1., 1., 1., 1., 1., 1.]))
+        >>> [report.signature for report in dispatcher.reports]
+        ['8:float32 on cpu, train, no gradients']
+    """
+
+    def __init__(self, model: nn.Module, options: Options, dynamic: Dynamic) -> None:
+        super().__init__(model, options)
+        self._dynamic = dynamic
+        self._places = places_of(dynamic, parameters_of(model))
+        self._verdicts: dict[Hashable, Cuts | str] = {}
+        self._reasons: tuple[str, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments."""
+        padding = self._padding(args, kwargs)
+        if padding is None:
+            return super().__call__(*args, **kwargs)
+        return padding.cut(super().__call__(*padding.args, **padding.kwargs))
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of each signature; why calls were not padded is among the refusals of each."""
+        notes = tuple(Decision("", "not padded", reason) for reason in self._reasons)
+        return tuple(replace(report, refusals=(*notes, *report.refusals)) for report in super().reports)
+
+    def forget(self) -> None:
+        """Drop all that was made."""
+        super().forget()
+        self._verdicts = {}
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+        padding = self._padding(args, kwargs)
+        return super()._prepared(*((args, kwargs) if padding is None else (padding.args, padding.kwargs)))
+
+    def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Padding | None:
+        """How a call is padded; ``None`` where it runs as it is."""
+        if self.disabled or exporting() or traced_by_fx() or unusual_call():
+            return None
+        try:
+            spans = spans_of(self._places, args, kwargs)
+            if not spans or unusual_tensor(flatten((args, kwargs))[0]):
+                return None
+            filled = padded(self._places, spans, args, kwargs)
+            return _Padding(*filled, spans, self._cuts((args, kwargs), filled, spans))
+        except TraceError:  # what it is given cannot be seen: the dispatcher says so
+            return None
+        except Unfit as reason:
+            self._note_unpadded(str(reason))
+            return None
+
+    def _cuts(self, plain: _Arguments, filled: _Arguments, spans: Mapping[str, Span]) -> Cuts:
+        """Where outputs are to be cut, found once for each bucket.
+
+        Raises:
+            Unfit: the call cannot be padded.
+        """
+        tensors, structure = flatten(filled)
+        shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        key = structure, shapes, tuple(spans), self._watch.training()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            if len(self._verdicts) >= _MOST_VERDICTS:
+                self._verdicts = {}
+            verdict = self._verdicts[key] = self._verdict(plain, filled, spans)
+        if isinstance(verdict, str):
+            raise Unfit(verdict)
+        return verdict
+
+    def _verdict(self, plain: _Arguments, filled: _Arguments, spans: Mapping[str, Span]) -> Cuts | str:
+        """Where outputs are to be cut, or why the call cannot be padded."""
+        if has_torchscript(self.model):
+            return "TorchScript cannot be tried with padding and without"
+        if len(set(spans.values())) < len(spans):  # not kept, here and below: the next call may be another
+            raise Unfit(f"{' and '.join(spans)} are as long as each other: outputs do not tell which is which")
+        try:
+            without, with_padding = tried(self.model, *plain), tried(self.model, *filled)
+        except Exception as error:
+            raise Unfit(f"it fails when it is tried with padding and without ({first_line(error)})") from None
+        try:
+            return _same_but_longer(flatten(plain)[0], without, with_padding, spans)
+        except Unfit as reason:
+            return str(reason)
+
+    def _note_unpadded(self, reason: str) -> None:
+        if reason not in self._reasons:
+            log.warning("%s runs at its own shape, not padded: %s", name_of(self.model), reason)
+            self._reasons = (*self._reasons, reason)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the model and the options; schedules are made anew."""
+        return PaddingDispatcher, (self.model, self.options, self._dynamic)
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """The arguments that a call is run with, and the way back."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    spans: Mapping[str, Span]
+    cuts: Cuts
+
+    def cut(self, outputs: Any) -> Any:
+        """What the model returns, from what it returns with padding."""
+        tensors, structure = flatten(outputs)
+        return unflatten(structure, cut(tensors, self.cuts, self.spans))
+
+
+@torch.no_grad()
+def _same_but_longer(given: Sequence[Tensor], plain: Tried, filled: Tried, spans: Mapping[str, Span]) -> Cuts:
+    """Where the outputs with padding are longer than those without, which they contain.
+
+    Raises:
+        Unfit: something else is different.
+    """
+    if difference(_numbered("input", plain.inputs), _numbered("input", given)):
+        raise Unfit("it writes to its inputs")
+    (short, structure), (long, structure_filled) = flatten(plain.outputs), flatten(filled.outputs)
+    if structure != structure_filled:
+        raise Unfit("it returns other values or containers with padding")
+    cuts = cuts_of(short, long, spans)
+    ours = {**_numbered("output", cut(long, cuts, spans)), **filled.state}
+    if reason := difference(ours, {**_numbered("output", short), **plain.state}):
+        raise Unfit(f"something depends on what {' and '.join(spans)} is filled up with: {reason}")
+    return cuts
+
+
+def _numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"{name} {at}": tensor for at, tensor in enumerate(tensors)}

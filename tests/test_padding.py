@@ -1,0 +1,271 @@
+"""Calls of all lengths share the schedules of buckets, and what cannot be padded runs at its own shape for a reason.
+
+tokens ─▶ embed ─┬─▶ left ──┬─▶ sum ─▶ logits, one for each token
+                 └─▶ right ─┘
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autostream.buckets import Bucket
+from autostream.errors import TargetError
+from autostream.options import Options
+from autostream.padding import PaddingDispatcher
+from autostream.tracing.trial import Tried, tried
+from tests.semantics import Model, same
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+LENGTH = Bucket("length", (4, 8))
+QUICK = Options(policy="sequential")
+
+
+class Tagger(nn.Module):
+    """Two branches over each token, and the mean over those that are not masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.left, self.right = nn.Embedding(9, 4), nn.Linear(4, 8), nn.Linear(4, 8)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+        x = self.embed(tokens)
+        logits = self.left(x) + self.right(x)
+        kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        return {
+            "logits": logits,
+            "pooled": (logits * kept[..., None]).sum(1),
+            "columns": logits.mT.clone(),
+            "labels": 8,
+        }
+
+
+def tokens(rows: int, length: int) -> Tensor:
+    return torch.randint(9, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def mask(rows: int, length: int) -> Tensor:
+    return torch.ones(rows, length, dtype=torch.bool)
+
+
+def tagging() -> PaddingDispatcher:
+    dynamic = {"tokens": {1: LENGTH}, "mask": {1: LENGTH}}
+    return PaddingDispatcher(Tagger().eval(), QUICK, dynamic)
+
+
+class Forward(Model):
+    """A model whose argument has a name."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)
+
+
+def over(forward: Callable[..., Any], **attributes: Any) -> PaddingDispatcher:
+    """A dispatcher of a model whose first argument's first dimension may be padded."""
+    return PaddingDispatcher(Forward(forward, **attributes), QUICK, {"x": {0: Bucket("n", (4, 8))}})
+
+
+def shapes(dispatch: PaddingDispatcher) -> list[str]:
+    """Of the first tensor of each signature, the most recently used first."""
+    return [report.signature.partition(":")[0] for report in dispatch.reports]
+
+
+def reasons(dispatch: PaddingDispatcher) -> list[str]:
+    (found,) = {
+        tuple(refusal.reason for refusal in report.refusals if refusal.choice == "not padded")
+        for report in dispatch.reports
+    }
+    return list(found)
+
+
+# What is padded
+
+
+@torch.no_grad()
+def test_calls_share_the_schedules_of_buckets() -> None:
+    dispatch = tagging()
+    for length in (1, 3, 4, 2, 7, 8, 5, 3):
+        plain = dispatch.model(tokens(2, length), mask(2, length))
+        same(dispatch(tokens(2, length), mask(2, length)), plain, 1e-5)
+        same(dispatch(tokens(2, length), mask=mask(2, length)), plain, 1e-5)
+    assert shapes(dispatch) == ["2x4", "2x4", "2x8", "2x8"], "one each for named and for positional masks"
+    assert reasons(dispatch) == []
+
+
+@torch.no_grad()
+def test_outputs_are_as_without_padding_down_to_their_strides() -> None:
+    dispatch = tagging()
+    given = tokens(2, 3), mask(2, 3)
+    ours, theirs = dispatch(*given), dispatch.model(*given)
+    assert {k: v.stride() for k, v in ours.items() if isinstance(v, Tensor)} == {
+        k: v.stride() for k, v in theirs.items() if isinstance(v, Tensor)
+    }
+    assert ours["logits"].view(-1, 8).shape == (6, 8)
+    assert ours["pooled"].shape == (2, 8), "the labels are as many as the largest bucket is long"
+
+
+def test_gradients_are_those_without_padding() -> None:
+    dispatch = tagging()
+    for length in (3, 4, 2):
+        given, found = (tokens(2, length), mask(2, length)), []
+        for call in (dispatch, dispatch.model):
+            dispatch.model.zero_grad()
+            outputs = call(*given)
+            (outputs["logits"].square().mean() + outputs["pooled"].sum()).backward()
+            found.append([parameter.grad for parameter in dispatch.model.parameters()])
+        torch.testing.assert_close(*found)
+    assert [report.mode for report in dispatch.reports] == ["forward and backward"]
+    assert shapes(dispatch) == ["2x4"]
+
+
+@torch.no_grad()
+def test_two_dimensions_each_have_their_buckets() -> None:
+    dynamic = {"tokens": {0: Bucket("batch", (4,)), 1: LENGTH}}
+    dispatch = PaddingDispatcher(Tagger(), QUICK, dynamic)
+    for rows, length in ((3, 3), (1, 7), (2, 3), (4, 4)):
+        plain = dispatch.model(tokens(rows, length))
+        del plain["pooled"]
+        found = dispatch(tokens(rows, length))
+        del found["pooled"]
+        same(found, plain)
+
+
+@torch.no_grad()
+def test_models_with_graph_breaks_are_padded_as_well() -> None:
+    dispatch = over(lambda s, x: x.sin() * 2 if x.sum() < 1e9 else x)
+    for rows in (2, 3, 4):
+        same(dispatch(torch.ones(rows)), dispatch.model(torch.ones(rows)))
+    assert [report.mode for report in dispatch.reports] == ["graph breaks"]
+    assert shapes(dispatch) == ["4"]
+
+
+@torch.no_grad()
+def test_a_bucket_is_prepared_for_whatever_the_example_is() -> None:
+    dispatch = tagging()
+    dispatch.prepare(tokens(2, 3), mask(2, 3))
+    (tokens_in, _), _ = dispatch.static_inputs(tokens(2, 2), mask(2, 2))
+    assert dispatch.lowered(tokens(2, 4), mask(2, 4)) is not None
+    assert shapes(dispatch) == ["2x4"]
+    assert tokens_in.shape == (2, 2), "nothing is captured"
+    with pytest.raises(TargetError, match="itself fails at these example inputs"):
+        dispatch.prepare(tokens(2, 3), 1)
+
+
+@torch.no_grad()
+def test_trying_changes_nothing() -> None:
+    """Neither attributes, buffers nor random numbers."""
+
+    def counts(s: Any, x: Tensor) -> Any:
+        s.count += 1
+        return x + s.count
+
+    dispatch = over(counts, count=nn.Buffer(torch.zeros(())))
+    state = torch.get_rng_state()
+    for number, rows in enumerate((3, 2, 7), 1):
+        same(dispatch(torch.zeros(rows)), torch.full((rows,), float(number)))
+    same(torch.get_rng_state(), state)
+    assert shapes(dispatch) == ["8", "4"]
+
+
+@torch.no_grad()
+def test_it_is_tried_once_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[tuple[int, ...]] = []
+
+    def watched(model: nn.Module, args: Any, kwargs: Any) -> Tried:
+        tries.append(args[0].shape)
+        return tried(model, args, kwargs)
+
+    monkeypatch.setattr("autostream.padding.tried", watched)
+    dispatch = over(lambda s, x: x + 1)
+    for rows in (1, 2, 3, 6, 7, 1):
+        dispatch(torch.ones(rows))
+    assert tries == [(1,), (4,), (6,), (8,)]
+
+
+# What is not
+
+
+def writes(s: Any, x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (lambda s, x: x - x.mean(0), "something depends on what n is filled up with: output 0 is off by"),
+        (lambda s, x: x.flip(0), "something depends on what n is filled up with: output 0 is off by"),
+        (lambda s, x: s.norm(x) * 0, "something depends on what n is filled up with: norm.running_mean is off by"),
+        (lambda s, x: torch.cat([x, x]), "dimension 0 of output 0 depends on n, and is not as long"),
+        (lambda s, x: (x + 1, len(x)), "it returns other values or containers with padding"),
+        (lambda s, x: [x + 1] * len(x), "it returns other values or containers with padding"),
+        (lambda s, x: x.reshape(3, 2) + 1, "it fails when it is tried with padding and without (RuntimeError: shape"),
+        (writes, "it writes to its inputs"),
+    ],
+)
+def test_what_cannot_be_padded_runs_at_its_own_shape(
+    forward: Callable[..., Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dispatch = over(forward, norm=nn.BatchNorm1d(2))
+    plain = copy.deepcopy(dispatch.model)
+    x = torch.arange(6.0).view(3, 2)
+    for _ in range(2):
+        torch.manual_seed(0)
+        ours = dispatch(given := x.clone())
+        torch.manual_seed(0)
+        same(ours, plain(expected := x.clone()))
+        same(given, expected)
+    same(list(dispatch.model.state_dict().values()), list(plain.state_dict().values()))
+    assert all("3x2" in report.signature or report.signature == "some calls" for report in dispatch.reports)
+    (reason,) = reasons(dispatch)
+    assert reason.startswith(said)
+    assert caplog.text.count("runs at its own shape, not padded") == 1
+
+
+@torch.no_grad()
+def test_what_is_longer_than_all_buckets_runs_at_its_own_shape() -> None:
+    dispatch = over(lambda s, x: x + 1)
+    for rows in (9, 10, 3):
+        same(dispatch(torch.ones(rows)), torch.full((rows,), 2.0))
+    assert shapes(dispatch) == ["4", "10", "9"]
+    assert reasons(dispatch) == ["n is longer than its largest bucket, 8"]
+
+
+@torch.no_grad()
+def test_names_that_one_call_cannot_tell_apart_the_next_may() -> None:
+    dynamic = {"x": {0: Bucket("n", (4,)), 1: Bucket("m", (4,))}}
+    dispatch = PaddingDispatcher(Forward(lambda s, x: x.mT + 1), QUICK, dynamic)
+    for shape in ((3, 3), (2, 3), (3, 3)):
+        x = torch.randn(shape)
+        same(dispatch(x), x.mT + 1)
+    assert shapes(dispatch) == ["4x4", "3x3"]
+    assert "n and m are as long as each other" in reasons(dispatch)[0]
+
+
+@torch.no_grad()
+def test_calls_that_others_watch_are_not_padded() -> None:
+    dispatch = over(lambda s, x: x + 1)
+    same(torch.vmap(dispatch)(torch.zeros(2, 3)), torch.ones(2, 3))
+    assert reasons(dispatch) == []
+
+
+def test_a_disabled_one_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    dispatch = over(lambda s, x: x.numel())
+    assert dispatch(torch.ones(3)) == 3
+
+
+@torch.no_grad()
+def test_copies_are_padded_as_well() -> None:
+    dispatch = tagging()
+    for twin in (copy.copy(dispatch), copy.deepcopy(dispatch), pickle.loads(pickle.dumps(dispatch))):
+        twin(tokens(2, 3), mask(2, 3))
+        assert shapes(twin) == ["2x4"]
