@@ -50,7 +50,7 @@ class PaddingDispatcher(Dispatcher):
         dynamic: the dimensions that may be padded.
 
     Raises:
-        OptionError: ``dynamic`` is none, or names an argument that there is not.
+        OptionError: ``dynamic`` is something else, or names an argument that there is not.
 
     Example:
         >>> from autostream.buckets import Bucket
@@ -96,7 +96,7 @@ class PaddingDispatcher(Dispatcher):
             return None
         try:
             spans = spans_of(self._places, args, kwargs)
-            if not spans or unusual_tensor(flatten((args, kwargs))[0]):
+            if not spans or unusual_tensor(flatten((args, kwargs))[0]) or self._watch.hooked():
                 return None
             filled = padded(self._places, spans, args, kwargs)
             return _Padding(*filled, spans, self._cuts((args, kwargs), filled, spans))
@@ -136,7 +136,7 @@ class PaddingDispatcher(Dispatcher):
             raise Unfit(f"it fails when it is tried with padding and without ({first_line(error)})") from None
         try:
             return _same_but_longer(flatten(plain)[0], without, with_padding, spans)
-        except Unfit as reason:
+        except (Unfit, TraceError) as reason:
             return str(reason)
 
     def _note_unpadded(self, reason: str) -> None:

@@ -949,6 +949,7 @@ def test_bad_input_is_named_in_one_line(call: Callable[[], Any], message: str) -
         ({"kernels": "triton"}, 'kernels=\'triton\' is not allowed: use "auto" or "eager" or "inductor"'),
         ({"strict": 1}, "strict=1 is not allowed: use True or False"),
         ({"max_signatures": 0}, "max_signatures=0 is not allowed: use a whole number from 1"),
+        ({"dynamic": "bucket"}, "dynamic='bucket' is not allowed: use None or what may be padded, such as"),
     ],
 )
 def test_options_are_validated_before_anything_happens(option: dict[str, Any], message: str) -> None:
@@ -956,6 +957,18 @@ def test_options_are_validated_before_anything_happens(option: dict[str, Any], m
     with pytest.raises(OptionError, match=message):
         autostream.optimize(Model(lambda s, x: calls.append(1)), t(3), **option)
     assert not calls
+
+
+@torch.no_grad()
+def test_what_may_be_padded_is_by_names_of_a_function_and_its_copies_know_it() -> None:
+    fast = autostream.optimize(add_one, t(3), dynamic={"x": {0: autostream.Bucket("n", 4)}})
+    for twin in (fast, copy.copy(fast), copy.deepcopy(fast)):
+        same(twin(torch.zeros(3)), torch.ones(3))
+        assert [report.signature.partition(":")[0] for report in twin.reports] == ["4"]
+
+
+def add_one(x: Tensor) -> Tensor:
+    return x + 1
 
 
 def test_fused_kernels_of_the_cpu_are_refused_with_the_alternative() -> None:

@@ -193,6 +193,13 @@ def test_it_is_tried_once_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> No
 # What is not
 
 
+class Opaque:
+    """What no container is known to be."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque)
+
+
 def writes(s: Any, x: Tensor) -> Tensor:
     return x.add_(1)
 
@@ -208,6 +215,7 @@ def writes(s: Any, x: Tensor) -> Tensor:
         (lambda s, x: (x + 1, len(x)), "it returns other values or containers with padding"),
         (lambda s, x: [x + 1] * len(x), "it returns other values or containers with padding"),
         (lambda s, x: x.reshape(3, 2) + 1, "it fails when it is tried with padding and without (RuntimeError: shape"),
+        (lambda s, x: {"y": x + 1, "range": Opaque()}, "a value of type tests.test_padding.Opaque is neither"),
         (writes, "it writes to its inputs"),
     ],
 )
@@ -255,6 +263,15 @@ def test_calls_that_others_watch_are_not_padded() -> None:
     dispatch = over(lambda s, x: x + 1)
     same(torch.vmap(dispatch)(torch.zeros(2, 3)), torch.ones(2, 3))
     assert reasons(dispatch) == []
+
+
+@torch.no_grad()
+def test_hooks_see_what_is_there_and_no_more() -> None:
+    dispatch, seen = over(lambda s, x: s.layer(x), layer=nn.ReLU()), []
+    same(dispatch(torch.ones(3)), torch.ones(3))
+    dispatch.model.layer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    same(dispatch(torch.ones(2)), torch.ones(2))
+    assert seen == [(2,)]
 
 
 def test_a_disabled_one_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

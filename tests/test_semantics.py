@@ -8,6 +8,7 @@ the random generators.
 from __future__ import annotations
 
 import random
+import re
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autostream
+from autostream.reporting.pieces import captured_share
 from tests.semantics import CONFIGURATIONS, GRAD_MODES, Beside, Model, check_same, force_streams, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -444,6 +446,35 @@ def test_pieces_are_scheduled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     (report,) = fast.reports
     assert report.mode == "graph breaks"
     assert [part.mode for part in report.parts] == ["threads", "threads"]
+
+
+def test_both_sides_of_an_item_are_scheduled_and_say_where_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two branches in front of it and two behind, which the number decides on.
+
+    sin ─┐                 ┌─ sin ─┐
+         ├─ add ── item ───┤       ├─ mul
+    cos ─┘                 └─ cos ─┘
+    """
+
+    def asks(s: Model, x: Tensor) -> Tensor:
+        y = x.sin() + x.cos()
+        sign = 1 if y.sum().item() < 1e9 else -1
+        return sign * y.sin() * y.cos()
+
+    options = force_streams(monkeypatch)
+    fast = check_same(Model(asks), ([t(3)], {}), options, [torch.no_grad] * 2)
+    (report,) = fast.reports
+    first, last = report.parts
+    assert [part.mode for part in report.parts] == ["threads", "threads"]
+    assert [sorted(op.partition("_")[0] for op in part.graph.ops) for part in report.parts] == [
+        ["add", "cos", "sin", "sum"], ["cos", "mul", "mul", "sin"],
+    ]  # fmt: skip
+    assert re.search(r"Tensor\.item\(\).* \(.*test_semantics\.py:\d+: sign = .*y\.sum\(\)\.item\(\) .*\)", first.ended)
+    assert last.ended == "", "the model returns"
+    told = autostream.explain(fast)
+    assert first.ended in told
+    assert "the model returns" in told
+    assert captured_share(report) is None, "nothing is captured on a CPU"
 
 
 def gives_other_memory(s: Model, x: Tensor) -> Tensor:

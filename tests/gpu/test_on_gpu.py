@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream.reporting.pieces import captured_share
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops")]
 
@@ -222,6 +223,40 @@ def test_memory_comes_back(towers: Towers) -> None:
             gc.collect()
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before
+
+
+def test_lengths_share_a_captured_graph(towers: Towers) -> None:
+    """What one call has filled up, and longer calls before it, are not seen in the next."""
+    fast = autostream.optimize(towers, dynamic={"x": {0: autostream.Bucket("batch", (16, 64))}})
+    kept = []
+    with torch.no_grad():
+        for rows in (13, 60, 3, 16, 33, 1, 64, 13):
+            x = torch.randn(rows, 512, device="cuda")
+            kept.append((fast(x), towers(x)))
+        for ours, theirs in kept:
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert [report.mode for report in fast.reports] == ["cuda graph", "cuda graph"]
+    assert sorted(report.signature.partition(":")[0] for report in fast.reports) == ["16x512", "64x512"]
+
+
+def test_both_sides_of_an_item_are_captured(towers: Towers) -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.join, self.last = towers, nn.Linear(2048, 512), Towers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.join(self.first(x))
+            return self.last(y) * (1 if y.sum().item() < 1e9 else -1)
+
+    model = Asks().cuda().eval()
+    fast = autostream.optimize(model)
+    x = torch.randn(64, 512, device="cuda")
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-4)
+    (report,) = fast.reports
+    assert [bool(part.ended) for part in report.parts] == [True, False]
+    assert (captured_share(report) or 0.0) >= 0.8
 
 
 def test_a_synchronising_op_is_refused_before_capture() -> None:

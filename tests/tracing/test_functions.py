@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autostream.errors import TargetError
-from autostream.tracing.functions import check_loss, loss_of, module_of
+from autostream.tracing.functions import check_loss, loss_of, module_of, parameters_of
 
 layer = nn.Linear(2, 2)
 
@@ -51,6 +51,12 @@ def test_its_mode_is_that_of_its_submodules() -> None:
     assert module.training
     inner.eval()
     assert not module.training
+
+
+def test_what_it_takes_is_what_the_function_takes() -> None:
+    assert list(parameters_of(module_of(uses_a_global))) == ["x"]
+    assert list(parameters_of(nn.Bilinear(1, 1, 1))) == ["input1", "input2"]
+    assert list(parameters_of(module_of(max))) == [], "Python cannot tell"
 
 
 # Losses
