@@ -130,7 +130,7 @@ def test_gradients_are_those_without_padding() -> None:
 def test_two_dimensions_each_have_their_buckets() -> None:
     dynamic = {"tokens": {0: Bucket("batch", (4,)), 1: LENGTH}}
     dispatch = PaddingDispatcher(Tagger(), QUICK, dynamic)
-    for rows, length in ((3, 3), (1, 7), (2, 3), (4, 4)):
+    for rows, length in ((4, 3), (2, 3), (1, 7), (3, 3), (4, 4)):
         plain = dispatch.model(tokens(rows, length))
         del plain["pooled"]
         found = dispatch(tokens(rows, length))
@@ -236,6 +236,16 @@ def test_what_cannot_be_padded_runs_at_its_own_shape(
     (reason,) = reasons(dispatch)
     assert reason.startswith(said)
     assert caplog.text.count("runs at its own shape, not padded") == 1
+
+
+@torch.no_grad()
+def test_each_mode_is_tried_by_itself() -> None:
+    dispatch = over(lambda s, x: x - x.mean(0) if s.training else x + 1)
+    for training in (False, True):
+        dispatch.model.train(training)
+        x = torch.arange(3.0)
+        same(dispatch(x), dispatch.model(x))
+    assert shapes(dispatch) == ["3", "4"]
 
 
 @torch.no_grad()
