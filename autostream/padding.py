@@ -96,7 +96,10 @@ class PaddingDispatcher(Dispatcher):
             return None
         try:
             spans = spans_of(self._places, args, kwargs)
-            if not spans or unusual_tensor(flatten((args, kwargs))[0]) or self._watch.hooked():
+            if not spans or unusual_tensor(flatten((args, kwargs))[0]):
+                return None
+            self._renew_watch()
+            if self._watch.hooked():  # the model itself runs, and its hooks would see what is filled up
                 return None
             filled = padded(self._places, spans, args, kwargs)
             return _Padding(*filled, spans, self._cuts((args, kwargs), filled, spans))

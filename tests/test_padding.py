@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from autostream.buckets import Bucket
 from autostream.errors import TargetError
@@ -128,14 +129,11 @@ def test_gradients_are_those_without_padding() -> None:
 
 @torch.no_grad()
 def test_two_dimensions_each_have_their_buckets() -> None:
-    dynamic = {"tokens": {0: Bucket("batch", (4,)), 1: LENGTH}}
-    dispatch = PaddingDispatcher(Tagger(), QUICK, dynamic)
-    for rows, length in ((4, 3), (2, 3), (1, 7), (3, 3), (4, 4)):
-        plain = dispatch.model(tokens(rows, length))
-        del plain["pooled"]
-        found = dispatch(tokens(rows, length))
-        del found["pooled"]
-        same(found, plain)
+    both = {0: Bucket("batch", (4,)), 1: LENGTH}
+    dispatch = PaddingDispatcher(Tagger(), QUICK, {"tokens": both, "mask": both})
+    for size in ((4, 3), (2, 3), (3, 7), (3, 3), (4, 4)):
+        same(dispatch(tokens(*size), mask(*size)), dispatch.model(tokens(*size), mask(*size)), 1e-5)
+    assert shapes(dispatch) == ["4x4", "4x8"]
 
 
 @torch.no_grad()
@@ -269,9 +267,21 @@ def test_names_that_one_call_cannot_tell_apart_the_next_may() -> None:
 
 
 @torch.no_grad()
-def test_calls_that_others_watch_are_not_padded() -> None:
-    dispatch = over(lambda s, x: x + 1)
-    same(torch.vmap(dispatch)(torch.zeros(2, 3)), torch.ones(2, 3))
+def test_a_model_that_has_changed_is_tried_again() -> None:
+    dispatch = over(lambda s, x: s.layer(x), layer=nn.ReLU())
+    for layer in (nn.Tanh(), nn.Softmax(0)):
+        dispatch.model.layer = layer
+        same(dispatch(torch.ones(3)), layer(torch.ones(3)))
+    assert "filled up with" in reasons(dispatch)[0]
+
+
+@torch.no_grad()
+def test_who_looks_on_sees_what_is_there_and_no_more() -> None:
+    dispatch = over(lambda s, x: s.layer(x), layer=nn.Linear(2, 2))
+    with FlopCounterMode(display=False) as counter:
+        dispatch(torch.ones(3, 2))
+    assert counter.get_total_flops() == 2 * 3 * 2 * 2
+    same(torch.vmap(dispatch)(torch.ones(2, 3, 2)), torch.vmap(dispatch.model)(torch.ones(2, 3, 2)))
     assert reasons(dispatch) == []
 
 
