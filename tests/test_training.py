@@ -682,7 +682,7 @@ PLAIN = {
     "data-dependent": Scene(Branching),
     "layout torch.sparse": Scene(Sparse, partial(SGD, lr=0.1), batches=TOKENS),
     "a state that is put back": Scene(partial(Checkpointed, 0.5)),
-    "no attribute of it": Scene(mlp, loss=with_a_tensor_of_nobodys),
+    "not registered with it": Scene(mlp, loss=with_a_tensor_of_nobodys),
 }
 
 
