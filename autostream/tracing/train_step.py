@@ -119,7 +119,8 @@ def _unpacked() -> Iterator[None]:
 
     Private to PyTorch (seen in 2.11 and 2.13): its public relative can add hooks, but none can take them away.
     """
-    autograd, hooks = torch._C._autograd, []
+    autograd: Any = torch._C._autograd
+    hooks = []
     while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(pair)
         autograd._pop_saved_tensors_default_hooks()
