@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -62,12 +62,13 @@ class Differentiated:
         halves = trace_gradients(model, tensors, structure)
         tracer = Tracer(lambda *_: halves.forward, may_split=False, may_try=False, may_renew=True)
         own = GraphPools()  # no other graph's turn may come between the two halves' in memory that is lent
-        with torch.no_grad():
+        self._device = torch.device(halves.forward.program.device)
+        with torch.no_grad(), _uncast(self._device):
             self._forward = Scheduled(model, structure, tensors, signature, frozenset(), options, own, tracer)
-        lent = self._forward.lend(frozenset(place for place in halves.saved if place >= len(halves.strides)))
+        lent = self._forward.lend(frozenset(place for place in halves.saved if place >= len(halves.tangents)))
         self._lent = sorted(lent)
         self._copied = [place for place in halves.saved if place not in lent]
-        self._lending, self._lock = Lending(torch.device(self._forward.device)), threading.Lock()
+        self._lending, self._lock = Lending(self._device), threading.Lock()
         # State, what is copied, what is lent, tangents: the first and the third stay where they are.
         kept = [at for at, value in enumerate(halves.needed) if value < len(halves.state)]
         first = len(halves.needed) + len(self._copied)
@@ -76,7 +77,8 @@ class Differentiated:
         )
         self._state = LiveState(model, halves.state, {})
         self._model, self._structure, self._signature, self._halves = model, structure, signature, halves
-        self._autocast = _autocast(self._forward.device)
+        self._autocast = _autocast(self._device)
+        self._required = _required(self._state.tensors())
         self.repeatable = self._forward.repeatable
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -88,7 +90,7 @@ class Differentiated:
         """
         state = self._state.tensors()
         present = [tensor for tensor in state if tensor is not None]
-        if len(present) < len(state) or not self._state.tied(state):
+        if len(present) < len(state) or not self._state.tied(state) or _required(present) != self._required:
             raise Stale
         values = [*present, *tensors]
         trained = (values[at] for at in self._halves.trained)
@@ -113,57 +115,64 @@ class Differentiated:
             The outputs; what the backward takes besides tangents, the last of it lent; the memory that is lent.
         """
         halves = self._halves
-        with self._lock:
+        with self._lock, _uncast(self._device):
             self._lending.recall()
             results = self._forward(values[len(halves.state) :])
             memory = [results[place] for place in self._lent]
             lent = self._lending.lend(memory)
         copied = (results[place] for place in self._copied)
-        return results[: len(halves.strides)], [*(values[at] for at in halves.needed), *copied, *lent], memory
+        return results[: len(halves.tangents)], [*(values[at] for at in halves.needed), *copied, *lent], memory
 
     def backward(
-        self, taken: Sequence[Tensor], memory: Sequence[Tensor], tangents: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        """The gradients of what is trained, from what the forward left and the gradients of all outputs."""
+        self, taken: Sequence[Tensor], memory: Sequence[Tensor], tangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """The gradients of what is trained, from what the forward left and the gradients of all outputs.
+
+        Outputs that nobody used have none, and what depends on these alone has none either.
+        """
         first = len(taken) - len(memory)
         with self._lock:
             self._lending.put_back(taken[first:], memory)
-            gradients: Sequence[Tensor] = self._backward(*taken[:first], *memory, *self._laid_out(tangents))
-        return gradients
+            gradients = self._backward(*taken[:first], *memory, *self._laid_out(tangents))
+        used = {at for at, tangent in enumerate(tangents) if tangent is not None}
+        pairs = zip(gradients, self._halves.sources, strict=True)
+        return [None if used.isdisjoint(sources) else gradient for gradient, sources in pairs]
 
     def differentiable(
-        self, values: Sequence[Tensor], versions_then: Sequence[int], tangents: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
+        self, values: Sequence[Tensor], versions_then: Sequence[int], tangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
         """The same gradients, recorded by autograd: the model computes all once more.
 
         Raises:
             RuntimeError: it would not compute the same.
         """
         halves = self._halves
-        changed = [value._version for value in values] != versions_then or self._modes() != self._signature.training
+        changed = _versions(values) != versions_then or self._modes() != self._signature.training
         if reason := halves.once or ("weights, inputs or modes have changed since the call" if changed else ""):
             raise RuntimeError(
                 f"for gradients of gradients (create_graph=True) all is computed once more, and {reason}: call the "
                 "model itself, not the optimized one, where you need them"
             )
+        values = [value.view_as(value) for value in values]  # one may be computed from another: this call ends here
         state = {own.target: value for own, value in zip(halves.state, values, strict=False)}
         args, kwargs = unflatten(self._structure, values[len(state) :])
         with self._autocast():
             outputs, _ = flatten(functional_call(self._model, state, args, kwargs))
-        results = compress(outputs, (strides is not None for strides in halves.strides))
+        used = [(output, tangent) for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
         trained = [values[at] for at in halves.trained]
-        return torch.autograd.grad(list(results), trained, self._laid_out(tangents), create_graph=True)
+        given = [output for output, _ in used], trained, [tangent for _, tangent in used]
+        return torch.autograd.grad(*given, create_graph=True, allow_unused=True)
 
     def _modes(self) -> bytes:
         return bytes([module.training for module in self._model.modules()])
 
-    def _laid_out(self, tangents: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(tangents, self._halves.strides, strict=True)
-        return [_laid_out(tangent, strides) for tangent, strides in pairs if strides is not None]
+    def _laid_out(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
+        pairs = zip(tangents, self._halves.tangents, strict=True)
+        return [like.laid_out(tangent) for tangent, like in pairs if like is not None]
 
     def constants(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs that have no gradients."""
-        return [output for output, strides in zip(outputs, self._halves.strides, strict=True) if strides is None]
+        return [output for output, like in zip(outputs, self._halves.tangents, strict=True) if like is None]
 
 
 class _Node(torch.autograd.Function):
@@ -172,27 +181,47 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Differentiated, values: Sequence[Tensor], *trained: Tensor) -> tuple[Tensor, ...]:
         outputs, taken, ctx.memory = call.forward(values)
-        ctx.call, ctx.values, ctx.versions = call, values, [value._version for value in values]
+        ctx.call, ctx.values, ctx.versions = call, values, _versions(values)
         ctx.save_for_backward(*taken)  # it sees to it that nobody has written to them when they are used
         ctx.mark_non_differentiable(*call.constants(outputs))
+        ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, which is not zero
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        taken = ctx.saved_tensors
         if torch.is_grad_enabled():
             return None, None, *ctx.call.differentiable(ctx.values, ctx.versions, tangents)
-        return None, None, *ctx.call.backward(ctx.saved_tensors, ctx.memory, tangents)
+        gradients = ctx.call.backward(taken, ctx.memory, tangents)
+        if taken and not _keeps_graph():
+            ctx.values = ctx.memory = ()  # as autograd lets go of what is saved: losses may be kept
+        return None, None, *gradients
 
 
-def _autocast(device: str) -> Callable[[], torch.autocast]:
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+"""Whether a backward that is running may be run again (``retain_graph=True``).
+
+Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, inputs are kept as long as the loss.
+"""
+
+
+def _required(tensors: Sequence[Tensor | None]) -> list[bool]:
+    return [tensor is not None and tensor.requires_grad for tensor in tensors]
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written; for those made in inference mode nobody counts."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _uncast(device: torch.device) -> AbstractContextManager[Any]:
+    """No autocast inside: the graph of a forward has the casts that it asked for."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
+
+
+def _autocast(device: torch.device) -> Callable[[], torch.autocast]:
     """Autocast as it is now, for another time."""
-    kind = torch.device(device).type
+    kind = device.type
     settings = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
     return partial(torch.autocast, kind, *settings)
-
-
-def _laid_out(tangent: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A gradient as the graph of the backward expects it; what is expanded, such as that of a sum, is written out."""
-    if tangent.stride() == strides:
-        return tangent
-    return torch.empty_strided(tangent.shape, strides, dtype=tangent.dtype, device=tangent.device).copy_(tangent)

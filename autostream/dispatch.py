@@ -265,7 +265,7 @@ class Dispatcher:
         """Which parameters and tensors a call would record gradients for."""
         if not torch.is_grad_enabled():
             return b""
-        required = bytes([tensor.requires_grad for tensor in chain(self.model.parameters(), tensors)])
+        required = self._watch.required() + bytes([tensor.requires_grad for tensor in tensors])
         return required if any(required) else b""
 
     def _renew_watch(self) -> None:

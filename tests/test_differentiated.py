@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -71,6 +72,17 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(checkpoint(self.body, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+class Two(nn.Module):
+    """Two outputs that share no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.left(x), self.right(x)]
 
 
 def plain(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
@@ -135,12 +147,34 @@ def of_a_container(fast: Any, model: Any, optimizer: torch.optim.Optimizer, numb
     return list(found.values())
 
 
+def one_output(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
+    """What the other one alone depends on has no gradient, so that it does not decay."""
+    optimizer.zero_grad()
+    found: list[Tensor] = fast(t(5, 4))
+    found[number % 2].sum().backward()
+    optimizer.step()
+    return found
+
+
+def checkpointed(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+    """The call is computed once more in the backward. It is traced under hooks that keep what it saves."""
+    loss: Tensor = checkpoint(fast, t(5, 4), use_reentrant=False).square().sum()  # type: ignore[no-untyped-call]
+    loss.backward()
+    return loss
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 4))
+
+
 BODIES: dict[str, tuple[Callable[[], nn.Module], Body]] = {
     "two forwards": (Net, two_forwards),
     "frozen": (Checkpointed, freezing),
     "evaluation": (Net, evaluating),
     "gradients of inputs": (Checkpointed, of_inputs),
     "containers": (ConvNet, of_a_container),
+    "one of two outputs": (Two, one_output),
+    "computed once more": (dropout, checkpointed),
 }
 
 
@@ -260,6 +294,72 @@ def test_a_scaler_and_autocast_are_around_it() -> None:
     assert modes(fast) == {"forward and backward"}
 
 
+class Careful(nn.Module):
+    """Computes its second layer without autocast, and so is its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.second(x.float())  # type: ignore[no-any-return]
+
+
+def test_what_autocast_is_switched_off_for_is_so_both_ways() -> None:
+    model = Careful()
+    twin = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (each(t(5, 8).float()) for each in (autostream.optimize(model, policy="sequential"), twin))
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert found.dtype is expected.dtype is torch.float32
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], [p.grad for p in twin.parameters()]))
+
+
+def test_a_buffer_may_come_to_require_gradients() -> None:
+    model = nn.Linear(4, 4)
+    del model.bias
+    model.bias = nn.Buffer(torch.ones(4))
+    fast = autostream.optimize(model, policy="sequential")
+    fast(torch.ones(2, 4)).sum().backward()
+    model.bias.requires_grad_()
+    fast(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.bias.grad, torch.full((4,), 2.0))
+    assert modes(fast) == {"forward and backward"}
+
+
+def test_inputs_may_be_made_in_inference_mode_where_no_backward_needs_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    with torch.inference_mode():
+        x = torch.ones(2, 4)
+    autostream.optimize(model, policy="sequential")(x).sum().backward()
+    assert torch.equal(model[1].bias.grad, torch.full((4,), 2.0))
+
+
+def test_many_gradients_of_an_output_may_go_back_at_once() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
+    each = torch.eye(12).view(12, 3, 4)
+    found, expected = (
+        torch.autograd.grad(run(x), x, each, is_grads_batched=True)
+        for run in (autostream.optimize(model, policy="sequential"), model)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_inputs_are_let_go_after_a_backward_where_losses_are_kept() -> None:
+    fast, kept = autostream.optimize(nn.Linear(4, 4), policy="sequential"), []
+    for again in (True, False):
+        x = torch.ones(2, 4)
+        kept.append((fast(x).sum(), ref(x)))
+        kept[-1][0].backward(retain_graph=again)
+        del x
+    assert [x() is None for _, x in kept] == [False, True]
+    kept[0][0].backward()
+    assert kept[0][1]() is None
+
+
 def test_data_in_parallel_is_around_it() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -301,6 +401,26 @@ class Sparse(nn.Module):
         return self.embed((x > 0).long().sum(1))  # type: ignore[no-any-return]
 
 
+class Listening(nn.Linear):
+    """Remembers gradients of its outputs, as some visualizations do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x.register_hook(partial(setattr, self, "seen"))
+        return x * 1
+
+
+class Unregistered(nn.Linear):
+    """Holds a tensor that others may take the place of, or that may come to require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.mask = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.mask
+
+
 def hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].register_full_backward_pre_hook(lambda module, out: tuple(2 * gradient for gradient in out))
@@ -320,6 +440,8 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "a state that is put back": partial(Checkpointed, 0.5),
     "a gradient is sparse": Sparse,
     "backward hooks": hooked,
+    "the model calls register_hook": partial(Listening, 4, 4),
+    "not registered with it": Unregistered,
     "the model writes to its input": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
 }
 
@@ -402,6 +524,18 @@ def test_gradients_of_gradients_are_those_of_the_model_itself() -> None:
         layer.bias.add_(1)  # nothing in the backward itself needs it
     with pytest.raises(RuntimeError, match="have changed since the call"):
         torch.autograd.grad(loss, list(layer.parameters()), create_graph=True)
+
+
+def test_gradients_of_gradients_are_those_of_each_call_where_one_calls_the_other() -> None:
+    """The second call's input depends on the weights as well, which is no business of the second call."""
+
+    def twice(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        found = fast(fast(t(5, 4)))
+        gradients = torch.autograd.grad(found.square().sum(), list(model.parameters()), create_graph=True)
+        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
+        return list(gradients)
+
+    assert_trains_alike(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), twice, steps=1, policy="sequential")
 
 
 def test_autocast_is_as_it_was_for_gradients_of_gradients() -> None:

@@ -675,6 +675,21 @@ def with_a_tensor_of_nobodys(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return ((model(x) - y) * table).square().mean()
 
 
+class Masked(nn.Module):
+    """Holds a tensor that another one takes the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mask = nn.Linear(6, 4), t(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.mask  # type: ignore[no-any-return]
+
+
+def another_mask(number: int, model: Any, optimizer: Any) -> None:
+    model.mask = t(4) * number
+
+
 PLAIN = {
     "hooks on its gradient": Scene(mlp, between=hooked_weight),
     "hooks on its step": Scene(mlp, between=hooked_optimizer),
@@ -682,7 +697,8 @@ PLAIN = {
     "data-dependent": Scene(Branching),
     "layout torch.sparse": Scene(Sparse, partial(SGD, lr=0.1), batches=TOKENS),
     "a state that is put back": Scene(partial(Checkpointed, 0.5)),
-    "no attribute of it": Scene(mlp, loss=with_a_tensor_of_nobodys),
+    "not registered with it": Scene(mlp, loss=with_a_tensor_of_nobodys),
+    "mul) a tensor that is not registered": Scene(Masked, between=another_mask),
 }
 
 

@@ -73,7 +73,7 @@ class Constants(TorchFunctionMode):
 
         Raises:
             TraceError: it uses or writes such a tensor.
-            FastPathError: it asks what a tensor is to autograd, or has changed the default dtype.
+        FastPathError: it asks what a tensor is to autograd, adds to its backward, or has changed the default dtype.
         """
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond
@@ -83,6 +83,8 @@ class Constants(TorchFunctionMode):
             _refuse_question(_QUESTIONS[func], sys._getframe(1))
         if torch.get_default_dtype() is not self._default_dtype:
             raise FastPathError("the model sets the default dtype, which the ops of a graph would not see")
+        if func in _BACKWARD:
+            raise FastPathError(f"the model calls {func.__name__}, which a graph would not")
         self.requires |= func in _REQUIRING
         writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
         written = [*tree_leaves(kwargs.get("out")), *tree_leaves(args[0] if writes and args else None)]
@@ -90,7 +92,9 @@ class Constants(TorchFunctionMode):
             raise TraceError(f"the model writes ({func.__name__}) to a tensor that is no buffer: register it as one")
         used = [] if func.__name__ == "__get__" else tree_leaves((args, kwargs))
         if any(_is_real(value) and id(value) not in self._held for value in used):
-            raise TraceError(f"the model uses ({func.__name__}) a tensor that is no attribute of it: make it a buffer")
+            raise TraceError(
+                f"the model uses ({func.__name__}) a tensor that is not registered with it: make it a buffer"
+            )
         result = func(*args, **kwargs)
         self.watch(result)
         return result
@@ -147,6 +151,7 @@ _QUESTIONS = {
 }
 
 _REQUIRING = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+_BACKWARD = {Tensor.backward, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
 
 
 def _is_real(tensor: object) -> bool:

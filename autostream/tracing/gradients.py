@@ -11,9 +11,11 @@ of the model that is checkpointed, is computed there. Saved are values in betwee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,14 +25,43 @@ from torch.func import functional_call
 from autostream.errors import TraceError
 from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
-from autostream.tracing.constants import tensors_held
 from autostream.tracing.export import Traced, ordinary, program_of
-from autostream.tracing.flat import FlatModel, check_ordinary, draws
+from autostream.tracing.flat import FlatModel, check_ordinary, draws, tensors_in
 from autostream.tracing.replica import replica
 from autostream.tracing.state import name_of
 from autostream.tracing.steps import keep_lines
-from autostream.tracing.train_step import made, reached_originals, state_of, tidied
+from autostream.tracing.train_step import made, reached_originals, registered, state_of, tidied
 from autostream.tracing.tree import TENSOR, Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Tangent:
+    """How the gradient of an output comes to the backward."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(value: Tensor) -> Tangent:
+        """What this tensor is."""
+        return Tangent(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+    def laid_out(self, gradient: Tensor | None) -> Tensor:
+        """A gradient so: what is expanded, as that of a sum is, is written out; ``None``, of an unused output, is zero.
+
+        Example:
+            >>> Tangent((2,), (1,), torch.float32, torch.device("cpu")).laid_out(torch.ones(()).expand(2)).stride()
+            (1,)
+        """
+        if gradient is None:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).zero_()
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        if gradient.stride() == self.strides:
+            return gradient
+        return gradient.new_empty_strided(self.shape, self.strides).copy_(gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +75,8 @@ class Halves:
             order, and tangents; it returns gradients.
         once: why the model would not compute the same once more; ``""`` if it would.
         structure: of the model's outputs.
-        strides: of each output that has a tangent; ``None`` for those that have none.
+        tangents: how those of each output come; ``None`` for outputs that have none.
+        sources: for each of the gradients, the positions of the outputs whose tangents it depends on.
         state: what parameters and buffers there are.
         needed: positions of the values that ``backward`` takes.
         trained: positions of the values that it returns gradients of.
@@ -55,7 +87,8 @@ class Halves:
     backward: Callable[[Sequence[int]], fx.GraphModule]
     once: str
     structure: Structure
-    strides: tuple[tuple[int, ...] | None, ...]
+    tangents: tuple[Tangent | None, ...]
+    sources: tuple[frozenset[int], ...]
     state: tuple[Placeholder, ...]
     needed: tuple[int, ...]
     trained: tuple[int, ...]
@@ -105,7 +138,7 @@ class _ThereAndBack(nn.Module):
 
 def _joint(twin: nn.Module, model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> _Joint:
     with torch.no_grad():  # whether gradients are recorded the model may ask: they are
-        flat = FlatModel(twin, structure, tensors_held(model), "make_fx")
+        flat = FlatModel(twin, structure, registered(model), "make_fx")
     state = state_of(model)
     names = [f"flat.model.{name}" for name in state]
     differentiable: list[bool] = []
@@ -120,7 +153,7 @@ def _joint(twin: nn.Module, model: nn.Module, tensors: Sequence[Tensor], structu
                 keep_lines(result)
             tangents = [torch.empty_like(result, requires_grad=False) for result in results]
             wanted = [at for at, value in enumerate(values) if value.requires_grad]
-            with flat.watched_generators():  # what is checkpointed draws again
+            with flat.watched_generators(), _uncast():  # what is checkpointed draws again, and casts again by itself
                 found = torch.autograd.grad(results, [values[at] for at in wanted], tangents, allow_unused=True)
             trained[:] = [at for at, gradient in zip(wanted, found, strict=True) if gradient is not None]
             gradients = [gradient for gradient in found if gradient is not None]
@@ -136,6 +169,13 @@ def _joint(twin: nn.Module, model: nn.Module, tensors: Sequence[Tensor], structu
     inputs = [own.detach().requires_grad_(tensor.requires_grad) for own, tensor in stand_ins]
     module = made(run, {}, flat, [*state.values(), *inputs])
     return _Joint(module, flat.result.structure, len(differentiable), tuple(differentiable), tuple(trained))
+
+
+@contextmanager
+def _uncast() -> Iterator[None]:
+    """No autocast inside: users go back outside of it."""
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _check_outputs(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -183,18 +223,37 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
     written = [p for p in roles if _is_written(forward, p.name)]
     if inputs := [p.target for p in written if p.role is Role.INPUT]:
         raise TraceError(f"the model writes to its input {inputs[0]}, and gradients are recorded")
-    strides = iter([tuple(node.meta["val"].stride()) for node in tangents])
+    places = list(compress(range(joint.outputs), joint.differentiable))
+    sources = _sources(second, dict(zip(tangents, places, strict=True)))
+    layouts = iter([Tangent.of(node.meta["val"]) for node in tangents])
     return Halves(
         forward=Traced(program_of(forward, roles), Structure(list, None, (TENSOR,) * len(left)), {}),
         saved=tuple(map(left.index, saved)),
         backward=backward,
         structure=joint.structure,
         once=_why_once(nodes, written),
-        strides=tuple(next(strides) if has else None for has in joint.differentiable),
+        tangents=tuple(next(layouts) if has else None for has in joint.differentiable),
+        sources=tuple(sources[storage_of(gradient.meta["val"])] or frozenset(places) for gradient in gradients),
         state=tuple(Placeholder(name, Role.BUFFER, name, name) for name in state_of(model)),
         needed=tuple(needed),
         trained=joint.trained,
     )
+
+
+def _sources(nodes: Sequence[fx.Node], tangents: Mapping[fx.Node, int]) -> Mapping[Hashable, frozenset[int]]:
+    """For each storage, what was computed into it by these nodes depends on: the numbers of tangents."""
+    found = defaultdict[Hashable, frozenset[int]](frozenset)
+    found.update((storage_of(node.meta["val"]), frozenset([number])) for node, number in tangents.items())
+    for node in nodes:
+        taken = map(storage_of, chain.from_iterable(_tensors(argument) for argument in node.all_input_nodes))
+        sources = frozenset[int]().union(*(found[storage] for storage in taken))
+        for tensor in chain(_tensors(node), *map(_tensors, _written(node))):
+            found[storage_of(tensor)] |= sources
+    return found
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return tensors_in(node.meta.get("val"))
 
 
 def _why_once(nodes: Sequence[fx.Node], written: Sequence[Placeholder]) -> str:
@@ -248,10 +307,17 @@ def _is_written(module: fx.GraphModule, name: str) -> bool:
     pending = [node for node in module.graph.find_nodes(op="placeholder") if node.name == name]
     for node in pending:
         for user in node.users:
-            if isinstance(user.target, OpOverload):
-                arguments = zip(user.target._schema.arguments, user.args, strict=False)
-                if any(a.alias_info is not None and a.alias_info.is_write and value is node for a, value in arguments):
-                    return True
-                if user.target.is_view:
-                    pending.append(user)
+            if node in _written(user):
+                return True
+            if isinstance(user.target, OpOverload) and user.target.is_view:
+                pending.append(user)
     return False
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an op writes to."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    written = [value for a, value in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [value for value in written if isinstance(value, fx.Node)]

@@ -8,6 +8,7 @@ from traceback import walk_stack
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -51,6 +52,8 @@ def watched_call() -> str:
         return "a TorchDispatchMode is active, which would not see the ops of a graph"
     if torch._C._len_torch_function_stack() > 0 and not _only_devices():
         return "a TorchFunctionMode is active, which would not see the calls behind a graph"
+    if _forward_ad._current_level >= 0:
+        return "forward-mode AD is active, whose tangents a graph would not carry on"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a function transform (vmap, grad, …) is active"
     return ""
@@ -81,8 +84,9 @@ def unusual_tensor(tensors: Sequence[Tensor]) -> str:
 
 
 def transformed(tensor: Tensor) -> bool:
-    """Whether a tensor stands for another inside of a function transform."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Whether a tensor stands for another in a function transform, or for a batch (``is_grads_batched=True``)."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def unusual(tensor: Tensor) -> str:

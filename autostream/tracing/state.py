@@ -157,6 +157,7 @@ class ModelWatch:
         self._order_then = list(chain.from_iterable(self._ordered))
         self._filled = list(filter(None, slots))
         self._names_then = list(map(list, self._filled))
+        self._parameters = [names for module in self.modules if isinstance(names := module._parameters, dict)]
         self._hooks: list[Mapping[int, Any]] = [
             *(hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)),
             *(nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks),
@@ -178,6 +179,11 @@ class ModelWatch:
         """The training flags of all modules, one byte each."""
         flags = bytes(map(_TRAINING, self._flags))
         return flags + bytes([getattr(module, "training", False) for module in self._others]) if self._others else flags
+
+    def required(self) -> bytes:
+        """Which parameters require gradients, one byte each; tied ones as often as they are tied."""
+        values = chain.from_iterable(map(dict.values, self._parameters))
+        return bytes([value is not None and value.requires_grad for value in values])
 
     def hooked(self) -> bool:
         """Whether a module has forward hooks, which a traced graph would not call."""

@@ -9,7 +9,8 @@ alone, and a schedule may run it as soon as that is there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
-from autostream.tracing.constants import tensors_held
 from autostream.tracing.export import Traced, Tracer, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_draws, check_ordinary, watched
 from autostream.tracing.optimizers import lists_apart
@@ -72,10 +72,15 @@ def state_of(step: nn.Module) -> dict[str, Tensor]:
     return {**dict(step.named_parameters()), **dict(step.named_buffers())}
 
 
+def registered(step: nn.Module) -> frozenset[int]:
+    """The ids of the tensors of a step: any other would be a constant of a graph, whatever takes its place."""
+    return frozenset(map(id, state_of(step).values()))
+
+
 def _made_fx(
     twin: nn.Module, step: nn.Module, tensors: Sequence[Tensor], structure: Structure
 ) -> tuple[FlatModel, fx.GraphModule]:
-    flat = FlatModel(_Functional(twin), structure, tensors_held(step), "make_fx")
+    flat = FlatModel(_Functional(twin), structure, registered(step), "make_fx")
     state = state_of(step)
     names = [f"model.step.{name}" for name in state]
 
@@ -99,10 +104,31 @@ def made(
         TraceError: it cannot be traced, or draws random numbers again from a state that is put back.
     """
     tracer = make_fx(run, decompositions, "fake", _allow_non_fake_inputs=True)
-    with torch.autograd.set_multithreading_enabled(False):  # what is patched for this thread holds for backward too
+    with (
+        _unpacked(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):  # what is patched for this thread holds for backward too
         module = watched(lambda: tracer(*values), flat)
     check_draws(flat, module)
     return module
+
+
+@contextmanager
+def _unpacked() -> Iterator[None]:
+    """Keep the caller's hooks of what autograd saves (``saved_tensors_hooks``, of checkpointing too) from fake tensors.
+
+    Private to PyTorch (seen in 2.11 and 2.13): its public relative can add hooks, but none can take them away.
+    """
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def reached_originals(module: fx.GraphModule, step: nn.Module) -> bool:

@@ -54,7 +54,7 @@ def test_what_is_held_may_be_used(constants: Constants, argument: Tensor) -> Non
 def test_what_nobody_holds_may_not_be_used(
     constants: Constants, argument: Tensor, use: Callable[[Tensor], Tensor], name: str
 ) -> None:
-    with constants, pytest.raises(TraceError, match=rf"uses \({name}\) a tensor that is no attribute of it"):
+    with constants, pytest.raises(TraceError, match=rf"uses \({name}\) a tensor that is not registered with it"):
         use(argument)
 
 

@@ -330,7 +330,7 @@ def test_a_model_without_inputs_or_with_numbers_alone_can_be_traced() -> None:
 
 def test_tensors_in_closures_and_lists_are_refused_for_they_could_be_replaced_unseen() -> None:
     held = [torch.ones(4)]
-    assert "uses (add) a tensor that is no attribute of it: make it a buffer" in refusal(lambda x: x + held[0], X)
+    assert "uses (add) a tensor that is not registered with it: make it a buffer" in refusal(lambda x: x + held[0], X)
     assert "uses (cat) a tensor" in refusal(lambda x: torch.cat([x, held[0][None]]), X)
     layer = nn.Linear(4, 4)
     assert "uses (linear) a tensor" in refusal(lambda x: layer(x), X)

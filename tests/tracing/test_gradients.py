@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.errors import TraceError
-from autostream.tracing.gradients import Halves, trace_gradients
+from autostream.tracing.gradients import Halves, Tangent, trace_gradients
 from autostream.tracing.tree import flatten
 
 X = torch.randn(3, 4)
@@ -46,7 +46,8 @@ def test_values_in_between_are_saved_and_weights_are_looked_at_again() -> None:
     assert targets(found.forward.program.module.graph) == [
         *("aten::t", "aten::addmm", "aten::tanh", "aten::t", "aten::addmm", "aten::sigmoid")
     ]
-    assert (found.trained, found.strides) == ((0, 1, 2, 3), ((2, 1),))
+    assert found.trained == (0, 1, 2, 3)
+    assert found.tangents == (Tangent((3, 2), (2, 1), torch.float32, torch.device("cpu")),)
     assert found.saved == (1, 0)
     graph = found.backward([0, 1]).graph
     assert [node.name for node in graph.find_nodes(op="placeholder")][2:4] == ["sigmoid", "tanh"]
@@ -69,6 +70,37 @@ def test_of_views_what_they_are_views_of_is_saved() -> None:
     found = halves(Gated(4, 4))
     assert given(found, 1)[:1] == ["input 0"]
     assert len(given(found, 1)) <= 3
+
+
+def test_gradients_come_from_the_outputs_that_they_depend_on() -> None:
+    """The second output is written into a slice, so that only its memory tells where its gradient went.
+
+    x ── body ──┬── left ──▶ y
+                └── right, the half of it ──▶ z
+    """
+
+    class Parted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.body(x)
+            return self.left(x), x.argmax(), self.right(x)[:, :2].sum(1)
+
+    found = halves(Parted())
+    assert [tangent and tangent.shape for tangent in found.tangents] == [(3, 4), None, (3,)]
+    assert found.sources == (*[frozenset([0, 2])] * 2, *[frozenset([0])] * 2, *[frozenset([2])] * 2)
+
+
+def test_gradients_are_laid_out_as_the_graph_takes_them() -> None:
+    like = Tangent.of(torch.empty(2, 3))
+    ones = torch.ones(2, 3)
+    assert like.laid_out(ones) is ones
+    for gradient in (torch.ones(()).expand(2, 3), torch.ones(3, 2).t(), ones.to_sparse()):
+        assert like.laid_out(gradient).stride() == (3, 1)
+        assert torch.equal(like.laid_out(gradient), ones)
+    assert torch.equal(like.laid_out(None), torch.zeros(2, 3))
 
 
 def test_what_is_checkpointed_is_computed_in_the_backward() -> None:
@@ -104,6 +136,8 @@ def function(run: Callable[..., Any]) -> nn.Module:
         (lambda y, x: (y, y[0]), "an output shares memory"),
         (lambda y, x: y.tanh()[:, :2], "an output shares memory with what its backward needs"),
         (lambda y, x: y * y.sum().item(), "its backward needs what is no tensor"),
+        (lambda y, x: y.register_hook(torch.neg) and y * 1, "calls register_hook, which a graph would not"),
+        (lambda y, x: y.sum().backward() or x.sum() + y, "calls backward, which a graph would not"),
     ],
 )
 def test_what_autograd_would_see_otherwise_is_refused(run: Callable[..., Any], reason: str) -> None:

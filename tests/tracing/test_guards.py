@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,6 +44,18 @@ def test_function_transforms_are_noticed() -> None:
     torch.func.grad(function)(torch.ones(2))
     assert len(seen) == 2
     assert all("transform" in call and "transform" in tensor for call, tensor in seen)
+
+
+def test_forward_mode_and_batches_of_gradients_are_noticed() -> None:
+    with forward_ad.dual_level():
+        assert "forward-mode AD" in unusual_call()
+    assert unusual_call() == ""
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(unusual_tensor([gradient])))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert "transform" in seen[0]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

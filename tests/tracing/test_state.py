@@ -388,3 +388,12 @@ def test_what_is_undone_does_not_fail_a_pending_backward(monkeypatch: pytest.Mon
     if private:
         loss.backward()
     assert (factor._version == 0) is private
+
+
+def test_parameters_that_require_gradients_are_told_without_a_walk() -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
+    watch = ModelWatch(model)
+    model[1].bias.requires_grad_(False)
+    assert watch.required() == bytes([True, False, True, False])  # a bias that is missing requires none
+    model[0].weight = nn.Parameter(torch.ones(1, 1), requires_grad=False)
+    assert watch.required() == bytes([False, False, True, False])
