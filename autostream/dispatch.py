@@ -259,6 +259,8 @@ class Dispatcher:
         gradients = self._gradients(tensors)
         if gradients and watch.hooked_backward():
             raise self._refused("a submodule has backward hooks, which a graph would not call")
+        if gradients and self._better_alone(tensors):
+            raise self._refused(_BETTER_ALONE)
         return tensors, structure, signature_of(structure, tensors, watch.training(), gradients), watch
 
     def _gradients(self, tensors: Sequence[Tensor]) -> bytes:
@@ -267,6 +269,11 @@ class Dispatcher:
             return b""
         required = self._watch.required() + bytes([tensor.requires_grad for tensor in tensors])
         return required if any(required) else b""
+
+    def _better_alone(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether to leave calls that record gradients to the model: on a CPU, unless somebody asks for a schedule."""
+        asked = self.options.strict or self.options.policy != "auto"
+        return not asked and not any(tensor.is_cuda for tensor in chain(tensors, self.model.parameters()))
 
     def _renew_watch(self) -> None:
         if not self._watch.intact():
@@ -383,6 +390,11 @@ class Dispatcher:
     def _name(self) -> str:
         return name_of(self.model)
 
+
+_BETTER_ALONE = (
+    "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
+    "host longer than the model does: choose a policy to have one all the same"
+)
 
 _TOO_LITTLE_MEMORY = "there is too little memory to run it as scheduled"
 

@@ -530,7 +530,7 @@ def test_a_bound_method_of_a_module() -> None:
 def test_where_gradients_are_recorded_they_are_the_models() -> None:
     model, twin = Net(), Net()
     twin.load_state_dict(model.state_dict())
-    fast = autostream.optimize(model)
+    fast = autostream.optimize(model, policy="sequential")
     x, other = t(3, 4).requires_grad_(), t(3, 4).requires_grad_()
     fast(x).sum().backward()
     twin(other).sum().backward()
@@ -582,7 +582,7 @@ def test_tensor_subclasses_are_passed_on() -> None:
 @torch.no_grad()
 def test_transforms_and_tracers_see_the_plain_model() -> None:
     model = Net().eval()
-    fast = autostream.optimize(model)
+    fast = autostream.optimize(model, policy="sequential")
     outer = nn.Sequential(nn.ReLU(), fast)
     x = t(3, 4)
     fast(x)

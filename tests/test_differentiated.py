@@ -448,9 +448,18 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("reason", PLAIN)
 def test_what_no_graph_would_do_runs_as_it_is_and_the_report_says_why(reason: str) -> None:
-    fast = assert_trains_alike(PLAIN[reason], backward_only)
+    fast = assert_trains_alike(PLAIN[reason], backward_only, policy="sequential")
     assert modes(fast) == {"plain"}
     assert reason in reasons(fast)
+
+
+def test_on_a_cpu_the_model_does_it_unless_somebody_asks_for_a_schedule() -> None:
+    """There a schedule takes the host longer than small models take: nothing is captured."""
+    fast = assert_trains_alike(partial(nn.Linear, 4, 4), backward_only)
+    assert modes(fast) == {"plain"}
+    assert "gradients are recorded on a CPU" in reasons(fast)
+    fast = assert_trains_alike(partial(nn.Linear, 4, 4), backward_only, strict=True)
+    assert modes(fast) == {"forward and backward"}
 
 
 def test_strict_says_why_not() -> None:

@@ -395,13 +395,12 @@ SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
 }
 
 
-@pytest.mark.parametrize("configuration", ["default", "scattered"])
 @pytest.mark.parametrize("name", SPLIT)
-def test_what_is_split(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, reason = SPLIT[name]
     model, *args, kwargs = make()
     np.random.seed(3)
-    fast = check_same(model, (args, kwargs), CONFIGURATIONS[configuration](monkeypatch))
+    fast = check_same(model, (args, kwargs), CONFIGURATIONS["scattered"](monkeypatch))
     refused = [report for report in fast.reports if report.refusals]
     assert refused
     assert {report.mode for report in refused} <= {"graph breaks", "plain"}

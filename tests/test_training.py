@@ -191,10 +191,10 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_parameters_after_20_steps(optimizer: str, options: dict[str, Any]) -> None:
+def test_parameters_after_20_steps(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(normed, OPTIMIZERS[optimizer], steps=20)
-    step = assert_trains_alike(scene, **options)
-    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+    step = assert_trains_alike(scene, **force_streams(monkeypatch))
+    assert modes(step) == ["threads"]
     assert reasons(step) == ""
 
 

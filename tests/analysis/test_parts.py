@@ -53,7 +53,7 @@ def looks(draw: st.DrawFn) -> Tensor:
 
 
 class TestAgainstBytes:
-    @settings(max_examples=600, deadline=None)
+    @settings(max_examples=300, deadline=None)
     @given(st.lists(looks(), min_size=1, max_size=5))
     def test_tensors_told_apart_have_no_byte_in_common(self, tensors: list[Tensor]) -> None:
         _, ranges = spans(tensors)

@@ -100,7 +100,7 @@ class TestAgainstBruteForce:
         assert is_covered(graph, schedule)
 
     @given(st.data())
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=250, deadline=None)
     def test_any_streams_order_and_waits(self, data: st.DataObject) -> None:
         graph = data.draw(conflict_graphs())
         schedule = data.draw(schedules(graph))
@@ -141,7 +141,7 @@ class TestAgainstBruteForce:
         assert is_accepted(graph, elsewhere) == is_covered(graph, elsewhere)
 
     @given(st.data())
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=200, deadline=None)
     def test_a_release_anywhere(self, data: st.DataObject) -> None:
         """One launch earlier than planned is never safe, later ones are; with more waits, more is safe."""
         graph = data.draw(conflict_graphs())
@@ -154,7 +154,7 @@ class TestAgainstBruteForce:
                 assert is_accepted(graph, released_at(schedule, storage, at)) == expected
 
     @given(st.data())
-    @settings(max_examples=600, deadline=None)
+    @settings(max_examples=250, deadline=None)
     def test_an_arena_with_anything_anywhere(self, data: st.DataObject) -> None:
         graph = data.draw(conflict_graphs().flatmap(placeable))
         right = assignments(graph).map(lambda drawn: synchronize(graph, drawn))
@@ -175,7 +175,7 @@ class TestAgainstBruteForce:
             assert is_accepted(graph, moved) == is_safe_arena(graph, moved)
 
     @given(st.data())
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=200, deadline=None)
     def test_two_storages_anywhere(self, data: st.DataObject) -> None:
         """Each pair of places of two storages, ordered or not, side by side or not."""
         graph = data.draw(conflict_graphs().flatmap(placeable))
