@@ -530,13 +530,13 @@ def test_a_bound_method_of_a_module() -> None:
 def test_where_gradients_are_recorded_they_are_the_models() -> None:
     model, twin = Net(), Net()
     twin.load_state_dict(model.state_dict())
-    fast = autostream.optimize(model, policy="sequential")
+    fast = autostream.optimize(model)
     x, other = t(3, 4).requires_grad_(), t(3, 4).requires_grad_()
     fast(x).sum().backward()
     twin(other).sum().backward()
     same(x.grad, other.grad)
     same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-    assert modes(fast) == ["forward and backward"]
+    assert modes(fast) == ["plain"]
 
 
 @pytest.mark.parametrize("make", [lambda w: Model(lambda s, x: x * s.w, w=w), lambda w: lambda x: x * w])
@@ -582,7 +582,7 @@ def test_tensor_subclasses_are_passed_on() -> None:
 @torch.no_grad()
 def test_transforms_and_tracers_see_the_plain_model() -> None:
     model = Net().eval()
-    fast = autostream.optimize(model, policy="sequential")
+    fast = autostream.optimize(model)
     outer = nn.Sequential(nn.ReLU(), fast)
     x = t(3, 4)
     fast(x)
