@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from autostream.options import Options
 
-settings.register_profile("no clocks", deadline=None, max_examples=60)
+settings.register_profile("no clocks", deadline=None, max_examples=40)
 settings.load_profile("no clocks")
 
 

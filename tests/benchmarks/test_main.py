@@ -105,8 +105,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 
 def test_the_cpu_suite_is_measured_end_to_end(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For real. Compiling for the CPU takes a C++ compiler, and without one it is that cell that has no times."""
-    modes = ("eager", "compile_default", "autostream")
+    """For real."""
+    modes = ("eager", "autostream")
     assert run(out, "--timeout", "120", "--modes", ",".join(modes), "--workloads", "mm_small") == 0
     found = result.load(out)
     check(found)
@@ -118,7 +118,6 @@ def test_the_cpu_suite_is_measured_end_to_end(out: Path, capsys: pytest.CaptureF
         assert tuple(cells) == modes
         assert (cells["eager"]["status"], cells["autostream"]["status"]) == ("ok", "ok")
         assert cells["autostream"]["schedule"]["mode"] in ("one stream", "threads")
-        assert cells["compile_default"]["status"] in ("ok", "failed")
     printed, said = capsys.readouterr()
     assert printed.splitlines()[0].split() == ["workload", "eager", "µs", *modes[1:]]
     assert [line.split(":")[0] for line in said.splitlines()] == ["mm_small"]

@@ -164,7 +164,7 @@ class TestAgainstBruteForce:
         assert is_accepted(graph, placed) == is_safe_arena(graph, placed)
 
     @given(st.data())
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=80, deadline=None)
     def test_an_arena_as_crowded_as_can_be_and_one_storage_moved(self, data: st.DataObject) -> None:
         graph = data.draw(conflict_graphs(max_ops=9).flatmap(placeable))
         schedule = synchronize(graph, data.draw(assignments(graph)))
