@@ -82,7 +82,6 @@ class Scheduled:
 
     Attributes:
         report: what was done, and why.
-        device: where its ops run.
         repeatable: whether a call more than asked, or one that fails, changes nothing that anybody can see.
 
     Raises:
@@ -116,7 +115,6 @@ class Scheduled:
                 tuned = _pooled(tuned, arguments, pools)
             self._frozen = Frozen(tuned.program.frozen, arguments, writes)
             self._program, self._graph, self._selection = tuned.program, tuned.priced.graph, tuned.selection
-            self.device = self._graph.device
             self._structure = traced.structure
             self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
             self._expected = self._metadata(arguments)

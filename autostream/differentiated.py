@@ -28,7 +28,7 @@ from autostream.reporting.report import Report
 from autostream.tracing.export import Tracer
 from autostream.tracing.gradients import trace_gradients
 from autostream.tracing.signature import Signature
-from autostream.tracing.state import LiveState, name_of
+from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
 
 
@@ -147,7 +147,8 @@ class Differentiated:
             RuntimeError: it would not compute the same.
         """
         halves = self._halves
-        changed = _versions(values) != versions_then or self._modes() != self._signature.training
+        modes = ModelWatch(self._model).training()
+        changed = _versions(values) != versions_then or modes != self._signature.training
         if reason := halves.once or ("weights, inputs or modes have changed since the call" if changed else ""):
             raise RuntimeError(
                 f"for gradients of gradients (create_graph=True) all is computed once more, and {reason}: call the "
@@ -162,9 +163,6 @@ class Differentiated:
         trained = [values[at] for at in halves.trained]
         given = [output for output, _ in used], trained, [tangent for _, tangent in used]
         return torch.autograd.grad(*given, create_graph=True, allow_unused=True)
-
-    def _modes(self) -> bytes:
-        return bytes([module.training for module in self._model.modules()])
 
     def _laid_out(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
         pairs = zip(tangents, self._halves.tangents, strict=True)

@@ -104,10 +104,8 @@ def made(
         TraceError: it cannot be traced, or draws random numbers again from a state that is put back.
     """
     tracer = make_fx(run, decompositions, "fake", _allow_non_fake_inputs=True)
-    with (
-        _unpacked(),
-        torch.autograd.set_multithreading_enabled(False),
-    ):  # what is patched for this thread holds for backward too
+    # In one thread, for what is patched for this one has to hold for the backward too.
+    with _unpacked(), torch.autograd.set_multithreading_enabled(False):
         module = watched(lambda: tracer(*values), flat)
     check_draws(flat, module)
     return module
