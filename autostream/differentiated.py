@@ -24,11 +24,12 @@ from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.lending import Lending
 from autostream.options import Options
 from autostream.pipeline import versions
+from autostream.repetition import Before, Repetition
 from autostream.reporting.report import Report
 from autostream.tracing.export import Tracer
 from autostream.tracing.gradients import trace_gradients
 from autostream.tracing.signature import Signature
-from autostream.tracing.state import LiveState, ModelWatch, name_of
+from autostream.tracing.state import LiveState, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
 
 
@@ -77,6 +78,7 @@ class Differentiated:
         )
         self._state = LiveState(model, halves.state, {})
         self._model, self._structure, self._signature, self._halves = model, structure, signature, halves
+        self._repetition = Repetition(model, halves.forward.program, [own.target for own in halves.state])
         self._autocast = _autocast(self._device)
         self._required = _required(self._state.tensors())
         self.repeatable = self._forward.repeatable
@@ -108,20 +110,22 @@ class Differentiated:
             parts=(self._forward.report, *self._backward.reports),
         )
 
-    def forward(self, values: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def forward(self, values: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], Before]:
         """Compute the outputs.
 
         Returns:
-            The outputs; what the backward takes besides tangents, the last of it lent; the memory that is lent.
+            The outputs; what the backward takes besides tangents, the last of it lent; the memory that is lent; what
+            the call found.
         """
         halves = self._halves
         with self._lock, _uncast(self._device):
+            before = self._repetition.before(values)
             self._lending.recall()
             results = self._forward(values[len(halves.state) :])
             memory = [results[place] for place in self._lent]
             lent = self._lending.lend(memory)
         copied = (results[place] for place in self._copied)
-        return results[: len(halves.tangents)], [*(values[at] for at in halves.needed), *copied, *lent], memory
+        return results[: len(halves.tangents)], [*(values[at] for at in halves.needed), *copied, *lent], memory, before
 
     def backward(
         self, taken: Sequence[Tensor], memory: Sequence[Tensor], tangents: Sequence[Tensor | None]
@@ -138,8 +142,13 @@ class Differentiated:
         pairs = zip(gradients, self._halves.sources, strict=True)
         return [None if used.isdisjoint(sources) else gradient for gradient, sources in pairs]
 
+    def versions(self, values: Sequence[Tensor]) -> list[int]:
+        """How often values that no call writes were written; for those made in inference mode nobody counts."""
+        written = self._repetition.written
+        return [0 if at in written or own.is_inference() else own._version for at, own in enumerate(values)]
+
     def differentiable(
-        self, values: Sequence[Tensor], versions_then: Sequence[int], tangents: Sequence[Tensor | None]
+        self, values: Sequence[Tensor], versions_then: Sequence[int], before: Before, tangents: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """The same gradients, recorded by autograd: the model computes all once more.
 
@@ -147,17 +156,16 @@ class Differentiated:
             RuntimeError: it would not compute the same.
         """
         halves = self._halves
-        modes = ModelWatch(self._model).training()
-        changed = _versions(values) != versions_then or modes != self._signature.training
-        if reason := halves.once or ("weights, inputs or modes have changed since the call" if changed else ""):
+        if self.versions(values) != versions_then:
             raise RuntimeError(
-                f"for gradients of gradients (create_graph=True) all is computed once more, and {reason}: call the "
-                "model itself, not the optimized one, where you need them"
+                "for gradients of gradients (create_graph=True) all is computed once more, and weights or inputs have "
+                "changed since the call: call the model itself, not the optimized one, where you need them"
             )
-        values = [value.view_as(value) for value in values]  # one may be computed from another: this call ends here
+        # Each stands for itself, for one may be computed from another: this call ends here.
+        values = self._repetition.values(values, before)
         state = {own.target: value for own, value in zip(halves.state, values, strict=False)}
         args, kwargs = unflatten(self._structure, values[len(state) :])
-        with self._autocast():
+        with self._autocast(), self._repetition.as_then(before):
             outputs, _ = flatten(functional_call(self._model, state, args, kwargs))
         used = [(output, tangent) for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
         trained = [values[at] for at in halves.trained]
@@ -178,8 +186,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Differentiated, values: Sequence[Tensor], *trained: Tensor) -> tuple[Tensor, ...]:
-        outputs, taken, ctx.memory = call.forward(values)
-        ctx.call, ctx.values, ctx.versions = call, values, _versions(values)
+        outputs, taken, ctx.memory, ctx.before = call.forward(values)
+        ctx.call, ctx.values, ctx.versions = call, values, call.versions(values)
         ctx.save_for_backward(*taken)  # it sees to it that nobody has written to them when they are used
         ctx.mark_non_differentiable(*call.constants(outputs))
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, which is not zero
@@ -189,10 +197,10 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         taken = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, None, *ctx.call.differentiable(ctx.values, ctx.versions, tangents)
+            return None, None, *ctx.call.differentiable(ctx.values, ctx.versions, ctx.before, tangents)
         gradients = ctx.call.backward(taken, ctx.memory, tangents)
         if taken and not _keeps_graph():
-            ctx.values = ctx.memory = ()  # as autograd lets go of what is saved: losses may be kept
+            ctx.values = ctx.memory = ctx.before = ()  # as autograd lets go of what is saved: losses may be kept
         return None, None, *gradients
 
 
@@ -205,11 +213,6 @@ Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, inputs are
 
 def _required(tensors: Sequence[Tensor | None]) -> list[bool]:
     return [tensor is not None and tensor.requires_grad for tensor in tensors]
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was written; for those made in inference mode nobody counts."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _uncast(device: torch.device) -> AbstractContextManager[Any]:

@@ -21,7 +21,8 @@ FLOORS = {
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
     3: {
         *("pipeline", "candidates", "comparison", "budget", "choices"),
-        *("select", "shortcut", "tuning", "build", "differentiated", "dispatch", "buckets", "padding"),
+        *("select", "shortcut", "tuning", "build", "differentiated", "repetition", "dispatch", "buckets"),
+        "padding",
     },
     4: {"api", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},

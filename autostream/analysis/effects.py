@@ -45,6 +45,8 @@ _UPDATES_STATISTICS = {
     "aten::batch_norm_gather_stats_with_counts": "",
 }
 
+_STATISTICS = ("running_mean", "running_var")
+
 # Return their argument where they have nothing to do.
 _DROPOUTS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
 
@@ -78,6 +80,7 @@ class Effects:
     Attributes:
         reads: what it looks at: every argument but those that it only overwrites.
         writes: what it changes in place.
+        renews: what it reads only to change it: nothing else that it computes depends on that.
         aliases: what its results may share memory with, even where the fake values say that they do not.
         orders: resources whose users keep their program order: ``"rng"``, ``"collective"``, ``"world"``.
         launches: whether it does more than rename, reshape or ask for a size.
@@ -89,6 +92,7 @@ class Effects:
 
     reads: tuple[fx.Node, ...] = ()
     writes: tuple[fx.Node, ...] = ()
+    renews: tuple[fx.Node, ...] = ()
     aliases: tuple[fx.Node, ...] = ()
     orders: frozenset[str] = frozenset()
     launches: bool = True
@@ -140,6 +144,7 @@ def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
     return Effects(
         reads=_named(arguments, [name for name in arguments if name not in _overwritten(target)]),
         writes=writes,
+        renews=_named(arguments, _STATISTICS) if arguments.get("training") is True else (),
         aliases=tuple(source for source in aliases if _could_alias(node, source)),
         orders=orders,
         launches=launches,
@@ -179,7 +184,7 @@ def _unannotated_writes(target: OpOverload, arguments: dict[str, Any]) -> tuple[
     condition = _UPDATES_STATISTICS.get(target._schema.name)
     if condition is None or (condition and arguments[condition] is False):
         return ()
-    return ("running_mean", "running_var")
+    return _STATISTICS
 
 
 def _orders(target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:

@@ -225,20 +225,23 @@ def watched(tracer: Callable[[], Graph], flat: FlatModel) -> Graph:
 
 
 def check_draws(flat: FlatModel, module: torch.fx.GraphModule) -> None:
-    """See that what was traced draws each random number from where the last one left the generator.
+    """See that what was traced draws each random number from where the last one left PyTorch's own generator.
 
     Raises:
-        TraceError: it draws some, and puts back a generator's state.
+        TraceError: it draws some, and puts back a generator's state, or from another generator.
     """
-    nodes = (node for part in module.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes)
-    if flat.result.puts_back and any(map(draws, nodes)):
+    parts = (part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule))
+    drawing = [node for graph in parts for node in graph.nodes if _draws(node)]
+    if drawing and flat.result.puts_back:
         raise TraceError(
             "random numbers are drawn again from a state that is put back (set_rng_state, as checkpointing does): a "
             "graph would draw others"
         )
+    if any(node.kwargs.get("generator") is not None for node in drawing):
+        raise TraceError("random numbers are drawn from a generator of the model's own: a graph would draw from a copy")
 
 
-def draws(node: torch.fx.Node) -> bool:
+def _draws(node: torch.fx.Node) -> bool:
     """Whether an op draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 

@@ -26,7 +26,7 @@ from autostream.errors import TraceError
 from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
 from autostream.tracing.export import Traced, ordinary, program_of
-from autostream.tracing.flat import FlatModel, check_ordinary, draws, tensors_in
+from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
 from autostream.tracing.replica import replica
 from autostream.tracing.state import name_of
 from autostream.tracing.steps import keep_lines
@@ -73,7 +73,6 @@ class Halves:
         saved: the places of what is saved among what ``forward`` returns.
         backward: makes, for the places of what is saved in some order, a graph that takes values, what is saved in that
             order, and tangents; it returns gradients.
-        once: why the model would not compute the same once more; ``""`` if it would.
         structure: of the model's outputs.
         tangents: how those of each output come; ``None`` for outputs that have none.
         sources: for each of the gradients, the positions of the outputs whose tangents it depends on.
@@ -85,7 +84,6 @@ class Halves:
     forward: Traced
     saved: tuple[int, ...]
     backward: Callable[[Sequence[int]], fx.GraphModule]
-    once: str
     structure: Structure
     tangents: tuple[Tangent | None, ...]
     sources: tuple[frozenset[int], ...]
@@ -220,9 +218,8 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
         return _graph(joint.module, f"{name_of(model)}Backward", given, [*seen, *second], gradients)
 
     roles = tidied(forward, model, tensors)
-    written = [p for p in roles if _is_written(forward, p.name)]
-    if inputs := [p.target for p in written if p.role is Role.INPUT]:
-        raise TraceError(f"the model writes to its input {inputs[0]}, and gradients are recorded")
+    if written := [p.target for p in roles if p.role is Role.INPUT and _is_written(forward, p.name)]:
+        raise TraceError(f"the model writes to its input {written[0]}, and gradients are recorded")
     places = list(compress(range(joint.outputs), joint.differentiable))
     sources = _sources(second, dict(zip(tangents, places, strict=True)))
     layouts = iter([Tangent.of(node.meta["val"]) for node in tangents])
@@ -231,7 +228,6 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
         saved=tuple(map(left.index, saved)),
         backward=backward,
         structure=joint.structure,
-        once=_why_once(nodes, written),
         tangents=tuple(next(layouts) if has else None for has in joint.differentiable),
         sources=tuple(sources[storage_of(gradient.meta["val"])] or frozenset(places) for gradient in gradients),
         state=tuple(Placeholder(name, Role.BUFFER, name, name) for name in state_of(model)),
@@ -254,12 +250,6 @@ def _sources(nodes: Sequence[fx.Node], tangents: Mapping[fx.Node, int]) -> Mappi
 
 def _tensors(node: fx.Node) -> list[Tensor]:
     return tensors_in(node.meta.get("val"))
-
-
-def _why_once(nodes: Sequence[fx.Node], written: Sequence[Placeholder]) -> str:
-    if any(map(draws, nodes)):
-        return "other random numbers would be drawn"
-    return f"the model writes to {written[0].target}" if written else ""
 
 
 def _check_saved(saved: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:

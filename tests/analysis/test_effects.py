@@ -157,6 +157,7 @@ class TestRunningStatistics:
         case = exported(nn.BatchNorm2d(3).train(training), torch.randn(2, 3, 4, 4))
         effects = effects_of(find(case, "aten.batch_norm.default"))
         assert names(effects.writes) == (["b_running_mean", "b_running_var"] if training else [])
+        assert effects.renews == effects.writes
         assert effects.aliases == ()
 
     @pytest.mark.parametrize("training", [True, False])

@@ -53,12 +53,6 @@ def test_values_in_between_are_saved_and_weights_are_looked_at_again() -> None:
     assert [node.name for node in graph.find_nodes(op="placeholder")][2:4] == ["sigmoid", "tanh"]
 
 
-def test_what_draws_or_writes_computes_something_else_once_more() -> None:
-    assert halves(nn.Linear(4, 4)).once == ""
-    assert halves(nn.Sequential(nn.Linear(4, 4), nn.Dropout())).once == "other random numbers would be drawn"
-    assert halves(nn.BatchNorm1d(4)).once == "the model writes to num_batches_tracked"
-
-
 def test_of_views_what_they_are_views_of_is_saved() -> None:
     """Two halves of one product: it is saved once, and cut again."""
 
@@ -137,6 +131,7 @@ def function(run: Callable[..., Any]) -> nn.Module:
         (lambda y, x: y.tanh()[:, :2], "an output shares memory with what its backward needs"),
         (lambda y, x: y * y.sum().item(), "its backward needs what is no tensor"),
         (lambda y, x: y.register_hook(torch.neg) and y * 1, "calls register_hook, which a graph would not"),
+        (lambda y, x: y * torch.rand(4, generator=torch.Generator()), "a generator of the model's own|_C.Generator"),
         (lambda y, x: y.sum().backward() or x.sum() + y, "calls backward, which a graph would not"),
     ],
 )
