@@ -23,7 +23,7 @@ from autostream.analysis.source import user_line
 from autostream.budget import exemption
 from autostream.errors import CaptureError, TargetError, first_line
 from autostream.execution.bound import Bound, Frozen, Writes
-from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved
+from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved, return_unused
 from autostream.execution.lower import lower
 from autostream.execution.static import Output, static_copies
 from autostream.execution.watched import Unmatched, watch
@@ -125,6 +125,7 @@ class Scheduled:
             # might: an index that is new may be beyond the end of what is old.
             self._harmless = self.repeatable and not has_integers(traced.program)
             self.report = _report(name_of(model), signature, tuned, options, stopwatch)
+            return_unused(self._program.device)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run with these flat inputs and return what the model would.

@@ -100,6 +100,17 @@ GraphPools = WeakValueDictionary[torch.device, GraphPool]
 """By device, the pool of a model's graphs, for as long as there are any."""
 
 
+def return_unused(device: str) -> None:
+    """Give the driver back what PyTorch's allocator keeps for nobody: graphs that were measured and let go leave much.
+
+    Args:
+        device: on which all has been made ready, ``"cuda:0"`` or ``"cpu"``.
+    """
+    if device != "cpu":
+        with _capturing, suppress(RuntimeError):  # what a capture of the user's would not bear can wait
+            torch.cuda.empty_cache()
+
+
 class CapturedGraph:
     """A run captured into a CUDA graph; calling it replays the graph on the current stream.
 

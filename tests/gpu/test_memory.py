@@ -258,6 +258,18 @@ def test_dropping_a_model_gives_its_memory_back() -> None:
         assert cycle() <= first
 
 
+def test_what_measuring_takes_is_given_back() -> None:
+    """PyTorch's allocator keeps no more for nobody than the rest of the blocks that are in use."""
+    subject = prepare(INFERENCE["resnet50"], 32, GPU, torch.float16)
+    torch.cuda.empty_cache()
+    fast = autostream.optimize(subject.model, subject.args)
+    with torch.no_grad():
+        fast(*subject.args)
+    held = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    assert held <= torch.cuda.memory_reserved() + 64 * MIB
+
+
 @pytest.mark.slow
 def test_a_thousand_models_leave_nothing_behind() -> None:
     """A small model of ATen ops, optimized and dropped: neither the device's memory nor the graphs' pools grow."""

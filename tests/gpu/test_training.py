@@ -315,3 +315,30 @@ def test_a_forward_is_kept_while_others_run() -> None:
         early.square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(*gradients, rtol=5e-3, atol=1e-4)
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.3), nn.Tanh(), nn.Linear(32, 8))
+
+
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+def test_gradients_of_gradients_come_from_the_numbers_that_were_drawn(kernels: str) -> None:
+    """Two calls draw, then the first is computed once more: statistics and the generator do not move by that."""
+    torch.manual_seed(0)
+    model = noisy().cuda()
+    twin = copy.deepcopy(model)
+    fast = autostream.optimize(model, kernels=kernels)
+    found = []
+    for each, own in ((fast, model), (twin, twin)):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            x = on_gpu(8, 16).requires_grad_()
+            first, _ = each(x), each(x.detach())
+            (gradient,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+            own.zero_grad()
+            (gradient.square().sum() + first.sum()).backward()
+        found.append([first, gradient, x.grad, torch.rand(4, device="cuda"), *(p.grad for p in own.parameters())])
+        found[-1] += own.buffers()
+    torch.testing.assert_close(*found, rtol=5e-3, atol=1e-3)
+    (report,) = fast.reports
+    assert [part.mode for part in report.parts] == ["cuda graph"] * 2, [part.refusals for part in report.parts]
