@@ -104,6 +104,7 @@ NEEDED: Mapping[str, Sequence[str]] = {
         "FxConverter._generate_graph_inputs",
         "FxConverter._generate_kernel_definition",
         "FxConverter._generate_outputs",
+        "FxConverter._generate_reinterpret_helper",
         "FxConverter._generate_subgm_getattrs",
         "FxConverter._generate_triton_call",
         "FxConverter._lookup_args",
@@ -238,6 +239,8 @@ def fused_before(program: Program, module: fx.GraphModule) -> Program:
 def _checked(program: Program, fused: fx.GraphModule, frozen: frozenset[int]) -> Program:
     if _shared(fused) != _shared(program.module):
         raise FusionError("fused, outputs would share other memory with arguments or each other than the model's do")
+    if _kinds(fused) != _kinds(program.module):
+        raise FusionError("fused, outputs would have other types or shapes than the model's do")
     if _hands_out_constants(fused):
         raise FusionError(
             "frozen, an output would be a constant, and whoever writes to it would change it for the next call: "
@@ -436,6 +439,10 @@ def _shared(module: fx.GraphModule) -> list[int]:
     values = [*_arguments(module), *(node.meta["val"] for node in _outputs(module))]
     storages = list(map(storage_of, values))
     return [storages.index(storage) for storage in storages]
+
+
+def _kinds(module: fx.GraphModule) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(node.meta["val"].dtype, node.meta["val"].shape) for node in _outputs(module)]
 
 
 def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:

@@ -144,6 +144,14 @@ class Converter(FxConverter):
         args = (input_node, _numbers(size), _numbers(stride), int(offset))
         return self.gm.graph.call_function(_REINTERPRET, args)
 
+    def _generate_reinterpret_helper(self, input_buffer: Any, result_buffer: Any, layout: Any) -> None:
+        """As in the class that this overrides, which forgets that a view may read the same bits as another type."""
+        super()._generate_reinterpret_helper(input_buffer, result_buffer, layout)
+        if layout.dtype != input_buffer.get_dtype():
+            view = self.buffer_to_node[result_buffer.get_name()]
+            cast = self.gm.graph.call_function(aten.view.dtype, (view, layout.dtype))
+            self._record_allocation(result_buffer, cast)
+
     def _generate_kernel_definition(self, line: Any) -> None:
         if "user_autotune" in line.kernel_body:
             raise NotImplementedError(f"{line.kernel_name}, which the user wrote: what it writes is not known")

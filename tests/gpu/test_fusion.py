@@ -221,6 +221,26 @@ def test_dropout_draws_as_the_model_does() -> None:
         torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-5)
 
 
+def test_the_same_bits_as_another_type() -> None:
+    """Of an argument, of what a kernel writes, and given to a library, that goes by the type of what it is given."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32, device="cuda", dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            bits = (x + 1).view(torch.bfloat16)
+            return self.linear.bias.view(torch.int16), (x * 2).view(torch.int16), self.linear(bits), bits @ bits.t()
+
+    model, x = Reads(), torch.randn(16, 32, device="cuda", dtype=torch.float16)
+    fast = autostream.optimize(model, x, kernels="inductor")
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=0.02, atol=0.02)
+    (report,) = fast.reports
+    assert report.level == "inductor", report.refusals
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -340,5 +340,4 @@ def test_gradients_of_gradients_come_from_the_numbers_that_were_drawn(kernels: s
         found.append([first, gradient, x.grad, torch.rand(4, device="cuda"), *(p.grad for p in own.parameters())])
         found[-1] += own.buffers()
     torch.testing.assert_close(*found, rtol=5e-3, atol=1e-3)
-    (report,) = fast.reports
-    assert [part.mode for part in report.parts] == ["cuda graph"] * 2, [part.refusals for part in report.parts]
+    assert {part.mode for report in fast.reports for part in report.parts} == {"cuda graph"}

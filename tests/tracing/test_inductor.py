@@ -270,6 +270,8 @@ def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pyt
     assert fuse(replace(program_of(lambda x: x + 1, torch.ones(3)), device="cuda:0")).level == "inductor"
     with pytest.raises(FusionError, match="outputs would share other memory"):
         fuse(replace(program_of(lambda x: x[1:], torch.ones(3)), device="cuda:0"))
+    with pytest.raises(FusionError, match="outputs would have other types"):
+        fuse(replace(program_of(lambda x: x > 1, torch.ones(3)), device="cuda:0"))
 
 
 @pytest.mark.usefixtures("triton")

@@ -129,6 +129,19 @@ def test_a_view_of_an_argument_that_is_returned_is_an_ordinary_tensor_in_inferen
     assert first.untyped_storage()._cdata == given.untyped_storage()._cdata
 
 
+def test_a_view_may_read_the_same_bits_as_another_type() -> None:
+    """Which Inductor's own converter forgets."""
+    made = converter()
+    buffer = SimpleNamespace(get_name=lambda: "buf0", get_dtype=lambda: torch.float32, get_offset=lambda: 0)
+    made._record_allocation(buffer, made.gm.graph.placeholder("x"))
+    layout = SimpleNamespace(size=[2], stride=[1], offset=1, dtype=torch.int32)
+    made._generate_reinterpret_helper(buffer, SimpleNamespace(get_name=lambda: "buf1"), layout)
+    made._generate_outputs = lambda: made.buffer_to_node["buf1"]  # type: ignore[method-assign, return-value]
+    given = torch.tensor([1.0, 0.5, 0.25])
+    (found,) = finished(made)(given)
+    assert torch.equal(found, given[1:].view(torch.int32))
+
+
 def test_a_view_that_is_written_stays_and_one_of_a_buffer_too() -> None:
     made = converter()
     x = made.gm.graph.placeholder("x")
