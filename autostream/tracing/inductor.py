@@ -395,8 +395,13 @@ def _hands_out_constants(module: fx.GraphModule) -> bool:
 
 
 def _named(module: fx.GraphModule, program: Program) -> fx.GraphModule:
-    """Call placeholders as the program does, and give each node its value."""
+    """Call placeholders as the program does, return one tensor as often as it does, and give each node its value."""
     values = _arguments(program.module)
+    output, results = module.graph.output_node(), _outputs(module)
+    output.args = (tuple(results[program.outputs.index(name)] for name in program.outputs),)
+    for view in dict.fromkeys(results):
+        if not view.users and view.op != "placeholder":
+            module.graph.erase_node(view)
     for node, placeholder in zip(module.graph.find_nodes(op="placeholder"), program.placeholders, strict=True):
         node.name = node.target = placeholder.name
     with _fake_mode(values), torch.no_grad():

@@ -275,6 +275,32 @@ def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("triton")
+def test_one_tensor_that_is_returned_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor looks at memory anew for each output.
+
+    a ──┬── view ──▶ first        a ── view ──┬──▶ first
+        └── view ──▶ second                   └──▶ second
+    """
+
+    def views(*args: object) -> fx.GraphModule:
+        graph = fx.Graph()
+        a = graph.placeholder("a")
+        graph.output(tuple(graph.call_function(aten.as_strided.default, (a, [2], [1])) for _ in range(3)))
+        return fx.GraphModule(nn.Module(), graph)
+
+    def twice(x: Tensor) -> tuple[Tensor, ...]:
+        view, other = x[:2], x[:2]
+        return view, view, other
+
+    monkeypatch.setattr(inductor, "_compiled", views)
+    fused = fuse(replace(program_of(twice, torch.ones(3)), device="cuda:0"))
+    assert [fused.outputs.index(name) for name in fused.outputs] == [0, 0, 2]
+    first, again, other = fused.module(torch.ones(3))
+    assert first is again is not other
+    assert len(fused.module.graph.nodes) == 4
+
+
+@pytest.mark.usefixtures("triton")
 def test_a_fused_program_has_the_names_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     case = fused_case()
     monkeypatch.setattr(inductor, "_compiled", lambda *args: renamed(case.program.module))
