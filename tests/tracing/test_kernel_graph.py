@@ -306,6 +306,13 @@ def test_a_kernel_that_is_not_inductors_is_refused() -> None:
         triton_kernel("theirs", object(), signature("in_ptr0", "x_ptr"), GPU, NOWHERE)
 
 
+def test_a_kernel_that_the_user_wrote_is_refused_whatever_its_arguments_are_called() -> None:
+    """They may be called as Inductor's are, and mean something else."""
+    body = "@triton_heuristics.user_autotune(configs=[])\ndef theirs(in_ptr0, out_ptr0):\n    ..."
+    with pytest.raises(NotImplementedError, match="theirs, which the user wrote"):
+        converter()._generate_kernel_definition(SimpleNamespace(kernel_name="theirs", kernel_body=body))
+
+
 class Compiling:
     """A kernel as Inductor hands it out: later."""
 
