@@ -272,6 +272,18 @@ def test_an_operator_is_left_to_inductor(calling: Converter, monkeypatch: pytest
     assert not calls(calling)
 
 
+def test_an_operator_that_returns_nothing_has_no_sizes_that_only_it_tells(
+    calling: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor has a line for them all the same, of a result that there is not."""
+    left: list[object] = []
+    monkeypatch.setattr(FxConverter, "_generate_unbacked_symbol_defs", lambda self, line: left.append(line))
+    nothing, never, some = (SimpleNamespace(unbacked_bindings=bindings) for bindings in ({}, None, {"u0": ()}))
+    for line in (nothing, never, some):
+        calling._generate_unbacked_symbol_defs(line)
+    assert left == [some]
+
+
 def test_inductor_writes_our_graphs_only_meanwhile() -> None:
     common.init_backend_registration()
     before = common.device_codegens["cuda"]
