@@ -91,6 +91,7 @@ class Options:
         settings = self.inductor_options
         if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
             raise _refusal("inductor_options", settings, '{} or a dict such as {"max_autotune": True}')
+        object.__setattr__(self, "inductor_options", dict(settings))  # the caller's may change
         if settings and self.kernels == "eager":
             raise OptionError('inductor_options are of no use with kernels="eager": use "auto" or "inductor" with them')
         if not isinstance(self.strict, bool):

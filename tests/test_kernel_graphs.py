@@ -26,6 +26,7 @@ from autostream.execution import streams
 from autostream.execution.lower import lower
 from autostream.ir import FORK, JOIN, Hazard, Launch, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.scheduling import POLICIES
+from autostream.scheduling.arena import place_storages
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.structure import width
 from autostream.scheduling.synchronize import synchronize
@@ -37,7 +38,7 @@ from tests.kernel_graphs.record import MODELS
 from tests.kernel_graphs.recordings import DEVICE, FOLDER, NAMES, Recording, program_of, read, recorded, text_of
 from tests.scheduling.brute_force import closure, happens_before
 from tests.scheduling.graphs import costs_of, profile_with
-from tests.scheduling.mistakes import with_a_release_too_early, without_a_wait
+from tests.scheduling.mistakes import with_a_lifetime_shortened, with_a_release_too_early, without_a_wait
 
 each = pytest.mark.parametrize("name", NAMES)
 
@@ -395,6 +396,47 @@ def test_on_one_stream_memory_goes_right_after_its_last_use(name: str) -> None:
     mine = {storage for op in graph.ops.values() for storage in op.allocates if not graph.storages[storage].escapes}
     released = {storage: launch.op for launch in plan.launches for storage in launch.releases}
     assert released == {storage: last[storage] for storage in mine}
+
+
+def placed(name: str, policy: str, count: int) -> Schedule:
+    return place_releases(graph_of(name), place_storages(graph_of(name), plan_of(name, policy, count)))
+
+
+in_arenas = pytest.mark.parametrize("count", [1, 2, 4])
+
+
+@in_arenas
+@each
+def test_bytes_of_an_arena_go_after_their_last_use(name: str, count: int) -> None:
+    """All that kernels compute in between lies there, and who is given the same bytes comes after all who had them."""
+    graph, plan = graph_of(name), placed(name, "critical_path", count)
+    verify(graph, plan)
+    inner = [each for each in graph.storages.values() if each.role is Role.INTERMEDIATE and not each.escapes]
+    assert plan.arena.offsets.keys() == {storage.name for storage in inner if storage.bytes and storage.placeable}
+    ends = {each: at + graph.storages[each].bytes for each, at in plan.arena.offsets.items()}
+    touching = {each: {op for op, call in calls_of(name).items() if call.touches(each)} for each in ends}
+    order = happens_before(plan)
+    for one, other in combinations(ends, 2):
+        if plan.arena.offsets[one] < ends[other] and plan.arena.offsets[other] < ends[one]:
+            pairs = set(product(touching[one], touching[other]))
+            assert pairs <= order or {(after, before) for before, after in pairs} <= order
+
+
+@in_arenas
+@each
+def test_a_lifetime_in_an_arena_that_is_cut_short_is_refused(name: str, count: int) -> None:
+    plan = placed(name, "critical_path", count)
+    for one, _, wrong in with_a_lifetime_shortened(graph_of(name), plan):
+        with pytest.raises(ScheduleError, match=f"{one!r} .*share|arena after {one!r}"):
+            verify(graph_of(name), wrong)
+
+
+def test_bytes_are_used_again_and_lifetimes_can_be_cut_short() -> None:
+    plans = [(name, placed(name, "critical_path", count)) for name in NAMES for count in (1, 2, 4)]
+    for name in ("attention", "inception"):
+        graph, plan = graph_of(name), placed(name, "critical_path", 4)
+        assert 0 < plan.arena.bytes < sum(graph.storages[each].bytes for each in plan.arena.offsets)
+    assert sum(len(list(with_a_lifetime_shortened(graph_of(name), plan))) for name, plan in plans) > 50
 
 
 def test_there_is_something_to_break() -> None:

@@ -80,6 +80,10 @@ def test_imports_are_found() -> None:
     }  # fmt: skip
 
 
+def test_the_proof_shares_no_code_with_what_it_proves() -> None:
+    assert set(own_imports_of("autostream.scheduling.verify")) == {"autostream.errors", "autostream.ir"}
+
+
 ESTIMATES = {f"autostream.costs.{name}" for name in ("roofline", "locality", "occupancy")}
 
 

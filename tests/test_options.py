@@ -95,6 +95,13 @@ def test_settings_of_inductor_belong_to_its_kernels() -> None:
         Options(kernels="eager", inductor_options=settings)
 
 
+def test_settings_of_inductor_stay_what_they_were_when_they_were_looked_at() -> None:
+    settings: dict[str, Any] = {"max_autotune": True}
+    options = Options(inductor_options=settings)
+    settings["freezing"] = "False"
+    assert options.inductor_options == {"max_autotune": True}
+
+
 def test_a_refusal_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="streams=17"):
         Options(streams=17)

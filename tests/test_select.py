@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from operator import is_
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ class Workshop:
         self.alive: weakref.WeakSet[Execution] = weakref.WeakSet()
         self.most = 0
         self.built: list[int] = []
+        self.tensors = [torch.ones(2), torch.zeros(3)]
+        self.given: list[Sequence[Tensor]] = []
         self.times = times
         self.candidates = [
             Candidate(Schedule(f"policy {place}", count, ()), captured=True, predicted_us=1.0)
@@ -47,7 +50,10 @@ class Workshop:
         monkeypatch.setattr(selection, "build", self.build)
         monkeypatch.setattr(selection, "_timer", lambda execution, tensors, device: lambda: execution.time_us)
 
-    def build(self, program: object, graph: object, candidate: Candidate, *rest: object) -> Execution:
+    def build(
+        self, program: object, graph: object, candidate: Candidate, tensors: Sequence[Tensor], bound: object
+    ) -> Execution:
+        self.given.append(tensors)
         place = int(candidate.schedule.policy.rpartition(" ")[2])
         self.built.append(place)
         self.clock += 1.0
@@ -72,7 +78,8 @@ class Workshop:
                 yield left.pop(0)
 
         others = [candidate for candidate in self.candidates if candidate not in left]
-        return select(program, OpGraph({}, (), {}, (), "cuda:0"), others, [], [], seconds, varied)
+        bound = [False] * len(self.tensors)
+        return select(program, OpGraph({}, (), {}, (), "cuda:0"), others, self.tensors, bound, seconds, varied)
 
 
 def chosen(
@@ -240,6 +247,14 @@ def test_a_variant_of_the_best_one_that_is_faster_takes_its_place(monkeypatch: p
     assert [candidate.measured_us for candidate in result.candidates] == [100.0, 50.0, 49.0, 48.0]
     assert workshop.varied == ["policy 1", "policy 3", "policy 5"]
     assert workshop.most == 2
+
+
+def test_all_candidates_and_variants_share_the_static_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of them for each would take memory for as long as it is alive, and time."""
+    workshop = Workshop(monkeypatch, [100.0, 50.0, 60.0, 40.0], [1, 2, 2, 2])
+    workshop.select(variants=[2, 3])
+    assert workshop.built == [0, 1, 2, 3, 0]
+    assert all(all(map(is_, given, workshop.tensors)) for given in workshop.given)
 
 
 def test_one_stream_has_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:

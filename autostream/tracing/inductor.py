@@ -107,6 +107,7 @@ NEEDED: Mapping[str, Sequence[str]] = {
         "FxConverter._generate_reinterpret_helper",
         "FxConverter._generate_subgm_getattrs",
         "FxConverter._generate_triton_call",
+        "FxConverter._generate_unbacked_symbol_defs",
         "FxConverter._lookup_args",
         "FxConverter._record_allocation",
     ],
@@ -115,23 +116,26 @@ NEEDED: Mapping[str, Sequence[str]] = {
 
 
 def check_settings(options: Mapping[str, Any]) -> None:
-    """See that Inductor has these settings, and that they are the user's to choose.
+    """See that Inductor has these settings, that they are the user's to choose, and that switches are on or off.
 
     Raises:
-        OptionError: one is unknown, or set already.
+        OptionError: one is unknown, or set already; or a switch is something else, such as ``"False"``, which would
+            turn it on.
     """
     if not options:
         return
     from torch._inductor import config
 
     known = config.get_config_copy()
-    for name in options:
+    for name, value in options.items():
         if name in SETTINGS:
             raise OptionError(f"inductor_options: {name!r} is autostream's to choose: leave it out")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise OptionError(f"inductor_options: torch._inductor.config has no setting {name!r}{hint}")
+        if isinstance(known[name], bool) and not isinstance(value, bool):
+            raise OptionError(f"inductor_options: {name!r} is a switch: use True or False, not {value!r}")
 
 
 def check_level(kernels: str, tensors: Iterable[Tensor] = ()) -> None:

@@ -168,6 +168,11 @@ class Converter(FxConverter):
         arguments = self._lookup_args(line.call_args)
         self.gm.graph.call_function(kernels[name], tuple(map(_number, arguments)))
 
+    def _generate_unbacked_symbol_defs(self, line: Any) -> None:
+        """Sizes that only a result tells. Inductor says that there are none of operators that return nothing, too."""
+        if line.unbacked_bindings:
+            super()._generate_unbacked_symbol_defs(line)
+
     def _generate_extern_kernel_common(self, kernel: Any, out_ir_node: Any) -> None:
         """Where Inductor says no operator, it calls a function by name, e.g. ``extern_kernels.bias_addmm``."""
         if kernel.op_overload is not None:

@@ -46,6 +46,19 @@ def test_what_a_function_launches_and_returns_is_between_begin_and_end(log: list
     assert (log, result) == ([{}, ("begin", "a pool"), "run", "end"], 7)
 
 
+def test_a_graph_has_workspaces_of_its_own_and_leaves_them_to_the_next_in_its_pool(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of before are given back first: two graphs that are replayed side by side would both write there."""
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("clear"), raising=False)
+    capture(lambda: log.append("run"), STREAM, "a pool")
+    assert log == [{}, "clear", ("begin", "a pool"), "run", "end", "clear"]
+    log.clear()
+    with pytest.raises(ZeroDivisionError):
+        capture(lambda: 1 / 0, STREAM, "a pool")
+    assert (log[1], log[-1]) == ("clear", "clear")
+
+
 def test_nodes_are_kept_where_they_are_asked_for(log: list[Any]) -> None:
     """They take memory, and instantiating waits for the first replay: not for what is run again and again."""
     capture(lambda: None, STREAM, keep_nodes=True)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autostream.errors import CaptureError
 from autostream.execution import cuda_graph
-from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, GraphPool, GraphPools, Moved
+from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, GraphPool, GraphPools, Moved, return_unused
 from autostream.execution.static import static_copies
 from tests.threads import in_threads
 
@@ -516,6 +516,21 @@ def test_a_run_is_warmed_up_and_captured_on_a_stream_between_the_callers_work(cu
     assert (cuda.capturing.waits, cuda.home.waits) == ([cuda.home], [cuda.capturing])
 
 
+def test_workspaces_of_the_warm_up_are_nobody_elses_and_are_given_back(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on a stream of all captures, and other graphs' kernels may be running with what is there."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        cuda.log.append("run")
+        return (x,)
+
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cuda.log.append("clear"), raising=False)
+    captured(run, torch.ones(1))
+    assert cuda.log[: WARMUP_RUNS + 1] == ["clear", *["run"] * WARMUP_RUNS]
+    assert cuda.log[-1] == "clear"
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError, KeyError])
 def test_a_run_that_fails_is_a_capture_error_that_says_what_failed(cuda: Cuda, kind: type[Exception]) -> None:
     def fails(x: Tensor) -> Tensor:
@@ -568,6 +583,23 @@ def test_an_interrupt_is_no_capture_error(cuda: Cuda) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         captured(interrupted, torch.ones(1))
+    assert not cuda_graph._capturing.locked()
+
+
+def test_what_the_allocator_keeps_for_nobody_goes_back_while_nothing_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[bool] = []
+
+    def give_back() -> None:
+        held.append(cuda_graph._capturing.locked())
+        raise RuntimeError("somebody else captures")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+    return_unused("cpu")
+    assert held == []
+    return_unused("cuda:0")
+    assert held == [True]
     assert not cuda_graph._capturing.locked()
 
 

@@ -326,6 +326,36 @@ def test_autocast_around_a_call(towers: Towers, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
+def test_a_users_operator_that_only_writes_is_one_of_the_kernels() -> None:
+    """It comes behind who reads what it writes, and before who reads that next."""
+
+    @torch.library.custom_op("autostream_tests::add_to", mutates_args=["x"])
+    def add_to(x: Tensor, y: Tensor) -> None:
+        x += y
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.before(x)
+            read = self.after(y).relu()
+            add_to(y, x)
+            return read, self.after(y)
+
+    torch.manual_seed(0)
+    model = Added().cuda()
+    fast = autostream.optimize(model, kernels="inductor", policy="critical_path", streams=3, memory_budget=math.inf)
+    for _ in range(3):
+        x = torch.randn(33, 64, device="cuda")
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    (report,) = fast.reports
+    assert (report.mode, report.level, report.refusals) == ("cuda graph", "inductor", ())
+    assert any("add_to" in op.target for op in report.graph.ops.values())  # type: ignore[union-attr]
+
+
+@torch.no_grad()
 def test_a_users_own_triton_kernel_runs_as_it_is_for_a_reason() -> None:
     import triton
     import triton.language as tl

@@ -9,7 +9,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autostream.ir import Arena, Launch, OpGraph, Schedule
+from autostream.ir import FORK, Arena, Launch, OpGraph, Role, Schedule, Storage
 from autostream.scheduling import POLICIES
 from autostream.scheduling.peak import ARENA, Pool, peak_bytes, pools
 from autostream.scheduling.releases import place_releases
@@ -47,6 +47,19 @@ def test_what_another_stream_gives_back_counts_where_it_was_allocated() -> None:
     graph = graph_of("a-b b-c", names="abc")
     launches = (Launch("a", 0), Launch("b", 1, waits=("a",), releases=("a",)), Launch("c", 0, waits=("b",)))
     assert peak_bytes(graph, Schedule("mine", 2, launches)) == 1024 + 1024
+
+
+def test_what_is_taken_before_the_fork_is_there_to_the_end_on_the_callers_stream() -> None:
+    """No op allocates m. In the arena it counts with that."""
+    graph = graph_of("a-b")
+    graph = replace(
+        graph, storages={**graph.storages, "m": Storage("m", Role.INTERMEDIATE, 512, ("m",), placeable=True)}
+    )
+    launches = (Launch("a", 1, (FORK,)), Launch("b", 1, releases=("a",)))
+    schedule = Schedule("mine", 2, launches, ("b",))
+    assert peak_bytes(graph, schedule) == 512 + 2 * 1024
+    assert Pool(0, 512, ("m",)) in pools(graph, schedule)
+    assert peak_bytes(graph, replace(schedule, arena=Arena(512, {"m": 0}))) == 512 + 2 * 1024
 
 
 @given(graph=random_graphs(), streams=st.integers(1, 4))

@@ -78,6 +78,17 @@ def test_memory_that_a_stream_knows_to_be_free_is_not_waited_for_again() -> None
     assert waits(waiting(GRAPH, found, costs_of(GRAPH, TIMES))) == waits(found)
 
 
+@pytest.mark.parametrize(("least_bytes", "waited_for"), [(1024, ("u",)), (1025, ("t",))])
+def test_only_memory_that_a_stream_does_not_know_to_be_free_counts(
+    least_bytes: int, waited_for: tuple[str, ...]
+) -> None:
+    """Op q waits for t because of data, and so knows that what s made, which t read, is free: what u made is news."""
+    graph = graph_of("a-p p-q q-r a-s s-t t-u t-q", names="apstuqr", outputs="r")
+    launches = tuple(replace(launch, waits=("t",)) if launch.op == "q" else launch for launch in LAUNCHES)
+    found = waiting(graph, replace(PLAN, launches=launches), costs_of(graph, TIMES), least_bytes)
+    assert waits(found)["q"] == waited_for
+
+
 def test_a_wait_takes_the_place_of_an_earlier_one() -> None:
     """Op q waits for s because of data; t and u come after s on the same stream."""
     graph = graph_of("a-p p-q q-r a-s s-t t-u s-q", names="apstuqr", outputs="r")

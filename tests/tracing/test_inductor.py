@@ -332,16 +332,18 @@ def renamed(module: fx.GraphModule) -> fx.GraphModule:
             {"freezing_discard_parameters": True},
             "'freezing_discard_parameters' is autostream's to choose: leave it out",
         ),
+        ({"freezing": "False"}, "'freezing' is a switch: use True or False, not 'False'"),
+        ({"max_autotune": None}, "'max_autotune' is a switch: use True or False, not None"),
     ],
 )
-def test_settings_that_inductor_does_not_have_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_inductor_does_not_have_or_cannot_use_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=f"inductor_options: .*{message}"):
         check_settings(settings)
 
 
 def test_settings_that_inductor_has_pass() -> None:
     check_settings({})
-    check_settings({"max_autotune": True, "freezing": True, "triton.unique_kernel_names": True})
+    check_settings({"max_autotune": True, "freezing": False, "triton.unique_kernel_names": True, "compile_threads": 4})
 
 
 # Freezing

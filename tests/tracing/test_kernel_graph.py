@@ -272,6 +272,18 @@ def test_an_operator_is_left_to_inductor(calling: Converter, monkeypatch: pytest
     assert not calls(calling)
 
 
+def test_an_operator_that_returns_nothing_has_no_sizes_that_only_it_tells(
+    calling: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor has a line for them all the same, of a result that there is not."""
+    left: list[object] = []
+    monkeypatch.setattr(FxConverter, "_generate_unbacked_symbol_defs", lambda self, line: left.append(line))
+    nothing, never, some = (SimpleNamespace(unbacked_bindings=bindings) for bindings in ({}, None, {"u0": ()}))
+    for line in (nothing, never, some):
+        calling._generate_unbacked_symbol_defs(line)
+    assert left == [some]
+
+
 def test_inductor_writes_our_graphs_only_meanwhile() -> None:
     common.init_backend_registration()
     before = common.device_codegens["cuda"]
@@ -304,6 +316,13 @@ def test_a_kernel_that_is_not_inductors_is_refused() -> None:
     """A user's own names do not say what it writes."""
     with pytest.raises(NotImplementedError, match="nobody knows whether it writes x_ptr"):
         triton_kernel("theirs", object(), signature("in_ptr0", "x_ptr"), GPU, NOWHERE)
+
+
+def test_a_kernel_that_the_user_wrote_is_refused_whatever_its_arguments_are_called() -> None:
+    """They may be called as Inductor's are, and mean something else."""
+    body = "@triton_heuristics.user_autotune(configs=[])\ndef theirs(in_ptr0, out_ptr0):\n    ..."
+    with pytest.raises(NotImplementedError, match="theirs, which the user wrote"):
+        converter()._generate_kernel_definition(SimpleNamespace(kernel_name="theirs", kernel_body=body))
 
 
 class Compiling:
