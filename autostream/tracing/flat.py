@@ -32,7 +32,7 @@ from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, unasked
 from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.guards import has_torchscript, unusual
-from autostream.tracing.leaks import recalled
+from autostream.tracing.leaks import recalled, taken_back
 from autostream.tracing.state import name_of
 from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
 from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
@@ -217,7 +217,7 @@ def watched(tracer: Callable[[], Graph], flat: FlatModel) -> Graph:
             graph = tracer()
         except Exception as error:
             _let_go(error)
-            recalled(flat.constants.seen)
+            taken_back(flat.constants.seen)
             raise flat.refusal(error) from error
     if recalled(flat.constants.seen):
         raise TraceError("the model keeps a tensor in a cache, list or dict: a graph would not put it there again")

@@ -7,7 +7,9 @@ Tracing runs the model's Python, and with it whatever remembers tensors by other
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from collections import Counter
 from contextlib import suppress
 from functools import _lru_cache_wrapper
 from typing import Any
@@ -24,28 +26,45 @@ def recalled(watched: Watched) -> bool:
     They are removed from dictionaries, lists and sets; an ``lru_cache`` that has one is cleared. Call it where nothing
     of the trace is held any more but its graph.
     """
-    kept = _alive(watched)
-    if not _holders(kept, [kept]):
-        return False
-    del kept
-    gc.collect()  # in cycles, such as that of an exception and its traceback
-    kept = _alive(watched)
-    found = [_taken_back(tensor, [kept]) for tensor in kept]
-    return any(found)
+    for generation in (1, 2):  # cycles, such as that of an exception and its traceback: a trace's are mostly young
+        if not _holders(_held(watched), []):
+            return False
+        gc.collect(generation)
+    return taken_back(watched)
 
 
-def _alive(watched: Watched) -> list[Tensor]:
-    alive = (reference() for reference in watched)
-    return [tensor for tensor in alive if tensor is not None]
+def taken_back(watched: Watched) -> bool:
+    """Remove those that are still alive from whatever holds them, if only garbage, and say whether anything did.
+
+    To be called where a trace has failed: the traceback of its error holds some anyway.
+    """
+    return _removed(_held(watched), [])
 
 
-def _taken_back(value: Any, own: list[Any]) -> bool:
-    """Remove a value from all that holds it but our own, and say whether anything did."""
-    # No closure here: its cell would be one more holder.
-    holders = _holders([value], own)
+def _held(watched: Watched) -> list[Any]:
+    """Those with more references than PyTorch's to the inputs, which it holds as long as a graph lives.
+
+    To count references takes no time; to look for who holds them is to look at all objects that there are.
+    """
+    tensors = (reference() for reference in watched)
+    alive: list[Any] = list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
+    alone = [object()]
+    shapes = {fake.fake_mode.shape_env for fake in alive} - {None}
+    inputs = Counter(id(entry.fake) for shape in shapes for entry in shape.tracked_fakes or ())
+    once = sys.getrefcount(alone[0])
+    return [alive[i] for i in range(len(alive)) if sys.getrefcount(alive[i]) > once + inputs[id(alive[i])]]
+
+
+def _removed(values: list[Any], own: list[Any]) -> bool:
+    """Remove values from all that holds them but our own, and say whether anything did."""
+    # No closure here: its cell would be one more holder. And to look for holders takes long: once for all the values.
+    holders = _holders(values, own)
     for holder in holders:
         with suppress(Exception):  # a container of somebody's own making may have other ideas
-            _remove(value, holder, [*own, holders])
+            _remove(values, holder)
+    tuples = [holder for holder in holders if isinstance(holder, tuple)]  # cannot be changed, so they go as a whole
+    if tuples:
+        _removed(tuples, [*own, values, holders])
     return bool(holders)
 
 
@@ -54,28 +73,27 @@ def _holders(values: list[Any], own: list[Any]) -> list[Any]:
     from torch.fx.experimental.symbolic_shapes import TrackedFake
 
     own = [*own, values]
-    return [h for h in gc.get_referrers(*values) if not isinstance(h, TrackedFake) and not _is_one_of(own, h)]
+    holders = gc.get_referrers(*values) if values else []
+    return [h for h in holders if not isinstance(h, TrackedFake) and not _is_one_of(own, h)]
 
 
-def _remove(value: Any, holder: Any, own: list[Any]) -> None:
+def _remove(values: list[Any], holder: Any) -> None:
     if isinstance(holder, dict):
         # Python looks attributes of classes up in a cache, which a change behind the class's back would leave dangling.
         classes = [owner for owner in gc.get_referrers(holder) if isinstance(owner, type)]
-        for key in [key for key, held in holder.items() if held is value]:
+        for key in [key for key, held in holder.items() if _is_one_of(values, held)]:
             if classes:
                 delattr(classes[0], key)
             else:
                 del holder[key]
     elif isinstance(holder, list):
-        holder[:] = [held for held in holder if held is not value]
+        holder[:] = [held for held in holder if not _is_one_of(values, held)]
     elif isinstance(holder, set):
-        holder.discard(value)
+        holder.difference_update([held for held in holder if _is_one_of(values, held)])
     elif isinstance(holder, _lru_cache_wrapper):
         holder.cache_clear()
-    elif isinstance(holder, tuple):  # cannot be changed, so it goes as a whole
-        _taken_back(holder, own)
     elif hasattr(holder, "__dict__"):
-        _remove(value, vars(holder), own)
+        _remove(values, vars(holder))
 
 
 def _is_one_of(objects: list[Any], candidate: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,12 @@ X = torch.ones(3, 3)
 
 
 class Function(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.function(*args)
 
 
 def refusal(function: Callable[[Tensor], Tensor]) -> str:
@@ -113,6 +114,14 @@ def test_what_nobody_keeps_is_no_leak() -> None:
     tensors, structure = flatten(((X,), {}))
     traced = trace(Function(lambda x: x.relu() + torch.ones(3)), tensors, structure)
     assert len(traced.program.outputs) == 1
+
+
+def test_who_holds_a_tensor_is_not_looked_for_where_nobody_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All objects that there are would be looked at: with a model's inputs, PyTorch holds a trace alone."""
+    monkeypatch.setattr(gc, "get_referrers", None)
+    tensors, structure = flatten(((X, X + 1), {}))
+    graph = trace(Function(lambda x, y: x.relu() + y), tensors, structure)
+    assert len(graph.program.placeholders) == 2
 
 
 def test_a_tensor_in_a_dead_cycle_is_no_leak() -> None:
