@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
@@ -30,6 +29,7 @@ from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
 from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, unasked
+from autostream.tracing.draws import draws
 from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.guards import has_torchscript, unusual
 from autostream.tracing.leaks import recalled, taken_back
@@ -231,7 +231,7 @@ def check_draws(flat: FlatModel, module: torch.fx.GraphModule) -> None:
         TraceError: it draws some, and puts back a generator's state, or from another generator.
     """
     parts = (part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule))
-    drawing = [node for graph in parts for node in graph.nodes if _draws(node)]
+    drawing = [node for graph in parts for node in graph.nodes if draws(node)]
     if drawing and flat.result.puts_back:
         raise TraceError(
             "random numbers are drawn again from a state that is put back (set_rng_state, as checkpointing does): a "
@@ -239,11 +239,6 @@ def check_draws(flat: FlatModel, module: torch.fx.GraphModule) -> None:
         )
     if any(node.kwargs.get("generator") is not None for node in drawing):
         raise TraceError("random numbers are drawn from a generator of the model's own: a graph would draw from a copy")
-
-
-def _draws(node: torch.fx.Node) -> bool:
-    """Whether an op draws random numbers."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _modes_of(model: nn.Module) -> frozenset[FakeTensorMode]:

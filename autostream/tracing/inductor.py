@@ -37,6 +37,7 @@ from autostream.errors import FusionError, OptionError, first_line
 from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.storages import storage_of
+from autostream.tracing.draws import draw_in_order, drawing_as_eager, draws_of
 from autostream.tracing.matvec import with_rows
 from autostream.tracing.out_variants import write_into_given_memory
 from autostream.tracing.tamed import undisturbed
@@ -206,9 +207,11 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
         AsyncCompile.wakeup()  # until its processes are there, which takes seconds, this one compiles, one by one
         with with_settings(options):
             functional = _functional(program)  # under the user's autocast; what comes out has casts of its own
+            drawn = draws_of(functional.graph)
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
             with torch._C._DisableAutocast():
                 fused = _named(_compiled(functional, torch.device(program.device), constants), program)
+                draw_in_order(fused.graph, drawn)
                 write_into_given_memory(fused)
         return _checked(program, fused, frozenset(constants))
     except FusionError:
@@ -285,10 +288,11 @@ def _functional(program: Program) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
 
     values = [value.detach() for value in _arguments(program.module)]
+    decompositions = with_rows(drawing_as_eager(select_decomp_table()))
     module: Any
     with _fake_mode(values), torch.no_grad():
         module, signature = aot_export_module(
-            _Interpreted(program.module), values, trace_joint=False, decompositions=with_rows(select_decomp_table())
+            _Interpreted(program.module), values, trace_joint=False, decompositions=decompositions
         )
     written = signature.user_inputs_to_mutate
     arguments = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
@@ -399,19 +403,36 @@ def _hands_out_constants(module: fx.GraphModule) -> bool:
 
 
 def _named(module: fx.GraphModule, program: Program) -> fx.GraphModule:
-    """Call placeholders as the program does, return one tensor as often as it does, and give each node its value."""
+    """Call placeholders as the program does, return the tensors that it does, and give each node its value."""
     values = _arguments(program.module)
-    output, results = module.graph.output_node(), _outputs(module)
-    output.args = (tuple(results[program.outputs.index(name)] for name in program.outputs),)
-    for view in dict.fromkeys(results):
-        if not view.users and view.op != "placeholder":
-            module.graph.erase_node(view)
     for node, placeholder in zip(module.graph.find_nodes(op="placeholder"), program.placeholders, strict=True):
         node.name = node.target = placeholder.name
+    _tell_apart(module.graph, program.outputs)
     with _fake_mode(values), torch.no_grad():
         evaluate(module, values)
     module.recompile()
     return module
+
+
+def _tell_apart(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Return one tensor for each name, and another one for another: Inductor goes by memory alone.
+
+    Where it looks at memory once more for what it has returned already, that one is returned; where it returns one
+    tensor, or an argument, for what was a view of it, a view is made.
+    """
+    output = graph.output_node()
+    results: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
+    tensors: dict[str, fx.Node] = {}
+    for name, result in zip(names, results, strict=True):
+        if name in tensors:
+            continue
+        other = result in tensors.values() or (result.op == "placeholder" and result.name != name)
+        with graph.inserting_before(output):
+            tensors[name] = graph.call_function(aten.alias.default, (result,)) if other else result
+    output.args = (tuple(tensors[name] for name in names),)
+    for view in dict.fromkeys(results):
+        if not view.users and view.op != "placeholder":
+            graph.erase_node(view)
 
 
 def evaluate(module: fx.GraphModule, values: Sequence[Tensor]) -> None:

@@ -122,8 +122,10 @@ class Converter(FxConverter):
         nodes = self.gm.graph.nodes
         before = len(nodes)
         line.codegen_fx(self)(line)
+        origins = getattr(getattr(line, "node", None), "origins", None) or ()
         for node in islice(reversed(nodes), len(nodes) - before):
             node.stack_trace = stack_trace
+            node.meta["origins"] = [origin.name for origin in origins]
 
     def _generate_allocate(self, line: Any) -> None:
         buffer = line.node

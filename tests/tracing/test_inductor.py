@@ -275,29 +275,38 @@ def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("triton")
-def test_one_tensor_that_is_returned_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor looks at memory anew for each output.
+def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor looks at memory anew for each output, but for what is all of an argument or of what it has returned.
 
-    a ──┬── view ──▶ first        a ── view ──┬──▶ first
-        └── view ──▶ second                   └──▶ second
+    a ──┬── a ───────▶ first, a view         a ──┬── alias ─▶ first
+        ├── a ───────▶ second, a itself          ├──────────▶ second
+        ├── [:2] ────▶ third                     └── [:2] ──┬──────────▶ third, and fourth, which is the same
+        ├── [:2] ────▶ fourth, the third                    └── alias ─▶ fifth
+        └── [:2] ────▶ fifth, another
     """
 
     def views(*args: object) -> fx.GraphModule:
         graph = fx.Graph()
         a = graph.placeholder("a")
-        graph.output(tuple(graph.call_function(aten.as_strided.default, (a, [2], [1])) for _ in range(3)))
+        third, fourth = (graph.call_function(aten.as_strided.default, (a, [2], [1])) for _ in range(2))
+        graph.output((a, a, third, fourth, third))
         return fx.GraphModule(nn.Module(), graph)
 
-    def twice(x: Tensor) -> tuple[Tensor, ...]:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
         view, other = x[:2], x[:2]
-        return view, view, other
+        return x.view(-1), x, view, view, other
 
     monkeypatch.setattr(inductor, "_compiled", views)
-    fused = fuse(replace(program_of(twice, torch.ones(3)), device="cuda:0"))
-    assert [fused.outputs.index(name) for name in fused.outputs] == [0, 0, 2]
-    first, again, other = fused.module(torch.ones(3))
-    assert first is again is not other
-    assert len(fused.module.graph.nodes) == 4
+    fused = fuse(replace(program_of(model, torch.ones(3)), device="cuda:0"))
+    assert [fused.outputs.index(name) for name in fused.outputs] == [0, 1, 2, 2, 4]
+    x = torch.ones(3)
+    first, second, third, fourth, fifth = fused.module(x)
+    assert first is not x
+    assert second is x
+    assert third is fourth is not fifth
+    assert {tensor.untyped_storage()._cdata for tensor in (first, third, fifth)} == {x.untyped_storage()._cdata}
+    again = inductor.fused_before(replace(program_of(model, torch.ones(3)), device="cuda:0"), fused.module)
+    assert again.outputs == fused.outputs
 
 
 @pytest.mark.usefixtures("triton")
