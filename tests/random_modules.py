@@ -45,12 +45,13 @@ def _several(text: str) -> Sequence[str]:
 VALUES = _several("""
     {x}.sin(); {x} + {y}; {x} * {n}; {x} - {y}; {x}.sigmoid(); {x}.clone(); {x} @ {z}; F.relu({x}); {x} > {y};
     torch.where({x} > 0, {x}, {y}); {x}.sum(); {x}.mean(0); torch.cat([{x}, {z}]); torch.stack([{x}, {y}]);
-    {x}.cumsum(0); F.softmax({x}, -1); {x}.max(0); {x}.sort(stable=True, dim=-1); {x}.topk(1); torch.var_mean({x}, -1); {x}.argsort(stable=True, dim=0);
-    {x}.long(); {x}.int() // 2; {x}.double(); {x}.bfloat16(); {x}.roll(1, 0); {x}.flip(0); {x}.tril(); {x}.any();
-    {x}.gather(0, {y}.argsort(stable=True, dim=0)); {x} * {x}.shape[0]; {x} * {z}.float().sum().item(); torch.outer({x}, {z});
-    torch.zeros_like({x}); torch.arange(4, device={x}.device); {x}.new_full((4,), {n}); F.pad({x}, (1, 0));
-    torch.stack([row.sin() for row in {x}]); torch._foreach_mul([{x}, {z}], {n}); F.layer_norm({x}, {x}.shape[-1:]);
-    torch.einsum("ij,kj->ik", {x}, {z}); torch.mul({x}, {y}, out=torch.empty_like({x})); {x}[{i}];
+    {x}.cumsum(0); F.softmax({x}, -1); {x}.max(0); {x}.sort(stable=True); {x}.topk(1); torch.var_mean({x}, -1);
+    {x}.argsort(stable=True); {x}.long(); {x}.int() // 2; {x}.double(); {x}.bfloat16(); {x}.roll(1, 0); {x}.flip(0);
+    {x}.tril(); {x}.any(); {x}.gather(0, {y}.argsort(stable=True)); {x} * {x}.shape[0]; {x} * {z}.float().sum().item();
+    torch.outer({x}, {z}); torch.zeros_like({x}); torch.arange(4, device={x}.device); {x}.new_full((4,), {n});
+    F.pad({x}, (1, 0)); torch.stack([row.sin() for row in {x}]); torch._foreach_mul([{x}, {z}], {n});
+    F.layer_norm({x}, {x}.shape[-1:]); torch.einsum("ij,kj->ik", {x}, {z}); {x}[{i}];
+    torch.mul({x}, {y}, out=torch.empty_like({x}));
     torch.sort({x}, out=(torch.empty_like({x}), torch.empty_like({x}, dtype=torch.long)))
 """)
 """Tensors of others: ``x`` and ``z`` are any, ``y`` can be broadcast to ``x``, ``n`` is a number, ``i`` indices."""

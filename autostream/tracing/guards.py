@@ -85,8 +85,11 @@ def unusual_tensor(tensors: Sequence[Tensor]) -> str:
 
 def transformed(tensor: Tensor) -> bool:
     """Whether a tensor stands for another in a function transform, or for a batch (``is_grads_batched=True``)."""
-    functorch = torch._C._functorch
-    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or bool(_stands_for_a_batch(tensor))
+
+
+_stands_for_a_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
+"""Private to PyTorch (seen in 2.11 and 2.13); a version that lacks it has no such tensors either."""
 
 
 def unusual(tensor: Tensor) -> str:

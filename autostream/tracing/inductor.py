@@ -38,6 +38,7 @@ from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.storages import storage_of
 from autostream.tracing.draws import draw_in_order, drawing_as_eager, draws_of
+from autostream.tracing.flat import tensors_in
 from autostream.tracing.matvec import with_rows
 from autostream.tracing.out_variants import write_into_given_memory
 from autostream.tracing.tamed import undisturbed
@@ -407,14 +408,14 @@ def _named(module: fx.GraphModule, program: Program) -> fx.GraphModule:
     values = _arguments(program.module)
     for node, placeholder in zip(module.graph.find_nodes(op="placeholder"), program.placeholders, strict=True):
         node.name = node.target = placeholder.name
-    _tell_apart(module.graph, program.outputs)
+    _tell_apart(module.graph, program)
     with _fake_mode(values), torch.no_grad():
         evaluate(module, values)
     module.recompile()
     return module
 
 
-def _tell_apart(graph: fx.Graph, names: Sequence[str]) -> None:
+def _tell_apart(graph: fx.Graph, program: Program) -> None:
     """Return one tensor for each name, and another one for another: Inductor goes by memory alone.
 
     Where it looks at memory once more for what it has returned already, that one is returned; where it returns one
@@ -422,17 +423,38 @@ def _tell_apart(graph: fx.Graph, names: Sequence[str]) -> None:
     """
     output = graph.output_node()
     results: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
+    before = dict(zip(program.outputs, _outputs(program.module), strict=True))
+    arguments = _arguments(program.module)
     tensors: dict[str, fx.Node] = {}
-    for name, result in zip(names, results, strict=True):
+    for name, result in zip(program.outputs, results, strict=True):
         if name in tensors:
             continue
-        other = result in tensors.values() or (result.op == "placeholder" and result.name != name)
+        view = result in tensors.values() or (result.op == "placeholder" and not _is_argument(before[name], arguments))
         with graph.inserting_before(output):
-            tensors[name] = graph.call_function(aten.alias.default, (result,)) if other else result
-    output.args = (tuple(tensors[name] for name in names),)
-    for view in dict.fromkeys(results):
-        if not view.users and view.op != "placeholder":
-            graph.erase_node(view)
+            tensors[name] = graph.call_function(aten.alias.default, (result,)) if view else result
+    output.args = (tuple(tensors[name] for name in program.outputs),)
+    for unused in dict.fromkeys(results):
+        if not unused.users and unused.op != "placeholder":
+            graph.erase_node(unused)
+
+
+def _is_argument(node: fx.Node, arguments: Sequence[Any]) -> bool:
+    """Whether a node returns one of the arguments itself, as ``x.float()`` does if that is its type, and no view."""
+    storage = storage_of(node.meta["val"])
+
+    def called(node: fx.Node) -> Any:
+        """Its value, once more for what may be in the same memory."""
+        value = node.meta["val"]
+        if node.op != "call_function" or all(storage_of(tensor) != storage for tensor in tensors_in(value)):
+            return value
+        args: Any
+        kwargs: Any
+        args, kwargs = fx.map_arg((node.args, node.kwargs), called)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    with _fake_mode([node.meta["val"]]), torch.no_grad():
+        value = called(node)
+    return any(value is argument for argument in arguments)
 
 
 def evaluate(module: fx.GraphModule, values: Sequence[Tensor]) -> None:

@@ -279,7 +279,7 @@ def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkey
     """Inductor looks at memory anew for each output, but for what is all of an argument or of what it has returned.
 
     a ──┬── a ───────▶ first, a view         a ──┬── alias ─▶ first
-        ├── a ───────▶ second, a itself          ├──────────▶ second
+        ├── a ───────▶ second, a as its type     ├──────────▶ second
         ├── [:2] ────▶ third                     └── [:2] ──┬──────────▶ third, and fourth, which is the same
         ├── [:2] ────▶ fourth, the third                    └── alias ─▶ fifth
         └── [:2] ────▶ fifth, another
@@ -294,7 +294,7 @@ def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkey
 
     def model(x: Tensor) -> tuple[Tensor, ...]:
         view, other = x[:2], x[:2]
-        return x.view(-1), x, view, view, other
+        return x.view(-1), x.float(), view, view, other
 
     monkeypatch.setattr(inductor, "_compiled", views)
     fused = fuse(replace(program_of(model, torch.ones(3)), device="cuda:0"))
