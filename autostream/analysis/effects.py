@@ -144,7 +144,7 @@ def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
     return Effects(
         reads=_named(arguments, [name for name in arguments if name not in _overwritten(target)]),
         writes=writes,
-        renews=_named(arguments, _STATISTICS) if arguments.get("training") is True else (),
+        renews=_named(arguments, _renewed(arguments)),
         aliases=tuple(source for source in aliases if _could_alias(node, source)),
         orders=orders,
         launches=launches,
@@ -185,6 +185,11 @@ def _unannotated_writes(target: OpOverload, arguments: dict[str, Any]) -> tuple[
     if condition is None or (condition and arguments[condition] is False):
         return ()
     return _STATISTICS
+
+
+def _renewed(arguments: dict[str, Any]) -> list[str]:
+    """Statistics of a norm that trains: it computes with those of its input."""
+    return [name for name in _STATISTICS if name in arguments and arguments.get("training") is True]
 
 
 def _orders(target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:
