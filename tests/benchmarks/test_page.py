@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from autostream.reporting.page.assemble import render
 from benchmarks import page
@@ -27,3 +28,8 @@ def test_a_page_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_ten_thousand_ops_are_a_target() -> None:
     model, _ = page.chains()
     assert model.joints * (8 * 16 + 7) >= 10_000
+    tree, (x,) = page.tree()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        tree(x)
+    products = [event.count for event in profile.key_averages() if event.key == "aten::mul"]
+    assert sum(products) == sum(3**level for level in range(1, 9))

@@ -2,6 +2,7 @@
 function showGraph() {
   const canvas = get("drawing");
   const ACROSS = 150, DOWN = 58, WIDE = 132, HIGH = 34;
+  const LINES = 400; // beside each other: more are a single area to the eye, and take the browser long
   const nodes = ops.map((op) => ({ op, x: places[op.name][0] * ACROSS, y: places[op.name][1] * DOWN, layer: places[op.name][1] }));
   const nodeOf = new Map(nodes.map((node) => [node.op.name, node]));
   const layers = [];
@@ -29,25 +30,41 @@ function showGraph() {
     const { scale } = view;
     const top = view.y, bottom = view.y + height / scale, near = view.x - WIDE, far = view.x + width / scale + WIDE;
     const X = (x) => (x - view.x) * scale, Y = (y) => (y - view.y) * scale;
-    const draw = (style, chosen) => {
+    const within = (x) => Math.max(X(near), Math.min(X(far), x));
+    const draw = (style, most, chosen) => {
       Object.assign(context, style);
-      context.setLineDash(style.dash ?? []);
-      context.beginPath();
+      context.setLineDash(scale < 0.2 ? [] : (style.dash ?? [])); // of so thin lines no dashes are seen, but each is drawn
+      const lines = new Map(), curves = [];
       for (const edge of edges) {
         const { from, to } = edge;
         if (!chosen(edge) || from.y > bottom || to.y < top || Math.max(from.x, to.x) < near || Math.min(from.x, to.x) > far) continue;
-        const y1 = Y(from.y + HIGH / 2), y2 = Y(to.y - HIGH / 2);
-        // An edge over several layers goes round what lies between.
-        const aside = to.layer - from.layer > 1 && Math.abs(to.x - from.x) < WIDE ? WIDE * 0.75 * scale : 0;
-        context.moveTo(X(from.x), y1);
-        if (scale < 0.2) context.lineTo(X(to.x), y2);
-        else context.bezierCurveTo(X(from.x) + aside, y1 + DOWN * 0.5 * scale, X(to.x) + aside, y2 - DOWN * 0.5 * scale, X(to.x), y2);
+        const x1 = X(from.x), y1 = Y(from.y + HIGH / 2), x2 = X(to.x), y2 = Y(to.y - HIGH / 2);
+        if (scale >= 0.2 && within(x1) === x1 && within(x2) === x2) {
+          // An edge over several layers goes round what lies between.
+          curves.push([x1, y1, x2, y2, to.layer - from.layer > 1 && Math.abs(to.x - from.x) < WIDE ? WIDE * 0.75 * scale : 0]);
+        } else {
+          // Straight, and only as far as it is in sight: of wide layers, thousands lie on each other.
+          const at = (x) => y1 + ((within(x) - x1) * (y2 - y1)) / (x2 - x1 || 1);
+          const line = [within(x1), at(x1), within(x2), at(x2)];
+          lines.set(line.map((end) => Math.round(end / 2)).join(), line);
+        }
       }
+      context.beginPath();
+      for (const [x1, y1, x2, y2, aside] of curves) {
+        context.moveTo(x1, y1);
+        context.bezierCurveTo(x1 + aside, y1 + DOWN * 0.5 * scale, x2 + aside, y2 - DOWN * 0.5 * scale, x2, y2);
+      }
+      const every = Math.ceil(lines.size / most) || 1;
+      [...lines.values()].forEach(([x1, y1, x2, y2], at) => {
+        if (at % every) return;
+        context.moveTo(x1, y1);
+        context.lineTo(x2, y2);
+      });
       context.stroke();
     };
-    draw({ strokeStyle: theme.faint, lineWidth: 1 }, (edge) => !edge.wait && !edge.critical);
-    draw({ strokeStyle: theme.accent, lineWidth: 1.2, dash: [5, 4] }, (edge) => edge.wait && !edge.critical);
-    draw({ strokeStyle: theme.critical, lineWidth: 2.5 }, (edge) => edge.critical);
+    draw({ strokeStyle: theme.faint, lineWidth: 1 }, LINES, (edge) => !edge.wait && !edge.critical);
+    draw({ strokeStyle: theme.accent, lineWidth: 1.2, dash: [5, 4] }, LINES, (edge) => edge.wait && !edge.critical);
+    draw({ strokeStyle: theme.critical, lineWidth: 2.5 }, Infinity, (edge) => edge.critical);
     context.setLineDash([]);
     context.font = FONT;
     context.textBaseline = "middle";

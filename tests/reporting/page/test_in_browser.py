@@ -234,6 +234,35 @@ def test_of_many_ops_those_in_sight_are_in_the_table(visit: Visit, tmp_path: Pat
     assert visit.complaints == []
 
 
+def test_of_wide_layers_no_more_is_drawn_than_can_be_seen(visit: Visit, tmp_path: Path) -> None:
+    """From afar thousands of lines are one area, and take a browser long; what is near is drawn whole, as curves."""
+    visit.open(render(wide_report(1000)), tmp_path / "wide.html")
+    visit.page.evaluate("""() => {
+        window.calls = { lineTo: 0, bezierCurveTo: 0 };
+        for (const name of Object.keys(calls)) {
+            const draw = CanvasRenderingContext2D.prototype[name];
+            CanvasRenderingContext2D.prototype[name] = function (...args) {
+                if (this.canvas.id === "drawing") calls[name] += 1;
+                return draw.apply(this, args);
+            };
+        }
+    }""")
+
+    def calls(key: str) -> dict[str, int]:
+        visit.page.evaluate("() => { for (const name of Object.keys(calls)) calls[name] = 0; }")
+        visit.page.locator("#drawing").press(key)
+        visit.settle()
+        return visit.page.evaluate("calls")  # type: ignore[no-any-return]
+
+    for _ in range(10):
+        far = calls("-")
+    assert 0 < far["lineTo"] <= 2 * 400, "of 999 edges, within a stream and between two"
+    assert far["bezierCurveTo"] == 0
+    near = calls("Home")
+    assert near["bezierCurveTo"] > 0
+    assert visit.complaints == []
+
+
 def test_what_was_measured_stands_below_what_was_predicted(visit: Visit, tmp_path: Path) -> None:
     """Twice as slow in fact, so the second process ends where the first is long over."""
     assert REPORT.timeline is not None
