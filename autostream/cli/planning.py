@@ -36,6 +36,7 @@ from autostream.reporting.ops import COLUMNS, USUAL, Selection
 from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
 from autostream.targets import parse_device, parse_input, prepare
+from autostream.tracing.trial import check_call
 
 _OPTIONS = ("policy", "streams", "costs", "kernels", "tuning_seconds", "memory_budget", "seed")
 """The options of :func:`autostream.optimize` that a plan can be told."""
@@ -118,6 +119,7 @@ def _dry(model: nn.Module, args: tuple[Any, ...], options: Options, profile: Dev
     try:
         return pipeline.plan(model, args, {}, options, profile)
     except TraceError as error:
+        check_call(model, args, {})  # with inputs that it does not take, there is nothing to split
         raise TraceError(
             f"{error}; autostream.optimize splits such a model at graph breaks or runs it as it is, and "
             "autostream.explain shows the pieces after a call"
