@@ -73,7 +73,8 @@ class Constants(TorchFunctionMode):
 
         Raises:
             TraceError: it uses or writes such a tensor.
-        FastPathError: it asks what a tensor is to autograd, adds to its backward, or has changed the default dtype.
+            FastPathError: it asks what a tensor is to autograd, adds to its backward, or has changed the default
+                dtype.
         """
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from operator import attrgetter
 from typing import Any
 from unittest import mock
@@ -442,6 +443,7 @@ def _is_argument(node: fx.Node, arguments: Sequence[Any]) -> bool:
     """Whether a node returns one of the arguments itself, as ``x.float()`` does if that is its type, and no view."""
     storage = storage_of(node.meta["val"])
 
+    @cache  # what is written in place may be read twice by each of many ops
     def called(node: fx.Node) -> Any:
         """Its value, once more for what may be in the same memory."""
         value = node.meta["val"]

@@ -309,6 +309,19 @@ def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkey
     assert again.outputs == fused.outputs
 
 
+def test_what_is_written_again_and_again_is_looked_at_once() -> None:
+    """Each write reads the one before twice, which would be 2⁶⁴ looks otherwise."""
+
+    def doubled(x: Tensor) -> Tensor:
+        for _ in range(64):
+            x.add_(x)
+        return x
+
+    module = program_of(doubled, torch.ones(3)).module
+    (output,) = inductor._outputs(module)
+    assert inductor._is_argument(output, inductor._arguments(module))
+
+
 @pytest.mark.usefixtures("triton")
 def test_a_fused_program_has_the_names_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     case = fused_case()
