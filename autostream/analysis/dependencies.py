@@ -200,6 +200,9 @@ class _Draft:
             host = self._history.last(writers)
             if not writers <= {host} | self._history.directly_before(host):
                 return False
+            # Memory is released after its last use, and this would be none of memory that the host does not use.
+            if not self._uses(host, self.memory.made(looked_at)):
+                return False
             # If it copies after all, the copy must belong to the stream on which what it looks at is released.
             if effects.may_copy and not set(looked_at) <= set(self.groups[host].allocates):
                 return False
@@ -208,6 +211,11 @@ class _Draft:
             self.prelude.append(node.name)
         self.memory.add_view(node)
         return True
+
+    def _uses(self, op: str, storages: Names) -> bool:
+        """Whether an op accesses all of these storages, or parts of them."""
+        used = self.memory.resources(self.groups[op].reads + self.groups[op].writes)
+        return not any(set(self.memory.resources((storage,))).isdisjoint(used) for storage in storages)
 
     def _launch(self, node: fx.Node, effects: Effects) -> None:
         used = self.memory.occupied(effects.reads + effects.writes)

@@ -74,6 +74,10 @@ class Memory:
         """The storages that a node which launches nothing looks at: those of its arguments."""
         return _union(self._viewed(node))
 
+    def made(self, storages: Names) -> Names:
+        """Those that come into being in the program."""
+        return tuple(storage for storage in storages if self._made[storage][0] is Role.INTERMEDIATE)
+
     def add_results(self, node: fx.Node, effects: Effects) -> Names:
         """Take in a node that is an op. Returns the storages that come into being."""
         results = _Results(self, node, effects)

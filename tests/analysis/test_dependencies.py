@@ -167,6 +167,21 @@ class TestFolding:
         assert graph.ops[relu_.name].nodes == (relu_.name, view.name)
         assert graph.ops[late.name].nodes == (late.name,)
 
+    def test_a_look_at_memory_that_the_last_writer_does_not_use_is_an_op(self, tape: Tape) -> None:
+        """The reshape, which may copy, could be released right after it: nothing that uses its memory comes later.
+
+        relu_ ──▶ reshape    relu__1    select      select looks at both
+          └────────────────────▲
+        """
+        x = tape.input(4)
+        reshape = tape.call(aten.reshape.default, tape.call(aten.relu_.default, x), [4])
+        written = tape.call(aten.relu_.default, x)
+        select = tape.call(aten.select.int, reshape, 0, 0)
+        graph = analyze(tape.case([]).program)
+        assert graph.ops[written.name].nodes == (written.name,)
+        assert graph.ops[select.name].nodes == (select.name,)
+        assert graph.users[reshape.name] == (reshape.name, select.name)
+
     def test_an_idle_dropout_is_no_op(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.ReLU(inplace=True)).eval()
         graph = analyze(exported(model, torch.randn(2, 4)).program)
