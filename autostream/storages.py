@@ -1,4 +1,4 @@
-"""Which tensors share memory."""
+"""Which tensors share memory, and which bytes of it they take."""
 
 from __future__ import annotations
 
@@ -21,3 +21,38 @@ def storage_of(tensor: Tensor) -> int:
         (True, False)
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def byte_offset(tensor: Tensor) -> int:
+    """Where in its storage a tensor's first element is."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last of what a tensor covers in its storage.
+
+    Example:
+        >>> import torch
+        >>> span_of(torch.empty(8, dtype=torch.float32)[1::2])
+        (4, 32)
+    """
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = byte_offset(tensor)
+    return start, start + (reach + 1) * tensor.element_size() if tensor.numel() else start
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether two of a tensor's elements may share a place in memory."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += (size - 1) * stride
+    return False
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill the span that it covers, so that ``clone`` keeps its strides."""
+    start, end = span_of(tensor)
+    return not overlaps(tensor) and end - start == tensor.numel() * tensor.element_size()

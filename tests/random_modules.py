@@ -51,8 +51,8 @@ VALUES = _several("""
     torch.outer({x}, {z}); torch.zeros_like({x}); torch.arange(4, device={x}.device); {x}.new_full((4,), {n});
     F.pad({x}, (1, 0)); torch.stack([row.sin() for row in {x}]); torch._foreach_mul([{x}, {z}], {n});
     F.layer_norm({x}, {x}.shape[-1:]); torch.einsum("ij,kj->ik", {x}, {z}); {x}[{i}];
-    torch.mul({x}, {y}, out=torch.empty_like({x}));
-    torch.sort({x}, dim=-1, stable=True, out=(torch.empty_like({x}), torch.empty_like({x}, dtype=torch.long)))
+    torch.mul({x}, {y}, out=torch.zeros_like({x}));
+    torch.sort({x}, dim=-1, stable=True, out=(torch.zeros_like({x}), torch.zeros_like({x}, dtype=torch.long)))
 """)
 """Tensors of others: ``x`` and ``z`` are any, ``y`` can be broadcast to ``x``, ``n`` is a number, ``i`` indices."""
 

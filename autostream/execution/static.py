@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from autostream.storages import storage_of
+from autostream.storages import byte_offset, is_dense, overlaps, span_of, storage_of
 
 Output = Tensor | None
 """What a run returns: an op that leaves an output undefined, as fused attention does its weights, gives ``None``."""
@@ -36,7 +36,7 @@ def static_copies(tensors: Sequence[Tensor], copied: Sequence[int]) -> list[Tens
     spans: dict[int, tuple[int, int]] = {}
     for index in copied:
         key = storage_of(tensors[index])
-        start, end = _span(tensors[index])
+        start, end = span_of(tensors[index])
         low, high = spans.get(key, (start, end))
         spans[key] = min(low, start), max(high, end)
     blocks: dict[int, Tensor] = {}
@@ -61,9 +61,9 @@ def copyable(tensor: Tensor) -> Tensor:
 
     ``copy_`` refuses to write an expanded tensor; copying the span that it covers does the same.
     """
-    if not _overlaps(tensor):
+    if not overlaps(tensor):
         return tensor
-    start, end = _span(tensor)
+    start, end = span_of(tensor)
     return tensor.as_strided(((end - start) // tensor.element_size(),), (1,), tensor.storage_offset())
 
 
@@ -144,7 +144,7 @@ def _words(targets: Sequence[Tensor]) -> dict[int, Tensor]:
 
 def _in_rows(tensor: Tensor) -> bool:
     """Whether a tensor's bytes can be seen as elements of another size, and lie side by side."""
-    return tensor.dim() > 0 and tensor.stride(-1) == 1 and _dense(tensor)
+    return tensor.dim() > 0 and tensor.stride(-1) == 1 and is_dense(tensor)
 
 
 def copier_out(
@@ -164,7 +164,7 @@ def copier_out(
         >>> mine
         tensor([0., 0.])
     """
-    alone = [output for output in outputs if output is not None and _dense(output)]
+    alone = [output for output in outputs if output is not None and is_dense(output)]
     taken = {storage_of(tensor) for tensor in (*alone, *static)}
     if not lent and len(alone) == len(outputs) and len(taken) == len(alone) + len(set(map(storage_of, static))):
         return lambda arguments: list(map(Tensor.clone, alone))  # those of most models, sooner
@@ -201,7 +201,7 @@ def _handouts(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Hando
         elif owner is not None:
             exact = next((i for i, tensor in enumerate(static) if tensor is output), None)
             plan.append(_argument(exact) if exact is not None else _argument_view(owner, output, static[owner]))
-        elif count[storage_of(output)] == 1 and _dense(output):
+        elif count[storage_of(output)] == 1 and is_dense(output):
             plan.append(_copy(output))
         else:
             plan.append(_shared_copy(output))
@@ -238,7 +238,7 @@ def _argument(index: int) -> Handout:
 
 
 def _argument_view(owner: int, output: Tensor, static: Tensor) -> Handout:
-    ahead = _byte_offset(output) - _byte_offset(static)
+    ahead = byte_offset(output) - byte_offset(static)
     detached = static.requires_grad and not output.requires_grad  # views of weights require gradients as those do
 
     def view(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -246,7 +246,7 @@ def _argument_view(owner: int, output: Tensor, static: Tensor) -> Handout:
         if argument.dtype == output.dtype:
             offset = argument.storage_offset() + ahead // output.element_size()
             return _lazy_as(output, argument.as_strided(output.shape, output.stride(), offset))
-        offset = (_byte_offset(argument) + ahead) // output.element_size()
+        offset = (byte_offset(argument) + ahead) // output.element_size()
         return _view(argument.untyped_storage(), output, offset)
 
     return view
@@ -279,31 +279,3 @@ def _lazy_as(like: Tensor, tensor: Tensor) -> Tensor:
     """A tensor conjugated and negated, as ``like`` is, by a flag that says so."""
     tensor = tensor.conj() if like.is_conj() else tensor
     return torch._neg_view(tensor) if like.is_neg() else tensor
-
-
-def _byte_offset(tensor: Tensor) -> int:
-    return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte and the byte after the last of what a tensor covers in its storage."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = _byte_offset(tensor)
-    return start, start + (reach + 1) * tensor.element_size() if tensor.numel() else start
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether two of a tensor's elements may share a place in memory."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride < extent:
-                return True
-            extent += (size - 1) * stride
-    return False
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill the span that it covers, so that ``clone`` keeps its strides."""
-    start, end = _span(tensor)
-    return not _overlaps(tensor) and end - start == tensor.numel() * tensor.element_size()

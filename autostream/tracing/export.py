@@ -22,6 +22,7 @@ from autostream.storages import storage_of
 from autostream.tracing.constants import tensors_held
 from autostream.tracing.flat import FlatModel, check_draws, check_ordinary, tensors_in, watched
 from autostream.tracing.guards import unusual
+from autostream.tracing.reach import check_reach
 from autostream.tracing.replica import replica, with_ordinary_parameters
 from autostream.tracing.tree import Structure
 
@@ -245,8 +246,9 @@ def program_of(module: torch.fx.GraphModule, placeholders: tuple[Placeholder, ..
     """The program that a flat graph of ATen ops is.
 
     Raises:
-        TraceError: it uses several accelerators.
+        TraceError: it uses several accelerators, or memory that is no argument's and that it does not take itself.
     """
+    check_reach(module.graph)
     return Program(
         module=module,
         placeholders=placeholders,

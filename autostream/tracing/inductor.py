@@ -21,7 +21,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
@@ -207,7 +207,7 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
     options = options or {}
     try:
         AsyncCompile.wakeup()  # until its processes are there, which takes seconds, this one compiles, one by one
-        with with_settings(options):
+        with with_settings(options), _drawing_nothing(program.device):
             functional = _functional(program)  # under the user's autocast; what comes out has casts of its own
             drawn = draws_of(functional.graph)
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
@@ -220,6 +220,11 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
         raise
     except Exception as error:
         raise FusionError(f"TorchInductor cannot fuse it: {first_line(error)}") from error
+
+
+def _drawing_nothing(device: str) -> AbstractContextManager[None]:
+    """Puts back the states of the generators: to see whether padding a product pays, Inductor times random ones."""
+    return torch.random.fork_rng([device] if torch.cuda.is_initialized() else [])  # type: ignore[no-untyped-call]
 
 
 @contextmanager

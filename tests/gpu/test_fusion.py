@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autostream
 from autostream import tuning, zoo
@@ -21,6 +21,7 @@ from autostream.dispatch import Dispatcher
 from autostream.ir import Program
 from autostream.kernels import Kernel
 from autostream.reporting.report import Report
+from autostream.tracing import inductor
 from autostream.tuning import Tuned
 from tests.threads import in_threads
 
@@ -219,6 +220,22 @@ def test_dropout_draws_as_the_model_does() -> None:
         ours = fast(x)
         torch.cuda.manual_seed(5)
         torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_fusing_draws_nothing(towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor does: it times products of random numbers, to see whether it pays to pad them."""
+    functional, drawn = inductor._functional, []
+
+    def drawing(program: Program) -> fx.GraphModule:
+        drawn.append(torch.rand(4, device="cuda"))
+        return functional(program)
+
+    monkeypatch.setattr(inductor, "_functional", drawing)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    fast = autostream.optimize(towers, torch.ones(1, 256, device="cuda"), kernels="inductor")
+    assert drawn
+    assert fast.reports
+    torch.testing.assert_close((torch.get_rng_state(), torch.cuda.get_rng_state()), before, rtol=0, atol=0)
 
 
 def test_the_same_bits_as_another_type() -> None:

@@ -160,6 +160,21 @@ def test_processes_that_compile_start_before_there_is_anything_to_compile(
     assert triton == ["processes start", "work begins"]
 
 
+def test_fusing_draws_nothing(on_gpu: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def functional(program: Program) -> fx.GraphModule:
+        drawn.append(torch.rand(4))
+        return program.module
+
+    monkeypatch.setattr(inductor, "_functional", functional)
+    monkeypatch.setattr(inductor, "_compiled", lambda module, *args: module)
+    before = torch.get_rng_state()
+    fuse(on_gpu)
+    assert drawn
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # What cannot be fused
 
 
