@@ -27,13 +27,13 @@ from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools
 from autostream.execution.lower import lower
 from autostream.execution.static import Output, static_copies
 from autostream.execution.watched import Unmatched, watch
-from autostream.ir import Candidate, Decision, Program, Role
+from autostream.ir import Candidate, Decision, Placeholder, Program, Role
 from autostream.options import Options
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
-from autostream.select import has_integers, repeatable, written
+from autostream.select import detached, has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
@@ -105,10 +105,10 @@ class Scheduled:
                 traced = tracer.trace(model, tensors, structure)
             placeholders = traced.program.placeholders
             self._state = LiveState(model, placeholders, traced.constants)
-            self._bound = tuple(p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders)
             self._signature = signature
             self._shortcut: Shortcut | None = None
             arguments = self._arguments(tensors)
+            self._bound = _staying(placeholders, arguments, bound_inputs)
             writes = Writes(arguments if options.inductor_options.get("freezing") else ())
             tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
             with stopwatch("select"):
@@ -118,6 +118,7 @@ class Scheduled:
             self._structure = traced.structure
             self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
             self._expected = self._metadata(arguments)
+            self._detached = detached(traced.program)
             self._writes = any(written(self._program, self._graph))
             self._own = _Own(_first_places([p.storage for p in placeholders if p.role is not Role.INPUT]))
             self.repeatable = repeatable(self._program, self._graph)
@@ -133,11 +134,15 @@ class Scheduled:
         Raises:
             Stale: the model's state has another shape or kind now, or shares memory otherwise; nothing that can be seen
                 has been changed.
-            Unsuitable: an input lies in memory of the model's state, some of which the model writes.
+            Unsuitable: an input lies in memory of the model's state, some of which the model writes; or it requires
+                gradients, and an output is a detached view of it.
         """
         arguments = self._arguments(tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments):
             raise Unsuitable(RECORDS_GRADIENTS)
+        # Autograd knows which views were detached; of tensors that are merely in the same memory, nobody does.
+        if any(arguments[at].requires_grad for at in self._detached):
+            raise Unsuitable("an output is a detached view of an input that requires gradients")
         if self._writes:
             own = self._own.storages(arguments[: len(arguments) - len(tensors)])
             if not own.isdisjoint(map(storage_of, tensors)):
@@ -161,7 +166,7 @@ class Scheduled:
         (call, _) = structure.children or ()
         tensors = tensors_like(call, args)
         # Calls with inputs that share memory, or without any, fit no shortcut.
-        if torch.is_grad_enabled() or not tensors or self._signature.aliases:
+        if torch.is_grad_enabled() or not tensors or self._signature.aliases or self._detached:
             return None
         known = self._shortcut
         if known is None or known.outdated or known.fits(args) is None:
@@ -276,6 +281,18 @@ class Scheduled:
         self._selection = replace(self._selection, execution=execution)
         self._shortcut = None
         return execution
+
+
+def _staying(
+    placeholders: Sequence[Placeholder], arguments: Sequence[Tensor], bound_inputs: frozenset[int]
+) -> tuple[bool, ...]:
+    """Which arguments stay where they are: an input that shares memory with one that is copied is copied with it."""
+    stays = [p.role is not Role.INPUT or int(p.target) in bound_inputs for p in placeholders]
+    copied = {storage_of(argument) for argument, stay in zip(arguments, stays, strict=True) if not stay}
+    return tuple(
+        stay and not (p.role is Role.INPUT and storage_of(argument) in copied)
+        for stay, p, argument in zip(stays, placeholders, arguments, strict=True)
+    )
 
 
 def _pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tuned:

@@ -9,14 +9,14 @@ of itself: schedules between which the simulator cannot decide differ by some pe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from autostream.errors import CaptureError, first_line
@@ -24,6 +24,7 @@ from autostream.execution.cuda_graph import CapturedGraph, FlatFunction
 from autostream.execution.lower import lower
 from autostream.execution.runs import UncastRun, uncaptured
 from autostream.ir import Candidate, Limit, OpGraph, Program, Role
+from autostream.storages import storage_of
 
 MARGIN = 0.01
 """Times that differ by no more than this share are a tie: clocks are not exact, and streams and memory have a price."""
@@ -238,6 +239,25 @@ def has_integers(program: Program) -> bool:
     values = (node.meta.get("val") for node in program.module.graph.nodes if node.name not in state)
     dtypes = {value.dtype for each in values for value in tree_leaves(each) if isinstance(value, Tensor)}
     return any(not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool for dtype in dtypes)
+
+
+def detached(program: Program) -> tuple[int, ...]:
+    """Positions of the inputs that an output may be a detached view of."""
+    graph = program.module.graph
+    looks = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+    returned = [node for node in graph.output_node().all_input_nodes if node.op != "placeholder"]
+    seen, given = ({storage_of(value) for value in _tensors(nodes)} for nodes in (looks, returned))
+    arguments = zip(program.placeholders, _tensors(graph.find_nodes(op="placeholder")), strict=True)
+    return tuple(
+        at
+        for at, (item, value) in enumerate(arguments)
+        if item.role is Role.INPUT and storage_of(value) in seen & given
+    )
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> Iterator[Tensor]:
+    """What these nodes yield."""
+    return (value for node in nodes for value in tree_leaves(node.meta["val"]) if isinstance(value, Tensor))
 
 
 def interleaved(timers: Sequence[Callable[[], float]], hopeless: float = _HOPELESS) -> list[float]:

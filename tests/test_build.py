@@ -38,6 +38,7 @@ from autostream.options import Options
 from autostream.pipeline import plan
 from autostream.reporting.report import Report
 from autostream.select import Selection
+from autostream.storages import storage_of
 from autostream.tracing import inductor
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import ModelWatch
@@ -244,6 +245,34 @@ def test_gradients_that_would_be_recorded_are_unsuitable() -> None:
         assert not entry([t(4)]).requires_grad
     with pytest.raises(Unsuitable, match="gradients are recorded"):
         entry([t(4)])
+
+
+@torch.no_grad()
+def test_detached_views_of_an_input_that_requires_gradients_are_unsuitable() -> None:
+    """A graph that was captured hands out tensors in the same memory, and does not know which of them were detached."""
+    model = Model(lambda s, x: (x.detach(), x.t()))
+    entry = scheduled(model, t(4, 4))
+    same(entry([t(4, 4)]), model(t(4, 4)))
+    assert [view.requires_grad for view in model(t(4, 4).requires_grad_())] == [False, True]
+    with pytest.raises(Unsuitable, match="an output is a detached view of an input that requires gradients"):
+        entry([t(4, 4).requires_grad_()])
+
+
+@torch.no_grad()
+def test_a_bound_input_that_is_seen_through_another_is_copied_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is written to one would not be seen through the other, and copying that back would undo it."""
+    seen: list[Sequence[bool]] = []
+
+    def spy(program: Any, graph: Any, candidates: Any, tensors: Any, bound: Sequence[bool], *_: Any) -> Selection:
+        seen.append(bound)
+        assert storage_of(tensors[1]) == storage_of(tensors[2])
+        return Selection(program.module.forward, candidates[0], tuple(candidates))
+
+    monkeypatch.setattr("autostream.tuning.select", spy)
+    state, other = t(4), t(4)
+    model = Model(lambda s, x, y, z: x.add_(1) * s.w * z + y.sum(), w=nn.Parameter(t(4)))
+    scheduled(model, state, state[1:], other, bound=frozenset({0, 2}))
+    assert seen == [(True, False, False, True)]
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from autostream import select as selection
 from autostream.errors import CaptureError
 from autostream.execution.cpu_streams import ThreadedProgram
 from autostream.ir import Candidate, Limit, Op, OpGraph, Placeholder, Program, Role, Schedule
-from autostream.select import MARGIN, VARIANTS, Selection, build, has_integers, interleaved, select, written
+from autostream.select import MARGIN, VARIANTS, Selection, build, detached, has_integers, interleaved, select, written
 from autostream.tracing.export import trace
 from autostream.tracing.tree import flatten
 from tests.execution.programs import Case, random_schedule, same, sample
@@ -458,3 +458,22 @@ def test_a_winner_stays_where_the_sequential_one_cannot_be_built_beside_it(
 
     monkeypatch.setattr(selection, "build", once)
     assert workshop.select().execution.place == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x, y: (x.t(), y), ()),
+        (lambda x, y: (x + 1, y.detach()), (2,)),
+        (lambda x, y: (x.relu_().detach()[0], y[1:].detach()), (1, 2)),
+        (lambda x, y: (x, y.detach() * 2), ()),
+        (lambda x, y: ((x + 1).detach(), y), ()),
+    ],
+    ids=["views", "detached", "seen in other ways too", "not returned", "a result"],
+)
+def test_outputs_may_be_detached_inputs(function: Any, expected: tuple[int, ...]) -> None:
+    """The argument before the inputs is the model's own, which is none."""
+    tensors, structure = flatten(((torch.ones(3, 3), torch.ones(3)), {}))
+    model = Model(lambda module, x, y: (*function(x, y), module.own.detach()), own=torch.ones(3))
+    with torch.no_grad():
+        assert detached(trace(model, tensors, structure).program) == expected

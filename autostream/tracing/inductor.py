@@ -254,7 +254,7 @@ def _checked(program: Program, fused: fx.GraphModule, frozen: frozenset[int]) ->
     if _shared(fused) != _shared(program.module):
         raise FusionError("fused, outputs would share other memory with arguments or each other than the model's do")
     if _kinds(fused) != _kinds(program.module):
-        raise FusionError("fused, outputs would have other types or shapes than the model's do")
+        raise FusionError("fused, outputs would have other types, shapes or strides than the model's do")
     if _hands_out_constants(fused):
         raise FusionError(
             "frozen, an output would be a constant, and whoever writes to it would change it for the next call: "
@@ -500,8 +500,16 @@ def _shared(module: fx.GraphModule) -> list[int]:
     return [storages.index(storage) for storage in storages]
 
 
-def _kinds(module: fx.GraphModule) -> list[tuple[torch.dtype, torch.Size]]:
-    return [(node.meta["val"].dtype, node.meta["val"].shape) for node in _outputs(module)]
+def _kinds(module: fx.GraphModule) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]:
+    """Type, shape and layout of each output: a sum over zeros, say, may come back as one row that is expanded."""
+    values = [node.meta["val"] for node in _outputs(module)]
+    return [(value.dtype, value.shape, _layout(value)) for value in values]
+
+
+def _layout(value: Tensor) -> tuple[int, ...]:
+    """The strides that decide where an element is."""
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return tuple(stride for size, stride in pairs if size > 1) if value.numel() else ()
 
 
 def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:

@@ -300,3 +300,28 @@ def test_inputs_mutated_and_outputs_aliasing() -> None:
 def test_wrong_device_is_named(towers: Towers) -> None:
     with pytest.raises(autostream.TargetError, match=r"example input 0 is on cpu, the model on cuda:0"):
         autostream.optimize(towers, torch.randn(64, 512))
+
+
+@torch.no_grad()
+def test_a_piece_sees_a_buffer_through_a_view_that_was_made_before_it() -> None:
+    """The buffer stays where it is, the view is an input like others; what the piece writes shows through both."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = nn.Buffer(torch.zeros(4, 4, device="cuda"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.state[1:]
+            y = x.t_()  # breaks the graph
+            before = rows * 2
+            self.state[1:] += 1
+            return before + rows + y.sum()
+
+    ours, theirs = Net(), Net()
+    fast = autostream.optimize(ours)
+    for _ in range(4):
+        x = torch.randn(4, 4, device="cuda")
+        torch.testing.assert_close(fast(x.clone()), theirs(x.clone()))
+        torch.testing.assert_close(ours.state, theirs.state)
+    assert captured_share(fast.reports[0])

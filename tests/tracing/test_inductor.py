@@ -287,6 +287,10 @@ def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pyt
         fuse(replace(program_of(lambda x: x[1:], torch.ones(3)), device="cuda:0"))
     with pytest.raises(FusionError, match="outputs would have other types"):
         fuse(replace(program_of(lambda x: x > 1, torch.ones(3)), device="cuda:0"))
+    with pytest.raises(FusionError, match="types, shapes or strides"):
+        fuse(replace(program_of(lambda x: (x + 1).t(), torch.ones(3, 3)), device="cuda:0"))
+    # Strides that no element is found by may be any.
+    fuse(replace(program_of(lambda x: (x + 1).as_strided((1, 3), (1, 1)), torch.ones(1, 3)), device="cuda:0"))
 
 
 @pytest.mark.usefixtures("triton")
