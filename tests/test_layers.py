@@ -117,13 +117,13 @@ ONLY_IN = [
         {
             "execution.lower",
             "overlap.children",
+            "tracing.below_autograd",
             "tracing.export",
             "tracing.gradients",
             "tracing.inductor",
             "tracing.kernel_graph",
             "tracing.kernel_json",
             "tracing.out_variants",
-            "tracing.train_step",
         },
     ),
     (

@@ -25,12 +25,12 @@ from torch.func import functional_call
 from autostream.errors import TraceError
 from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
+from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
 from autostream.tracing.export import Traced, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
 from autostream.tracing.replica import replica
 from autostream.tracing.state import name_of
 from autostream.tracing.steps import keep_lines
-from autostream.tracing.train_step import made, reached_originals, registered, state_of, tidied
 from autostream.tracing.tree import TENSOR, Structure
 
 
@@ -165,7 +165,7 @@ def _joint(twin: nn.Module, model: nn.Module, tensors: Sequence[Tensor], structu
 
     stand_ins = zip(ordinary(tensors), tensors, strict=True)
     inputs = [own.detach().requires_grad_(tensor.requires_grad) for own, tensor in stand_ins]
-    module = made(run, {}, flat, [*state.values(), *inputs])
+    module = graph_of(run, {}, flat, [*state.values(), *inputs])
     return _Joint(module, flat.result.structure, len(differentiable), tuple(differentiable), tuple(trained))
 
 

@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from autostream.errors import TraceError
 from autostream.ir import Program, Role
 from autostream.tracing import inductor
+from autostream.tracing.below_autograd import state_of
 from autostream.tracing.export import Traced
 from autostream.tracing.functions import module_of
 from autostream.tracing.steps import Backward, TrainingStep
-from autostream.tracing.train_step import state_of, trace_step
+from autostream.tracing.train_step import trace_step
 from autostream.tracing.tree import flatten
 
 

@@ -1,0 +1,66 @@
+"""Hooks of what autograd saves see nothing while they are set aside, and everything afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from autostream.errors import TraceError
+from autostream.tracing import saved_tensors
+from autostream.tracing.saved_tensors import hooks_set_aside
+
+
+def saves() -> None:
+    torch.ones(2, requires_grad=True).exp().sum().backward()
+
+
+class Hooks(saved_tensors_hooks):
+    """Notes which pair of hooks packs and unpacks."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        def pack(tensor: Tensor) -> Tensor:
+            seen.append(f"{name} packs")
+            return tensor
+
+        def unpack(tensor: Tensor) -> Tensor:
+            seen.append(f"{name} unpacks")
+            return tensor
+
+        super().__init__(pack, unpack)
+
+
+def test_they_see_nothing_inside_and_come_back_in_their_order() -> None:
+    seen: list[str] = []
+    with Hooks("outer", seen), Hooks("inner", seen):
+        with hooks_set_aside():
+            saves()
+        assert not seen
+        saves()
+        assert seen == ["inner packs", "inner unpacks"]
+    with Hooks("outer", seen):
+        with hooks_set_aside(), Hooks("own", seen):
+            saves()
+        saves()
+    assert seen[2:] == ["own packs", "own unpacks", "outer packs", "outer unpacks"]
+
+
+def test_they_come_back_after_an_error() -> None:
+    seen: list[str] = []
+    with Hooks("outer", seen), pytest.raises(KeyError), hooks_set_aside():
+        raise KeyError
+    with Hooks("outer", seen):
+        with pytest.raises(KeyError), hooks_set_aside():
+            raise KeyError
+        saves()
+    assert seen == ["outer packs", "outer unpacks"]
+
+
+def test_a_version_that_cannot_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: Any = [*saved_tensors._NEEDED, "_nothing_of_this_name"]
+    monkeypatch.setattr(saved_tensors, "_NEEDED", needed)
+    with pytest.raises(TraceError, match=r"^torch .* has no _nothing_of_this_name, which sets"), hooks_set_aside():
+        raise AssertionError("it began")
