@@ -39,9 +39,7 @@ def hooks_set_aside() -> Iterator[None]:
     """
     autograd: Any = getattr(torch._C, "_autograd", None)
     if missing := [name for name in _NEEDED if not hasattr(autograd, name)]:
-        raise TraceError(
-            f"torch {torch.__version__} has no {missing[0]}, by which hooks of saved tensors are set aside"
-        )
+        raise TraceError(f"torch {torch.__version__} has no {missing[0]}, which sets hooks of saved tensors aside")
     hooks = []
     while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(pair)
