@@ -1,4 +1,4 @@
-"""How long planning takes, by the number of ops, and how long importing autostream takes.
+"""How long planning takes, by the number of ops, and how long importing autostream takes, and a command.
 
     python -m benchmarks.planning --out benchmarks/results/latest
 
@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -50,6 +52,9 @@ GRAPH_SIZES = (10_000, 100_000)
 STREAMS = 8
 WIDTH = 8
 IMPORTS = 7
+COMMANDS = 3
+COMMAND = ("inspect", "googlenet", "--input", "1x3x224x224")
+"""Of ``autostream``: what somebody may type first."""
 
 
 class Chains(nn.Module):
@@ -111,6 +116,8 @@ def main(argv: list[str] | None = None) -> int:
         "exponents": {column: round(exponent(rows, column), 2) for column in (*STAGES, "export", "total")},
         **imports,
         "import_ratio": round(imports["import_autostream_s"] / imports["import_torch_s"], 2),
+        "command": " ".join(COMMAND),
+        "command_s": round(command_seconds(), 2),
     }
     save("planning", result, _tables(result), options.out)
     return 0
@@ -245,6 +252,18 @@ def import_seconds() -> dict[str, float]:
     return {module: median(seconds) for module, seconds in times.items()}
 
 
+def command_seconds() -> float:
+    """Median seconds from the shell to the table of :data:`COMMAND`, with nothing kept from earlier runs."""
+    times = []
+    for _ in range(COMMANDS):
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            command = [sys.executable, "-m", "autostream", *COMMAND]
+            subprocess.run(command, env={**os.environ, "AUTOSTREAM_CACHE_DIR": folder}, check=True, capture_output=True)
+            times.append(time.perf_counter() - start)
+    return median(times)
+
+
 def _median_row(rows: list[dict[str, float]]) -> dict[str, float]:
     return {column: round(median(row[column] for row in rows), 6) for column in rows[0]}
 
@@ -270,6 +289,7 @@ def _tables(result: dict[str, Any]) -> str:
             f"One schedule of each policy, from a graph and its costs, for up to {STREAMS} streams; PyTorch is loaded:",
             tabulate(graphs, "keys", tablefmt="github", floatfmt=".3g"),
             f"{times}: ratio {result['import_ratio']}",
+            f"autostream {result['command']}: {result['command_s']} s from the shell to the table",
         )
     )
 

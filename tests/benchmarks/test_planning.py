@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,7 @@ def test_results_are_written_as_json_and_as_tables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(planning, "import_seconds", lambda: {"torch": 1.0, "autostream": 1.25})
+    monkeypatch.setattr(planning, "command_seconds", lambda: 6.0)
     monkeypatch.setattr(planning, "scheduled_alone", scheduled)
     sizes = ["1", "200", "--rounds", "1", "--graphs", "300"]
     assert main([*sizes, "--models", "towers8", "--out", str(tmp_path)]) == 0
@@ -86,6 +88,7 @@ def test_results_are_written_as_json_and_as_tables(
     table = (tmp_path / "planning.md").read_text()
     assert table.strip() in capsys.readouterr().out
     assert "ratio 1.25" in table
+    assert "autostream inspect googlenet --input 1x3x224x224: 6.0 s from the shell" in table
     assert re.search(r"\| +\| 270 +\|", table)
     assert re.search(rf"\| towers8 +\| 41 .* {100 * towers['verify'] / towers['total']:.3g} +\|", table)
 
@@ -116,3 +119,25 @@ def test_importing_is_timed_in_new_processes(monkeypatch: pytest.MonkeyPatch) ->
     seconds = planning.import_seconds()
     assert list(seconds) == ["torch", "autostream"]
     assert all(value > 0.05 for value in seconds.values())
+
+
+def test_a_command_is_timed_in_a_new_process_that_finds_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "COMMANDS", 2)
+    monkeypatch.setattr(planning, "COMMAND", ("env",))
+    folders: list[str] = []
+    run = planning.subprocess.run
+
+    def noted(command: list[str], **options: Any) -> Any:
+        folders.append(options["env"]["AUTOSTREAM_CACHE_DIR"])
+        assert not list(Path(folders[-1]).iterdir())
+        return run(command, **options)
+
+    monkeypatch.setattr(planning.subprocess, "run", noted)
+    assert planning.command_seconds() > 0.05
+    assert len(set(folders)) == 2
+
+
+def test_a_command_that_fails_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "COMMAND", ("no-such-command",))
+    with pytest.raises(planning.subprocess.CalledProcessError):
+        planning.command_seconds()
