@@ -15,18 +15,16 @@ what is chosen, and this package's own code. Only what is captured on a GPU is k
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from autostream.errors import first_line
 from autostream.ir import Arena, Decision, Launch, Program, Schedule
-from autostream.keeping import HINDRANCES, key_of, not_kept, read_json, reported, write_json
+from autostream.keeping import HINDRANCES, code_in, key_of, not_kept, read_json, reported, write_json
 from autostream.options import Options, cache_folder
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.fingerprint import content_of, fingerprint, surroundings
@@ -119,21 +117,15 @@ def _key(program: Program, options: Options) -> str:
         Exception: there is no key for some of it.
     """
     decisive = [getattr(options, name) for name in _DECISIVE]
+    code = code_in(Path(__file__).parent)
     if options.kernels == "eager":  # Inductor, whose modules take seconds to import, has no part in it
-        return key_of(content_of(program), repr(numerics()), surroundings(program.device), decisive, _own_code())
+        return key_of(content_of(program), repr(numerics()), surroundings(program.device), decisive, code)
     from torch._inductor import config
 
     with with_settings(options.inductor_options):
         if config.force_disable_caches:
             raise Unwritable("what is not to be kept, by Inductor's force_disable_caches")
-        return key_of(fingerprint(program), decisive, _own_code())
-
-
-@cache
-def _own_code() -> str:
-    """Of this package: what is changed there may change what is chosen."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+        return key_of(fingerprint(program), decisive, code)
 
 
 def _from_json(data: Mapping[str, Any]) -> Choice:

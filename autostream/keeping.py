@@ -48,6 +48,18 @@ def key_of(*content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@functools.cache
+def code_in(folder: Path) -> str:
+    """A digest of the Python files in a folder and below: what is changed there may change what was kept.
+
+    Example:
+        >>> len(code_in(Path(__file__).parent))
+        64
+    """
+    files = sorted(folder.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+
+
 def lock(path: Path) -> FileLock:
     """To be held by whoever writes a file; a ``TimeoutError`` says that somebody else does, and does not go on."""
     return FileLock(f"{path}.lock", timeout=_PATIENCE_S)

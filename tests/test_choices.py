@@ -87,7 +87,7 @@ def test_a_file_belongs_to_what_decides_the_choice(folder: Path, monkeypatch: py
     places = [place(given), place(given, inductor_options={"max_autotune": True})]
     eager: dict[str, Any] = {"kernels": "eager"}
     places += [place(given, **eager), place(program(3.0), **eager), place(given, **eager, streams=2)]
-    for name in ("numerics", "surroundings", "_own_code"):
+    for name in ("numerics", "surroundings", "code_in"):
         with monkeypatch.context() as patch:
             patch.setattr(choices, name, lambda *_: "changed")
             places.append(place(given, **eager))

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from autostream import keeping
 from autostream.ir import Decision
-from autostream.keeping import HINDRANCES, key_of, lock, not_kept, read_json, replace_file, reported, write_json
+from autostream.keeping import (
+    HINDRANCES,
+    code_in,
+    key_of,
+    lock,
+    not_kept,
+    read_json,
+    replace_file,
+    reported,
+    write_json,
+)
 
 contents = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -41,6 +51,21 @@ def test_a_key_is_that_of_the_content_whatever_its_containers() -> None:
 def test_what_holds_an_address_has_no_key() -> None:
     with pytest.raises(TypeError):
         key_of("relu", object())
+
+
+def test_the_code_in_a_folder_is_what_its_python_files_say(tmp_path: Path) -> None:
+    def digest() -> str:
+        code_in.cache_clear()
+        return code_in(tmp_path)
+
+    (tmp_path / "below").mkdir()
+    found = [digest()]
+    for path, text in (("a.py", "1"), ("below/b.py", "1"), ("below/b.py", "2")):
+        (tmp_path / path).write_text(text)
+        found.append(digest())
+    assert len(set(found)) == 4
+    (tmp_path / "notes.txt").write_text("of no matter")
+    assert digest() == found[-1]
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

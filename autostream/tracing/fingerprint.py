@@ -10,9 +10,7 @@ Not in the key are lines of source code, since no kernel depends on them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from autostream.ir import Program
-from autostream.keeping import key_of
+from autostream.keeping import code_in, key_of
 from autostream.storages import storage_of
 from autostream.tracing.kernel_json import Json, Unwritable, argument_to_json, operator_to_json
 from autostream.tracing.numerics import numerics
@@ -138,7 +136,7 @@ def surroundings(device: str) -> Json:
         [str(torch.__version__), torch.version.git_version, torch.version.cuda],
         torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         [_version(package) for package in ("triton", "pytorch-triton")],
-        [VERSION, _own_code()],
+        [VERSION, code_in(Path(__file__).parent)],
     ]
 
 
@@ -147,10 +145,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-@cache
-def _own_code() -> str:
-    """Of the files beside this one: what is changed here may change what is fused."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()

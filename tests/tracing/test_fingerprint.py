@@ -180,7 +180,7 @@ def test_each_setting_of_inductor_makes_a_difference() -> None:
         (torch.backends.cudnn, "version", lambda: 99),
         (module, "VERSION", "99"),
         (module, "version", lambda package: "99"),
-        (module, "_own_code", lambda: "changed"),
+        (module, "code_in", lambda folder: "changed"),
     ],
 )
 def test_numerics_and_versions_make_a_difference(
