@@ -17,9 +17,8 @@ from enum import Enum, StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import networkx as nx
-
 if TYPE_CHECKING:
+    import networkx as nx
     from torch.fx import GraphModule
 
 FORK = "<fork>"
@@ -195,6 +194,8 @@ class OpGraph:
     @cached_property
     def digraph(self) -> nx.DiGraph[str]:
         """Ops as nodes, dependencies as edges, frozen; both iterate in program order."""
+        import networkx as nx  # takes as long as the rest of autostream: planning needs it, importing does not
+
         graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(self.ops)
         graph.add_edges_from((dependency.before, dependency.after) for dependency in self.dependencies)

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import networkx as nx
-
 from autostream.ir import FORK, JOIN, Costs, OpGraph
 from autostream.scheduling.matching import maximum_chain_matching
 
@@ -136,6 +134,8 @@ def regions(graph: OpGraph) -> tuple[Region, ...]:
 
 
 def _branches(graph: OpGraph, names: list[str]) -> tuple[tuple[str, ...], ...]:
+    import networkx as nx  # not needed to import autostream: see OpGraph.digraph
+
     position = {name: at for at, name in enumerate(names)}
     parts = nx.weakly_connected_components(graph.digraph.subgraph(names))
     return tuple(
