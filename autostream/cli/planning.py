@@ -122,7 +122,7 @@ def _dry(model: nn.Module, args: tuple[Any, ...], options: Options, profile: Dev
         check_call(model, args, {})  # with inputs that it does not take, there is nothing to split
         raise TraceError(
             f"{error}; autostream.optimize splits such a model at graph breaks or runs it as it is, and "
-            "autostream.explain shows the pieces after a call"
+            "autostream.explain and Report.to_html() show the pieces after a call"
         ) from error
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Timeline
 from autostream.reporting import notebook
 from autostream.reporting.dump import dump
+from autostream.reporting.page import assemble
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,16 @@ class Report:
             'Net'
         """
         return json.dumps(dump(self), indent=1, allow_nan=False)
+
+    def to_html(self) -> str:
+        """The page of ``autostream report``, its pieces included: one file that needs no network.
+
+        Example:
+            >>> page = Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain").to_html()
+            >>> page.startswith("<!doctype html>")
+            True
+        """
+        return assemble.render(self)
 
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""

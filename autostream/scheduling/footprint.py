@@ -65,7 +65,7 @@ class Footprint:
         return freed
 
     def live_bytes(self, timeline: Timeline) -> int:
-        """The most that is in use at a time, but for what the prelude takes and an arena may hold.
+        """The most that is in use at a time.
 
         Example:
             ``b`` reads what ``a`` made; then it is gone, and ``c`` takes as much.
@@ -103,8 +103,8 @@ class Footprint:
         changes: list[tuple[float, int]] = []
         for name, users in self.users.items():
             storage = self.graph.storages[name]
-            if name not in self.allocated:
-                continue
+            if name not in self.allocated and not storage.placeable:
+                continue  # the prelude's, which is there all the time
             changes.append((min(start[op] for op in users), storage.bytes))
             if not storage.escapes:
                 changes.append((max(end[op] for op in users), -storage.bytes))

@@ -73,7 +73,9 @@ def test_what_no_op_allocates_is_there_from_the_first_to_the_last() -> None:
     schedule = synchronize(graph, Assignment("by hand", 1, tuple("abcd"), dict.fromkeys("abcd", 0)))
     assert peak_bytes(graph, place_releases(graph, schedule)) == 4096 + 3 * 1024
     placeable = replace(graph, storages={**graph.storages, "m": replace(m, placeable=True)})
-    assert Footprint(placeable).live_bytes(timeline(TIMES)) == 3 * 1024
+    assert Footprint(placeable).live_bytes(timeline(TIMES)) == 4096 + 2 * 1024, "from a to b, and gone when d starts"
+    placed = place_releases(placeable, place_storages(placeable, schedule))
+    assert peak_bytes(placeable, placed) == 4096 + 3 * 1024, "the arena as a whole"
     assert Footprint(placeable).freed(timeline(TIMES))["b"] == 4096
 
 
@@ -106,6 +108,7 @@ def test_it_is_the_most_at_any_start_and_no_more_than_any_placement_takes(data: 
 
     found = Footprint(graph).live_bytes(run)
     assert found == max((live_at(start[name]) for name in graph.ops), default=0)
+    assert found == max(size for _, size in Footprint(graph).in_use(run)), "what is drawn is below what is planned"
     for placed in (schedule, place_storages(graph, schedule)):
         assert found <= peak_bytes(graph, place_releases(graph, placed))
 

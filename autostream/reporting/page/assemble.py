@@ -4,6 +4,9 @@ dump     ──▶ what Report.to_json() has, less what no view shows ─┐
 events   ──▶ the trace, less what is told of the op already     ─┼─▶ JSON within page.html, read by its scripts
 places   ──▶ where ops are drawn                                ─┘
 
+The pieces of a model that was split are the same again, within it. The page shows one of all these at a time, the one
+that its address asks for, so going to another is following a link.
+
 Nothing of a report becomes markup: scripts set text only. The page's policy (CSP) lets it run its own scripts, known by
 their hash, and nothing else.
 """
@@ -45,12 +48,20 @@ def render(report: Report) -> str:
         "script": script,
         "style-hash": _hash(style),
         "script-hash": _hash(script),
-        "report": _json(_shown(dump(report))),
-        "trace": _json([_lean(event) for event in events(report)]),
-        "places": _json(places(report.graph) if report.graph else {}),
+        "data": _json(_data(report, dump(report))),
     }
     # All at once: what is put in is not looked at again, whatever it says.
     return re.sub(r"\{\{([\w-]+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+
+
+def _data(report: Report, dumped: dict[str, Any]) -> dict[str, Any]:
+    """What there is to show of a report, and of each of its pieces."""
+    return {
+        "report": _shown(dumped),
+        "trace": [_lean(event) for event in events(report)],
+        "places": places(report.graph) if report.graph else {},
+        "pieces": [_data(*piece) for piece in zip(report.parts, dumped["parts"], strict=True)],
+    }
 
 
 _OP = ("target", "source", "flops", "bytes_read", "bytes_written")
@@ -58,7 +69,7 @@ _OP = ("target", "source", "flops", "bytes_read", "bytes_written")
 
 
 def _shown(dumped: dict[str, Any]) -> dict[str, Any]:
-    """The report without what is large and in no view, and without the timelines, which the trace has."""
+    """The report without what is large and in no view, without the timelines, which the trace has, and its pieces."""
     graph = dumped["graph"] and {
         "ops": {name: {key: op[key] for key in _OP} for name, op in dumped["graph"]["ops"].items()},
         "dependencies": [(each["before"], each["after"]) for each in dumped["graph"]["dependencies"]],
@@ -72,6 +83,7 @@ def _shown(dumped: dict[str, Any]) -> dict[str, Any]:
         "candidates": candidates,
         "timeline": None,
         "measured": None,
+        "parts": None,
     }
 
 

@@ -1,10 +1,17 @@
 "use strict";
 
-/** What the page shows, from the JSON beside it: the report, its trace events, and where ops are drawn. */
-const read = (id) => JSON.parse(document.getElementById(id).textContent);
-const report = read("report-data");
-const trace = read("trace-data");
-const places = read("places-data");
+/** From the whole model to what is shown, each a piece of the one before: the address asks for one as ?piece=2 or 2.0. */
+const way = [JSON.parse(document.getElementById("data").textContent)];
+const numbers = []; // of the pieces on the way
+for (const number of (new URLSearchParams(location.search).get("piece") ?? "").split(".").filter(Boolean).map(Number)) {
+  const piece = way.at(-1).pieces[number];
+  if (!piece) break; // what is not there is not shown
+  way.push(piece);
+  numbers.push(number);
+}
+
+/** What the page shows, from the JSON beside it: the report, its trace events, where ops are drawn, and its pieces. */
+const { report, trace, places, pieces } = way.at(-1);
 const scheduled = Boolean(report.chosen && report.graph && report.summary && trace.length);
 
 const critical = new Set(scheduled ? report.summary.critical_path.ops : []);

@@ -16,7 +16,9 @@ function showDetails(op) {
   ]);
 }
 
+showWay();
 showSummary();
+showPieces();
 showEnvironment();
 if (scheduled) {
   showTimeline();
@@ -32,7 +34,7 @@ if (scheduled) {
   });
 } else {
   for (const section of document.querySelectorAll('[data-needs="schedule"]')) section.hidden = true;
-  for (const { hash } of [...document.querySelectorAll("nav a")]) {
+  for (const { hash } of [...document.querySelectorAll('nav a[href^="#"]')]) {
     if (document.querySelector(hash).hidden) document.querySelector(`nav a[href="${hash}"]`).hidden = true;
   }
 }

@@ -1,8 +1,21 @@
-/** Memory in use, on the time axis of the timeline, and what holds it. */
+/** Why what is in use is not what is taken: two numbers that mean different things, and what neither of them counts. */
+function counted(planned, used) {
+  const { workspace_bytes: workspaces } = report.explanation.memory;
+  return "The area is what ops have made and others still need at the times of the timeline above, outputs to the end: " +
+    `${used}. The line is what is taken for that, ${size(planned)}, the memory in the summary: whatever the clock does, memory ` +
+    "stays taken until its users are proven to be done, streams share no blocks, and an arena is taken as a whole. " +
+    "Weights, inputs, copies of inputs and outputs and libraries' workspaces are in neither" +
+    `${workspaces ? `; those of cuBLAS are ${size(workspaces)} at most` : ""}.`;
+}
+
+/** Memory in use, on the time axis of the timeline, below what is taken for it; and what holds it. */
 function showMemory() {
   const canvas = get("used");
+  const planned = report.explanation.memory.bytes;
   const series = processes.map((process) => ({ name: process.name, points: process.counters.get("bytes")?.points ?? [] }));
-  const most = series.flatMap(({ points }) => points).reduce((highest, point) => Math.max(highest, point[1]), 1);
+  const peak = ({ points }) => points.reduce((highest, point) => Math.max(highest, point[1]), 0);
+  const most = Math.max(planned, ...series.map(peak), 1);
+  get("counted").textContent = counted(planned, series.map((each) => `${size(peak(each))} at most as ${each.name}`).join(", "));
   const surface = surfaceOf(canvas, (context, width, height) => {
     drawAxis(context, width, height);
     context.save();
@@ -13,11 +26,13 @@ function showMemory() {
       context.globalAlpha = series.length > 1 ? 0.6 : 1;
       drawSteps(context, points, most, 20, height - 20, width, streamColour(number));
     });
+    context.fillStyle = theme.ink;
+    context.fillRect(0, height - (planned / most) * (height - 24), width, 1);
     context.restore();
     context.font = FONT;
     context.fillStyle = theme.faint;
     context.textBaseline = "top";
-    context.fillText(size(most), 6, 20);
+    context.fillText(size(most), 6, 26);
     context.textBaseline = "bottom";
     context.fillText("0 B", 6, height - 2);
   });

@@ -3,6 +3,7 @@
 const MODES = {
   plain: "the plain model", "one stream": "one op after another, uncaptured", streams: "ops on CUDA streams, uncaptured",
   threads: "CPU threads", "cuda graph": "a CUDA graph", "graph breaks": "pieces between graph breaks",
+  "forward and backward": "a forward and a backward, each scheduled for itself",
   "dry run": "nothing: this is a dry run", "not run yet": "nothing yet",
 };
 
@@ -14,6 +15,10 @@ function headline() {
 
 function facts() {
   const found = [["runs as", MODES[report.mode] ?? report.mode]];
+  if (report.captured_share !== null) {
+    found.push(["captured", `${share(report.captured_share)} of the time of its pieces, each run once; what runs between them is not timed`]);
+  }
+  if (report.ended) found.push(["ends because", report.ended]);
   const { chosen, explanation, summary } = report;
   if (chosen) {
     found.push(["schedule", `${chosen.schedule.policy}, ${several(chosen.schedule.streams, "stream")}`]);
@@ -38,7 +43,7 @@ function facts() {
   }
   if (explanation) {
     const { bytes, sequential_bytes: one } = explanation.memory;
-    found.push(["memory", `${size(bytes)} at most${one ? `, ${times(bytes / one)} one stream (${size(one)})` : ""}`]);
+    found.push(["memory", `${size(bytes)} at most${one ? `, ${times(bytes / one)} one stream (${size(one)})` : ""}, weights and inputs not included`]);
     if (explanation.kept_out) found.push(["budget", `${explanation.kept_out.schedule} would take ${micros(explanation.kept_out.predicted_us)}: ${explanation.kept_out.why}`]);
   }
   for (const refusal of report.refusals.slice(0, 20)) {
@@ -54,8 +59,9 @@ function meterOf(part) {
 }
 
 function showSummary() {
-  document.title = `${report.model} – autostream report`;
-  get("model").textContent = report.model;
+  const name = [way[0].report.model, ...(numbers.length ? [`piece ${numbers.join(".")}`] : [])].join(", ");
+  document.title = `${name} – autostream report`;
+  get("model").textContent = name;
   get("signature").textContent = report.signature;
   get("headline").textContent = headline();
   fill(get("facts"), facts());
@@ -79,6 +85,42 @@ function showSummary() {
       make("h3", {}, "Side by side, as predicted"),
       make("div", { className: "scroll" }, tableOf([["µs", "number"], ["op", "name"], ["stream", "number"], ["beside", "wrap"]], rows)));
   }
+}
+
+/** A link to a piece, by the numbers on the way to it; without any, to the whole model. */
+const linkTo = (place, said) => make("a", { href: place.length ? `?piece=${place.join(".")}` : "?" }, said);
+
+/** Of a piece: links to what it is a piece of, and to the pieces beside it. */
+function showWay() {
+  if (!numbers.length) return;
+  const above = numbers.slice(0, -1), number = numbers.at(-1);
+  const beside = [number - 1, number + 1].filter((other) => way.at(-2).pieces[other]).map((other) => [...above, other]);
+  get("beside").hidden = false;
+  get("beside").append(
+    linkTo(above, above.length ? `All of piece ${above.join(".")}` : `All of ${way[0].report.model}`),
+    ...beside.map((place) => linkTo(place, `Piece ${place.join(".")}`)));
+}
+
+/** What a model was split into: why each piece ends where it does, how it runs, and how long. */
+function showPieces() {
+  if (!pieces.length) return;
+  const columns = [["piece", "number"], ["ends because", "wrap"], ["runs as", "wrap"], ["ops", "number"], ["measured µs", "number"], ["predicted µs", "number minor"], ["share", "minor"]];
+  const time = ({ report: { chosen } }) => chosen?.measured_us ?? chosen?.predicted_us ?? 0;
+  const total = pieces.reduce((sum, piece) => sum + time(piece), 0);
+  const returns = report.mode === "graph breaks" ? "the model returns" : "";
+  const rows = pieces.map((piece, number) => {
+    const { chosen, graph, mode, refusals, ended } = piece.report;
+    const place = [...numbers, number];
+    const why = mode === "plain" && refusals.length ? `: ${refusals[0].reason}` : "";
+    return [
+      linkTo(place, place.join(".")), ended || returns, `${MODES[mode] ?? mode}${why}`, graph ? String(Object.keys(graph.ops).length) : "",
+      fixed(chosen?.measured_us ?? NaN), fixed(chosen?.predicted_us ?? NaN), chosen && total ? meterOf(time(piece) / total) : "",
+    ];
+  });
+  get("pieces").append(
+    make("h3", {}, "Pieces"),
+    make("p", { className: "hint" }, "Each is scheduled for itself: its number leads to its timeline, graph and ops. Shares are of the time of all, each run once, as measured, or else as predicted."),
+    make("div", { className: "scroll" }, tableOf(columns, rows)));
 }
 
 function showCandidates() {

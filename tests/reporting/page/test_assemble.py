@@ -17,7 +17,7 @@ from autostream.reporting.page import assemble
 from autostream.reporting.page.assemble import SCRIPTS, render
 from autostream.reporting.report import Report
 from autostream.reporting.timeline import events
-from tests.reporting.reports import PLAIN, REPORT, with_source
+from tests.reporting.reports import PLAIN, REPORT, SPLIT, with_source
 
 FOLDER = Path(assemble.__file__).parent
 
@@ -55,18 +55,28 @@ class Parts(HTMLParser):
 
 def test_all_that_views_need_is_within() -> None:
     parts = Parts(render(REPORT))
-    assert parts.data.keys() == {"report-data", "trace-data", "places-data"}
-    assert [(e["ph"], e["name"], e["ts"], e.get("dur")) for e in parts.data["trace-data"]] == [
+    data = parts.data["data"]
+    assert data.keys() == {"report", "trace", "places", "pieces"}
+    assert [(e["ph"], e["name"], e["ts"], e.get("dur")) for e in data["trace"]] == [
         (e["ph"], e["name"], e["ts"], e.get("dur")) for e in events(REPORT)
     ]
-    assert parts.data["places-data"].keys() == set("abcde")
-    shown, whole = parts.data["report-data"], json.loads(REPORT.to_json())
+    assert data["places"].keys() == set("abcde")
+    assert data["pieces"] == []
+    shown, whole = data["report"], json.loads(REPORT.to_json())
     for key in ("model", "signature", "summary", "explanation", "costs", "refusals", "versions", "profile"):
         assert shown[key] == whole[key], key
     assert [(c["chosen"], c["schedule"]["waits"]) for c in shown["candidates"]] == [
         (False, 0), (False, 0), (True, 2), (False, 2),
     ]  # fmt: skip
     assert shown["graph"]["dependencies"][0] == ["a", "b"]
+
+
+def test_what_views_need_of_a_piece_is_there_once_and_pieces_have_pieces() -> None:
+    data = Parts(render(replace(SPLIT, parts=(SPLIT,)))).data["data"]
+    (split,) = data["pieces"]
+    assert split["pieces"][0] | {"report": None} == Parts(render(REPORT)).data["data"] | {"report": None}
+    assert [piece["report"]["ended"] for piece in split["pieces"]] == [part.ended for part in SPLIT.parts]
+    assert [data["report"]["parts"], split["report"]["parts"]] == [None, None]
 
 
 def test_it_asks_for_no_other_file_and_may_run_nothing_but_its_own_script() -> None:
@@ -104,15 +114,16 @@ def test_every_file_is_used_and_comes_with_the_package() -> None:
 HOSTILE = "</script><script>alert(1)</script><!--<script> {{script}} \\u003c \u2028 \ud800"
 
 
-@pytest.mark.parametrize("report", [REPORT, PLAIN])
+@pytest.mark.parametrize("report", [REPORT, PLAIN, SPLIT])
 def test_nothing_that_a_report_says_becomes_markup(report: Report) -> None:
-    evil = replace(report, model=HOSTILE, signature=HOSTILE, versions={HOSTILE: HOSTILE})
+    parts = tuple(replace(part, ended=HOSTILE, mode=HOSTILE) for part in report.parts)
+    evil = replace(report, model=HOSTILE, signature=HOSTILE, versions={HOSTILE: HOSTILE}, parts=parts)
     if report.graph:
         evil = replace(evil, graph=with_source(report.graph, "a", HOSTILE))
     page, innocent = Parts(render(evil)), Parts(render(report))
     assert page.held == innocent.held
     assert page.ids == innocent.ids
-    assert page.data["report-data"]["model"] == HOSTILE
+    assert page.data["data"]["report"]["model"] == HOSTILE
     assert render(evil).count("<") == render(report).count("<")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -19,7 +20,7 @@ from autostream.scheduling import POLICIES
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from tests.reporting.page.browser import Visit, browser
-from tests.reporting.reports import DIAMOND, PLAIN, REPORT, with_source
+from tests.reporting.reports import DIAMOND, PLAIN, REPORT, SPLIT, with_source
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
@@ -99,6 +100,66 @@ def test_what_was_not_scheduled_has_a_summary_and_no_empty_views(visit: Visit, t
     assert there == ["summary", "environment"]
     assert "forward branches on the value of a tensor" in visit.text("#facts")
     assert visit.complaints == []
+
+
+def test_pieces_are_told_of_and_each_is_looked_at_by_itself(visit: Visit, tmp_path: Path) -> None:
+    """14 of 21 µs are the first piece's, and captured; the second runs as it is, and nobody knows how long."""
+    visit.open(render(SPLIT), tmp_path / "split.html")
+    assert "67 % of the time of its pieces" in visit.text("#facts")
+    assert [row.inner_text().split("\t") for row in visit.page.locator("#pieces tbody tr").all()] == [
+        ["0", 'a print (net.py:9: print("here"))', "a CUDA graph", "5", "14.0", "13.0", " 67 %"],
+        [
+            "1",
+            "a branch depends on the value of a tensor (net.py:11: if x.any():)",
+            "the plain model: forward branches on the value of a tensor (net.py:7)",
+            *[""] * 4,
+        ],
+        ["2", "the model returns", "one op after another, uncaptured", "5", "7.0", "26.0", " 33 %"],
+    ]
+    visit.page.get_by_role("link", name="2", exact=True).press("Enter")
+    assert visit.text("#model") == "Net, piece 2"
+    assert visit.drawn("#lanes") > 5
+    assert visit.column(1)[-1] == "4"
+    beside = visit.page.get_by_role("navigation", name="Pieces")
+    assert beside.get_by_role("link").all_inner_texts() == ["All of Net", "Piece 1"]
+    beside.get_by_role("link", name="Piece 1").click()
+    assert "a branch depends on the value of a tensor" in visit.text("#facts")
+    assert not visit.page.locator("#lanes").is_visible()
+    beside.get_by_role("link", name="All of Net").click()
+    assert visit.text("#model") == "Net"
+    assert not beside.is_visible()
+    assert visit.complaints == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "title"),
+    [("0.2", "Net, piece 0.2"), ("0.9", "Net, piece 0"), ("map", "Net"), (HOSTILE, "Net")],
+)
+def test_of_a_piece_that_is_not_there_what_it_would_be_in_is_shown(
+    visit: Visit, tmp_path: Path, asked: str, title: str
+) -> None:
+    (tmp_path / "nested.html").write_text(render(replace(SPLIT, parts=(SPLIT,))), encoding="utf-8")
+    visit.page.goto(f"{(tmp_path / 'nested.html').as_uri()}?{urlencode({'piece': asked})}")
+    assert visit.text("#model") == title
+    assert visit.complaints == []
+
+
+def test_why_pieces_end_is_text(visit: Visit, tmp_path: Path) -> None:
+    visit.open(render(replace(SPLIT, model=HOSTILE, parts=(replace(PLAIN, ended=HOSTILE),))), tmp_path / "page.html")
+    assert HOSTILE in visit.text("#pieces")
+    visit.page.get_by_role("link", name="0", exact=True).click()
+    assert HOSTILE in visit.text("#facts")
+    assert visit.text("#beside") == f"All of {HOSTILE}"
+    assert visit.complaints == []
+
+
+def test_memory_in_use_and_memory_taken_are_told_apart(shown: Visit) -> None:
+    """At most a, b, c and d are needed at once, 1 KiB each; 4.5 MB are planned, and cuBLAS has 32 MiB a stream."""
+    said = shown.text("#counted")
+    assert "4.1 kB at most as predicted." in said
+    assert "what is taken for that, 4.5 MB, the memory in the summary" in said
+    assert "those of cuBLAS are 67.1 MB at most" in said
+    assert "4.5 MB at most" in shown.text("#facts")
 
 
 def test_work_is_told_from_the_gaps_between(visit: Visit, tmp_path: Path) -> None:
@@ -203,7 +264,7 @@ def test_all_can_be_reached_and_done_with_keys(shown: Visit) -> None:
     assert not shown.page.locator("#details").is_visible()
 
 
-@pytest.mark.parametrize("report", [REPORT, PLAIN])
+@pytest.mark.parametrize("report", [REPORT, PLAIN, SPLIT])
 def test_it_fits_a_phone(chromium: Any, tmp_path: Path, report: Report) -> None:
     context = chromium.new_context(viewport={"width": 360, "height": 700}, has_touch=True, is_mobile=True)
     visit = Visit(context.new_page())
