@@ -99,6 +99,10 @@ class Differentiated:
         outputs = _Node.apply(self, values, *trained)  # type: ignore[no-untyped-call]
         return unflatten(self._halves.structure, outputs)
 
+    def renew_lock(self) -> None:
+        """In a forked process, where no thread is left that could release the old one."""
+        self._lock = threading.Lock()
+
     @property
     def report(self) -> Report:
         """What is known now: the backward is scheduled when it first runs."""

@@ -405,6 +405,9 @@ def _renew_locks() -> None:
     """In a forked process, where no thread is left that could release them."""
     for dispatcher in _dispatchers:
         dispatcher._lock = threading.RLock()
+        for entry in dispatcher._entries.values():
+            if isinstance(entry, Differentiated):
+                entry.renew_lock()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -245,7 +245,8 @@ def test_a_process_that_is_forked_while_others_prepare_and_call() -> None:
                 prepared.append(True)
 
         def call():
-            with fast._autostream._lock:
+            (entry,) = learning._autostream._entries.values()
+            with fast._autostream._lock, entry._lock:
                 calls.set()
                 ended.wait()
 
@@ -255,10 +256,18 @@ def test_a_process_that_is_forked_while_others_prepare_and_call() -> None:
                     x = torch.randn(rows, 4)
                     assert torch.equal(fast(x), model(x))
             assert [report.mode for report in fast.reports] == ["one stream"] * 2, fast.reports
+            learn()
+
+        def learn():
+            learning(torch.ones(2, 4)).sum().backward()
+            (report,) = learning.reports
+            assert report.mode == "forward and backward"
 
         torch.set_num_threads(1)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
         fast = autostream.optimize(model, torch.ones(2, 4))
+        learning = autostream.optimize(model, policy="critical_path")
+        learn()
         prepares, forks, calls, ended, prepared = *(threading.Event() for _ in range(4)), []
         threads = [threading.Thread(target=target) for target in (prepare, call)]
         for thread in threads:
