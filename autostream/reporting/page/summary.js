@@ -3,6 +3,7 @@
 const MODES = {
   plain: "the plain model", "one stream": "one op after another, uncaptured", streams: "ops on CUDA streams, uncaptured",
   threads: "CPU threads", "cuda graph": "a CUDA graph", "graph breaks": "pieces between graph breaks",
+  "forward and backward": "a forward and a backward, each scheduled for itself",
   "dry run": "nothing: this is a dry run", "not run yet": "nothing yet",
 };
 
@@ -63,7 +64,7 @@ function showSummary() {
   if (explanation?.reasons.length) {
     const rows = explanation.reasons.map((reason) => [fixed(reason.us), meterOf(reason.share), reason.cause, reason.why]);
     get("reasons").append(
-      make("h3", {}, `Why ${explanation.explained} is not faster`),
+      make("h3", {}, `Why ${explanation.explained}${explanation.kept_out ? ", which the memory budget keeps out," : ""} is not faster`),
       make("p", { className: "hint" }, `${micros(explanation.ideal_us)} if its streams were always busy, and beyond that`),
       make("div", { className: "scroll" }, tableOf([["µs", "number"], ["lost"], ["cause"], ["which", "wrap"]], rows)));
   }
