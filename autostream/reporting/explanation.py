@@ -286,6 +286,9 @@ def _ceilings(
 def _reasons(
     report: Report, explained: Candidate, parts: Breakdown, chain: Chain, numbers: Summary
 ) -> tuple[Reason, ...]:
+    """What the budget costs is told as if it was one more step of ``losses``, before all others: what they add, the
+    schedule that it keeps out would lose as well. Predictions are compared, for what is too large is not measured.
+    """
     found = {cause.value: (parts.losses_us[cause], why) for cause, why in _whys(report, explained, chain, numbers)}
     runs, predicted_us = explained, parts.predicted_us
     if (budget := kept_out(report)) and report.chosen:
