@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -111,7 +112,10 @@ class Differentiated:
             signature=str(self._signature),
             mode="forward and backward",
             versions=versions(),
-            parts=(self._forward.report, *self._backward.reports),
+            parts=(
+                replace(self._forward.report, half="forward"),
+                *(replace(report, half="backward") for report in self._backward.reports),
+            ),
         )
 
     def forward(self, values: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], Before]:

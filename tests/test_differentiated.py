@@ -7,6 +7,7 @@ model ──┬─▶ model(x), loss.backward(), … ──▶ gradients, buffer
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -580,5 +581,8 @@ def test_it_can_be_explained() -> None:
     fast = autostream.optimize(nn.Linear(4, 4), policy="sequential")
     fast(torch.ones(2, 4)).sum().backward()
     (report,) = fast.reports
-    assert [part.model for part in report.parts] == ["Linear", "LinearBackward"]
-    assert "LinearBackward" in autostream.explain(fast)
+    assert [(part.half, part.model) for part in report.parts] == [("forward", "Linear"), ("backward", "LinearBackward")]
+    assert "\n\nBackward\nmodel        LinearBackward\n" in autostream.explain(fast)
+    forward, backward = json.loads(report.to_json())["parts"]
+    assert (forward["half"], forward["summary"]["width"]) == ("forward", 1)
+    assert (backward["half"], backward["summary"]["width"]) == ("backward", 2), "the weight's gradient and the bias'"

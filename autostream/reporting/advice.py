@@ -11,7 +11,7 @@ from autostream.reporting.layout import count, us
 from autostream.reporting.memory import kept_out
 from autostream.reporting.summary import Summary, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain
-from autostream.scheduling.simulate import replay_us
+from autostream.scheduling.simulate import replay_us, run_us
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
@@ -38,7 +38,7 @@ def advise(
         report: of a signature that was scheduled.
         numbers: of its graph.
         chain: its longest chain.
-        parts: where the time of the schedule over several streams goes, if there is one.
+        parts: where the time of the schedule over several streams that is explained goes, if there is one.
         sequential_us: the time of one stream, µs.
         most: how many times faster than one stream any schedule can be; ``None`` where nothing is known to bound it.
     """
@@ -53,7 +53,7 @@ def advise(
         *_measure(report),
         *_calibrate(report),
     )
-    return found or tuple(_nothing(report, parts, sequential_us, most))
+    return found or tuple(_nothing(report, sequential_us, most))
 
 
 def _capture(report: Report) -> Iterator[str]:
@@ -132,10 +132,9 @@ def _free(report: Report) -> Iterator[str]:
 def _allow(report: Report) -> Iterator[str]:
     """The memory budget is the user's to raise, where that shows."""
     best = kept_out(report)
-    gain_us = best.within_us - best.predicted_us if best else 0.0
-    if best and gain_us > _SOME * best.within_us:
+    if best and best.cost_us > _SOME * best.within_us:
         needed = "at least that" if best.incomplete else "that"
-        gain = f"is predicted to take {us(gain_us)} less"
+        gain = f"is predicted to take {us(best.cost_us)} less"
         yield f"memory_budget={best.budget}: {best.schedule} needs {needed}, and {gain}"
 
 
@@ -153,8 +152,10 @@ def _calibrate(report: Report) -> Iterator[str]:
             yield f'costs="measured": it takes {times:.2f} times what was estimated, so the shares are a hint at most'
 
 
-def _nothing(report: Report, parts: Breakdown | None, sequential_us: float, most: float | None) -> Iterator[str]:
+def _nothing(report: Report, sequential_us: float, most: float | None) -> Iterator[str]:
     assert report.chosen is not None
+    assert report.profile is not None
+    chosen = report.chosen
     if most is not None and sequential_us > 0:
-        own_us = parts.predicted_us if parts and report.chosen.schedule.streams > 1 else sequential_us
+        own_us = run_us(chosen.schedule, report.costs, report.profile, captured=chosen.captured)
         yield f"nothing: no schedule of these ops would be more than {most * own_us / sequential_us:.2f}× as fast"

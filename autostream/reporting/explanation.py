@@ -6,7 +6,7 @@ why not more                       Reason, with its share of the lost time
 what runs beside what              Company
 why on this stream                 placements
 what holds the memory              Memory
-what the memory budget costs       KeptOut
+what the memory budget costs       KeptOut, and a Reason
 what to try                        advice
 """
 
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, Costs, DeviceProfile, Schedule
+from autostream.ir import Candidate, Costs, DeviceProfile, Limit, Schedule
 from autostream.reporting.advice import advise
 from autostream.reporting.layout import count, few, us
-from autostream.reporting.memory import KeptOut, Memory, kept_out, memory_of
+from autostream.reporting.memory import KeptOut, Memory, best_kept_out, kept_out, memory_of
 from autostream.reporting.placements import placements
 from autostream.reporting.summary import Summary, baselines, gain, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, gap_us, wait_us
@@ -125,10 +125,12 @@ class Explanation:
         gains: how much faster the chosen schedule is, against what; measured ones first.
         spread: how far the prediction may be off; ``None`` where the chosen schedule was measured.
         ceilings: the most that streams could give, the tightest first.
-        explained: the schedule that the reasons are about: the chosen one, or the best over several streams where one
-            stream was chosen; ``None`` where there is none.
+        explained: the schedule that the reasons are about: a faster one that the memory budget does not allow, if there
+            is one; else the chosen one, or the best over several streams where one stream was chosen; ``None`` where
+            there is none.
         ideal_us: what that schedule would take if nothing was lost: all its streams always busy, µs.
-        reasons: why it takes longer, the greatest first; their sum and ``ideal_us`` make up its time.
+        reasons: why it takes longer, the greatest first; their sum and ``ideal_us`` make up its time. Where the memory
+            budget does not allow it, that is one of them: they make up the time of what runs instead.
         concurrency: µs of the chosen schedule's simulated time by the number of ops that run at once.
         companies: which of its ops run beside which, those that do longest.
         placements: why each op is on its stream, by name; empty where there is one stream.
@@ -161,7 +163,7 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
     graph, chosen, profile, costs = report.graph, report.chosen, report.profile, report.costs
     if graph is None or chosen is None or profile is None or numbers is None:
         return None
-    explained = chosen if chosen.schedule.streams > 1 else best_rival(report, chosen)
+    explained = best_kept_out(report) or (chosen if chosen.schedule.streams > 1 else best_rival(report, chosen))
     chain, alone = numbers.critical_path, one_stream(graph)
     sequential_us = run_us(alone, costs, profile, captured=chosen.captured)
     ceilings = _ceilings(numbers, chain, sequential_us, profile, chosen.captured)
@@ -284,9 +286,17 @@ def _ceilings(
 def _reasons(
     report: Report, explained: Candidate, parts: Breakdown, chain: Chain, numbers: Summary
 ) -> tuple[Reason, ...]:
+    """What the budget costs is told as if it was one more step of ``losses``, before all others: what they add, the
+    schedule that it keeps out would lose as well. Predictions are compared, for what is too large is not measured.
+    """
     found = {cause.value: (parts.losses_us[cause], why) for cause, why in _whys(report, explained, chain, numbers)}
-    if explained.measured_us is not None:
-        found["not explained by the model"] = explained.measured_us - parts.predicted_us, "measured less predicted"
+    runs, predicted_us = explained, parts.predicted_us
+    if (budget := kept_out(report)) and report.chosen:
+        instead = f"the best within it takes {us(budget.within_us)} instead of {us(budget.predicted_us)}, as predicted"
+        found[Limit.BUDGET.value] = budget.cost_us, f"{budget.why}: {instead}"
+        runs, predicted_us = report.chosen, predicted_us + budget.cost_us
+    if runs.measured_us is not None:
+        found["not explained by the model"] = runs.measured_us - predicted_us, "measured less predicted"
     lost_us = sum(us for us, _ in found.values())
     reasons = (Reason(cause, us, us / lost_us if lost_us > 0 else 0.0, why) for cause, (us, why) in found.items() if us)
     return tuple(sorted(reasons, key=lambda reason: -reason.us))

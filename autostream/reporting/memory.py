@@ -75,6 +75,11 @@ class KeptOut:
     budget: int | float
     incomplete: bool
 
+    @property
+    def cost_us(self) -> float:
+        """What the budget costs, µs."""
+        return self.within_us - self.predicted_us
+
 
 def memory_of(report: Report, graph: OpGraph, chosen: Candidate) -> Memory:
     """What the chosen candidate of a report allocates, and what for."""
@@ -119,14 +124,24 @@ def holders(graph: OpGraph, schedule: Schedule) -> tuple[Holder, ...]:
 
 def kept_out(report: Report) -> KeptOut | None:
     """What the memory budget costs; ``None`` where it costs nothing, by the simulator."""
-    best = min(filter(_exceeds, report.candidates), key=lambda candidate: candidate.predicted_us, default=None)
-    within_us = min((c.predicted_us for c in report.candidates if not _exceeds(c)), default=0.0)
-    if best is None or best.predicted_us >= within_us:
+    best = best_kept_out(report)
+    if best is None:
         return None
     given = given_bytes(report.graph) if report.graph else 0
     one = given + next(c.memory_bytes for c in report.candidates if c.schedule.policy == "sequential")
     budget = math.floor(100 * (given + best.memory_bytes) / one + 1) / 100 if one else best.memory_bytes
-    return KeptOut(named(best.schedule), best.predicted_us, within_us, best.refusal, budget, best.incomplete)
+    return KeptOut(named(best.schedule), best.predicted_us, _within_us(report), best.refusal, budget, best.incomplete)
+
+
+def best_kept_out(report: Report) -> Candidate | None:
+    """The best candidate that exceeds the memory budget, if it is predicted to be faster than all within it."""
+    best = min(filter(_exceeds, report.candidates), key=lambda candidate: candidate.predicted_us, default=None)
+    return best if best and best.predicted_us < _within_us(report) else None
+
+
+def _within_us(report: Report) -> float:
+    """The time of the best candidate within the memory budget, µs."""
+    return min((c.predicted_us for c in report.candidates if not _exceeds(c)), default=0.0)
 
 
 def _exceeds(candidate: Candidate) -> bool:

@@ -36,6 +36,7 @@ class Report:
         parts: of a model that was split at graph breaks, one report for each piece that has run; where gradients are
             recorded, one for the forward, and one for the backward as soon as it has run.
         ended: of such a piece, why it ends where it does, with the user's source line; ``""`` where the model returns.
+        half: of a call that records gradients, ``"forward"`` or ``"backward"``; ``""`` of all else.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[Report, ...] = ()
     ended: str = ""
+    half: str = ""
 
     def to_json(self) -> str:
         """All that is here and what follows from it, as JSON; :func:`~autostream.reporting.dump.dump` says which keys.

@@ -28,6 +28,7 @@ _MODES = {
     "plain": "the plain model",
     "one stream": "one op after another, uncaptured,",
     "graph breaks": "pieces between graph breaks",
+    "forward and backward": "a forward and a backward, each scheduled for itself",
     "not run yet": "nothing yet: the first call makes the pieces, or raises the model's own error",
     "streams": "ops on CUDA streams, uncaptured,",
     "threads": "CPU threads,",
@@ -80,7 +81,7 @@ def answers(report: Report, selection: Selection = EVERYTHING) -> str:
         _summary(report, numbers, explanation),
         _pieces(report),
         *_answers(report, explanation, selected(report, numbers, selection)),
-        *(f"Piece {number}\n{answers(part, selection)}" for number, part in enumerate(report.parts)),
+        *(f"{_name(part, number)}\n{answers(part, selection)}" for number, part in enumerate(report.parts)),
     )
     return "\n\n".join(part for part in parts if part)
 
@@ -105,7 +106,7 @@ def render(report: Report, selection: Selection = EVERYTHING) -> str:
         *_answers(report, explanation, shown),
         _candidates(report),
         ops_table(report, numbers, selection),
-        *(f"Piece {number}\n{render(part, selection)}" for number, part in enumerate(report.parts)),
+        *(f"{_name(part, number)}\n{render(part, selection)}" for number, part in enumerate(report.parts)),
     )
     return "\n\n".join(part for part in parts if part)
 
@@ -158,6 +159,7 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
     if report.profile:
         yield "device", _device(report)
     yield "runs as", _runs_as(report)
+    yield from _halves(report)
     yield from _captured(report)
     if report.chosen and explanation:
         yield from _times(report, report.chosen, explanation)
@@ -181,16 +183,37 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
 
 
 def _pieces(report: Report) -> str:
-    """What a model was split into."""
-    if not report.parts:
+    """What a model was split into at graph breaks."""
+    pieces = [part for part in report.parts if not part.half]
+    if not pieces:
         return ""
     rows = []
-    for number, piece in enumerate(report.parts):
+    for number, piece in enumerate(pieces):
         took, ops = time_us(piece), len(piece.graph.ops) if piece.graph else None
         numbers = ["" if took is None else f"{took:,.1f}", "" if ops is None else f"{ops:,}"]
         runs_as = _MODES.get(piece.mode, piece.mode).rstrip(",")
         rows.append([str(number), *numbers, runs_as, line(piece.ended) or "the model returns"])
     return table("Pieces", ("piece", "µs", "ops", "runs as", "ends because"), rows, right="piece µs ops")
+
+
+def _name(part: Report, number: int) -> str:
+    return part.half.capitalize() or f"Piece {number}"
+
+
+def _halves(report: Report) -> Iterator[tuple[str, str]]:
+    """What the forward and the backward of a call that records gradients are."""
+    halves = [part for part in report.parts if part.half]
+    yield from ((part.half, _half(part)) for part in halves)
+    if halves and all(part.half != "backward" for part in halves):
+        yield "backward", "not run yet: it is scheduled when it first runs"
+
+
+def _half(part: Report) -> str:
+    took_us, chosen, graph = time_us(part), part.chosen, part.graph
+    if took_us is None or chosen is None or graph is None:
+        return _runs_as(part)
+    how = "" if chosen.measured_us is not None else ", as predicted"
+    return f"{us(took_us)}{how}, {count(len(graph.ops), 'op')}: {_runs_as(part)}"
 
 
 def _captured(report: Report) -> Iterator[tuple[str, str]]:
@@ -216,7 +239,8 @@ def _why_not_more(explanation: Explanation) -> Iterator[str]:
         ideal = f"{us(explanation.ideal_us or 0.0)} if its streams were always busy"
         worth = [reason for reason in explanation.reasons if abs(reason.share) >= _WORTH]
         rows = [(f"{r.us:,.1f}", f"{r.share:.0%}", r.cause, line(r.why)) for r in worth]
-        title = f"Why {explanation.explained} is not faster: {ideal}, and beyond that"
+        refused = ", which the memory budget keeps out," if explanation.kept_out else ""
+        title = f"Why {explanation.explained}{refused} is not faster: {ideal}, and beyond that"
         yield table(title, ("µs", "lost", "cause", "which"), rows, right="µs lost")
 
 
@@ -342,7 +366,7 @@ def _memory(memory: Memory, streams: int, hopper: bool) -> Iterator[str]:
 
 def _cost_of_budget(best: KeptOut) -> str:
     faster = f"{best.schedule} would take {us(best.predicted_us)}, the best within it {us(best.within_us)}"
-    return f"costs {us(best.within_us - best.predicted_us)}, as predicted: {faster}; it {line(best.why)}"
+    return f"costs {us(best.cost_us)}, as predicted: {faster}; it {line(best.why)}"
 
 
 def _refusals(report: Report) -> Iterator[str]:

@@ -45,6 +45,20 @@ def test_what_is_left_to_gain_is_what_the_ceilings_say() -> None:
     )
 
 
+def test_what_is_left_to_gain_is_left_to_what_runs_rather_than_to_what_the_budget_keeps_out() -> None:
+    """Op d waits for c, so what runs takes 18 µs; the one kept out 12, though a prediction made by hand says 12.9.
+
+    stream 0   a  b  c     e
+    stream 1            d
+    """
+    launches = (Launch("a", 0), Launch("b", 0), Launch("c", 0), Launch("d", 1, waits=("c",)), Launch("e", 0, ("d",)))
+    slow = replace(CHOSEN, schedule=replace(CHOSEN.schedule, launches=launches))
+    large = replace(CHOSEN, predicted_us=12.9, limit=Limit.BUDGET, refusal="needs 9.0 MB")
+    assert advice(chosen=slow, candidates=(GRAPHED, slow, large)) == (
+        "nothing: no schedule of these ops would be more than 1.50× as fast",
+    )
+
+
 def test_without_work_there_is_nothing_to_say() -> None:
     assert advice(costs=costs_of(DIAMOND, 0.0)) == ()
 

@@ -334,6 +334,37 @@ def test_what_holds_the_memory_and_what_the_budget_costs_are_told() -> None:
     assert explain(REPORT).kept_out is None
 
 
+TOO_LARGE = replace(REFUSED, predicted_us=12.0, refusal="needs 9.0 MB", limit=Limit.BUDGET)
+"""It takes what the simulator says."""
+
+OVER_BUDGET = "needs 9.0 MB: the best within it takes {} instead of 12.0 µs, as predicted"
+
+
+def test_what_the_budget_costs_is_a_reason_beside_those_of_the_schedule_that_it_keeps_out() -> None:
+    """Two streams that are always busy would take 9 µs, the one kept out 12, the best within the budget 13; and 14."""
+    found = explain(replace(REPORT, candidates=(GRAPHED, CHOSEN, TOO_LARGE)))
+    assert (found.explained, found.ideal_us) == ("path_cover over 2 streams", 9.0)
+    assert found.reasons == (
+        Reason("chain of data", 3.0, 0.6, "4 ops in line take 12.0 µs"),
+        Reason("memory budget", 1.0, 0.2, OVER_BUDGET.format("13.0 µs")),
+        Reason("not explained by the model", 1.0, 0.2, "measured less predicted"),
+    )
+
+
+def test_where_one_stream_is_all_that_fits_the_budget_is_told_to_cost_the_rest() -> None:
+    """Not only why streams are no faster, but why there are none."""
+    alone = replace(GRAPHED, measured_us=None)
+    found = explain(replace(REPORT, chosen=alone, candidates=(alone, TOO_LARGE)))
+    assert found.explained == "path_cover over 2 streams"
+    assert [(reason.cause, reason.us) for reason in found.reasons] == [("memory budget", 7.5), ("chain of data", 3.0)]
+    assert found.reasons[0].why == OVER_BUDGET.format("19.5 µs")
+
+
+def test_a_budget_that_costs_nothing_is_no_reason() -> None:
+    slow = replace(TOO_LARGE, predicted_us=13.0)
+    assert explain(replace(REPORT, candidates=(GRAPHED, CHOSEN, slow))).reasons == explain(REPORT).reasons
+
+
 def test_the_uncaptured_are_no_rivals_of_the_captured() -> None:
     found = explain(replace(REPORT, chosen=UNCAPTURED, candidates=(UNCAPTURED, CHOSEN)))
     assert found.explained is None
@@ -365,3 +396,27 @@ def test_whatever_is_planned_is_explained_to_the_last_microsecond(
     assert all(found.placements.values())
     assert found.advice or not any(cost.duration_us for cost in costs.values())
     assert json.loads(report.to_json())["explanation"]["explained"] == found.explained
+
+
+@given(planned(), st.sampled_from([GPU, NEAR]), st.sampled_from([None, 1.0, 1000.0]))
+def test_what_the_budget_keeps_out_is_explained_to_the_last_microsecond_too(
+    plan: tuple[OpGraph, Schedule, Mapping[str, OpCost]], profile: DeviceProfile, measured_us: float | None
+) -> None:
+    """One stream runs; what is over several is too large."""
+    graph, schedule, costs = plan
+    alone = replace(one_stream(graph), policy="sequential")
+    predicted_us = run_us(alone, costs, profile)
+    runs = Candidate(alone, captured=True, predicted_us=predicted_us, measured_us=measured_us)
+    large = Candidate(
+        schedule, captured=True, predicted_us=run_us(schedule, costs, profile), limit=Limit.BUDGET, refusal="too large"
+    )
+    report = replace(
+        REPORT, graph=graph, costs=costs, profile=profile, chosen=runs, timeline=None, candidates=(runs, large)
+    )
+    found = explain(report)
+    assert (found.kept_out is not None) == (large.predicted_us < predicted_us)
+    if found.kept_out and found.ideal_us is not None:
+        parts = found.ideal_us + sum(reason.us for reason in found.reasons)
+        assert parts == pytest.approx(predicted_us if measured_us is None else measured_us)
+        lost = sum(reason.us for reason in found.reasons) > 0
+        assert not lost or sum(reason.share for reason in found.reasons) == pytest.approx(1.0)

@@ -248,6 +248,10 @@ def test_a_schedule_that_the_budget_keeps_out_is_told_with_what_that_costs() -> 
         f"it {why}"
     ]
     assert rows(render(report), "Candidates")[-1][-1] == why
+    title = "Why path_cover over 2 streams, which the memory budget keeps out, is not faster: 9.0 µs if"
+    assert rows(answers(report), title)[1] == [
+        "2.5", "50%", "memory budget", f"{why}: the best within it takes 13.0 µs instead of 10.5 µs, as predicted",
+    ]  # fmt: skip
     assert "budget" not in values(summary(REPORT))
 
 
@@ -360,6 +364,32 @@ def test_pieces_of_a_split_model_are_shown() -> None:
     assert "pieces between graph breaks" in shown
     assert shown.index("Piece 0") < shown.index("Piece 1")
     assert shown.count("GraphModule") == 2
+
+
+def test_forward_and_backward_are_named_each_with_what_it_is() -> None:
+    """And are no pieces, which have numbers and ends."""
+    forward = replace(REPORT, half="forward")
+    backward = replace(
+        REPORT, model="NetBackward", half="backward", chosen=replace(GRAPHED, measured_us=None), candidates=(GRAPHED,)
+    )
+    whole = Report("Net", "s", "forward and backward", parts=(forward,))
+    assert values(summary(whole))["backward"] == ["not run yet: it is scheduled when it first runs"]
+    whole = replace(whole, parts=(forward, backward))
+    assert values(summary(whole)) == {
+        "model": ["Net"],
+        "signature": ["s"],
+        "runs as": ["a forward and a backward, each scheduled for itself"],
+        "forward": ["14.0 µs, 5 ops: CUDA graph over 2 streams (critical_path)"],
+        "backward": ["19.5 µs, as predicted, 5 ops: CUDA graph on 1 stream (sequential)"],
+        "captured": ["100% of the time of its pieces, each run once; what runs between them is not timed"],
+    }
+    for tell in (answers, render):
+        text = tell(whole)
+        assert [line for line in text.splitlines() if line in ("Forward", "Backward")] == ["Forward", "Backward"]
+        assert text.partition("\n\nForward\n")[2] == f"{tell(forward)}\n\nBackward\n{tell(backward)}"
+        assert "Piece" not in text
+    plain = replace(PLAIN, half="backward")
+    assert values(summary(replace(whole, parts=(forward, plain))))["backward"] == ["the plain model"]
 
 
 def test_each_piece_is_listed_with_its_end_and_how_much_of_them_is_captured() -> None:

@@ -69,7 +69,7 @@ function showSummary() {
   if (explanation?.reasons.length) {
     const rows = explanation.reasons.map((reason) => [fixed(reason.us), meterOf(reason.share), reason.cause, reason.why]);
     get("reasons").append(
-      make("h3", {}, `Why ${explanation.explained} is not faster`),
+      make("h3", {}, `Why ${explanation.explained}${explanation.kept_out ? ", which the memory budget keeps out," : ""} is not faster`),
       make("p", { className: "hint" }, `${micros(explanation.ideal_us)} if its streams were always busy, and beyond that`),
       make("div", { className: "scroll" }, tableOf([["µs", "number"], ["lost"], ["cause"], ["which", "wrap"]], rows)));
   }
