@@ -59,7 +59,7 @@ function meterOf(part) {
 }
 
 function showSummary() {
-  const name = [way[0].report.model, ...(numbers.length ? [`piece ${numbers.join(".")}`] : [])].join(", ");
+  const name = [way[0].report.model, ...(numbers.length ? [report.half || `piece ${numbers.join(".")}`] : [])].join(", ");
   document.title = `${name} – autostream report`;
   get("model").textContent = name;
   get("signature").textContent = report.signature;
@@ -98,28 +98,28 @@ function showWay() {
   get("beside").hidden = false;
   get("beside").append(
     linkTo(above, above.length ? `All of piece ${above.join(".")}` : `All of ${way[0].report.model}`),
-    ...beside.map((place) => linkTo(place, `Piece ${place.join(".")}`)));
+    ...beside.map((place) => linkTo(place, way.at(-2).pieces[place.at(-1)].report.half || `Piece ${place.join(".")}`)));
 }
 
-/** What a model was split into: why each piece ends where it does, how it runs, and how long. */
+/** What a model was split into: why each piece ends where it does, how it runs, and how long; or forward and backward. */
 function showPieces() {
   if (!pieces.length) return;
-  const columns = [["piece", "number"], ["ends because", "wrap"], ["runs as", "wrap"], ["ops", "number"], ["measured µs", "number"], ["predicted µs", "number minor"], ["share", "minor"]];
+  const halves = report.mode === "forward and backward";
+  const columns = [...(halves ? [["half"]] : [["piece", "number"], ["ends because", "wrap"]]), ["runs as", "wrap"], ["ops", "number"], ["measured µs", "number"], ["predicted µs", "number minor"], ["share", "minor"]];
   const time = ({ report: { chosen } }) => chosen?.measured_us ?? chosen?.predicted_us ?? 0;
   const total = pieces.reduce((sum, piece) => sum + time(piece), 0);
-  const returns = report.mode === "graph breaks" ? "the model returns" : "";
   const rows = pieces.map((piece, number) => {
-    const { chosen, graph, mode, refusals, ended } = piece.report;
+    const { chosen, graph, mode, refusals, ended, half } = piece.report;
     const place = [...numbers, number];
     const why = mode === "plain" && refusals.length ? `: ${refusals[0].reason}` : "";
     return [
-      linkTo(place, place.join(".")), ended || returns, `${MODES[mode] ?? mode}${why}`, graph ? String(Object.keys(graph.ops).length) : "",
+      linkTo(place, half || place.join(".")), ...(halves ? [] : [ended || "the model returns"]), `${MODES[mode] ?? mode}${why}`, graph ? String(Object.keys(graph.ops).length) : "",
       fixed(chosen?.measured_us ?? NaN), fixed(chosen?.predicted_us ?? NaN), chosen && total ? meterOf(time(piece) / total) : "",
     ];
   });
   get("pieces").append(
-    make("h3", {}, "Pieces"),
-    make("p", { className: "hint" }, "Each is scheduled for itself: its number leads to its timeline, graph and ops. Shares are of the time of all, each run once, as measured, or else as predicted."),
+    make("h3", {}, halves ? "Forward and backward" : "Pieces"),
+    make("p", { className: "hint" }, "Each is scheduled for itself: its name leads to its timeline, graph and ops. Shares are of the time of all, each run once, as measured, or else as predicted."),
     make("div", { className: "scroll" }, tableOf(columns, rows)));
 }
 

@@ -131,6 +131,24 @@ def test_pieces_are_told_of_and_each_is_looked_at_by_itself(visit: Visit, tmp_pa
     assert visit.complaints == []
 
 
+def test_forward_and_backward_are_called_so(visit: Visit, tmp_path: Path) -> None:
+    halves = (replace(REPORT, half="forward"), replace(PLAIN, half="backward"))
+    visit.open(render(Report("Net", "8:float32", "forward and backward", parts=halves)), tmp_path / "halves.html")
+    assert [row.inner_text().split("\t")[0] for row in visit.page.locator("#pieces tr").all()] == [
+        "half",
+        "forward",
+        "backward",
+    ]
+    assert "ends because" not in visit.text("#pieces")
+    visit.page.get_by_role("link", name="forward", exact=True).click()
+    assert visit.text("#model") == "Net, forward"
+    assert visit.page.get_by_role("navigation", name="Pieces").get_by_role("link").all_inner_texts() == [
+        "All of Net",
+        "backward",
+    ]
+    assert visit.complaints == []
+
+
 @pytest.mark.parametrize(
     ("asked", "title"),
     [("0.2", "Net, piece 0.2"), ("0.9", "Net, piece 0"), ("map", "Net"), (HOSTILE, "Net")],
