@@ -7,11 +7,13 @@ dynamic ──▶ places ──and a call's arguments──▶ spans ──▶ p
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import Parameter
 from typing import Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -149,7 +151,7 @@ def spans_of(places: Sequence[Place], args: Sequence[Any], kwargs: Mapping[str, 
             continue
         if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
             raise Unfit(f"{argument} has no dimension {dim}")
-        if not (tensor.is_floating_point() or tensor.is_complex()) and bucket.value % 1:
+        if not _is_value(bucket.value, tensor.dtype):
             raise Unfit(f"{bucket.value} is no value of {argument}, which is {tensor.dtype}")
         length = tensor.shape[dim]
         size = next((size for size in bucket.sizes if size >= length), None)
@@ -171,26 +173,67 @@ def padded(
         >>> padded([place], {"length": Span(3, 4)}, [torch.ones(3)], {})
         ((tensor([1., 1., 1., 7.]),), {})
     """
+
+    def filled(tensor: Tensor, dim: int, span: Span, value: float) -> Tensor:
+        behind = tensor.ndim - 1 - dim % tensor.ndim
+        return F.pad(tensor, [0, 0] * behind + [0, span.size - span.length], value=value)
+
+    return _changed(places, spans, args, kwargs, filled)
+
+
+def _changed(
+    places: Sequence[Place],
+    spans: Mapping[str, Span],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    change: Callable[[Tensor, int, Span, float], Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positional, named = list(args), dict(kwargs)
     for argument, position, dim, bucket in places:
         tensor = _argument(argument, position, positional, named)
         if tensor is None or bucket.name not in spans:
             continue
-        length, size = spans[bucket.name]
-        behind = tensor.ndim - 1 - dim % tensor.ndim
-        filled = F.pad(tensor, [0, 0] * behind + [0, size - length], value=bucket.value)
+        changed = change(tensor, dim, spans[bucket.name], bucket.value)
         if argument in named:
-            named[argument] = filled
+            named[argument] = changed
         else:
             assert position is not None
-            positional[position] = filled
+            positional[position] = changed
     return tuple(positional), named
+
+
+def shorter(places: Sequence[Place], spans: Mapping[str, Span]) -> Iterator[dict[str, Span]]:
+    """The same spans, with one of them in turn as short as its bucket gets, where that is shorter.
+
+    Example:
+        >>> place = Place("x", 0, 1, Bucket("length", (4, 8)))
+        >>> list(shorter([place], {"length": Span(7, 8)}))
+        [{'length': Span(length=5, size=8)}]
+    """
+    sizes = {bucket.name: bucket.sizes for *_, bucket in places}
+    for name, (length, size) in spans.items():
+        shortest = Span(1 + max([below for below in sizes[name] if below < size], default=0), size)
+        if shortest.length < length and shortest not in spans.values():
+            yield {**spans, name: shortest}
+
+
+def narrowed(
+    places: Sequence[Place], spans: Mapping[str, Span], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, no longer than these spans are without padding.
+
+    Example:
+        >>> import torch
+        >>> narrowed([Place("x", 0, 0, Bucket("length", 4))], {"length": Span(3, 4)}, [torch.arange(4)], {})
+        ((tensor([0, 1, 2]),), {})
+    """
+    return _changed(places, spans, args, kwargs, lambda tensor, dim, span, _: tensor.narrow(dim, 0, span.length))
 
 
 def cuts_of(plain: Sequence[Tensor], filled: Sequence[Tensor], spans: Mapping[str, Span]) -> Cuts:
     """Where outputs have the dimensions that were padded, told from what they are without padding and with it.
 
-    Two lengths are enough: no other size that grows with a length has both this one and the bucket's.
+    A size that grows up to some length only may have both this one and the bucket's: another length tells.
 
     Args:
         plain: the outputs without padding.
@@ -244,6 +287,18 @@ def _argument(name: str, position: int | None, args: Sequence[Any], kwargs: Mapp
     if name in kwargs:
         return kwargs[name]
     return args[position] if position is not None and position < len(args) else None
+
+
+@cache
+def _is_value(number: float, dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype may be filled up with a number."""
+    if number % 1 and not (dtype.is_floating_point or dtype.is_complex):  # for what is infinite, this is NaN
+        return False
+    try:
+        F.pad(torch.zeros(1, dtype=dtype), [0, 1], value=number)
+    except (RuntimeError, OverflowError):  # beyond what there is
+        return False
+    return True
 
 
 def _is_dynamic(dynamic: object) -> TypeGuard[Dynamic]:

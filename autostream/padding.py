@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autostream.buckets import Cuts, Dynamic, Span, Unfit, cut, cuts_of, padded, places_of, spans_of
+from autostream.buckets import Cuts, Dynamic, Span, Unfit, cut, cuts_of, narrowed, padded, places_of, shorter, spans_of
 from autostream.comparison import difference
 from autostream.dispatch import Dispatcher, Entry
 from autostream.errors import TraceError, first_line
@@ -41,8 +41,9 @@ class PaddingDispatcher(Dispatcher):
     """Runs calls of a model at the sizes of buckets.
 
     Whether padding is safe is the user's word. It is tried all the same, once for each bucket, with copies of all
-    tensors: outputs, the model's state and its inputs have to be what they are without padding. Outputs that share
-    memory may have their own, and random numbers are drawn for what is filled up as well.
+    tensors, and at the shortest length of the bucket as well: outputs, the model's state and its inputs have to be what
+    they are without padding. Outputs that share memory may have their own, and random numbers are drawn for what is
+    filled up as well.
 
     Args:
         model: the module to run.
@@ -138,9 +139,25 @@ class PaddingDispatcher(Dispatcher):
         except Exception as error:
             raise Unfit(f"it fails when it is tried with padding and without ({first_line(error)})") from None
         try:
-            return _same_but_longer(flatten(plain)[0], without, with_padding, spans)
+            cuts = _same_but_longer(flatten(plain)[0], without, with_padding, spans)
+            for other in shorter(self._places, spans):
+                self._check_cuts(narrowed(self._places, other, *plain), other, cuts)
         except (Unfit, TraceError) as reason:
             return str(reason)
+        return cuts
+
+    def _check_cuts(self, plain: _Arguments, spans: Mapping[str, Span], cuts: Cuts) -> None:
+        """See whether shorter arguments for the same bucket have their outputs cut in the same places.
+
+        Raises:
+            Unfit: they have not. A model that does not take them is not asked.
+        """
+        try:
+            without, with_padding = tried(self.model, *plain), tried(self.model, *padded(self._places, spans, *plain))
+        except Exception:  # a convolution is wider, a word that is looked for is not there
+            return
+        if _same_but_longer(flatten(plain)[0], without, with_padding, spans) != cuts:
+            raise Unfit(f"which dimensions of outputs depend on {' and '.join(spans)} depends on how long that is")
 
     def _note_unpadded(self, reason: str) -> None:
         if reason not in self._reasons:

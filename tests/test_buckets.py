@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autostream.buckets import Bucket, Place, Span, Unfit, cut, cuts_of, padded, places_of, spans_of
+from autostream.buckets import Bucket, Place, Span, Unfit, cut, cuts_of, narrowed, padded, places_of, shorter, spans_of
 from autostream.errors import OptionError
 
 LENGTH = Bucket("length", 8)
@@ -130,12 +130,37 @@ def test_arguments_that_are_left_out_have_no_length() -> None:
         ),
         ({"tokens": {0: Bucket("n", 8, 0.5)}}, [torch.arange(3)], "0.5 is no value of tokens, which is torch.int64"),
         ({"tokens": {0: Bucket("n", 8, float("-inf"))}}, [torch.arange(3)], "-inf is no value of tokens"),
+        ({"tokens": {0: Bucket("n", 8, -1e9)}}, [torch.ones(3).half()], "-1000000000.0 is no value of tokens"),
+        ({"tokens": {0: Bucket("n", 8, 300)}}, [torch.ones(3).byte()], "300 is no value of tokens"),
     ],
 )
 def test_what_cannot_be_padded_is_told(dynamic: Any, args: Any, said: str) -> None:
     with pytest.raises(Unfit) as raised:
         spans_of(places(dynamic), args, {})
     assert str(raised.value).startswith(said)
+
+
+def test_numbers_that_a_dtype_has_are_values() -> None:
+    for value, dtype in ((float("-inf"), torch.float16), (-1, torch.int64), (0.5, torch.complex64), (1, torch.bool)):
+        assert spans_of(places({"tokens": {0: Bucket("n", 8, value)}}), [torch.ones(3, dtype=dtype)], {})
+
+
+def test_each_dimension_in_turn_is_as_short_as_its_bucket_gets() -> None:
+    declared = places({"tokens": {0: Bucket("rows", (4, 8)), 1: Bucket("length", (2, 4))}})
+    assert list(shorter(declared, {"rows": Span(7, 8), "length": Span(4, 4)})) == [
+        {"rows": Span(5, 8), "length": Span(4, 4)},
+        {"rows": Span(7, 8), "length": Span(3, 4)},
+    ]
+    assert list(shorter(declared, {"rows": Span(5, 8)})) == []
+    both = places({"tokens": {0: Bucket("rows", 8), 1: Bucket("length", 8)}})
+    assert list(shorter(both, {"rows": Span(5, 8), "length": Span(7, 8)})) == [], "nobody could tell which is which"
+    assert list(shorter(places({"tokens": {0: Bucket("rows", (8,))}}), {"rows": Span(3, 8)})) == [{"rows": Span(1, 8)}]
+
+
+def test_arguments_are_narrowed_wherever_a_dimension_is() -> None:
+    declared = places({"tokens": {1: LENGTH}, "mask": {-1: LENGTH}})
+    args, kwargs = narrowed(declared, {"length": Span(3, 4)}, [torch.ones(2, 4)], {"mask": torch.ones(4)})
+    assert ([x.shape for x in args], {name: x.shape for name, x in kwargs.items()}) == ([(2, 3)], {"mask": (3,)})
 
 
 # There and back

@@ -7,6 +7,7 @@ tokens ─▶ embed ─┬─▶ left ──┬─▶ sum ─▶ logits, one for
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -69,9 +70,9 @@ class Forward(Model):
         return super().forward(x)
 
 
-def over(forward: Callable[..., Any], **attributes: Any) -> PaddingDispatcher:
+def over(forward: Callable[..., Any], value: float = 0, **attributes: Any) -> PaddingDispatcher:
     """A dispatcher of a model whose first argument's first dimension may be padded."""
-    return PaddingDispatcher(Forward(forward, **attributes), QUICK, {"x": {0: Bucket("n", (4, 8))}})
+    return PaddingDispatcher(Forward(forward, **attributes), QUICK, {"x": {0: Bucket("n", (4, 8), value)}})
 
 
 def shapes(dispatch: PaddingDispatcher) -> list[str]:
@@ -185,7 +186,7 @@ def test_it_is_tried_once_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> No
     dispatch = over(lambda s, x: x + 1)
     for rows in (1, 2, 3, 6, 7, 1):
         dispatch(torch.ones(rows))
-    assert tries == [(1,), (4,), (6,), (8,)]
+    assert tries == [(1,), (4,), (6,), (8,), (5,), (8,)], "the bucket above 4 with its shortest length as well"
 
 
 # What is not
@@ -234,6 +235,33 @@ def test_what_cannot_be_padded_runs_at_its_own_shape(
     (reason,) = reasons(dispatch)
     assert reason.startswith(said)
     assert caplog.text.count("runs at its own shape, not padded") == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda s, x: x[:6] * 2,
+        lambda s, x: x.topk(min(6, len(x)), 0).values,
+        lambda s, x: nn.functional.pad(x, [0, max(0, 6 - len(x))]),
+    ],
+)
+def test_a_size_that_grows_to_some_length_only_is_seen_whichever_length_comes_first(
+    forward: Callable[..., Any],
+) -> None:
+    """Of 5 to 8 rows: six or more look as if there were no such end, and so do fewer than six, in the other way."""
+    for rows in itertools.permutations((5, 6, 7)):
+        dispatch = over(forward, value=float("-inf"))
+        for count in rows:
+            x = torch.arange(float(count))
+            same(dispatch(x), forward(None, x))
+
+
+@torch.no_grad()
+def test_a_model_that_takes_no_shorter_arguments_is_padded_all_the_same() -> None:
+    dispatch = over(lambda s, x: x + 0 * x[6])
+    same(dispatch(torch.ones(7)), torch.ones(7))
+    assert not reasons(dispatch)
 
 
 @torch.no_grad()

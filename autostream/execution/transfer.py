@@ -25,7 +25,7 @@ class Transfer:
 
     Args:
         tensors: those in the host's memory are copied: at once into pinned memory where they are not pinned, and from
-            there while the host goes on. Those on the device stay.
+            there while the host goes on. Those on the device stay, unless they are taken on another stream.
         device: a CUDA device with its index.
 
     Raises:
@@ -41,7 +41,6 @@ class Transfer:
         with torch.inference_mode(False):  # whoever reads ahead, whoever takes it may train with it
             sources = [_pinned(tensor) if _is_plain(tensor) else tensor for tensor in tensors]
             self._tensors = [_place_for(source, device) for source in sources]
-            self._made = [arriving is not tensor for arriving, tensor in zip(self._tensors, tensors, strict=True)]
             self._start(sources)
 
     def _start(self, sources: Sequence[Tensor]) -> None:
@@ -63,7 +62,7 @@ class Transfer:
         tensors = self._tensors
         if stream != self._home:
             # Given back, their memory would go to work of the other stream, which knows nothing of what reads it here.
-            tensors = [t.clone() if made else t for t, made in zip(tensors, self._made, strict=True)]
+            tensors = list(map(Tensor.clone, tensors))
             self._home.wait_stream(stream)
         self._arrived, self._tensors = None, []
         return tensors

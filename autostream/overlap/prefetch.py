@@ -129,12 +129,12 @@ class _Arriving:
         return map_tensors(lambda tensor: next(arrived), self._batch)
 
 
-@dataclass(frozen=True)
 class _Waiting:
     """A batch for which there was no memory yet: it is copied when it is asked for."""
 
-    batch: Any
-    device: torch.device
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        self._batch, self._device = batch, device
+        self._home = torch.cuda.current_stream(device)
 
     def take(self) -> Any:
         """The batch on the device.
@@ -142,7 +142,9 @@ class _Waiting:
         Raises:
             torch.OutOfMemoryError: there is no memory now either.
         """
-        return _Arriving(self.batch, self.device).take()
+        with torch.cuda.stream(self._home):  # where it was read, and where what is on the device already may be made
+            arriving = _Arriving(self._batch, self._device)
+        return arriving.take()
 
 
 class _Ahead(Iterator[Batch]):
@@ -165,7 +167,12 @@ class _Ahead(Iterator[Batch]):
                 raise first
             finally:
                 del first  # it would keep itself alive, and this iteration with all its batches
-        batch: Batch = first.take()
+        try:
+            batch: Batch = first.take()
+        except torch.OutOfMemoryError:
+            with self._lock:
+                self._line.appendleft(first)  # it can be asked for again
+            raise
         return batch
 
 

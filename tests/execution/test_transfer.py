@@ -89,15 +89,28 @@ def test_taken_on_another_stream_it_is_that_streams_memory(device: Device, order
 
 
 def test_what_is_on_the_device_stays_and_is_read_after_it_was_made(device: Device, order: int) -> None:
-    """The loader computes on the stream of the call that read ahead; the batch is taken on another one."""
+    made = device.empty_like(x(0.0))
+    device.copy(made, x(1.0))
+    taken, _ = Transfer([made, x(2.0)], GPU).take()
     seen: list[float] = []
-    made, source = device.empty_like(x(0.0)), x(1.0)
-    device.copy(made, source)
-    transfer, other = Transfer([made, x(2.0)], GPU), device.stream()
-    with device.using(other):
-        taken, _ = transfer.take()
-        read(device, taken, seen)
+    read(device, taken, seen)
     assert taken is made
+    device.run(order)
+    assert seen == [1.0]
+
+
+def test_what_is_on_the_device_may_go_as_soon_as_it_is_taken_on_another_stream(device: Device, order: int) -> None:
+    """The loader computes on the stream of the call that read ahead, whose memory it is, and goes on to use it."""
+    seen: list[float] = []
+    made, other = device.empty_like(x(0.0)), device.stream()
+    device.copy(made, x(1.0))
+    transfer = Transfer([made], GPU)
+    with device.using(other):
+        (taken,) = transfer.take()
+        read(device, taken, seen)
+    del made, taken, transfer
+    device.copy(device.empty_like(x(2.0)), x(2.0))
+    assert device.blocks == 2
     device.run(order)
     assert seen == [1.0]
 

@@ -249,6 +249,45 @@ def test_a_batch_for_which_there_is_no_memory_yet_comes_when_there_is(device: De
         next(iter(autostream.prefetch([torch.zeros(99)], "cuda")))
 
 
+def test_a_batch_that_there_was_no_memory_for_can_be_asked_for_again(device: Device) -> None:
+    device.bytes_left = 0
+    batches = iter(autostream.prefetch(Loader(3), "cuda"))
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            next(batches)
+    device.bytes_left = 1000
+    found = list(batches)
+    device.run(0)
+    assert [batch.mean().item() for batch in found] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("order", range(4))
+def test_what_had_to_wait_for_memory_is_taken_on_any_stream(device: Device, order: int) -> None:
+    """The loader makes its batches on the device, on the stream that reads ahead; another one takes them."""
+    seen: list[float] = []
+    other = device.stream()
+
+    def made() -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(2):
+            value = torch.full((4,), float(number))
+            there = device.empty_like(value)
+            device.copy(there, value)
+            yield there, value
+
+    batches = iter(autostream.prefetch(made(), "cuda", depth=1))
+    device.bytes_left = 16
+    with pytest.raises(torch.OutOfMemoryError):
+        next(batches)
+    device.bytes_left = 1000
+    for _ in range(2):
+        with device.using(other):
+            there, memory = (alias(tensor) for tensor in next(batches))
+            device.launch(lambda ours=(there, memory): seen.extend(each.mean().item() for each in ours))
+            del there, memory
+    device.run(order)
+    assert seen == [0.0, 0.0, 1.0, 1.0]
+
+
 class Named(NamedTuple):
     x: Tensor
     path: str
