@@ -92,15 +92,22 @@ def call(children: Sequence[nn.Module], child: int, inputs: Sequence[Arguments],
     """What a child returns for the arguments at a place.
 
     Raises:
-        TargetError: it writes to one of them, which others may be reading.
+        TargetError: it writes to one of them, which others may be reading, or puts something into a container of them,
+            of which others have their own.
     """
-    tensors, _ = flatten(inputs[at])
+    name = type(children[child]).__name__
+    tensors, structure = flatten(inputs[at])
     versions = [_version(tensor) for tensor in tensors]
     args, kwargs = inputs[at]
     result = children[child](*args, **kwargs)
     if versions != [_version(tensor) for tensor in tensors]:
-        name = type(children[child]).__name__
-        raise TargetError(f"child {child} ({name}) writes to its input, which others read: let it make a new tensor")
+        raise TargetError(f"child {child} ({name}) writes to its input, which others may read: let it make another")
+    now, structure_now = flatten(inputs[at])
+    if structure != structure_now or any(tensor is not before for tensor, before in zip(now, tensors, strict=True)):
+        raise TargetError(
+            f"child {child} ({name}) changes a container that it is given, of which others may have a copy: "
+            "let it return what it found"
+        )
     return result
 
 

@@ -37,8 +37,10 @@ class Parallel(nn.Module):
     them. On the CPU they run in turn. Random numbers are drawn in the order of the modules in any case.
 
     Args:
-        modules: at least one; none of them may write to its input. That raises on CUDA streams, except for tensors of
-            inference mode, whose writes nobody counts; elsewhere the others may see it. They need not be on one device.
+        modules: at least one; none of them may write to its input, nor put anything into a container that it is given.
+            That raises on CUDA streams, except for tensors of inference mode, whose writes nobody counts; elsewhere the
+            others may see it. What they share must keep nothing in plain attributes while they run; buffers it may
+            write. They need not be on one device.
         streams: how many at most, the caller's among them, or ``"auto"``.
         reduce: a function or module that takes the results as arguments, such as ``torch.mm`` for two; without it, the
             tuple of them is returned.

@@ -132,6 +132,28 @@ def test_a_child_that_writes_to_its_input_is_named() -> None:
             run(tuple(children), (given(torch.ones(2)),) * 2)  # type: ignore[arg-type]
 
 
+class Notes(nn.Module):
+    """Puts what it finds where the caller sees it, or in the place of what was there."""
+
+    def __init__(self, at: str = "") -> None:
+        super().__init__()
+        self.at = at
+
+    def forward(self, x: Tensor, notes: dict[str, Tensor]) -> Tensor:
+        if self.at:
+            notes[self.at] = x + 1
+        return x
+
+
+def test_a_child_that_changes_a_container_is_named() -> None:
+    run = ThreadedProgram(side_by_side("cpu", 2, (ALONE, ALONE)))
+    for writer, at in itertools.product((0, 1), ("new", "old")):
+        children = [Notes(), Notes()]
+        children[writer].at = at
+        with pytest.raises(TargetError, match=rf"child {writer} \(Notes\) changes a container that it is given"):
+            run(tuple(children), (given(torch.ones(2), notes={"old": torch.zeros(2)}),) * 2)  # type: ignore[arg-type]
+
+
 def test_what_is_on_no_device_of_the_streams_is_not_copied() -> None:
     x = torch.ones(2)
     assert enter([given(x, scale=x)], 0, "cuda") == (given(x, scale=x),)
