@@ -10,8 +10,8 @@ A :class:`Structure` is hashable: two values with equal structures differ in the
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import OrderedDict, UserDict, UserList, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -117,8 +117,8 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nested value with what ``function`` makes of each tensor.
 
-    What is no container known here stays as it is, and so do keys of dictionaries, whatever they are, and the batch
-    sizes of a ``PackedSequence``: the host's.
+    Subclasses of lists, tuples and mappings are opened, too. What is no container stays as it is, and so do keys of
+    dictionaries, whatever they are, and the batch sizes of a ``PackedSequence``: the host's.
 
     Raises:
         TraceError: it contains itself.
@@ -142,11 +142,27 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return twin
     opened = _open(value)
     if opened is None:
-        return value
+        return _map_other(function, value)
     context, children = opened
     stays = value.batch_sizes if isinstance(value, PackedSequence) else None
     twins = [child if child is stays else _map_tensors(function, child) for child in children]
     return _close(type(value), context, twins)
+
+
+def _map_other(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Of containers of the user's own, what PyTorch's loaders make of them when they pin their tensors."""
+    if not isinstance(value, MutableMapping | list | UserList | tuple):
+        return value
+    places = list(value) if isinstance(value, MutableMapping) else range(len(value))
+    twins = {place: _map_tensors(function, value[place]) for place in places}
+    if all(twin is value[place] for place, twin in twins.items()):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(twins.values())
+    mapped = copy.copy(value)
+    for place, twin in twins.items():
+        mapped[place] = twin
+    return mapped
 
 
 def _too_deep(value: object) -> TraceError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable, MutableMapping
 from dataclasses import InitVar, dataclass, field
 from datetime import date
 from enum import Enum, IntEnum
@@ -342,6 +342,36 @@ def test_each_tensor_is_mapped_and_all_else_is_the_same() -> None:
     assert mapped[3][0].batch_sizes is packed.batch_sizes
     assert given["tokens"]["x"] == 1
     assert mapped[3][1] == "text"
+
+
+class OwnDict(dict[str, Any]):
+    """Knows more than its items."""
+
+    path = "/data"
+
+
+class OwnList(list[Any]):
+    pass
+
+
+class OwnTuple(tuple[Any, ...]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "own",
+    [OwnDict(x=ONE, n=3), ChainMap({"x": ONE}, {"n": 3}), OwnList([ONE, 3]), UserList([ONE, 3]), OwnTuple([ONE, 3])],
+    ids=lambda own: type(own).__name__,
+)
+def test_containers_of_the_users_own_are_mapped_as_well(own: Any) -> None:
+    if isinstance(own, OwnDict):
+        own.path = "/elsewhere"
+    mapped = map_tensors(torch.neg, {"nested": [own]})["nested"][0]
+    first, second = ("x", "n") if isinstance(own, MutableMapping) else (0, 1)
+    assert type(mapped) is type(own)
+    assert (mapped[first].item(), mapped[second], len(mapped)) == (-ONE.item(), 3, 2)
+    assert own[first] is ONE
+    assert getattr(mapped, "path", None) == getattr(own, "path", None)
 
 
 def test_mapping_compares_nothing_so_keys_and_contexts_may_be_anything() -> None:
