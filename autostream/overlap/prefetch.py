@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
             waits for the work on the batch before; 2 is enough unless batches differ much in how long they take.
 
     Returns:
-        An iterable of as many batches; ``len`` of it is the loader's.
+        An iterable of as many batches; ``len`` of it is the loader's, and so are attributes such as ``dataset``.
 
     Raises:
         OptionError: ``depth`` is no whole number from 1, or ``device`` names no device.
@@ -86,11 +86,11 @@ def _device_named(device: str | torch.device | int) -> torch.device:
         raise OptionError(f'device={device!r} is not allowed: use "cuda", "cuda:0" or "cpu"') from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Prefetched(Iterable[Batch]):
-    """Batches of ``loader`` on ``device``, up to ``depth`` of them before they are asked for."""
+    """What ``loader`` is, but for its batches: they are on ``device``, ``depth`` of them before they are asked for."""
 
-    loader: Iterable[Batch]
+    loader: Iterable[Batch] = field(repr=False)
     device: torch.device
     depth: int
 
@@ -102,6 +102,11 @@ class _Prefetched(Iterable[Batch]):
     def _onward(self) -> Iterator[Batch]:
         """The one iteration of a loader that is its own iterator: what was read ahead cannot be read again."""
         return _Ahead(iter(self.loader), self.device, self.depth)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":  # what a copy is asked for before it has any
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __bool__(self) -> bool:
         return bool(self.loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import logging
@@ -351,6 +352,18 @@ def test_a_data_loader_is_iterated_as_it_is(device: Device, workers: int) -> Non
 def test_a_loader_without_a_length_has_none(device: Device) -> None:
     with pytest.raises(TypeError):
         len(autostream.prefetch((torch.zeros(1) for _ in range(2)), "cuda"))  # type: ignore[arg-type]
+
+
+def test_it_has_the_loaders_attributes(device: Device) -> None:
+    loader = DataLoader([torch.ones(2)] * 3, batch_size=2)  # type: ignore[arg-type]
+    batches: Any = autostream.prefetch(loader, "cuda")
+    assert batches.dataset is loader.dataset
+    assert copy.copy(batches).batch_size == 2
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = batches.no_such_thing
+    both = [autostream.prefetch([torch.ones(2)], "cuda") for _ in range(2)]
+    assert both[0] != both[1]
+    assert "tensor" not in repr(both[0])
 
 
 def test_it_is_true_where_the_loader_is(device: Device) -> None:
