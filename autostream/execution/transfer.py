@@ -27,6 +27,7 @@ class Transfer:
         tensors: those in the host's memory are copied: at once into pinned memory where they are not pinned, and from
             there while the host goes on. Those on the device stay, unless they are taken on another stream.
         device: a CUDA device with its index.
+        home: the stream that those on the device were made on, and that memory is taken on; by default the current one.
 
     Raises:
         torch.OutOfMemoryError: there is too little memory on the device; nothing is under way then.
@@ -35,10 +36,11 @@ class Transfer:
     _arrived: torch.cuda.Event | None = None
     """``None`` where nobody needs to wait: nothing is under way yet, or all has been taken."""
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream | None = None) -> None:
         self._device = device
-        self._home = torch.cuda.current_stream(device)
-        with torch.inference_mode(False):  # whoever reads ahead, whoever takes it may train with it
+        self._home = home or home_of(device)
+        # Whoever reads ahead, whoever takes it may train with it.
+        with torch.cuda.stream(self._home), torch.inference_mode(False):
             sources = [_pinned(tensor) if _is_plain(tensor) else tensor for tensor in tensors]
             self._tensors = [_place_for(source, device) for source in sources]
             self._start(sources)
@@ -72,6 +74,11 @@ class Transfer:
         if self._arrived is not None:
             with suppress(RuntimeError):  # CUDA may have ended before Python does
                 self._home.wait_event(self._arrived)
+
+
+def home_of(device: torch.device) -> torch.cuda.Stream:
+    """The stream that what is made on a device now is made on."""
+    return torch.cuda.current_stream(device)
 
 
 def _is_plain(tensor: Tensor) -> bool:

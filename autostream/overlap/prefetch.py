@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autostream.errors import OptionError, TargetError
-from autostream.execution.transfer import Transfer
+from autostream.execution.transfer import Transfer, home_of
 from autostream.tracing.tree import map_tensors
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class _Prefetched(Iterable[Batch]):
 class _Arriving:
     """A batch on its way."""
 
-    def __init__(self, batch: Any, device: torch.device) -> None:
+    def __init__(self, batch: Any, device: torch.device, home: torch.cuda.Stream | None = None) -> None:
         tensors: list[Tensor] = []
 
         def noted(tensor: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class _Arriving:
             return tensor
 
         self._batch = map_tensors(noted, batch)  # containers of our own: the loader may fill its own again
-        self._transfer = Transfer(tensors, device)
+        self._transfer = Transfer(tensors, device, home)
 
     def take(self) -> Any:
         """The batch on the device."""
@@ -138,8 +138,7 @@ class _Waiting:
     """A batch for which there was no memory yet: it is copied when it is asked for."""
 
     def __init__(self, batch: Any, device: torch.device) -> None:
-        self._batch, self._device = batch, device
-        self._home = torch.cuda.current_stream(device)
+        self._batch, self._device, self._home = batch, device, home_of(device)
 
     def take(self) -> Any:
         """The batch on the device.
@@ -147,9 +146,7 @@ class _Waiting:
         Raises:
             torch.OutOfMemoryError: there is no memory now either.
         """
-        with torch.cuda.stream(self._home):  # where it was read, and where what is on the device already may be made
-            arriving = _Arriving(self._batch, self._device)
-        return arriving.take()
+        return _Arriving(self._batch, self._device, self._home).take()
 
 
 class _Ahead(Iterator[Batch]):
