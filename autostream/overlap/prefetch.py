@@ -39,8 +39,8 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
 
     The copies need pinned memory. Tensors that are not pinned are copied there first, which takes the host's time:
     prefer ``DataLoader(…, pin_memory=True)``, whose own thread does that. Pinned tensors are read while the loader goes
-    on, so it must not write to them again. What is no tensor stays as it is, and so do tensors on the device. A captured
-    graph copies each batch once more, on the device, to where it reads its inputs.
+    on, so it must not write to them again. What is no tensor stays as it is, and so do tensors on the device. Whoever
+    captures a graph copies each batch once more, on the device, to where that reads its inputs.
 
     Args:
         loader: a ``DataLoader``, or any other iterable of tensors, containers of them, and other values.
