@@ -138,7 +138,8 @@ class StepOptions(Options):
         microbatches: in how many equal parts to go through a batch; their gradients are added up, and the loss is the
             mean of theirs. A batch has as many rows as its first tensor has, of those with a dimension; tensors with as
             many are chopped along their first dimension, and all else is part of each.
-        max_norm: scale the gradients of all parameters together down to this L2 norm, where theirs is larger.
+        max_norm: scale the gradients of all the optimizer's parameters together down to this L2 norm, where theirs is
+            larger.
         average: a copy of the model (``copy.deepcopy(model)``) whose parameters become a moving average of the model's:
             after each step they are ``decay`` times what they were and ``1 - decay`` times the model's. Its buffers are
             the model's.

@@ -23,7 +23,7 @@ from autostream.reporting.report import Report
 from autostream.storages import storage_of
 from autostream.tracing.functions import loss_of
 from autostream.tracing.inductor import check_level, check_settings
-from autostream.tracing.optimizers import obstacle
+from autostream.tracing.optimizers import obstacle, takes_closure
 from autostream.tracing.steps import Backward, TrainingStep
 from autostream.tracing.train_step import STEPS
 
@@ -42,18 +42,23 @@ def train_step(
         optimizer.zero_grad()
         loss = loss_fn(model, *batch)    # or, of PyTorch's own losses: loss_fn(model(*inputs), target)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)    # if asked for
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)    # if asked for: those of the optimizer
         optimizer.step()
         optimizer.zero_grad()
 
     Gradients are temporary: ``parameter.grad`` is ``None`` after a step, and what it was before does not matter. All
     else is as ever: weights, statistics and the optimizer's state are written where they are, ``state_dict`` and
     ``load_state_dict`` work between any two steps, and so do learning-rate schedulers. A changed rate takes effect in
-    the next step; any other hyperparameter that changes makes another graph.
+    the next step; any other hyperparameter that changes makes another graph (``OneCycleLR`` and ``CyclicLR`` change the
+    momentum in each step: give them ``cycle_momentum=False``).
+
+    Numbers that ``loss_fn`` reads from elsewhere, such as globals, closures and attributes of objects that are no
+    modules, stay what they are when it is traced: give what changes with the batch, or make the loss a module.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
-    SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward. What cannot be traced
-    runs as it is. :func:`autostream.explain` tells what was done and why.
+    SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a
+    closure, such as LBFGS, run that graph as often as they like. What cannot be traced runs as it is.
+    :func:`autostream.explain` tells what was done and why.
 
     Args:
         model: the model, in training mode or not; frozen parameters stay as they are.
@@ -97,6 +102,10 @@ def train_step(
     check_level(chosen.kernels)
     if chosen.scaler is not None and not isinstance(chosen.scaler, torch.amp.GradScaler):
         raise TargetError(f"scaler has to be a torch.amp.GradScaler, not {chosen.scaler!r}")
+    if chosen.scaler is not None and takes_closure(optimizer):
+        raise TargetError(
+            f"{type(optimizer).__name__} takes a closure, which no GradScaler allows: leave the scaler out"
+        )
     kind = Backward if _apart(optimizer, chosen) else TrainingStep
     return TrainStep(kind(model, loss_of(loss_fn), optimizer, chosen))
 
@@ -127,6 +136,7 @@ class TrainStep:
     def __init__(self, step: Backward) -> None:
         self._step = step
         self._autostream = Dispatcher(step, step.options, tracer=STEPS)
+        self._searches = takes_closure(step.optimizer)
         self._stateless: frozenset[str] = frozenset()
         """Parameters for which the last step that might have made state made none: all of plain SGD, or unused ones."""
 
@@ -140,7 +150,9 @@ class TrainStep:
         step = self._step
         with torch.inference_mode(False), torch.no_grad():
             arguments = _, setting, _ = step.arguments(batch)
-            if setting.stateless <= self._stateless:
+            if self._searches:
+                result = step.search(lambda: self._autostream(*step.arguments(batch)))
+            elif setting.stateless <= self._stateless:
                 result = step.complete(self._autostream(*arguments))
             else:
                 result = step.complete(step(*arguments))

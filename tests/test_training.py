@@ -719,6 +719,39 @@ def test_other_optimizers_run_after_a_graph_of_forward_and_backward(
     assert f"{optimizer.__name__} is none of SGD, Adam, AdamW, RMSprop, Adagrad" in reasons(step)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"microbatches": 2}, {"max_norm": 0.1}])
+def test_an_optimizer_that_takes_a_closure_runs_the_graph_as_often_as_it_likes(
+    kwargs: dict[str, Any], options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    models = [model := mlp().double(), copy.deepcopy(model)]
+    ours, theirs = ((each, torch.optim.LBFGS(each.parameters(), lr=0.1, max_iter=3)) for each in models)
+    step = train_step(*ours, nn.MSELoss(), **kwargs, **options)
+    for number in range(4):
+        found = step(*ROWS[number % 2])
+        close(found, searched(*theirs, ROWS[number % 2], **kwargs))
+        close(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+    assert "LBFGS is none of SGD, Adam, AdamW, RMSprop, Adagrad" in reasons(step)
+    with pytest.raises(TargetError, match="LBFGS takes a closure, which no GradScaler allows"):
+        train_step(*ours, nn.MSELoss(), scaler=torch.amp.GradScaler("cpu"))
+
+
+def searched(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...], **kwargs: Any) -> Any:
+    """A step with a closure, as users write it."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = mse(model, *batch)
+        loss.backward()
+        if "max_norm" in kwargs:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), kwargs["max_norm"])
+        return loss
+
+    return optimizer.step(closure).detach()  # type: ignore[arg-type, func-returns-value, attr-defined]
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"microbatches": 2, "max_norm": 0.1}])
 def test_a_scaler_skips_steps_whose_gradients_are_not_finite(kwargs: dict[str, Any], options: dict[str, Any]) -> None:
     torch.manual_seed(0)

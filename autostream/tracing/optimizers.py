@@ -56,6 +56,18 @@ def obstacle(optimizer: Optimizer) -> str:
     return ""
 
 
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer asks for the loss itself, as often as it likes.
+
+    Example:
+        >>> weights = [torch.ones(1)]
+        >>> takes_closure(torch.optim.LBFGS(weights)), takes_closure(torch.optim.SGD(weights))
+        (True, False)
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
 def _is_our_own(hook: object) -> bool:
     """Whether a hook is one of autostream's, which notes what optimizers write outside of graphs."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]

@@ -139,13 +139,32 @@ class Backward(nn.Module):
         """Do what is left of a step after :meth:`forward`, or after a run of its program; returns the result."""
         result, gradients = outputs
         parameters = _parameters(self.optimizer)
-        trained = (parameter for parameter in parameters if parameter.requires_grad)
-        for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter.grad = gradient
+        _take_gradients(parameters, gradients)
         self._step(parameters)
         _clear_gradients(parameters)
         self._follow()
         return result
+
+    def search(self, evaluate: Callable[[], Any]) -> Any:
+        """A step of an optimizer that asks for losses itself; returns the first result.
+
+        Args:
+            evaluate: does what :meth:`forward` does, or a run of its program.
+        """
+        parameters, results = _parameters(self.optimizer), []
+
+        def closure() -> Tensor:
+            with torch.no_grad():
+                result, gradients = evaluate()
+            _take_gradients(parameters, gradients)
+            self._clip(parameters)
+            results.append(result)
+            return _loss_of(result)
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        _clear_gradients(parameters)
+        self._follow()
+        return results[0]
 
     def _step(self, parameters: Sequence[Tensor]) -> None:
         """Clip, and let the optimizer step, as its scaler has it."""
@@ -427,6 +446,12 @@ def _set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in before.items():
             parameter.grad = gradient
+
+
+def _take_gradients(parameters: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    trained = (parameter for parameter in parameters if parameter.requires_grad)
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _clear_gradients(parameters: Iterable[Tensor]) -> None:
