@@ -12,12 +12,13 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock
+from typing import TYPE_CHECKING, Any
 
 from autostream.errors import first_line
 from autostream.ir import Decision
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ def code_in(folder: Path) -> str:
 
 def lock(path: Path) -> FileLock:
     """To be held by whoever writes a file; a ``TimeoutError`` says that somebody else does, and does not go on."""
+    from filelock import FileLock  # brings asyncio along, which takes long to import
+
     return FileLock(f"{path}.lock", timeout=_PATIENCE_S)
 
 
