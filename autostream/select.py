@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from autostream.analysis.values import storages_in, value_of
 from autostream.errors import CaptureError, first_line
 from autostream.execution.cuda_graph import CapturedGraph, FlatFunction
 from autostream.execution.lower import lower
 from autostream.execution.runs import UncastRun, uncaptured
 from autostream.ir import Candidate, Limit, OpGraph, Program, Role
-from autostream.storages import storage_of
 
 MARGIN = 0.01
 """Times that differ by no more than this share are a tie: clocks are not exact, and streams and memory have a price."""
@@ -246,18 +246,15 @@ def detached(program: Program) -> tuple[int, ...]:
     graph = program.module.graph
     looks = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     returned = [node for node in graph.output_node().all_input_nodes if node.op != "placeholder"]
-    seen, given = ({storage_of(value) for value in _tensors(nodes)} for nodes in (looks, returned))
-    arguments = zip(program.placeholders, _tensors(graph.find_nodes(op="placeholder")), strict=True)
-    return tuple(
-        at
-        for at, (item, value) in enumerate(arguments)
-        if item.role is Role.INPUT and storage_of(value) in seen & given
-    )
+    places = _storages(looks) & _storages(returned)
+    arguments = zip(program.placeholders, graph.find_nodes(op="placeholder"), strict=True)
+    found = (item.role is Role.INPUT and not places.isdisjoint(_storages([node])) for item, node in arguments)
+    return tuple(at for at, is_found in enumerate(found) if is_found)
 
 
-def _tensors(nodes: Iterable[fx.Node]) -> Iterator[Tensor]:
-    """What these nodes yield."""
-    return (value for node in nodes for value in tree_leaves(node.meta["val"]) if isinstance(value, Tensor))
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    """Those that the values of nodes are in; sparse tensors are in none."""
+    return {storage for node in nodes for storage in storages_in(value_of(node))}
 
 
 def interleaved(timers: Sequence[Callable[[], float]], hopeless: float = _HOPELESS) -> list[float]:

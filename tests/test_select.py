@@ -468,8 +468,9 @@ def test_a_winner_stays_where_the_sequential_one_cannot_be_built_beside_it(
         (lambda x, y: (x.relu_().detach()[0], y[1:].detach()), (1, 2)),
         (lambda x, y: (x, y.detach() * 2), ()),
         (lambda x, y: ((x + 1).detach(), y), ()),
+        (lambda x, y: ((x + 1).to_sparse(), y.detach()), (2,)),
     ],
-    ids=["views", "detached", "seen in other ways too", "not returned", "a result"],
+    ids=["views", "detached", "seen in other ways too", "not returned", "a result", "beside a sparse one"],
 )
 def test_outputs_may_be_detached_inputs(function: Any, expected: tuple[int, ...]) -> None:
     """The argument before the inputs is the model's own, which is none."""
