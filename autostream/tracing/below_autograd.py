@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
+from autostream.tracing.convolutions import GRADIENTS_APART
 from autostream.tracing.flat import FlatModel, check_draws, watched
 from autostream.tracing.saved_tensors import hooks_set_aside
 
@@ -42,7 +43,7 @@ def graph_of(
     Raises:
         TraceError: it cannot be traced, or draws random numbers again from a state that is put back.
     """
-    tracer = make_fx(run, decompositions, "fake", _allow_non_fake_inputs=True)
+    tracer = make_fx(run, {**GRADIENTS_APART, **decompositions}, "fake", _allow_non_fake_inputs=True)
     # In one thread, for what is patched for this one has to hold for the backward too.
     with hooks_set_aside(), torch.autograd.set_multithreading_enabled(False):
         module = watched(lambda: tracer(*values), flat)
