@@ -142,6 +142,8 @@ class PaddingDispatcher(Dispatcher):
             cuts = _same_but_longer(flatten(plain)[0], without, with_padding, spans)
             for other in shorter(self._places, spans):
                 self._check_cuts(narrowed(self._places, other, *plain), other, cuts)
+        except torch.OutOfMemoryError as error:
+            raise Unfit(f"there is too little memory to try it at other lengths ({first_line(error)})") from None
         except (Unfit, TraceError) as reason:
             return str(reason)
         return cuts
@@ -151,9 +153,12 @@ class PaddingDispatcher(Dispatcher):
 
         Raises:
             Unfit: they have not. A model that does not take them is not asked.
+            torch.OutOfMemoryError: there is too little memory to tell.
         """
         try:
             without, with_padding = tried(self.model, *plain), tried(self.model, *padded(self._places, spans, *plain))
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # a convolution is wider, a word that is looked for is not there
             return
         if _same_but_longer(flatten(plain)[0], without, with_padding, spans) != cuts:

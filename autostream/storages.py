@@ -52,7 +52,23 @@ def overlaps(tensor: Tensor) -> bool:
     return False
 
 
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether between the first and the last of a tensor's elements there is memory that belongs to none of them.
+
+    Example:
+        >>> import torch
+        >>> has_gaps(torch.empty(8)[::2]), has_gaps(torch.empty(4).as_strided((3, 2), (1, 1)))
+        (True, False)
+    """
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if stride > extent:
+                return True
+            extent += (size - 1) * stride
+    return False
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill the span that it covers, so that ``clone`` keeps its strides."""
-    start, end = span_of(tensor)
-    return not overlaps(tensor) and end - start == tensor.numel() * tensor.element_size()
+    return not overlaps(tensor) and not has_gaps(tensor)

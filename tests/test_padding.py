@@ -265,6 +265,24 @@ def test_a_model_that_takes_no_shorter_arguments_is_padded_all_the_same() -> Non
 
 
 @torch.no_grad()
+def test_too_little_memory_for_a_trial_is_too_little_this_time_only() -> None:
+    """It says nothing of where outputs are to be cut, so the next call asks again."""
+    full = [True]
+
+    def forward(s: Model, x: Tensor) -> Tensor:
+        if len(x) == 5 and full[0]:  # not the call, but a shorter one that it is tried at
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x[:6] * 2
+
+    dispatch, x = over(forward), torch.arange(7.0)
+    same(dispatch(x), x[:6] * 2)
+    assert "too little memory to try it at other lengths" in reasons(dispatch)[0]
+    full[0] = False
+    same(dispatch(x), x[:6] * 2)
+    assert "dimension 0 of output 0 depends on n" in reasons(dispatch)[1]
+
+
+@torch.no_grad()
 def test_each_mode_is_tried_by_itself() -> None:
     dispatch = over(lambda s, x: x - x.mean(0) if s.training else x + 1)
     for training in (False, True):

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autostream.analysis.values import base_name, nodes_in, tensors_given, tensors_in, value_of
+from autostream.analysis.values import nodes_in, tensors_given, tensors_in, value_of
+from autostream.operators import base_name
 
 WAITS = "makes the host wait for the device"
 DATA_SHAPE = "its result's shape depends on data"

@@ -20,8 +20,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from autostream.analysis.capturability import opaque_refusal_of, refusal_of
 from autostream.analysis.values import (
-    base_name,
-    bound_arguments,
     nodes_in,
     storages_in,
     submodule_graph,
@@ -30,6 +28,7 @@ from autostream.analysis.values import (
     value_of,
 )
 from autostream.kernels import Kernel
+from autostream.operators import base_name, bound_arguments, draws, written_names
 
 # Operators that update running_mean and running_var although their schema does not say so, when this argument is true;
 # "" means always.
@@ -136,7 +135,7 @@ def effects_of(node: fx.Node) -> Effects:
 def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
     arguments = bound_arguments(node, target)
     written, aliased = _annotated(target)
-    idle = base_name(target) in _DROPOUTS and _draws_nothing(target, arguments)
+    idle = base_name(target) in _DROPOUTS and not draws(target, arguments)
     writes = _named(arguments, written + _unannotated_writes(target, arguments))
     aliases = _named(arguments, (*aliased, "input") if idle else aliased)
     orders = _orders(target, arguments, bool(writes))
@@ -163,9 +162,8 @@ def _annotated(target: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("tensor",), ("tensor",)
     infos = [(arg.name, arg.alias_info) for arg in target._schema.arguments]
     returned = {name for result in target._schema.returns for name in _alias_set(result.alias_info)}
-    written = tuple(name for name, info in infos if info is not None and info.is_write)
     aliased = tuple(name for name, info in infos if returned & _alias_set(info))
-    return written, aliased
+    return written_names(target), aliased
 
 
 @cache
@@ -195,19 +193,10 @@ def _renewed(arguments: dict[str, Any]) -> list[str]:
 def _orders(target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:
     if target.namespace in _COLLECTIVES:
         return frozenset({"collective"})
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return frozenset() if _draws_nothing(target, arguments) else frozenset({"rng"})
+    if draws(target, arguments):
+        return frozenset({"rng"})
     only_for_its_effect = not target._schema.returns and not writes and base_name(target) not in _ASKS_THE_HOST
     return frozenset({"world"}) if only_for_its_effect or target.namespace == "profiler" else frozenset()
-
-
-def _draws_nothing(target: OpOverload, arguments: dict[str, Any]) -> bool:
-    if arguments.get("train") is False or arguments.get("training") is False:
-        return True
-    if arguments.get("dropout_p") == 0 or arguments.get("dropout") == 0:
-        return True
-    # With p=0 the dropouts return their argument, but native_dropout and bernoulli draw.
-    return "train" in arguments and arguments.get("p") == 0 and base_name(target) != "native_dropout"
 
 
 def _looks_only(node: fx.Node, target: OpOverload) -> bool:

@@ -25,8 +25,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autostream.analysis.effects import Effects
-from autostream.analysis.values import base_name, concrete, storages_in, value_of
+from autostream.analysis.values import concrete, storages_in, value_of
 from autostream.kernels import Kernel
+from autostream.operators import base_name
 from autostream.storages import storage_of
 
 MOST_PARTS = 256

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from autostream.storages import storage_of
@@ -47,24 +46,6 @@ def nodes_in(argument: Any) -> tuple[fx.Node, ...]:
     if isinstance(argument, (list, tuple)):
         return tuple(node for item in argument for node in nodes_in(item))
     return ()
-
-
-def bound_arguments(node: fx.Node, target: OpOverload) -> dict[str, Any]:
-    """The node's arguments by their names in the schema, defaults filled in."""
-    bound = {arg.name: arg.default_value for arg in target._schema.arguments}
-    bound.update(zip(bound, node.args, strict=False))
-    bound.update(node.kwargs)
-    return bound
-
-
-def base_name(target: OpOverload) -> str:
-    """An operator's name without namespace and overload.
-
-    Example:
-        >>> base_name(torch.ops.aten.add_.Tensor)
-        'add_'
-    """
-    return target._schema.name.rpartition("::")[2]
 
 
 def submodule_graph(node: fx.Node) -> fx.Graph:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from autostream.analysis.effects import ALLOCATES_ONLY, Effects, effects_of, wrapped_graph
-from autostream.analysis.values import base_name, concrete, tensors_given, tensors_in, value_of
+from autostream.analysis.values import concrete, tensors_given, tensors_in, value_of
+from autostream.operators import base_name
 
 # Of their first argument they touch no more than what they pick, or put there.
 _GATHERS = frozenset({"embedding", "embedding_bag", "gather", "index", "index_select", "take", "take_along_dim"})

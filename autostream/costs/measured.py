@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx import Interpreter, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,7 @@ from autostream.execution.streams import capture_stream
 from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder, Program
 from autostream.keeping import key_of
 from autostream.kernels import Kernel
+from autostream.operators import written_names
 from autostream.tracing.numerics import numerics
 
 Call = Callable[[], object]
@@ -338,17 +340,12 @@ def _on_copies(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     """
     if isinstance(target, Kernel):
         return tuple(_copied(arg) if at in target.written else arg for at, arg in enumerate(args)), kwargs
-    schema = getattr(target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    written = {argument.name for argument in schema.arguments if _is_written(argument)} if schema is not None else set()
+    written = written_names(target) if isinstance(target, OpOverload) else ()
     if not written:
         return _copied(args), _copied(kwargs)
+    names = (argument.name for argument in target._schema.arguments)
     fresh = tuple(_copied(arg) if name in written else arg for name, arg in zip(names, args, strict=False))
     return fresh, {name: _copied(arg) if name in written else arg for name, arg in kwargs.items()}
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _copied(value: Any) -> Any:

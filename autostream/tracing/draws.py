@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from autostream import operators
 from autostream.errors import FusionError
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ _LIKE_OTHERS = frozenset({aten.rand_like, aten.randn_like, aten.randint_like})
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether an op draws random numbers.
+    """Whether a node draws random numbers.
 
     Example:
         >>> graph = fx.Graph()
@@ -35,14 +36,8 @@ def draws(node: fx.Node) -> bool:
         >>> draws(graph.call_function(aten.native_dropout.default, (graph.placeholder("x"), 0.5, False)))
         False
     """
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    arguments = node.target._schema.arguments
-    given = {argument.name: argument.default_value for argument in arguments}
-    given |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
-    given |= node.kwargs
-    idle = given.get("train") is False or given.get("training") is False
-    return not idle and 0 not in (given.get("dropout_p", 1), given.get("dropout", 1))
+    target = node.target
+    return isinstance(target, OpOverload) and operators.draws(target, operators.bound_arguments(node, target))
 
 
 def drawing_as_eager(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:

@@ -24,6 +24,7 @@ from torch.func import functional_call
 
 from autostream.errors import TraceError
 from autostream.ir import Placeholder, Role
+from autostream.operators import bound_arguments, written_names
 from autostream.storages import storage_of
 from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
 from autostream.tracing.export import Traced, ordinary, program_of
@@ -308,6 +309,6 @@ def _written(node: fx.Node) -> list[fx.Node]:
     """The arguments that an op writes to."""
     if not isinstance(node.target, OpOverload):
         return []
-    arguments = zip(node.target._schema.arguments, node.args, strict=False)
-    written = [value for a, value in arguments if a.alias_info is not None and a.alias_info.is_write]
+    arguments = bound_arguments(node, node.target)
+    written = (arguments[name] for name in written_names(node.target))
     return [value for value in written if isinstance(value, fx.Node)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autostream.errors import TraceError
-from autostream.storages import span_of, storage_of
+from autostream.storages import has_gaps, span_of, storage_of
 
 aten = torch.ops.aten
 
@@ -43,7 +43,8 @@ def check_reach(graph: fx.Graph) -> None:
         if node.target in _LAYING_OUT:
             given = node.args[0].meta["val"]
             around = arguments.get(storage_of(given), [])
-            if around and not any(_fills(argument) and _within(_reached(node, given), argument) for argument in around):
+            filled = [argument for argument in around if not has_gaps(argument)]
+            if around and not any(_within(_reached(node, given), argument) for argument in filled):
                 line = (node.stack_trace or "").strip().rpartition("\n")[2].strip()
                 raise TraceError(
                     "as_strided reaches memory of an argument between or behind its elements" + (line and f": {line}")
@@ -65,14 +66,3 @@ def _reached(node: fx.Node, given: Tensor) -> tuple[int, int]:
 def _within(reached: tuple[int, int], argument: Tensor) -> bool:
     start, end = span_of(argument)
     return start <= reached[0] and reached[1] <= end
-
-
-def _fills(tensor: Tensor) -> bool:
-    """Whether there is no gap between the first and the last of a tensor's elements."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride > extent:
-                return False
-            extent += (size - 1) * stride
-    return True

@@ -4,8 +4,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autostream.analysis.values import bound_arguments, concrete, storages_in, tensors_in
-from tests.analysis.programs import Tape, aten
+from autostream.analysis.values import concrete, storages_in, tensors_in
 
 
 def test_symbolic_sizes_as_numbers() -> None:
@@ -25,10 +24,3 @@ def test_sparse_tensors_have_no_storage() -> None:
     sparse = torch.eye(2).to_sparse()
     assert tensors_in([sparse, 3]) == [sparse]
     assert storages_in(sparse) == set()
-
-
-def test_arguments_by_position_by_name_and_by_default() -> None:
-    tape = Tape()
-    x = tape.input(4)
-    call = tape.call(aten.add.Tensor, x, other=x)
-    assert bound_arguments(call, aten.add.Tensor) == {"self": x, "other": x, "alpha": 1}

@@ -1,0 +1,64 @@
+"""What an operator's schema and tags say of a call of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import fx
+    from torch._ops import OpOverload
+
+
+def bound_arguments(node: fx.Node, target: OpOverload) -> dict[str, Any]:
+    """The node's arguments by their names in the schema, defaults filled in."""
+    bound = {arg.name: arg.default_value for arg in target._schema.arguments}
+    bound.update(zip(bound, node.args, strict=False))
+    bound.update(node.kwargs)
+    return bound
+
+
+def base_name(target: OpOverload) -> str:
+    """An operator's name without namespace and overload.
+
+    Example:
+        >>> import torch
+        >>> base_name(torch.ops.aten.add_.Tensor)
+        'add_'
+    """
+    return target._schema.name.rpartition("::")[2]
+
+
+def written_names(target: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments that the schema says are written.
+
+    Example:
+        >>> import torch
+        >>> written_names(torch.ops.aten.add.out)
+        ('out',)
+    """
+    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def draws(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers.
+
+    Args:
+        target: the operator.
+        arguments: of the call, by name.
+
+    Example:
+        >>> import torch
+        >>> draws(torch.ops.aten.rand.default, {"size": [2]})
+        True
+        >>> draws(torch.ops.aten.native_dropout.default, {"p": 0.5, "train": False})
+        False
+    """
+    if not any(tag.name == "nondeterministic_seeded" for tag in target.tags):
+        return False
+    if arguments.get("train") is False or arguments.get("training") is False:
+        return False
+    if arguments.get("dropout_p") == 0 or arguments.get("dropout") == 0:
+        return False
+    # With p=0 the dropouts return their argument, but native_dropout and bernoulli draw.
+    return not ("train" in arguments and arguments.get("p") == 0 and base_name(target) != "native_dropout")
