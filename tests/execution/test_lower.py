@@ -19,6 +19,7 @@ from autostream.scheduling.releases import place_releases
 from tests.execution.programs import (
     MODELS,
     Case,
+    Kernels,
     Towers,
     case_of,
     fused_case,
@@ -358,16 +359,27 @@ def test_with_an_arena_the_same_is_computed(build: Callable[[], Case], streams: 
 
 
 def test_storages_that_live_at_the_same_time_in_the_same_place_are_found_out() -> None:
-    """A product and the product of that, in whatever order the rest is."""
-    case = fused_case()
+    """Whichever is computed later, the sum reads it as both.
+
+    x ─┬▶ twice ──╮
+       ╰▶ thrice ─┴▶ sum
+    """
+    kernels = Kernels({"x": torch.randn(4)})
+    (x,) = kernels.arguments
+    twice, thrice, total = (kernels.taken(4) for _ in range(3))
+    kernels.launch("twice", lambda value, out: torch.mul(value, 2, out=out), x, twice)
+    kernels.launch("thrice", lambda value, out: torch.mul(value, 3, out=out), x, thrice)
+    kernels.launch("sum", lambda one, other, out: torch.add(one, other, out=out), twice, thrice, total)
+    case = kernels.case(total, Role.INPUT)
     expected, _ = case.expected()
     plan = apart(case.graph)
     first, second = list(plan.offsets)[:2]
     clash = replace(plan, offsets={**plan.offsets, second: plan.offsets[first]})
     for seed in range(8):
-        schedule = replace(random_schedule(case.graph, 2, seed), arena=clash)
-        module = lowered(case, place_releases(case.graph, schedule))
-        assert not same(run_interleaved(module, case.args(), seed), expected)
+        schedule = random_schedule(case.graph, 2, seed)
+        for arena, right in ((plan, True), (clash, False)):
+            module = lowered(case, place_releases(case.graph, replace(schedule, arena=arena)))
+            assert same(run_interleaved(module, case.args(), seed), expected) == right
 
 
 @pytest.mark.gpu
