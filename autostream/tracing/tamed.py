@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +39,13 @@ _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_t
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what PyTorch says while it traces, at length; what matters of it becomes the refusal."""
+    """Keep back what PyTorch says while it traces, at length; what matters of it becomes the refusal.
+
+    What the model itself warns of is said once; where warnings are errors, it cannot be traced, as it cannot be run.
+    """
     loggers = list(map(logging.getLogger, _TALKATIVE))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for logger in loggers:
             logger.addFilter(_nothing)
         try:
@@ -49,6 +53,16 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger in loggers:
                 logger.removeFilter(_nothing)
+    said = {(str(w.message), w.category, w.filename, w.lineno) for w in caught if not _is_tracer(w.filename)}
+    for text, category, filename, line in sorted(said, key=str):
+        warnings.warn_explicit(text, category, filename, line)
+
+
+def _is_tracer(filename: str) -> bool:
+    return any(Path(filename).is_relative_to(folder) for folder in _TRACERS)
+
+
+_TRACERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 def _nothing(record: logging.LogRecord) -> bool:

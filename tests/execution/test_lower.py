@@ -377,8 +377,8 @@ def test_storages_that_live_at_the_same_time_in_the_same_place_are_found_out() -
     clash = replace(plan, offsets={**plan.offsets, second: plan.offsets[first]})
     for seed in range(8):
         schedule = random_schedule(case.graph, 2, seed)
-        for arena, right in ((plan, True), (clash, False)):
-            module = lowered(case, place_releases(case.graph, replace(schedule, arena=arena)))
+        for places, right in ((plan, True), (clash, False)):
+            module = lowered(case, place_releases(case.graph, replace(schedule, arena=places)))
             assert same(run_interleaved(module, case.args(), seed), expected) == right
 
 

@@ -9,9 +9,10 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from autostream import optimize
 from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
 
 TALKATIVE = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -22,11 +23,35 @@ def test_pytorch_says_nothing_inside_and_speaks_again_afterwards(caplog: pytest.
         warnings.simplefilter("always")
         with tamed():
             TALKATIVE.error("inside")
-            warnings.warn("inside", stacklevel=1)
+            warnings.warn_explicit("inside", UserWarning, torch.__file__, 1)
         TALKATIVE.error("after")
         warnings.warn("after", stacklevel=1)
     assert [record.message for record in caplog.records] == ["after"]
     assert [str(warning.message) for warning in seen] == ["after"]
+
+
+def test_what_a_model_warns_of_is_said_once() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with tamed():
+            for _ in range(2):
+                warnings.warn("inside", stacklevel=1)
+            assert not seen
+    assert [(str(warning.message), warning.filename) for warning in seen] == [("inside", __file__)]
+
+
+def test_where_warnings_are_errors_a_model_that_warns_fails_as_it_does() -> None:
+    class Warns(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            warnings.warn("deprecated", DeprecationWarning, stacklevel=1)
+            return x + 1
+
+    model, x = Warns(), torch.ones(2)
+    with warnings.catch_warnings(), pytest.raises(DeprecationWarning):
+        warnings.simplefilter("error")
+        optimize(model)(x)
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        torch.testing.assert_close(optimize(model)(x), x + 1)
 
 
 def test_what_a_user_logs_is_heard(caplog: pytest.LogCaptureFixture) -> None:
