@@ -28,6 +28,7 @@ from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools
 from autostream.execution.lower import lower
 from autostream.execution.slots import SlotTable
 from autostream.execution.static import Output, static_copies
+from autostream.execution.variants import Variants
 from autostream.execution.watched import Unmatched, watch
 from autostream.ir import Candidate, Decision, Placeholder, Program, Role
 from autostream.options import Options
@@ -46,7 +47,6 @@ from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
 from autostream.tuning import Tuned, tune, undone
-from autostream.variants import Variants
 
 log = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ class Replayable:
     """
 
     def __init__(self, run: Callable[[], Sequence[Tensor]], pool: list[Replayable]) -> None:
-        with torch.inference_mode(False):  # a replay knows no modes
-            self._run, self.outputs = run, run()
+        self._run = torch.inference_mode(False)(torch.no_grad()(run))  # a replay knows no modes
+        self.outputs = self._run()
         self._pool = pool
         pool.append(self)
 

@@ -65,9 +65,10 @@ class Variants:
 
     def _captured(self, slot: Slot, arguments: Sequence[Tensor]) -> CapturedGraph:
         static = list(arguments)
-        for at in self._inputs:
-            here = slot.here(arguments[at])
-            static[at] = self._graph.static[at] if here is None else here
+        with torch.inference_mode(False):  # other calls may write there
+            for at in self._inputs:
+                here = slot.here(arguments[at])
+                static[at] = self._graph.static[at] if here is None else here
         try:
             return self._capture(static, arguments)
         except (CaptureError, torch.OutOfMemoryError):
