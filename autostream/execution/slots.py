@@ -77,12 +77,11 @@ class Slot:
     def here(self, tensor: Tensor) -> Tensor | None:
         """What this tensor is, as one that does not keep the slot from being used again; ``None`` if it lies elsewhere.
 
-        Where a tensor begins later than any that was handed out, or was made to be of another dtype, that is elsewhere.
+        Where a tensor begins later than any that was handed out, or is of another dtype, that is elsewhere.
         """
         for own in self._memory:
-            if own.numel() and own.data_ptr() == tensor.data_ptr():
-                plain = own.dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg())
-                return own.as_strided(tensor.shape, tensor.stride()) if plain else None
+            if own.numel() and own.data_ptr() == tensor.data_ptr() and own.dtype == tensor.dtype:
+                return own.as_strided(tensor.shape, tensor.stride())
         return None
 
 

@@ -46,10 +46,12 @@ class Variants:
 
     def launch(self, arguments: Sequence[Tensor]) -> Sequence[Output]:
         """What :meth:`CapturedGraph.launch` does, which looks at no bound tensor."""
-        return (self.reading(arguments) if self._slots else self._graph).launch(arguments)
+        return self.reading(arguments).launch(arguments)
 
     def reading(self, arguments: Sequence[Tensor]) -> CapturedGraph:
         """The graph that reads these inputs where they are, or else the one that has them copied."""
+        if not self._slots:
+            return self._graph
         addresses = [arguments[at].data_ptr() for at in self._inputs]
         found = [self._slots.get(address) for address in addresses]
         slots = set(found) - {None}
@@ -65,10 +67,9 @@ class Variants:
 
     def _captured(self, slot: Slot, arguments: Sequence[Tensor]) -> CapturedGraph:
         static = list(arguments)
-        with torch.inference_mode(False):  # other calls may write there
-            for at in self._inputs:
-                here = slot.here(arguments[at])
-                static[at] = self._graph.static[at] if here is None else here
+        for at in self._inputs:
+            here = slot.here(arguments[at])
+            static[at] = self._graph.static[at] if here is None else here
         try:
             return self._capture(static, arguments)
         except (CaptureError, torch.OutOfMemoryError):

@@ -104,7 +104,7 @@ def test_what_lies_in_a_slot_is_found_there_and_does_not_keep_it() -> None:
         assert here is not None
         assert torch.equal(here, part)
         assert (here.data_ptr(), here.shape, here.stride()) == (part.data_ptr(), part.shape, part.stride())
-    for other in (second[1:], second.view(torch.int32), X, torch.view_as_complex(second[:, :2]).conj()):
+    for other in (second[1:], second.view(torch.int32), X):
         assert slot.here(other) is None
     del first, second, part, other
     assert here is not None
@@ -116,7 +116,7 @@ def test_only_what_is_like_the_first_for_the_same_stream_comes_in_slots() -> Non
     slots = Slots(2, table)
     (first,) = memory(slots, X)
     others = [
-        *memory(slots, X.t()),
+        *memory(slots, torch.zeros(4, 3).t()),
         *memory(slots, X[:2]),
         *memory(slots, X.int()),
         *memory(slots, X, X),
