@@ -51,15 +51,15 @@ def prefetch(
     on, so it must not write to them again. What is no tensor stays as it is, and so do tensors on the device.
 
     A captured graph reads its inputs in one place, so each batch is copied once more, on the device, in the call. Give
-    ``into`` what is called, and that copy is left out: batches like the first come in ``depth + 1`` places in turn, and
-    the schedule of a call with such a batch is captured once for each of them, in the first call that has it. That
-    takes some milliseconds each and, while it lasts, a copy of what the call writes; all of these graphs compute in the
-    same memory, and each has its own outputs there. So keep what this function returns and iterate over it in each
-    epoch: all is given back when it is gone. A batch is still nobody else's, and is not overwritten as long as
-    anybody has it or a view of it, in which case its place is left out; but ``record_stream`` has no effect on it.
-    Whatever cannot be read where it is gets copied, as without ``into``: batches of other shapes, tensors that were
-    computed from a batch, parts of them that begin later, calls that record gradients, and models that were split at
-    graph breaks.
+    ``into`` what is called, and that copy is left out: batches like the first, for the same stream, come in
+    ``depth + 1`` places in turn, and the schedule is captured for each of them, in the first call with a batch there.
+    That takes some milliseconds each and, while it lasts, a copy of what the call writes; the graphs compute in the
+    same memory, where each has outputs of its own. Places and graphs are kept until what this function returns is gone:
+    iterate over it again in the next epoch. A batch is not overwritten as long as anybody has it or a view of it; the
+    next one then comes in new memory. Only ``record_stream`` has no effect on it: let other streams end their work
+    before you drop it. What cannot be read where it is gets copied, as without ``into``: batches of other shapes, what
+    is computed from a batch, parts of it that begin later, all in calls that record gradients (a training step records
+    none), and in models that were split at graph breaks.
 
     Args:
         loader: a ``DataLoader``, or any other iterable of tensors, containers of them, and other values.
