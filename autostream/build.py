@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -25,7 +26,9 @@ from autostream.errors import CaptureError, TargetError, first_line
 from autostream.execution.bound import Bound, Frozen, Writes
 from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved, return_unused
 from autostream.execution.lower import lower
+from autostream.execution.slots import SlotTable
 from autostream.execution.static import Output, static_copies
+from autostream.execution.variants import Variants
 from autostream.execution.watched import Unmatched, watch
 from autostream.ir import Candidate, Decision, Placeholder, Program, Role
 from autostream.options import Options
@@ -33,7 +36,7 @@ from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
-from autostream.select import detached, has_integers, repeatable, written
+from autostream.select import Selection, detached, has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
@@ -79,6 +82,7 @@ class Scheduled:
         options: how to schedule.
         pools: of the model's captured graphs: calls of one signature compute where those of the others do.
         tracer: makes programs of such models.
+        slots: where inputs may come in turn, so that a graph that reads them there is worth it.
 
     Attributes:
         report: what was done, and why.
@@ -98,6 +102,7 @@ class Scheduled:
         options: Options,
         pools: GraphPools,
         tracer: Tracer = MODELS,
+        slots: SlotTable | None = None,
     ) -> None:
         with preparing:
             stopwatch = Stopwatch()
@@ -107,6 +112,7 @@ class Scheduled:
             self._state = LiveState(model, placeholders, traced.constants)
             self._signature = signature
             self._shortcut: Shortcut | None = None
+            self._slots = slots if slots is not None and not signature.aliases else SlotTable()
             arguments = self._arguments(tensors)
             self._bound = _staying(placeholders, arguments, bound_inputs)
             writes = Writes(arguments if options.inductor_options.get("freezing") else ())
@@ -114,7 +120,8 @@ class Scheduled:
             with stopwatch("select"):
                 tuned = _pooled(tuned, arguments, pools)
             self._frozen = Frozen(tuned.program.frozen, arguments, writes)
-            self._program, self._graph, self._selection = tuned.program, tuned.priced.graph, tuned.selection
+            self._program, self._graph = tuned.program, tuned.priced.graph
+            self._use(tuned.selection)
             self._structure = traced.structure
             self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
             self._expected = self._metadata(arguments)
@@ -180,7 +187,7 @@ class Scheduled:
             return None
         execution, held = self._selection.execution, arguments[: len(arguments) - len(tensors)]
         if isinstance(execution, CapturedGraph):
-            run: Run = _Captured(execution, self._frozen, not self._harmless, self.repeatable)
+            run: Run = _Captured(self._variants, self._frozen, not self._harmless, self.repeatable)
         elif _alignment in self._columns or self._metadata(arguments) != self._expected:
             return None
         else:
@@ -229,12 +236,20 @@ class Scheduled:
         placeholders = self._program.placeholders
         return [execution.static[index] for index, p in enumerate(placeholders) if p.role is Role.INPUT]
 
+    def _use(self, selection: Selection) -> None:
+        self._selection, graph = selection, selection.execution
+        self._shortcut = None
+        if isinstance(graph, CapturedGraph):
+            inputs = [at for at, stays in enumerate(self._bound) if not stays]
+            capture = partial(_recaptured, graph, pool=graph.pool)
+            self._variants = Variants(graph, inputs, self._slots, capture)
+
     def _run(self, arguments: list[Tensor]) -> Sequence[Output]:
         execution = self._selection.execution
         if isinstance(execution, CapturedGraph):
             try:
                 if self._harmless or execution.unmoved(arguments):
-                    return execution(*arguments)
+                    return self._variants.reading(arguments)(*arguments)
             except Moved:
                 pass
             if not self._frozen(arguments):
@@ -275,11 +290,10 @@ class Scheduled:
         with preparing, torch.inference_mode(False), torch.no_grad():
             try:
                 static = static_copies(arguments, [at for at, is_bound in enumerate(self._bound) if not is_bound])
-                execution = _recaptured(former, static, former.pool, arguments)
+                execution = _recaptured(former, static, arguments, former.pool)
             except (CaptureError, torch.OutOfMemoryError):
                 raise Stale from None
-        self._selection = replace(self._selection, execution=execution)
-        self._shortcut = None
+        self._use(replace(self._selection, execution=execution))
         return execution
 
 
@@ -307,7 +321,7 @@ def _pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tun
     if pool is graph.pool:
         return tuned
     try:
-        pooled = _recaptured(graph, graph.static, pool, arguments)
+        pooled = _recaptured(graph, graph.static, arguments, pool)
     except (CaptureError, torch.OutOfMemoryError) as error:
         _host(graph, pools)  # this one's is theirs from now on, if a capture into the other one is what failed
         reason = f"captured into the pool of the model's other graphs, it fails: {first_line(error)}"
@@ -325,21 +339,21 @@ def _host(graph: CapturedGraph, pools: GraphPools) -> GraphPool:
 
 
 def _recaptured(
-    graph: CapturedGraph, static: Sequence[Tensor], pool: GraphPool, arguments: Sequence[Tensor]
+    graph: CapturedGraph, static: Sequence[Tensor], arguments: Sequence[Tensor], pool: GraphPool
 ) -> CapturedGraph:
     """A graph captured again; the arguments of the program, and the generators of random numbers, are as before.
 
     Raises:
         CaptureError: the capture failed.
     """
-    with torch.inference_mode(False), torch.no_grad(), undone(arguments, graph.written, str(graph.device)):
+    with preparing, torch.inference_mode(False), torch.no_grad(), undone(arguments, graph.written, str(graph.device)):
         return graph.recaptured(static, pool)
 
 
 class _Captured:
     """A captured graph: it reads its own memory, so that looking at the model's may wait until it is launched."""
 
-    def __init__(self, graph: CapturedGraph, frozen: Frozen, looks_first: bool, repeatable: bool) -> None:
+    def __init__(self, graph: Variants, frozen: Frozen, looks_first: bool, repeatable: bool) -> None:
         self.looks_first, self.repeatable = looks_first, repeatable
         self.launch = graph.launch
         # Whether the graph still reads the model's tensors, and holds what those that it does not read hold.

@@ -27,6 +27,7 @@ from autostream.comparison import compared
 from autostream.differentiated import Differentiated
 from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
+from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
 from autostream.options import Options, disabled, paranoid
 from autostream.pipeline import versions
@@ -60,6 +61,7 @@ class Dispatcher:
 
     Attributes:
         disabled: whether every call goes to the plain model: ``AUTOSTREAM_DISABLE`` was set when this was made.
+        slots: where inputs may come in turn: captured graphs read them there.
 
     Example:
         >>> dispatcher = Dispatcher(nn.ReLU(), Options())
@@ -83,6 +85,7 @@ class Dispatcher:
         self._pools = GraphPools() if pools is None else pools
         self._tracer = tracer
         self.disabled = disabled()
+        self.slots = SlotTable()
         self._paranoid = paranoid()
         self._lock = threading.RLock()
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
@@ -354,7 +357,7 @@ class Dispatcher:
             call = self.model, structure, tensors, signature
             if signature.gradients:
                 return Differentiated(*call, self.options, self._piece)
-            entry = Scheduled(*call, bound_inputs, self.options, self._pools, self._tracer)
+            entry = Scheduled(*call, bound_inputs, self.options, self._pools, self._tracer, self.slots)
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:

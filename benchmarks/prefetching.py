@@ -3,7 +3,8 @@
     python -m benchmarks.prefetching --out benchmarks/results/latest
 
 All batches lie in pinned memory. The work on a batch is a number of products that takes as long as its copy, so that no
-loop can be faster than half of what copy and work take together.
+loop can be faster than half of what copy and work take together. As a captured graph, the same work reads a copy of
+each batch (`graph`), or the batch where it has come (`graph into`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor
+from torch import Tensor, nn
 
 import autostream
 from autostream.bench.clock import clock_of
@@ -35,6 +36,9 @@ ROUNDS = 7
 
 WIDTH = 512
 """Of the products."""
+
+WAYS = ("copy", "work", "synchronous", "non_blocking", "prefetch", "graph", "graph_into")
+"""To write the loop; the first two are its halves."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,12 +60,28 @@ def main(argv: list[str] | None = None) -> int:
 def row(mib: int, depth: int, device: torch.device) -> dict[str, Any]:
     """Median µs for each batch of one size, by way; the ways take turns."""
     clock, pinned = clock_of(device), torch.ones(mib * MIB // 4).pin_memory()
-    target, weight = torch.empty_like(pinned, device=device), torch.ones(WIDTH, WIDTH, device=device)
+    target, weight = torch.empty_like(pinned, device=device), torch.full((WIDTH, WIDTH), 1 / WIDTH, device=device)
     copy_us = clock.once_us(lambda: target.copy_(pinned, non_blocking=True))
     product_us = clock.once_us(lambda: torch.mm(weight, weight))
     calls = loops([pinned] * BATCHES, depth, device, weight, max(1, round(copy_us / product_us)))
     rounds = [{name: clock.once_us(call) / BATCHES for name, call in calls.items()} for _ in range(1 + ROUNDS)]
     return {"mib": mib, **{f"{name}_us": round(median(each[name] for each in rounds[1:]), 2) for name in calls}}
+
+
+class Work(nn.Module):
+    """So many products, one after another, and the beginning of a batch."""
+
+    def __init__(self, weight: Tensor, products: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.products = products
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """The first number of the batch."""
+        result = weight = self.get_buffer("weight")
+        for _ in range(self.products):
+            result = torch.mm(weight, result)
+        return batch[0] + 0 * result[0, 0]
 
 
 def loops(
@@ -78,6 +98,15 @@ def loops(
             seen.add_(batch[0])
         return seen
 
+    fast = autostream.optimize(Work(weight, products), policy="sequential", kernels="eager")
+
+    @torch.no_grad()
+    def replays(loader: Iterable[Tensor]) -> Tensor:
+        seen.zero_()
+        for batch in loader:
+            seen.add_(fast(batch))
+        return seen
+
     def copies() -> Tensor:
         for batch in batches:
             seen.copy_(batch.to(device, non_blocking=True)[0])
@@ -90,18 +119,19 @@ def loops(
         "synchronous": lambda: work(batch.to(device) for batch in batches),
         "non_blocking": lambda: work(batch.to(device, non_blocking=True) for batch in batches),
         "prefetch": partial(work, autostream.prefetch(batches, device, depth)),
+        "graph": partial(replays, autostream.prefetch(batches, device, depth)),
+        "graph_into": partial(replays, autostream.prefetch(batches, device, depth, into=fast)),
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each size: µs, how many times as fast as the synchronous loop, and the share of what is possible."""
-    names = ("copy", "work", "synchronous", "non_blocking", "prefetch")
     lines = []
     for measured in rows:
-        us = {name: measured[f"{name}_us"] for name in names}
+        us = {name: measured[f"{name}_us"] for name in WAYS}
         times, share = us["synchronous"] / us["prefetch"], max(us["copy"], us["work"]) / us["prefetch"]
         lines.append([measured["mib"], *us.values(), f"{times:.2f}×", f"{share:.2f}"])
-    headers = ["MiB", *(f"{name.replace('_', ' ')}, µs" for name in names), "gain", "of what is possible"]
+    headers = ["MiB", *(f"{name.replace('_', ' ')}, µs" for name in WAYS), "gain", "of what is possible"]
     return tabulate(lines, headers, tablefmt="github")
 
 

@@ -1,4 +1,4 @@
-"""Batches are copied to the device while the step before them runs.
+"""Batches are copied to the device while the step before them runs, to where its graphs read them.
 
 python examples/prefetch.py
 """
@@ -29,7 +29,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = autostream.train_step(model, optimizer, loss_fn, tuning_seconds=2.0)
 
-    batches = autostream.prefetch(loader, DEVICE)
+    batches = autostream.prefetch(loader, DEVICE, into=step)
     losses = [step(*batch) for _ in range(2) for batch in batches]
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     print(autostream.explain(step, ops=5))

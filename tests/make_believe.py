@@ -66,7 +66,7 @@ class Device:
         self.blocks = 0
         self.bytes_left = 1 << 30
         self._free: dict[tuple[Stream, int], list[Tensor]] = defaultdict(list)
-        self._here: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._blocks: dict[int, Tensor] = {}
         self._pinned: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._current = threading.local()
         self._default = self.stream()
@@ -97,7 +97,7 @@ class Device:
             self._current.stream = before
 
     def launch(self, step: Callable[[], object]) -> None:
-        """Put a kernel into the current stream's queue. It may use tensors' memory only, so give it ``alias``es."""
+        """Put a kernel into the current stream's queue. It may use tensors' memory only: an :meth:`alias`."""
         self.current.steps.append(step)
 
     def empty_like(self, like: Tensor) -> Tensor:
@@ -108,14 +108,15 @@ class Device:
             self.bytes_left -= size
             self.blocks += 1
             free.append(torch.full((size,), 0xFF, dtype=torch.uint8))  # NaN of any kind
+            self._blocks[free[0].data_ptr()] = free[0]
         block = free.pop()
         tensor = block.view(like.dtype).view(like.shape)
-        self._here[id(tensor)] = tensor
         weakref.finalize(tensor, free.append, block)
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        return self._here.get(id(tensor)) is tensor
+        """Whether a tensor begins where one does that was taken from the device."""
+        return Tensor.data_ptr(tensor) in self._blocks
 
     def pin(self, tensor: Tensor) -> Tensor:
         """A copy in pinned memory, of the same strides, as ``pin_memory`` makes it."""
@@ -131,9 +132,16 @@ class Device:
     def is_pinned(self, tensor: Tensor) -> bool:
         return self._pinned.get(id(tensor)) is tensor
 
+    def alias(self, tensor: Tensor) -> Tensor:
+        """The same memory, for a kernel that is under way: it does not keep anybody from handing it on."""
+        block = self._blocks.get(tensor.data_ptr())
+        if block is None:
+            return tensor.detach()
+        return block.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """An asynchronous copy on the current stream."""
-        to, what = alias(target), alias(source)
+        to, what = self.alias(target), self.alias(source)
         self.launch(lambda: to.copy_(what))
 
     def run(self, seed: int) -> None:
@@ -145,7 +153,8 @@ class Device:
             queue.clear()
         for step in _hostile_order(steps, seed):
             if callable(step):
-                step()
+                with torch._C.DisableTorchFunction():
+                    step()
 
     @classmethod
     @contextmanager
@@ -163,11 +172,6 @@ class Device:
         """Let this thread's calls of PyTorch know the device."""
         with _Calls(self):
             yield
-
-
-def alias(tensor: Tensor) -> Tensor:
-    """The same memory, for a kernel that is under way: it does not keep the allocator from handing it on."""
-    return tensor.detach()
 
 
 class _Calls(TorchFunctionMode):

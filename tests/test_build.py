@@ -394,7 +394,7 @@ def test_without_memory_to_capture_it_again_it_is_stale(stage: str, monkeypatch:
 
     monkeypatch.setattr(Graph, "__call__", moved)
     entry, graph = scheduled(nn.ReLU(), t(4)), Graph(t(4), written=[False], pool=Pool())
-    entry._selection = replace(entry._selection, execution=graph)
+    entry._use(replace(entry._selection, execution=graph))
     if stage == "capture":
         graph.failure = CaptureError("no memory")
     else:

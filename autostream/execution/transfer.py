@@ -7,6 +7,8 @@ Memory is taken on the stream of the consumer, so it is given back there as well
 caching allocator hands it on behind all work of theirs. So what arrives are ordinary tensors, and nobody keeps them
 longer than the consumer does. The copy must not begin while earlier work still uses that memory, so the copy stream
 waits for the consumer's first. It has nothing else to do, and no memory.
+
+The same holds of memory in slots (:mod:`autostream.execution.slots`), which are handed on like that, too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from autostream.execution.slots import Memory, new_memory
 from autostream.execution.streams import copy_stream
 
 
@@ -28,6 +31,7 @@ class Transfer:
             there while the host goes on. Those on the device stay, unless they are taken on another stream.
         device: a CUDA device with its index.
         home: the stream that those on the device were made on, and that memory is taken on; by default the current one.
+        memory: gives what they are copied to.
 
     Raises:
         torch.OutOfMemoryError: there is too little memory on the device; nothing is under way then.
@@ -36,13 +40,20 @@ class Transfer:
     _arrived: torch.cuda.Event | None = None
     """``None`` where nobody needs to wait: nothing is under way yet, or all has been taken."""
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        home: torch.cuda.Stream | None = None,
+        memory: Memory = new_memory,
+    ) -> None:
         self._device = device
         self._home = home or home_of(device)
         # Whoever reads ahead, whoever takes it may train with it.
         with torch.cuda.stream(self._home), torch.inference_mode(False):
             sources = [_pinned(tensor) if _is_plain(tensor) else tensor for tensor in tensors]
-            self._tensors = [_place_for(source, device) for source in sources]
+            places = iter(memory(list(filter(_is_plain, sources)), device, self._home))
+            self._tensors = [next(places) if _is_plain(source) else source.to(device) for source in sources]
             self._start(sources)
 
     def _start(self, sources: Sequence[Tensor]) -> None:
@@ -96,8 +107,3 @@ def _pinned(tensor: Tensor) -> Tensor:
         return tensor
     # Not pin_memory(): it keeps the strides of expanded tensors, and cannot write to elements that share memory.
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-
-
-def _place_for(source: Tensor, device: torch.device) -> Tensor:
-    """Where a tensor goes; what is not plain goes there at once."""
-    return torch.empty_like(source, device=device) if _is_plain(source) else source.to(device)

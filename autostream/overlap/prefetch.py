@@ -20,16 +20,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autostream.errors import OptionError, TargetError
+from autostream.api import OptimizedModule
+from autostream.errors import OptionError, TargetError, shown
+from autostream.execution.slots import Memory, Slots, new_memory
 from autostream.execution.transfer import Transfer, home_of
 from autostream.tracing.tree import map_tensors
+from autostream.training import TrainStep
 
 log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
 
-def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: int = 2) -> Iterable[Batch]:
+def prefetch(
+    loader: Iterable[Batch],
+    device: str | torch.device | int,
+    depth: int = 2,
+    *,
+    into: OptimizedModule | TrainStep | None = None,
+) -> Iterable[Batch]:
     """Iterate over a loader's batches on a device, each copied there while the ones before it are computed on.
 
     It yields what ``batch.to(device)`` would be for the tensors in each batch, however nested, in the loader's order:
@@ -39,21 +48,33 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
 
     The copies need pinned memory. Tensors that are not pinned are copied there first, which takes the host's time:
     prefer ``DataLoader(…, pin_memory=True)``, whose own thread does that. Pinned tensors are read while the loader goes
-    on, so it must not write to them again. What is no tensor stays as it is, and so do tensors on the device. Whoever
-    captures a graph copies each batch once more, on the device, to where that reads its inputs.
+    on, so it must not write to them again. What is no tensor stays as it is, and so do tensors on the device.
+
+    A captured graph reads its inputs in one place, so each batch is copied once more, on the device, in the call. Give
+    ``into`` what is called, and that copy is left out: batches like the first, for the same stream, come in
+    ``depth + 1`` places in turn, and the schedule is captured for each of them, in the first call with a batch there.
+    That takes some milliseconds each and, while it lasts, a copy of what the call writes; the graphs compute in the
+    same memory, where each has outputs of its own. Places and graphs are kept until what this function returns is gone:
+    iterate over it again in the next epoch. A batch is not overwritten as long as anybody has it or a view of it; the
+    next one then comes in new memory. Only ``record_stream`` has no effect on it: let other streams end their work
+    before you drop it. What cannot be read where it is gets copied, as without ``into``: batches of other shapes, what
+    is computed from a batch, parts of it that begin later, all in calls that record gradients (a training step records
+    none), and in models that were split at graph breaks.
 
     Args:
         loader: a ``DataLoader``, or any other iterable of tensors, containers of them, and other values.
         device: a CUDA device; for ``"cpu"``, and where there is no CUDA, the loader itself is returned.
         depth: how many batches are read ahead and on the device before they are asked for, from 1. With 1, a copy
             waits for the work on the batch before; 2 is enough unless batches differ much in how long they take.
+        into: what :func:`~autostream.optimize` or :func:`~autostream.train_step` returned, if batches are for that.
 
     Returns:
         An iterable of as many batches; ``len`` of it is the loader's, and so are attributes such as ``dataset``.
 
     Raises:
         OptionError: ``depth`` is no whole number from 1, or ``device`` names no device.
-        TargetError: ``loader`` is no iterable, or the device is neither the CPU nor a CUDA device that is here.
+        TargetError: ``loader`` is no iterable, the device is neither the CPU nor a CUDA device that is here, or
+            ``into`` is something else.
 
     Example:
         >>> batches = [{"x": torch.ones(2), "name": "first"}, {"x": torch.zeros(2), "name": "second"}]
@@ -66,6 +87,8 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
         raise TargetError(f"prefetch takes a DataLoader or another iterable of batches, not {loader!r}")
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise OptionError(f"depth={depth!r} is not allowed: use a whole number from 1")
+    if not isinstance(into, OptimizedModule | TrainStep | None):
+        raise TargetError(f"into takes what optimize or train_step returned, not {shown(into)}")
     place = _device_named(device)
     if place.type not in ("cpu", "cuda"):
         raise TargetError(f"prefetch copies to CUDA devices, not to {place}: iterate over the loader itself")
@@ -77,7 +100,8 @@ def prefetch(loader: Iterable[Batch], device: str | torch.device | int, depth: i
     index = torch.cuda.current_device() if place.index is None else place.index
     if index >= torch.cuda.device_count():
         raise TargetError(f"prefetch finds no {place} here: use cuda:0 to cuda:{torch.cuda.device_count() - 1}")
-    return _Prefetched(loader, torch.device("cuda", index), depth)
+    memory = new_memory if into is None else Slots(depth + 1, into._autostream.slots).memory
+    return _Prefetched(loader, _Target(torch.device("cuda", index), memory), depth)
 
 
 def _device_named(device: str | torch.device | int) -> torch.device:
@@ -88,21 +112,29 @@ def _device_named(device: str | torch.device | int) -> torch.device:
 
 
 @dataclass(frozen=True, eq=False)
+class _Target:
+    """Where batches go: to a device, into memory that ``memory`` gives."""
+
+    device: torch.device
+    memory: Memory = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
 class _Prefetched(Iterable[Batch]):
-    """What ``loader`` is, but for its batches: they are on ``device``, ``depth`` of them before they are asked for."""
+    """What ``loader`` is, but for its batches: they are at ``_target``, ``depth`` of them before they are asked for."""
 
     loader: Iterable[Batch] = field(repr=False)
-    device: torch.device
+    _target: _Target
     depth: int
 
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
-        return self._onward if batches is self.loader else _Ahead(batches, self.device, self.depth)
+        return self._onward if batches is self.loader else _Ahead(batches, self._target, self.depth)
 
     @cached_property
     def _onward(self) -> Iterator[Batch]:
         """The one iteration of a loader that is its own iterator: what was read ahead cannot be read again."""
-        return _Ahead(iter(self.loader), self.device, self.depth)
+        return _Ahead(iter(self.loader), self._target, self.depth)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":  # what a copy is asked for before it has any
@@ -119,7 +151,7 @@ class _Prefetched(Iterable[Batch]):
 class _Arriving:
     """A batch on its way."""
 
-    def __init__(self, batch: Any, device: torch.device, home: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, batch: Any, target: _Target, home: torch.cuda.Stream | None = None) -> None:
         tensors: list[Tensor] = []
 
         def noted(tensor: Tensor) -> Tensor:
@@ -127,7 +159,7 @@ class _Arriving:
             return tensor
 
         self._batch = map_tensors(noted, batch)  # containers of our own: the loader may fill its own again
-        self._transfer = Transfer(tensors, device, home)
+        self._transfer = Transfer(tensors, target.device, home, target.memory)
 
     def take(self) -> Any:
         """The batch on the device."""
@@ -138,8 +170,8 @@ class _Arriving:
 class _Waiting:
     """A batch for which there was no memory yet: it is copied when it is asked for."""
 
-    def __init__(self, batch: Any, device: torch.device) -> None:
-        self._batch, self._device, self._home = batch, device, home_of(device)
+    def __init__(self, batch: Any, target: _Target) -> None:
+        self._batch, self._target, self._home = batch, target, home_of(target.device)
 
     def take(self) -> Any:
         """The batch on the device.
@@ -147,15 +179,15 @@ class _Waiting:
         Raises:
             torch.OutOfMemoryError: there is no memory now either.
         """
-        return _Arriving(self._batch, self._device, self._home).take()
+        return _Arriving(self._batch, self._target, self._home).take()
 
 
 class _Ahead(Iterator[Batch]):
     """One iteration: reads ahead up to ``depth`` batches, and never beyond what the loader has raised."""
 
-    def __init__(self, batches: Iterator[Batch], device: torch.device, depth: int) -> None:
+    def __init__(self, batches: Iterator[Batch], target: _Target, depth: int) -> None:
         self._batches = batches
-        self._device = device
+        self._target = target
         self._depth = depth
         self._line: deque[_Arriving | _Waiting | Exception] = deque()
         self._lock = threading.Lock()
@@ -163,7 +195,7 @@ class _Ahead(Iterator[Batch]):
     def __next__(self) -> Batch:
         with self._lock:
             while len(self._line) < self._depth and (not self._line or isinstance(self._line[-1], _Arriving)):
-                self._line.append(_next_in_line(self._batches, self._device))
+                self._line.append(_next_in_line(self._batches, self._target))
             first = self._line.popleft()
         if isinstance(first, Exception):
             try:
@@ -179,7 +211,7 @@ class _Ahead(Iterator[Batch]):
         return batch
 
 
-def _next_in_line(batches: Iterator[Any], device: torch.device) -> _Arriving | _Waiting | Exception:
+def _next_in_line(batches: Iterator[Any], target: _Target) -> _Arriving | _Waiting | Exception:
     """The loader's next batch on its way, or what the loader raised: ``StopIteration`` at its end."""
     try:
         batch = next(batches)
@@ -188,9 +220,9 @@ def _next_in_line(batches: Iterator[Any], device: torch.device) -> _Arriving | _
     except Exception as error:
         return _noted(error)
     try:
-        return _Arriving(batch, device)
+        return _Arriving(batch, target)
     except torch.OutOfMemoryError:
-        return _Waiting(batch, device)
+        return _Waiting(batch, target)
     except Exception as error:
         return _noted(error)
 

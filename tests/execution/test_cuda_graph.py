@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,85 +16,13 @@ from autostream.errors import CaptureError
 from autostream.execution import cuda_graph
 from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, GraphPool, GraphPools, Moved, return_unused
 from autostream.execution.static import static_copies
+from tests.replays import CPU, Cuda, Stream
 from tests.threads import in_threads
-
-CPU = torch.device("cpu")
-
-
-@dataclass(eq=False)
-class Stream:
-    """A stream that only says whom it waits for."""
-
-    name: str
-    device: torch.device = CPU
-    waits: list[Stream] = field(default_factory=list)
-
-    @property
-    def cuda_stream(self) -> int:
-        return id(self)
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waits.append(other)
-
-
-class Replayable:
-    """What was recorded: a replay runs it again and puts the results where those of the recorded run lie.
-
-    Whatever others in the same pool have returned is rubbish afterwards.
-    """
-
-    def __init__(self, run: Callable[[], Sequence[Tensor]], pool: list[Replayable]) -> None:
-        with torch.inference_mode(False):  # a replay knows no modes
-            self._run, self.outputs = run, run()
-        self._pool = pool
-        pool.append(self)
-
-    def replay(self) -> None:
-        for recorded, new in zip(self.outputs, self._run(), strict=True):
-            recorded.copy_(new)
-        for output in (output for other in self._pool if other is not self for output in other.outputs):
-            output.fill_(math.nan)
-
-
-@dataclass
-class Cuda:
-    """The current stream, and what happened."""
-
-    home: Stream = field(default_factory=lambda: Stream("home"))
-    capturing: Stream = field(default_factory=lambda: Stream("capturing"))
-    log: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.current = self.home
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def capture(
-        self, run: Callable[[], Sequence[Tensor]], stream: Stream, pool: list[Replayable]
-    ) -> tuple[Replayable, Sequence[Tensor]]:
-        self.log.append(f"capture on {stream.name}, current {self.current.name}")
-        graph = Replayable(run, pool)
-        return graph, graph.outputs
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    fake = Cuda()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
-    monkeypatch.setattr(torch.cuda, "stream", fake.on)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)
-    monkeypatch.setattr(cuda_graph, "current_device", lambda: CPU.index)
-    monkeypatch.setattr(cuda_graph, "raw_stream", lambda device: fake.current.cuda_stream)
-    monkeypatch.setattr(cuda_graph, "capture", fake.capture)
-    monkeypatch.setattr(cuda_graph, "capture_stream", lambda device: fake.capturing)
-    monkeypatch.setattr(cuda_graph, "_drawn", {})
-    return fake
+    return Cuda.installed(monkeypatch)
 
 
 def captured(

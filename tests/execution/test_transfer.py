@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from autostream.execution import streams
+from autostream.execution.slots import Memory, Slots, SlotTable, new_memory
 from autostream.execution.transfer import Transfer
-from tests.make_believe import GPU, Device, alias
+from tests.make_believe import GPU, Device
 
 ORDERS = range(5)
 """Each queue runs ahead once; then random ones."""
@@ -35,23 +36,28 @@ def x(value: float) -> Tensor:
 
 def read(device: Device, tensor: Tensor, seen: list[float]) -> None:
     """A kernel on the current stream that reads a tensor."""
-    memory = alias(tensor)
+    memory = device.alias(tensor)
     device.launch(lambda: seen.append(memory.mean().item()))
 
 
-def test_what_is_taken_is_read_after_the_copy(device: Device, order: int) -> None:
+@pytest.fixture(params=["new", "slots"])
+def memory(request: pytest.FixtureRequest) -> Memory:
+    return new_memory if request.param == "new" else Slots(1, SlotTable()).memory
+
+
+def test_what_is_taken_is_read_after_the_copy(device: Device, order: int, memory: Memory) -> None:
     seen: list[float] = []
-    (taken,) = Transfer([x(1.0)], GPU).take()
+    (taken,) = Transfer([x(1.0)], GPU, memory=memory).take()
     read(device, taken, seen)
     device.run(order)
     assert seen == [1.0]
 
 
-def test_a_copy_comes_after_what_used_its_memory_before(device: Device, order: int) -> None:
+def test_a_copy_comes_after_what_used_its_memory_before(device: Device, order: int, memory: Memory) -> None:
     """consumer: read 1 ─ drop ─ take the same memory ─ …     copy stream: must not write 2 before that read."""
     seen: list[float] = []
     for value in (1.0, 2.0, 3.0):
-        (taken,) = Transfer([x(value)], GPU).take()
+        (taken,) = Transfer([x(value)], GPU, memory=memory).take()
         read(device, taken, seen)
         del taken
     assert device.blocks == 1
@@ -69,6 +75,28 @@ def test_memory_that_nobody_took_is_used_again_after_the_copy(device: Device, or
     assert device.blocks == 1
     device.run(order)
     assert seen == [2.0]
+
+
+@pytest.mark.parametrize("takes", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_slot_is_filled_again_after_whoever_used_it(
+    device: Device, order: int, elsewhere: bool, takes: tuple[bool, bool]
+) -> None:
+    """It was read on its own stream, copied on another, or never taken."""
+    seen: list[float] = []
+    slots = Slots(1, SlotTable())
+    other = device.stream() if elsewhere else device.current
+    for value, is_taken in enumerate([*takes, True]):
+        transfer = Transfer([x(float(value))], GPU, memory=slots.memory)
+        if is_taken:
+            with device.using(other):
+                (taken,) = transfer.take()
+                read(device, taken, seen)
+                del taken
+        del transfer
+    assert device.blocks == 1 + elsewhere, "the slot, and the copy of the other stream"
+    device.run(order)
+    assert seen == [float(value) for value, is_taken in enumerate([*takes, True]) if is_taken]
 
 
 def test_taken_on_another_stream_it_is_that_streams_memory(device: Device, order: int) -> None:

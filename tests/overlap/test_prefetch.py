@@ -23,9 +23,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autostream
+from autostream.api import OptimizedModule
 from autostream.errors import OptionError, TargetError
 from autostream.execution import streams
-from tests.make_believe import GPU, Device, alias
+from tests.make_believe import GPU, Device
 from tests.threads import in_threads
 
 
@@ -37,7 +38,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 def read(device: Device, batch: Tensor, seen: list[float]) -> None:
     """A kernel on the current stream that reads a batch."""
-    memory = alias(batch)
+    memory = device.alias(batch)
     device.launch(lambda: seen.append(memory.mean().item()))
 
 
@@ -76,11 +77,18 @@ def consume(device: Device, batches: Iterable[Tensor]) -> list[float]:
     return seen
 
 
+FAST = autostream.optimize(model := nn.Linear(4, 4))
+STEP = autostream.train_step(model, torch.optim.SGD(model.parameters()), nn.MSELoss())
+
+
 @pytest.mark.parametrize("order", range(4))
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_all_batches_come_in_order_in_bounded_memory(device: Device, depth: int, order: int) -> None:
+@pytest.mark.parametrize("into", [None, FAST], ids=["anywhere", "in slots"])
+def test_all_batches_come_in_order_in_bounded_memory(
+    device: Device, into: OptimizedModule | None, depth: int, order: int
+) -> None:
     loader = Loader(9)
-    ahead = autostream.prefetch(loader, "cuda", depth)
+    ahead = autostream.prefetch(loader, "cuda", depth, into=into)
     seen = consume(device, ahead)
     device.run(order)
     assert seen == list(map(float, range(9)))
@@ -91,24 +99,26 @@ def test_all_batches_come_in_order_in_bounded_memory(device: Device, depth: int,
     assert device.blocks == depth + 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=120)
 @given(
     depth=st.integers(1, 3),
+    into=st.booleans(),
     actions=st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=8),
     order=st.integers(0, 9),
 )
 def test_however_it_is_consumed_each_batch_is_read_as_it_was(
-    depth: int, actions: list[tuple[int, bool, bool, bool]], order: int
+    depth: int, into: bool, actions: list[tuple[int, bool, bool, bool]], order: int
 ) -> None:
     """On any of three streams, kept or dropped, with memory taken and written in between, and begun anew."""
     with pytest.MonkeyPatch.context() as patch, Device.installed(patch) as device:
+        ahead = autostream.prefetch(Loader(99), "cuda", depth, into=FAST if into else None)
         others, kept, seen, expected = [device.stream(), device.stream()], list[Tensor](), list[float](), list[float]()
-        batches = iter(autostream.prefetch(Loader(99), "cuda", depth))
+        batches = iter(ahead)
         number = 0.0
         for which, keeps, writes, anew in actions:
             with device.using([device.current, *others][which]):
                 if anew:
-                    batches, number = iter(autostream.prefetch(Loader(99), "cuda", depth)), 0.0
+                    batches, number = iter(ahead), 0.0
                 batch = next(batches)
                 read(device, batch, seen)
                 expected.append(number)
@@ -123,6 +133,58 @@ def test_however_it_is_consumed_each_batch_is_read_as_it_was(
         del batches
         device.run(order)
         assert sorted(seen) == sorted(expected)
+
+
+def lying(fast: Any, batches: Iterable[Tensor]) -> list[int]:
+    """Where batches lie, by number; -1 for those that lie in no slot."""
+    addresses, slots = [], fast._autostream.slots
+    for batch in batches:  # which holds one while the next is asked for
+        addresses.append(batch.data_ptr())
+    order = list(dict.fromkeys(address for address in addresses if address in slots))
+    return [order.index(address) if address in slots else -1 for address in addresses]
+
+
+@pytest.mark.parametrize("fast", [FAST, STEP], ids=["model", "step"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_batches_for_a_graph_come_in_as_many_places_as_are_on_the_way_and_held(
+    device: Device, depth: int, fast: Any
+) -> None:
+    """In each epoch the same ones, until nobody iterates any more."""
+    ahead = autostream.prefetch(Loader(9), "cuda", depth, into=fast)
+    places = [lying(fast, ahead) for _ in range(2)]
+    assert set(places[0]) == set(places[1]) == set(range(depth + 1))
+    assert len(fast._autostream.slots) == depth + 1
+    batches = iter(ahead)
+    next(batches)
+    del ahead
+    assert len(fast._autostream.slots) == depth + 1, "it goes on"
+    del batches
+    assert len(fast._autostream.slots) == 0
+
+
+def test_what_is_kept_is_not_overwritten(device: Device) -> None:
+    """A batch; a view of one; all batches."""
+    ahead = autostream.prefetch(Loader(12), "cuda", into=FAST)
+    kept = [batch[1:] if number else batch for number, batch in enumerate(ahead) if number < 2]
+    everything = list(ahead)
+    device.run(0)
+    assert [each.mean().item() for each in kept] == [0, 1]
+    assert [each.mean().item() for each in everything] == list(range(12))
+
+
+def test_only_batches_like_the_first_come_in_slots(device: Device) -> None:
+    """The last is smaller; one has a tensor more."""
+    x = torch.ones(4)
+    batches: list[tuple[Any, ...]] = [(x,), (x, "named"), (x, x), (x[:2],)]
+    ahead = autostream.prefetch(batches, "cuda", into=FAST)
+    assert [place >= 0 for place in lying(FAST, (batch[0] for batch in ahead))] == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("into", [nn.ReLU(), "step", autostream.optimize])
+def test_batches_are_for_something_that_captures(into: Any) -> None:
+    with pytest.raises(TargetError, match=r"^into takes what optimize or train_step returned, not "):
+        autostream.prefetch([], "cuda", into=into)
 
 
 def test_a_loader_that_is_its_own_iterator_goes_on_where_it_was_left(device: Device) -> None:
@@ -282,7 +344,7 @@ def test_what_had_to_wait_for_memory_is_taken_on_any_stream(device: Device, orde
     device.bytes_left = 1000
     for _ in range(2):
         with device.using(other):
-            there, memory = (alias(tensor) for tensor in next(batches))
+            there, memory = (device.alias(tensor) for tensor in next(batches))
             device.launch(lambda ours=(there, memory): seen.extend(each.mean().item() for each in ours))
             del there, memory
     device.run(order)

@@ -1,0 +1,333 @@
+"""Inputs that come in slots are read where they are, and everything else is as it would be without.
+
+Captures are make-believe: whatever is scheduled runs on the CPU, recorded and replayed as one graph is on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream import build
+from autostream.build import undone
+from autostream.errors import CaptureError
+from autostream.execution import cuda_graph
+from autostream.execution.cuda_graph import CapturedGraph
+from autostream.execution.slots import Slots, SlotTable
+from autostream.execution.static import static_copies
+from autostream.execution.variants import Variants
+from autostream.select import repeatable, written
+from autostream.tuning import Tuned, tune
+from tests.replays import CPU, Cuda
+
+
+class Captures:
+    """What is captured instead of run op by op.
+
+    Attributes:
+        alive: the graphs that somebody still has.
+        count: how often something was captured.
+        failure: what the next captures raise.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.alive: WeakSet[CapturedGraph] = WeakSet()
+        self.count = 0
+        self.failure: Exception | None = None
+        cuda, captured, init = Cuda.installed(patch), cuda_graph._captured, CapturedGraph.__init__
+
+        def noted(graph: CapturedGraph, *args: Any, **kwargs: Any) -> None:
+            init(graph, *args, **kwargs)
+            self.alive.add(graph)
+
+        def failing(*args: Any) -> Any:
+            if self.failure is not None:
+                raise self.failure
+            self.count += 1
+            return captured(*args)
+
+        def captures(*args: Any) -> Tuned:
+            return self.captured(tune(*args), args[1], args[2])
+
+        patch.setattr(CapturedGraph, "__init__", noted)
+        patch.setattr(cuda_graph, "_captured", failing)
+        patch.setattr(build, "tune", captures)
+        self.cuda = cuda
+
+    def captured(self, tuned: Tuned, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Tuned:
+        run, writes = tuned.selection.execution, written(tuned.program, tuned.priced.graph)
+        draws = not repeatable(tuned.program, tuned.priced.graph) and not any(writes)
+        with torch.inference_mode(False), torch.no_grad(), undone(arguments, writes, "cpu"):
+            static = static_copies(arguments, [at for at, stays in enumerate(bound) if not stays])
+            graph = CapturedGraph(run, static, bound, writes, CPU, draws=draws)
+        return replace(tuned, selection=replace(tuned.selection, execution=graph))
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    return Captures(monkeypatch)
+
+
+@pytest.fixture
+def at_once() -> Iterator[None]:
+    """Without a collection of garbage: what nobody has is gone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+HOME: Any = None
+
+
+def come(slots: Slots, *values: Tensor) -> list[Tensor]:
+    """A batch of these values that has arrived."""
+    with torch.inference_mode(False):
+        return [place.copy_(value) for place, value in zip(slots.memory(values, CPU, HOME), values, strict=True)]
+
+
+def x(number: float, size: int = 3) -> Tensor:
+    return torch.arange(4.0 * size).reshape(size, 4) + number
+
+
+class Net(nn.Module):
+    """A weight, and an input that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.linear(x).relu() if y is None else self.linear(x).relu() + y  # type: ignore[no-any-return]
+
+
+def copied(fast: Any, call: Callable[[], Tensor], *args: Tensor, **kwargs: Tensor) -> list[bool]:
+    """Which inputs a call copies to where the graph of calls with such arguments reads them."""
+    args, kwargs = fast.static_inputs(*args, **kwargs)
+    static = [*args, *kwargs.values()]
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor in static:
+            tensor.fill_(torch.nan)
+    assert not call().isnan().any()
+    return [not bool(tensor.isnan().all()) for tensor in static]
+
+
+CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "long": lambda fast, given: fast(x=given),
+    "short": lambda fast, given: fast(given),
+}
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("way", CALLS)
+def test_what_comes_in_a_slot_is_read_there(way: str, mode: Any, captures: Captures) -> None:
+    """A graph of their own for either slot, whatever comes in between, until there are no slots any more."""
+    model, call = Net().eval(), CALLS[way]
+    fast = autostream.optimize(model)
+    with mode():
+        slots = Slots(2, fast._autostream.slots)
+        call(fast, x(0))
+        for number in range(6):
+            (given,) = come(slots, x(number))
+            named = {} if way == "short" else {"x": given}
+            assert copied(fast, lambda given=given: call(fast, given), *([] if named else [given]), **named) == [False]
+            torch.testing.assert_close(call(fast, given), model(x(number)))
+            torch.testing.assert_close(call(fast, x(-number)), model(x(-number)))
+        assert captures.count == 3
+        assert len(captures.alive) == 3
+        del slots, given, named
+        assert len(captures.alive) == 1
+        torch.testing.assert_close(call(fast, x(7)), model(x(7)))
+
+
+@torch.no_grad()
+def test_the_short_way_is_taken_with_slots(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, model = autostream.optimize(Net().eval()), Net().eval()
+    slots = Slots(2, fast._autostream.slots)
+    (first,) = come(slots, x(1))
+    fast(first)
+    monkeypatch.setattr(fast._autostream, "_scheduled", lambda *args: pytest.fail("it is the long way"))
+    (second,) = come(slots, x(2))
+    assert captures.count == 2
+    torch.testing.assert_close(fast(second), model(x(2)))
+    assert captures.count == 3
+
+
+@torch.no_grad()
+def test_what_is_not_in_a_slot_is_copied_and_what_is_in_several(captures: Captures) -> None:
+    """Beside one that is read where it is; graphs for pairs of slots would be too many."""
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    slots = Slots(3, fast._autostream.slots)
+    (a,), (b,) = come(slots, x(1)), come(slots, x(2))
+    fast(x(0), x(0))
+    assert copied(fast, lambda: fast(a, x(3)), a, a.clone()) == [False, True]
+    torch.testing.assert_close(fast(a, x(3)), model(x(1), x(3)))
+    assert captures.count == 2
+    assert copied(fast, lambda: fast(a, b), a, b) == [True, True]
+    assert copied(fast, lambda: fast(x(3), a), a, b) == [True, True], "the graph of this slot is for the other place"
+    torch.testing.assert_close(fast(a, b), model(x(1), x(2)))
+    torch.testing.assert_close(fast(x(3), a), model(x(3), x(1)))
+    assert captures.count == 2
+    assert copied(fast, lambda: fast(a, a), a, a) == [True, True], "they share memory"
+    torch.testing.assert_close(fast(a, a), model(x(1), x(1)))
+
+
+@torch.no_grad()
+def test_parts_of_a_batch_are_read_there_if_they_begin_where_it_does(captures: Captures) -> None:
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    (a,) = come(Slots(1, fast._autostream.slots), x(1))
+    slots = Slots(1, fast._autostream.slots)
+    (a,) = come(slots, x(1))
+    fast(x(0, size=2))
+    assert copied(fast, lambda: fast(a[:2]), a[:2]) == [False]
+    assert copied(fast, lambda: fast(a[1:]), a[1:]) == [True]
+    for part in (slice(0, 2), slice(1, 3)):
+        torch.testing.assert_close(fast(a[part]), model(x(1)[part]))
+
+
+class Writes(nn.Module):
+    """Writes its input and its state, and returns views of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.count.add_(1)  # type: ignore[operator]
+        x.mul_(2)
+        return x, x[1:], x + self.count
+
+
+@torch.no_grad()
+def test_a_capture_changes_nothing_and_outputs_may_lie_in_the_slot(captures: Captures) -> None:
+    model = Writes()
+    fast = autostream.optimize(model)
+    slots = Slots(2, fast._autostream.slots)
+    fast(x(0))
+    for number in range(2, 6):
+        (given,) = come(slots, x(number))
+        whole, part, total = fast(given)
+        assert whole is given
+        assert part.untyped_storage().data_ptr() == given.data_ptr()
+        torch.testing.assert_close(given, 2 * x(number))
+        torch.testing.assert_close(part, 2 * x(number)[1:])
+        torch.testing.assert_close(total, 2 * x(number) + number)
+        address = given.data_ptr()
+        del whole, given
+        (other,) = come(slots, x(0))
+        assert other.data_ptr() != address, "its part is in use"
+        del part, other
+    assert captures.count == 2
+
+
+@torch.no_grad()
+def test_it_trains_as_it_would(captures: Captures) -> None:
+    """Captures run the step several times, and are undone."""
+
+    def trained(prefetched: bool) -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        step = autostream.train_step(model, optimizer, nn.MSELoss())
+        slots, losses = Slots(2, step._autostream.slots), []
+        for number in range(7):
+            batch = x(number) / 10, torch.ones(3, 4)
+            batch = come(slots, *batch) if prefetched else batch  # type: ignore[assignment]
+            losses.append(step(*batch).item())
+            kept = batch  # noqa: F841 - as a loop's variable does
+        return losses, [*model.parameters()]
+
+    plain, count = trained(False), captures.count
+    ours = trained(True)
+    assert ours[0] == plain[0]
+    torch.testing.assert_close(ours[1], plain[1], rtol=0, atol=0)
+    assert captures.count == 2 * count + 2
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("way", CALLS)
+def test_where_weights_have_moved_all_are_captured_again(way: str, captures: Captures) -> None:
+    model, call = Net().eval(), CALLS[way]
+    fast = autostream.optimize(model)
+    slots = Slots(1, fast._autostream.slots)
+    (given,) = come(slots, x(1))
+    call(fast, given)
+    call(fast, given)
+    assert captures.count == 2
+    for factor in (2, 3):
+        model.linear.weight.data = model.linear.weight.data * factor
+        for _ in range(2):
+            torch.testing.assert_close(call(fast, given), model(x(1)))
+    assert captures.count == 6
+    assert len(captures.alive) == 2
+
+
+@torch.no_grad()
+def test_nothing_is_captured_with_weights_that_the_graph_does_not_know(captures: Captures) -> None:
+    """It would be believed as soon as they are back where they were."""
+    weight, table = torch.ones(4), SlotTable()
+    slots = Slots(1, table)
+    (given,) = come(slots, x(1))
+    graph = CapturedGraph(lambda w, a: (a * w,), [weight, x(0)], [True, False], [False, False], CPU, draws=False)
+    variants = Variants(graph, [1], table, lambda static, arguments: pytest.fail("it is captured"))
+    assert variants.reading([weight.clone(), given]) is graph
+    assert not variants.unmoved([weight.clone(), given])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("failure", [CaptureError("no"), torch.OutOfMemoryError("no")])
+def test_where_it_cannot_be_captured_batches_are_copied(failure: Exception, captures: Captures) -> None:
+    """And it is not tried again."""
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    slots = Slots(1, fast._autostream.slots)
+    fast(x(0))
+    captures.failure = failure
+    (given,) = come(slots, x(1))
+    torch.testing.assert_close(fast(given), model(x(1)))
+    captures.failure = None
+    torch.testing.assert_close(fast(given), model(x(1)))
+    assert captures.count == 1
+    assert [report.mode for report in fast.reports] != ["plain"], "the graph is still there"
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("at_once")
+def test_what_is_forgotten_is_gone_while_batches_are_there(captures: Captures) -> None:
+    model = Net().eval()
+    fast = autostream.optimize(model)
+    slots = Slots(1, fast._autostream.slots)
+    (given,) = come(slots, x(1))
+    fast(given)
+    assert len(captures.alive) == 2
+    fast._autostream.forget()
+    gc.collect()  # of an entry, which traces
+    assert not captures.alive
+    torch.testing.assert_close(fast(given), model(x(1)))
+    assert len(captures.alive) == 2
+
+
+def test_calls_that_record_gradients_have_their_batches_copied(captures: Captures) -> None:
+    """The backward reads what the forward leaves in one place."""
+    model, twin = Net(), Net()
+    fast = autostream.optimize(model, policy="sequential")
+    slots = Slots(2, fast._autostream.slots)
+    for number in range(1, 4):
+        (given,) = come(slots, x(number))
+        fast(given).sum().backward()
+        twin(x(number)).sum().backward()
+        torch.testing.assert_close(model.linear.weight.grad, twin.linear.weight.grad)
+    assert captures.count == 2, "forward and backward"

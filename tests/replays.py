@@ -1,0 +1,96 @@
+"""A make-believe CUDA graph: it records a run on the CPU and repeats it in a replay.
+
+capture:  run ─▶ outputs ─┐ the pool's
+replay:   run ─▶ the same outputs; whatever other graphs of the pool have returned is rubbish then
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from autostream.execution import cuda_graph
+
+CPU = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class Stream:
+    """A stream that only says whom it waits for."""
+
+    name: str
+    device: torch.device = CPU
+    waits: list[Stream] = field(default_factory=list)
+
+    @property
+    def cuda_stream(self) -> int:
+        return id(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other)
+
+
+class Replayable:
+    """What was recorded: a replay runs it again and puts the results where those of the recorded run lie.
+
+    Whatever others in the same pool have returned is rubbish afterwards.
+    """
+
+    def __init__(self, run: Callable[[], Sequence[Tensor]], pool: list[Replayable]) -> None:
+        self._run = torch.inference_mode(False)(torch.no_grad()(run))  # a replay knows no modes
+        self.outputs = self._run()
+        self._pool = pool
+        pool.append(self)
+
+    def replay(self) -> None:
+        for recorded, new in zip(self.outputs, self._run(), strict=True):
+            recorded.copy_(new)
+        for output in (output for other in self._pool if other is not self for output in other.outputs):
+            output.fill_(math.nan)
+
+
+@dataclass
+class Cuda:
+    """The current stream, and what happened."""
+
+    home: Stream = field(default_factory=lambda: Stream("home"))
+    capturing: Stream = field(default_factory=lambda: Stream("capturing"))
+    log: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.current = self.home
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def capture(
+        self, run: Callable[[], Sequence[Tensor]], stream: Stream, pool: list[Replayable]
+    ) -> tuple[Replayable, Sequence[Tensor]]:
+        self.log.append(f"capture on {stream.name}, current {self.current.name}")
+        graph = Replayable(run, pool)
+        return graph, graph.outputs
+
+    @classmethod
+    def installed(cls, patch: pytest.MonkeyPatch) -> Cuda:
+        """Takes the place of CUDA as far as captured graphs know it."""
+        fake = cls()
+        patch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
+        patch.setattr(torch.cuda, "stream", fake.on)
+        patch.setattr(torch.cuda, "graph_pool_handle", list)
+        patch.setattr(cuda_graph, "current_device", lambda: CPU.index)
+        patch.setattr(cuda_graph, "raw_stream", lambda device: fake.current.cuda_stream)
+        patch.setattr(cuda_graph, "capture", fake.capture)
+        patch.setattr(cuda_graph, "capture_stream", lambda device: fake.capturing)
+        patch.setattr(cuda_graph, "_drawn", {})
+        return fake
