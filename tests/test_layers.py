@@ -154,6 +154,8 @@ ONLY_IN = [
     (r"torch\.cuda\.(CUDAGraph\(|graph\()", {"execution.capture"}),
     # runs what a file says
     (r"\b(pickle|marshal|shelve|dill)\b|torch\.load\(|(?<![\w.])(eval|exec|compile|__import__)\(", set()),
+    # the same, of a file that Inductor itself keeps
+    (r"\bPyCodeCache\b", {"tracing.kernel_graph", "tracing.inductor"}),
     # reads what others may have written
     (
         r"\bjson\.loads?\(",

@@ -76,7 +76,7 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "torch._inductor.compile_fx": ["compile_fx_inner", "fake_tensor_prop", "record_original_output_strides"],
     "torch._inductor.freezing": ["convert_conv_weights_to_channels_last", "freeze"],
     "torch._inductor.graph": ["GraphLowering.decide_layout_opt"],
-    "torch._inductor.codecache": ["PyCodeCache.load"],
+    "torch._inductor.codecache": ["PyCodeCache.load", "cache_dir"],
     "torch._inductor.ir": ["ExternKernelOut"],
     "torch._inductor.select_algorithm": ["extern_kernels"],
     "torch._inductor.utils": ["LineContext"],

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codecache import PyCodeCache, cache_dir
 from torch._inductor.codegen import common
 from torch._inductor.codegen.common import FileBackedGraphModule
 from torch._inductor.codegen.wrapper import WrapperLine
@@ -199,7 +199,7 @@ def extern_kernel(name: str, inputs: int, kwargs: Mapping[str, Any]) -> Kernel:
         inputs: how many arguments come before ``out=``.
         kwargs: what else it is called with.
     """
-    function = getattr(extern_kernels, name)
+    function = vars(extern_kernels)[name]
 
     def launch(*args: Any) -> None:
         function(*args[:inputs], **kwargs, out=args[inputs])
@@ -230,8 +230,29 @@ def defined(name: str, prologue: str, body: str) -> tuple[Any, Definition]:
         prologue: as in :class:`Definition`.
         body: likewise.
     """
-    module = PyCodeCache.load(f"{prologue}\n\n{name} = {body}\n")
+    module = PyCodeCache.load(_code(name, prologue, body))
     return getattr(module, name), Definition(prologue, body, str(module.__file__))
+
+
+def _code(name: str, prologue: str, body: str) -> str:
+    return f"{prologue}\n\n{name} = {body}\n"
+
+
+def _check_kept(name: str, file: str, code: str) -> None:
+    """See that Inductor itself keeps some code: whoever can write nothing but recipes has no code run.
+
+    Raises:
+        FileNotFoundError: the file is gone.
+        ValueError: it is none of Inductor's, or holds something else.
+    """
+    if not Path(file).resolve().is_relative_to(Path(cache_dir()).resolve()):
+        raise ValueError(f"{name}: {file} is not in Inductor's folder, {cache_dir()}")
+    try:
+        kept = Path(file).read_text()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{name}: {file} is gone") from None
+    if kept.strip() != code.strip():
+        raise ValueError(f"{name}: {file} holds other code")
 
 
 def made_again(name: str, recipe: Mapping[str, Any], device: torch.device) -> Kernel:
@@ -245,14 +266,19 @@ def made_again(name: str, recipe: Mapping[str, Any], device: torch.device) -> Ke
     Raises:
         FileNotFoundError: Inductor's file of it is gone, and with it most likely what Triton has compiled of all: many
             processes compile them sooner than this one, to which it would be left here.
-        ValueError: it is no recipe.
+        ValueError: it is no recipe, or its code is not what Inductor's file holds.
     """
     match recipe:
         case {"function": str(function), "inputs": int(inputs), "kwargs": dict(kwargs)}:
             return extern_kernel(function, inputs, kwargs)
-        case {"prologue": str(prologue), "body": str(body), "file": file, "signature": signature, "mutated": mutated}:
-            if not Path(file).exists():
-                raise FileNotFoundError(f"{name}: {file} is gone")
+        case {
+            "prologue": str(prologue),
+            "body": str(body),
+            "file": str(file),
+            "signature": dict(signature),
+            "mutated": list(mutated),
+        }:
+            _check_kept(name, file, _code(name, prologue, body))
             launched, definition = defined(name, prologue, body)
             return triton_kernel(name, launched, signature, device, definition, mutated)
     raise ValueError(f"{name}: there is no such recipe")

@@ -111,11 +111,22 @@ def operator_to_json(node: fx.Node) -> str:
 def operator_from_json(name: str) -> Any:
     """An operator by its name.
 
+    Raises:
+        ValueError: it is none: what else is found there might load a library.
+
     Example:
         >>> operator_from_json("aten.relu.default")
         <OpOverload(op='aten.relu', overload='default')>
     """
-    return operator.getitem if name == "getitem" else reduce(getattr, name.split("."), torch.ops)
+    if name == "getitem":
+        return operator.getitem
+    found = reduce(getattr, name.split("."), torch.ops)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise ValueError(f"{name} is no operator")
+    return found
+
+
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def argument_to_json(argument: object) -> Json:
@@ -139,7 +150,7 @@ def argument_to_json(argument: object) -> Json:
             return {"dict": {name: argument_to_json(item) for name, item in argument.items()}}
         case fx.Node():
             return {"node": argument.name}
-        case torch.dtype() | torch.layout() | torch.memory_format():
+        case _ if isinstance(argument, _CONSTANTS):
             return {"torch": str(argument).removeprefix("torch.")}
         case torch.device():
             return {"device": str(argument)}
@@ -152,6 +163,9 @@ def argument_from_json(written: Json, nodes: Mapping[str, fx.Node]) -> Any:
     Args:
         written: what it returned.
         nodes: by name.
+
+    Raises:
+        ValueError: it names something of PyTorch's that is no dtype, layout or memory format.
 
     Example:
         >>> argument_from_json([[2, 3], {"torch": "float16"}], {})
@@ -166,8 +180,11 @@ def argument_from_json(written: Json, nodes: Mapping[str, fx.Node]) -> Any:
             return {name: argument_from_json(item, nodes) for name, item in items.items()}
         case {"node": name}:
             return nodes[name]
-        case {"torch": name}:
-            return getattr(torch, name)
+        case {"torch": str(name)}:
+            found = getattr(torch, name, None)
+            if not isinstance(found, _CONSTANTS):
+                raise ValueError(f"torch.{name} is no constant")
+            return found
         case {"device": name}:
             return torch.device(name)
     return written

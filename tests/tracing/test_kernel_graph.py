@@ -13,7 +13,6 @@ import pytest
 import sympy
 import torch
 from torch import fx
-from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import common
 from torch._inductor.codegen.wrapper import WrapperLine
 from torch._inductor.codegen.wrapper_fxir import FxConverter
@@ -371,25 +370,50 @@ def told(kernel: Kernel) -> tuple[object, ...]:
     return kernel.__name__, kernel.written, kernel.overwritten, kernel.content, kernel.recipe
 
 
-def test_a_kernel_is_made_again_by_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "kernel.py"
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Inductor's own, in which it keeps the code that it runs."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    return tmp_path / "inductor"
 
-    def load(code: str) -> Any:
-        file.write_text(code)
-        scope: dict[str, Any] = {}
-        exec(code, scope)
-        return SimpleNamespace(__file__=file, **scope)
 
-    monkeypatch.setattr(PyCodeCache, "load", load)
+def kept_kernel() -> tuple[Kernel, dict[str, Any]]:
+    """A kernel whose code Inductor keeps, and its recipe as another process reads it."""
     launched, definition = kernel_graph.defined("triton_tem_0", "def triton(source): return source", "triton('x')")
     assert launched == "x"
-    assert definition == ("def triton(source): return source", "triton('x')", str(file))
+    assert definition[:2] == ("def triton(source): return source", "triton('x')")
     types = signature("arg_A", "out_ptr0", "in_out_ptr0", "xnumel")
     kernel = triton_kernel("triton_tem_0", launched, types, GPU, definition, [0])
-    assert kernel.recipe
-    recipe = json.loads(json.dumps(kernel.recipe))
+    return kernel, json.loads(json.dumps(kernel.recipe))
+
+
+def test_a_kernel_is_made_again_by_its_recipe(folder: Path) -> None:
+    kernel, recipe = kept_kernel()
+    assert Path(recipe["file"]).is_relative_to(folder)
     assert told(made_again("triton_tem_0", recipe, GPU)) == told(kernel)
     assert kernel.written == {0, 1, 2}
+
+
+EVIL = "open({!r}, 'w').close()"
+
+
+@pytest.mark.parametrize("where", ["inductor's file", "a file of the same code", "a file elsewhere", "no file"])
+def test_code_that_inductor_does_not_keep_is_not_run(where: str, folder: Path, tmp_path: Path) -> None:
+    """A recipe comes from a file that is no code; who can write that can have run what Inductor keeps, and no more."""
+    _, recipe = kept_kernel()
+    trace, elsewhere = tmp_path / "it ran", tmp_path / "elsewhere.py"
+    recipe["body"] = EVIL.format(str(trace))
+    elsewhere.write_text(f"{recipe['prologue']}\n\ntriton_tem_0 = {recipe['body']}\n")
+    own = Path(recipe["file"])
+    recipe["file"] = {
+        "inductor's file": str(own),
+        "a file of the same code": str(own.parent / ".." / ".." / ".." / elsewhere.name),
+        "a file elsewhere": str(elsewhere),
+        "no file": "/",
+    }[where]
+    with pytest.raises(ValueError, match=r"triton_tem_0: .* (holds other code|is not in Inductor's folder)"):
+        made_again("triton_tem_0", recipe, GPU)
+    assert not trace.exists()
 
 
 def test_a_function_is_made_again_by_its_recipe() -> None:
@@ -402,13 +426,17 @@ def test_a_function_is_made_again_by_its_recipe() -> None:
     torch.testing.assert_close(out, bias + 2 * one @ other)
 
 
-def test_where_inductors_file_is_gone_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_inductors_file_is_gone_nothing_is_made(folder: Path) -> None:
     """What Triton has compiled is gone with it, as after a restart."""
-    monkeypatch.setattr(PyCodeCache, "load", lambda code: pytest.fail("compiled"))
-    gone = Definition("", "", str(tmp_path / "gone.py"))
-    kernel = triton_kernel("triton_0", object(), signature("in_ptr0"), GPU, gone)
-    with pytest.raises(FileNotFoundError, match=r"triton_0: .*gone\.py is gone"):
-        made_again("triton_0", kernel.recipe or {}, GPU)
+    _, recipe = kept_kernel()
+    Path(recipe["file"]).unlink()
+    with pytest.raises(FileNotFoundError, match=r"triton_tem_0: .*\.py is gone"):
+        made_again("triton_tem_0", recipe, GPU)
+
+
+def test_only_what_inductor_calls_is_found_by_name() -> None:
+    with pytest.raises(KeyError):
+        made_again("kernel", {"function": "__class__", "inputs": 1, "kwargs": {}}, GPU)
 
 
 @pytest.mark.parametrize("recipe", [{}, {"function": "mm"}, {"function": "mm", "inputs": "2", "kwargs": {}}])

@@ -179,3 +179,15 @@ def test_a_symbolic_size_is_refused() -> None:
 @pytest.mark.parametrize("name", ["aten.relu.default", "inductor._reinterpret_tensor.default", "getitem"])
 def test_operators_are_found_by_name(name: str) -> None:
     assert operator_to_json(fx.Graph().call_function(operator_from_json(name))) == name
+
+
+@pytest.mark.parametrize("name", ["load_library", "aten", "aten.relu", "__class__"])
+def test_nothing_but_an_operator_is_found_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is no operator"):
+        operator_from_json(name)
+
+
+@pytest.mark.parametrize("name", ["load", "hub", "nothing_of_that_name"])
+def test_nothing_but_a_constant_is_found_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"torch.{name} is no constant"):
+        argument_from_json({"torch": name}, {})
