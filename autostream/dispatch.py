@@ -211,7 +211,8 @@ class Dispatcher:
             raise self._refused(RECORDS_GRADIENTS)
         full = signature not in self._entries and len(self._entries) >= self.options.max_signatures
         if full and (signature.gradients or not self._tracer.may_renew):
-            raise self._refused("it has as many schedules as max_signatures allows, for other batches or settings")
+            what = signature.unlike(next(reversed(self._entries))) or "batches or settings"
+            raise self._refused(f"it has as many schedules as max_signatures allows, and meets another: {what} changed")
         for _ in range(3):
             entry, proven = self._entry(tensors, structure, signature)
             try:

@@ -49,8 +49,8 @@ def train_step(
     Gradients are temporary: ``parameter.grad`` is ``None`` after a step, and what it was before does not matter. All
     else is as ever: weights, statistics and the optimizer's state are written where they are, ``state_dict`` and
     ``load_state_dict`` work between any two steps, and so do learning-rate schedulers. A changed rate takes effect in
-    the next step; any other hyperparameter that changes makes another graph (``OneCycleLR`` and ``CyclicLR`` change the
-    momentum in each step: give them ``cycle_momentum=False``).
+    the next step, and so does any other number of the optimizer's, such as a momentum: when it first changes, another
+    graph is made, of which it is an input. One that becomes zero, or a switch, makes another graph each time.
 
     Numbers that ``loss_fn`` reads from elsewhere, such as globals, closures and attributes of objects that are no
     modules, stay what they are when it is traced: give what changes with the batch, or make the loss a module.

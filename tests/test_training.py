@@ -582,6 +582,41 @@ def test_schedulers_of_the_rate_see_steps_and_their_rates_are_used(optimizer: st
     assert modes(step) == ["one stream"]
 
 
+CYCLED = {
+    "momentum": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": partial(AdamW, lr=0.01),
+    "rmsprop": partial(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "groups": lambda parameters: Adam([{"params": [p], "weight_decay": 0.1 * at} for at, p in enumerate(parameters)]),
+}
+
+
+@pytest.mark.parametrize("optimizer", CYCLED)
+def test_hyperparameters_that_schedulers_change_need_no_other_schedule(optimizer: str, options: dict[str, Any]) -> None:
+    schedulers: dict[int, Any] = {}
+
+    def cycle(number: int, model: Any, optimizer: Any) -> None:
+        if number == 0:
+            schedulers[id(optimizer)] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20)
+        else:
+            schedulers[id(optimizer)].step()
+
+    step = assert_trains_alike(Scene(mlp, CYCLED[optimizer], steps=20, between=cycle), **options)
+    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+    assert reasons(step) == ""
+
+
+def test_a_hyperparameter_becomes_an_input_when_it_is_seen_to_change(caplog: pytest.LogCaptureFixture) -> None:
+    """Constant at first; then another, which is the last graph; but for zero, with which another rule goes on."""
+
+    def change(number: int, model: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["weight_decay"] = [0.1, 0.1, 0.2, 0.3, 0.4, 0.0, 0.5, 0.6][number]
+
+    scene = Scene(mlp, partial(AdamW, lr=0.01, weight_decay=0.1), steps=8, between=change)
+    step = assert_trains_alike(scene, policy="sequential", max_signatures=3)
+    assert modes(step) == ["one stream"] * 3
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_a_state_dict_taken_between_steps_continues_elsewhere() -> None:
     """Saved after three steps; the copies go on, one eagerly, as the original does."""
     torch.manual_seed(0)
@@ -817,12 +852,13 @@ def test_other_batches_are_scheduled_up_to_the_limit_and_run_as_they_are_beyond_
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
 
 
-def test_a_hyperparameter_that_changes_at_every_step_ends_at_the_limit() -> None:
-    def cycle(number: int, model: Any, optimizer: Any) -> None:
-        optimizer.param_groups[0]["momentum"] *= 0.9
+def test_what_changes_at_every_step_and_is_no_input_ends_at_the_limit_and_is_named() -> None:
+    def grow(number: int, model: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["dampening"] -= 0.1
 
-    step = assert_trains_alike(Scene(mlp, between=cycle, steps=6), policy="sequential", max_signatures=2)
+    step = assert_trains_alike(Scene(mlp, between=grow, steps=6), policy="sequential", max_signatures=2)
     assert modes(step) == ["one stream", "one stream", "plain"]
+    assert reasons(step).endswith("max_signatures allows, and meets another: dampening changed")
 
 
 def test_disabled_it_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autostream.storages import storage_of
 from autostream.tracing.numerics import numerics
-from autostream.tracing.tree import Structure
+from autostream.tracing.tree import Structure, constants_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,11 @@ class Signature:
             return self
         moved = tuple((*layout, torch.device(device)) for *layout, _ in self.tensors)
         return replace(self, tensors=moved)  # type: ignore[arg-type]
+
+    def unlike(self, other: Signature) -> str:
+        """What of the settings differs from another's, e.g. ``momentum``; ``""`` where none is known to."""
+        pairs = zip(constants_of(self.structure), constants_of(other.structure), strict=False)
+        return ", ".join(name for mine, its in pairs if type(mine) is type(its) for name in mine.unlike(its))
 
     def __str__(self) -> str:
         """Readable, e.g. ``1x3x224x224:float16 on cuda:0, eval, no gradients``."""
