@@ -186,7 +186,8 @@ class Scheduled:
         else:
             run = _Uncaptured(execution, self._frozen, held, self.repeatable)
         signature = self._signature
-        shortcut = Shortcut(run, self._structure, call, tensors, held, self._state, watch, signature.training)
+        known = signature.training, signature.read
+        shortcut = Shortcut(run, self._structure, call, tensors, held, self._state, watch, *known)
         # Asked afterwards: whatever the settings were when the shortcut looked, it serves no others than these.
         return shortcut if numerics() == signature.numerics else None
 

@@ -13,6 +13,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -210,7 +211,7 @@ class Dispatcher:
         if signature.gradients and self.bound_inputs is not None:
             raise self._refused(RECORDS_GRADIENTS)
         full = signature not in self._entries and len(self._entries) >= self.options.max_signatures
-        if full and (signature.gradients or not self._tracer.may_renew):
+        if full and (signature.gradients or not self._tracer.may_renew or self._reads_another(signature)):
             what = signature.unlike(next(reversed(self._entries))) or "batches or settings"
             raise self._refused(f"it has as many schedules as max_signatures allows, and meets another: {what} changed")
         for _ in range(3):
@@ -237,6 +238,10 @@ class Dispatcher:
             del entry, proven  # what comes next may need their memory
         raise self._refused("the model's state changes while it is called")
 
+    def _reads_another(self, signature: Signature) -> bool:
+        """Whether a schedule is there but for numbers that functions read elsewhere: the next will be others again."""
+        return any(replace(signature, read=other.read) == other for other in self._entries)
+
     def _outputs(self, entry: Entry, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(entry, Differentiated):
             return entry(tensors)
@@ -262,7 +267,7 @@ class Dispatcher:
             raise self._refused("a submodule has backward hooks, which a graph would not call")
         if gradients and self._better_alone(tensors):
             raise self._refused(_BETTER_ALONE)
-        return tensors, structure, signature_of(structure, tensors, watch.training(), gradients), watch
+        return tensors, structure, signature_of(structure, tensors, watch.training(), gradients, watch.read()), watch
 
     def _gradients(self, tensors: Sequence[Tensor]) -> bytes:
         """Which parameters and tensors a call would record gradients for."""
@@ -291,7 +296,8 @@ class Dispatcher:
                 with preparing:
                     order_attention()
                     # Again, for a trace in another thread sets flags for all threads that are part of a signature.
-                    signature = signature_of(structure, tensors, self._watch.training(), signature.gradients)
+                    modes, read = self._watch.training(), self._watch.read()
+                    signature = signature_of(structure, tensors, modes, signature.gradients, read)
                     if signature not in entries:
                         entries[signature] = self._made(tensors, structure, signature)
                         self._keep_to_limit(entries)

@@ -52,8 +52,8 @@ def train_step(
     the next step, and so does any other number of the optimizer's, such as a momentum: when it first changes, another
     graph is made, of which it is an input. One that becomes zero, or a switch, makes another graph each time.
 
-    Numbers that ``loss_fn`` reads from elsewhere, such as globals, closures and attributes of objects that are no
-    modules, stay what they are when it is traced: give what changes with the batch, or make the loss a module.
+    Numbers that ``loss_fn`` and what it calls read from globals, closures, dictionaries and attributes of objects are
+    watched by name: another value makes another graph. Give what changes in every step with the batch, as a tensor.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a

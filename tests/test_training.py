@@ -861,6 +861,51 @@ def test_what_changes_at_every_step_and_is_no_input_ends_at_the_limit_and_is_nam
     assert reasons(step).endswith("max_signatures allows, and meets another: dampening changed")
 
 
+@dataclass
+class Weights:
+    """What a loss goes by, and is no module."""
+
+    l2: float = 0.1
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(model(x), y) + self.l2 * sum(p.square().sum() for p in model.parameters())
+
+
+L2 = 0.1
+
+
+def with_a_global(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) + L2 * sum(p.square().sum() for p in model.parameters())
+
+
+WATCHED = Weights()
+
+
+@pytest.mark.parametrize("loss", [WATCHED.loss, with_a_global], ids=["an attribute", "a global"])
+def test_numbers_that_a_loss_reads_elsewhere_take_effect_in_the_next_step(
+    loss: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two values in turn: two graphs."""
+
+    def turn(number: int, model: Any, optimizer: Any) -> None:
+        monkeypatch.setattr(WATCHED, "l2", 0.1 + number % 2)
+        monkeypatch.setitem(globals(), "L2", 0.1 + number % 2)
+
+    monkeypatch.setattr(WATCHED, "l2", 0.1)
+    step = assert_trains_alike(Scene(mlp, loss=loss, between=turn, steps=7), policy="sequential")
+    assert modes(step) == ["one stream"] * 2
+
+
+def test_one_that_changes_at_every_step_ends_at_the_limit_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grow(number: int, model: Any, optimizer: Any) -> None:
+        monkeypatch.setitem(globals(), "L2", 0.1 * number)
+
+    scene = Scene(mlp, loss=with_a_global, between=grow, steps=6)
+    step = assert_trains_alike(scene, policy="sequential", max_signatures=2)
+    assert modes(step) == ["one stream", "one stream", "plain"]
+    assert reasons(step).endswith("meets another: L2 changed")
+
+
 def test_disabled_it_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
     assert assert_trains_alike(Scene(mlp)).reports == ()
