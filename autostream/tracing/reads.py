@@ -139,7 +139,7 @@ class _Finder:
             self._object(label, value, named, depth)
 
     def _function(self, function: FunctionType, depth: int) -> None:
-        if _is_library(function.__module__, function.__code__.co_filename if depth else None):
+        if depth and _is_library(function.__module__, function.__code__.co_filename):
             return
         code, variables = function.__code__, function.__globals__
         named = _named(code)
@@ -269,4 +269,5 @@ def functions_of(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
     """
     made = [vars(module)["_autostream_function"] for module in modules if "_autostream_function" in vars(module)]
     kinds = dict.fromkeys(type(module) for module in modules if not _is_library(type(module).__module__))
-    return [*made, *(kind.forward for kind in kinds if isinstance(kind.forward, FunctionType))]
+    forwards = (kind.forward for kind in kinds if isinstance(kind.forward, FunctionType))
+    return [*(function for function in made if not _is_torchs(function)), *forwards]

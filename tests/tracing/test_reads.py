@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autostream.tracing.functions import module_of
 from autostream.tracing.reads import Reads, functions_of, unlike
 
 number = 1.0
@@ -128,7 +129,7 @@ FOUND = {
     "what partial holds": (partial(closure(2.0), config), {"scale": TWO}),
     "objects that are called": (config, {"self.shared": ONE}),
     "objects whose method it is": (config.product, {"self.own": ONE}),
-    "nothing of PyTorch's": (F.mse_loss, {}),
+    "nothing of PyTorch's": (partial(F.mse_loss, reduction="sum"), {}),
 }
 
 
@@ -216,3 +217,4 @@ class Scaled(nn.Module):
 
 def test_of_modules_it_is_what_they_do_in_forward_and_what_they_were_made_from() -> None:
     assert functions_of([nn.Linear(1, 1), Scaled(), Scaled()]) == [Scaled.forward]
+    assert functions_of([module_of(helper), module_of(F.mse_loss)]) == [helper]
