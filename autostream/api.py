@@ -258,7 +258,7 @@ def explain(optimized: OptimizedModule | TrainStep, *, ops: int | None = 10) -> 
     if not isinstance(optimized, OptimizedModule | TrainStep):
         raise TargetError(f"explain takes what optimize or train_step returned, not a {type(optimized).__name__}")
     reports = reports_of(optimized)
-    if not reports and optimized._autostream.disabled:
+    if not reports and (optimized if isinstance(optimized, TrainStep) else optimized._autostream).disabled:
         return "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"
     if not reports and isinstance(optimized, TrainStep):
         return "nothing is known yet: the first step makes the optimizer's state, the next one is scheduled"

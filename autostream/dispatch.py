@@ -23,7 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
+from autostream.build import (
+    RECORDS_GRADIENTS,
+    Pieces,
+    Plain,
+    Refused,
+    Refusing,
+    Scheduled,
+    Stale,
+    Unsuitable,
+    preparing,
+)
 from autostream.comparison import compared
 from autostream.differentiated import Differentiated
 from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
@@ -95,7 +105,11 @@ class Dispatcher:
         _dispatchers.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
+        """What the model returns for these arguments.
+
+        Raises:
+            Refused: no graph does the same, and the tracer says that the caller has another way.
+        """
         shortcut = self._shortcut
         if shortcut is not None and not kwargs and (tensors := shortcut.fits(args)) is not None:
             try:
@@ -178,13 +192,20 @@ class Dispatcher:
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature, the most recently used first, then calls that went to the plain model."""
         with self._lock:
-            return (*(entry.report for entry in reversed(self._entries.values())), *self._bypasses.values())
+            entries = [entry for entry in reversed(self._entries.values()) if not isinstance(entry, Refusing)]
+            return (*(entry.report for entry in entries), *self._bypasses.values())
 
     def forget(self) -> None:
         """Drop all that was made: the memory that it was made for is the model's no longer."""
         # Without the lock: it is held while another thread prepares, and that may be waiting for this thread.
         self._entries = OrderedDict()
         self._shortcut = None
+
+    def forget_refusals(self) -> None:
+        """Try again what was refused, when calls like it come: they may have failed for what the caller did."""
+        self._entries = OrderedDict(
+            (signature, entry) for signature, entry in self._entries.items() if not isinstance(entry, Refusing)
+        )
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """What runs calls with these arguments, if that is not always the model. It counts as proven."""
@@ -223,6 +244,9 @@ class Dispatcher:
             except Unsuitable as reason:
                 proven()
                 raise self._refused(str(reason)) from None
+            except Refused:
+                proven()
+                raise
             except Exception as error:
                 if isinstance(entry, Plain) and not entry.works:  # the model failed, perhaps at this input only
                     self._drop(entry)
@@ -256,12 +280,12 @@ class Dispatcher:
         try:
             tensors, structure = flatten((args, kwargs))
         except TraceError as error:
-            raise self._refused(str(error)) from None
+            raise self._unseen(str(error)) from None
         self._renew_watch()
         watch = self._watch
         hooked = "a submodule has forward hooks, which a graph would not call" if watch.hooked() else ""
         if reason := unusual_tensor(tensors) or unusual_call() or hooked:
-            raise self._refused(reason)
+            raise self._unseen(reason)
         gradients = self._gradients(tensors)
         if gradients and watch.hooked_backward():
             raise self._refused("a submodule has backward hooks, which a graph would not call")
@@ -371,6 +395,8 @@ class Dispatcher:
             if whole and self._tracer.may_split and self.bound_inputs is None and not signature.gradients:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, error)
                 return Pieces(self.model, signature, str(error), self._piece)
+            if self._tracer.may_refuse and isinstance(error, TraceError):
+                return Refusing(self.model, signature, str(error))
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
             log.warning("%s runs plainly: %s", self._name, reason)
             return Plain(self.model, signature, reason)
@@ -384,6 +410,11 @@ class Dispatcher:
 
     def _refused(self, reason: str) -> Exception:
         return TraceError(reason) if self.options.strict else _Bypass(reason)
+
+    def _unseen(self, reason: str) -> Exception:
+        """For a call that no graph does the same as."""
+        may_refuse = self._tracer.may_refuse and not self.options.strict
+        return Refused(reason) if may_refuse else self._refused(reason)
 
     def _note(self, reason: str) -> None:
         """Remember, and say once, why a call went to the plain model."""

@@ -7,7 +7,8 @@ call ──▶ has the optimizer state to make? ──▶ the step as it is, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +16,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autostream.build import Refused
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
 from autostream.ir import Decision
 from autostream.options import StepOptions
+from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.storages import storage_of
 from autostream.tracing.functions import loss_of
 from autostream.tracing.inductor import check_level, check_settings
 from autostream.tracing.optimizers import obstacle, takes_closure
+from autostream.tracing.state import name_of
 from autostream.tracing.steps import Backward, TrainingStep
 from autostream.tracing.train_step import STEPS
+
+log = logging.getLogger(__name__)
 
 
 def train_step(
@@ -106,14 +112,18 @@ def train_step(
         raise TargetError(
             f"{type(optimizer).__name__} takes a closure, which no GradScaler allows: leave the scaler out"
         )
-    kind = Backward if _apart(optimizer, chosen) else TrainingStep
-    return TrainStep(kind(model, loss_of(loss_fn), optimizer, chosen))
+    parts = model, loss_of(loss_fn), optimizer, chosen
+    reason = _apart(optimizer, chosen)
+    return TrainStep([Backward(*parts)] if reason else [TrainingStep(*parts), Backward(*parts)], reason)
 
 
 def _apart(optimizer: Optimizer, options: StepOptions) -> str:
     """Why the optimizer's step cannot be part of a graph, or ``""``."""
     scaled = options.scaler is not None
     return "GradScaler asks the host whether gradients are finite" if scaled else obstacle(optimizer)
+
+
+_APART = "the optimizer runs as it is"
 
 
 def _is_copy(average: object, model: nn.Module) -> bool:
@@ -126,17 +136,65 @@ def _is_copy(average: object, model: nn.Module) -> bool:
     return alike and set(map(storage_of, mine)).isdisjoint(map(storage_of, its))
 
 
+class _Way:
+    """A way to do steps, with schedules for each signature of a batch.
+
+    Args:
+        step: what is scheduled.
+
+    Attributes:
+        refusals: why steps could not be done so.
+    """
+
+    def __init__(self, step: Backward) -> None:
+        self.step = step
+        self.refusals: dict[tuple[str, str], Decision] = {}
+        self._autostream = Dispatcher(step, step.options, tracer=STEPS)
+
+    def __call__(self, arguments: tuple[Any, ...]) -> Any:
+        """What the step returns.
+
+        Raises:
+            Refused: no graph does the same.
+        """
+        return self._autostream(*arguments)
+
+    def forget_refusals(self) -> None:
+        """Try again what was refused."""
+        self._autostream.forget_refusals()
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of each signature."""
+        return self._autostream.reports
+
+    @property
+    def disabled(self) -> bool:
+        """Whether the step runs as it is."""
+        return self._autostream.disabled
+
+
+def _note(refused: Sequence[tuple[_Way, str]], instead: str) -> None:
+    """Remember, and say once, why steps could not be done in some ways."""
+    for way, reason in refused:
+        if (reason, instead) not in way.refusals:
+            log.warning("%s: %s: %s", name_of(way.step), instead, reason)
+            way.refusals = {**way.refusals, (reason, instead): Decision("", instead, reason)}
+
+
 class TrainStep:
     """A training step and its schedules, one for each signature of a batch that it was called with.
 
     Args:
-        step: what a call does where nothing is scheduled.
+        steps: of the same model, each with less in a graph than the one before.
+        reason: why none of them has the optimizer in a graph, or ``""``.
     """
 
-    def __init__(self, step: Backward) -> None:
-        self._step = step
-        self._autostream = Dispatcher(step, step.options, tracer=STEPS)
-        self._searches = takes_closure(step.optimizer)
+    def __init__(self, steps: Sequence[Backward], reason: str) -> None:
+        self._step = steps[0]
+        self._ways = tuple(map(_Way, steps))
+        self._apart = (Decision("", _APART, reason),) if reason else ()
+        self._searches = takes_closure(self._step.optimizer)
         self._stateless: frozenset[str] = frozenset()
         """Parameters for which the last step that might have made state made none: all of plain SGD, or unused ones."""
 
@@ -151,9 +209,10 @@ class TrainStep:
         with torch.inference_mode(False), torch.no_grad():
             arguments = _, setting, _ = step.arguments(batch)
             if self._searches:
-                result = step.search(lambda: self._autostream(*step.arguments(batch)))
+                result = step.search(lambda: self._done(batch, step.arguments(batch))[1])
             elif setting.stateless <= self._stateless:
-                result = step.complete(self._autostream(*arguments))
+                done, outputs = self._done(batch, arguments)
+                result = done.complete(outputs)
             else:
                 result = step.complete(step(*arguments))
                 _, setting, _ = step.arguments(())
@@ -161,13 +220,50 @@ class TrainStep:
         step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
         return result
 
+    def _done(self, batch: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Backward, Any]:
+        """A step by the first way that can do it, or as it is; returns what did it, and what that returned.
+
+        Args:
+            batch: the batch.
+            arguments: of the first way.
+        """
+        refused: list[tuple[_Way, str]] = []
+        for way in self._ways:
+            try:
+                outputs = way(way.step.arguments(batch) if refused else arguments)
+            except Refused as reason:
+                refused.append((way, str(reason)))
+            else:
+                _note(refused, _APART)
+                return way.step, outputs
+        try:
+            outputs = self._step(*arguments)
+        except Exception:  # then a graph would have failed too, and the next batch may be another matter
+            for way, _ in refused:
+                way.forget_refusals()
+            raise
+        _note(refused, "plain")
+        return self._step, outputs
+
+    @property
+    def disabled(self) -> bool:
+        """Whether every step runs as it is: ``AUTOSTREAM_DISABLE`` was set when this was made."""
+        return self._ways[0].disabled
+
     @property
     def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature, the most recently used first, then of steps that ran as they are."""
-        step = self._step
-        reason = "" if isinstance(step, TrainingStep) else _apart(step.optimizer, step.options)
-        apart = (Decision("", "the optimizer runs as it is", reason),) if reason else ()
-        return tuple(replace(report, refusals=(*apart, *report.refusals)) for report in self._autostream.reports)
+        """What is known of each signature, the most recently used first, then of steps with less in a graph.
+
+        Those have among their refusals why they are not done in the ways before.
+        """
+        above, found = self._apart, list[Report]()
+        for way in self._ways:
+            found += (replace(report, refusals=(*above, *report.refusals)) for report in way.reports)
+            above = *above, *(refusal for refusal in way.refusals.values() if refusal.choice == _APART)
+        refusals = (refusal for way in self._ways for refusal in way.refusals.values())
+        if plain := tuple(dict.fromkeys(refusal for refusal in refusals if refusal.choice == "plain")):
+            found.append(Report(name_of(self._step), "some steps", "plain", refusals=plain, versions=versions()))
+        return tuple(found)
 
     def __repr__(self) -> str:
         """What it is made of."""

@@ -727,7 +727,6 @@ def another_mask(number: int, model: Any, optimizer: Any) -> None:
 
 PLAIN = {
     "hooks on its gradient": Scene(mlp, between=hooked_weight),
-    "hooks on its step": Scene(mlp, between=hooked_optimizer),
     "backward hooks": Scene(mlp, between=hooked_backward),
     "data-dependent": Scene(Branching),
     "layout torch.sparse": Scene(Sparse, partial(SGD, lr=0.1), batches=TOKENS),
@@ -740,8 +739,37 @@ PLAIN = {
 @pytest.mark.parametrize("reason", PLAIN)
 def test_what_no_graph_would_do_runs_as_it_is_and_the_report_says_why(reason: str) -> None:
     step = assert_trains_alike(PLAIN[reason], policy="sequential")
-    assert modes(step)[0] == "plain"
+    assert modes(step)[-1] == "plain"
     assert reason in reasons(step)
+
+
+def test_where_the_optimizer_cannot_be_in_a_graph_forward_and_backward_are(caplog: pytest.LogCaptureFixture) -> None:
+    """Its hooks come after the third step; the whole step has a graph by then."""
+    step = assert_trains_alike(Scene(mlp, between=hooked_optimizer, steps=6), policy="sequential")
+    assert [(report.model, report.mode) for report in step.reports] == [
+        ("Sequential, TrainingStep", "one stream"),
+        ("Sequential, Backward", "one stream"),
+    ]
+    why = [(refusal.choice, refusal.reason) for refusal in step.reports[1].refusals]
+    assert why[0] == ("the optimizer runs as it is", "SGD has hooks on its step, which a graph would not call")
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+def test_a_loss_that_fails_later_is_no_reason_for_less_in_a_graph() -> None:
+    def picky(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return mse(model, x, y) if len(x) == 8 else mse(model, x, y).reshape(1, 1).expand(2, 2)
+
+    model, optimizer = small()
+    step = train_step(model, optimizer, picky, policy="sequential")
+    for _ in range(2):
+        step(*ROWS[0])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TargetError, match="a loss of shape 2x2"):
+        step(*(tensor[:4] for tensor in ROWS[0]))
+    close(dict(model.state_dict()), dict(before))
+    step(*ROWS[0])
+    assert modes(step) == ["one stream"]
+    assert reasons(step) == ""
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"microbatches": 2, "max_norm": 0.1}])
