@@ -289,7 +289,7 @@ class Dispatcher:
         gradients = self._gradients(tensors)
         if gradients and watch.hooked_backward():
             raise self._refused("a submodule has backward hooks, which a graph would not call")
-        if gradients and self._better_alone(tensors):
+        if gradients and self.better_alone(tensors):
             raise self._refused(_BETTER_ALONE)
         return tensors, structure, signature_of(structure, tensors, watch.training(), gradients, watch.read()), watch
 
@@ -300,7 +300,7 @@ class Dispatcher:
         required = self._watch.required() + bytes([tensor.requires_grad for tensor in tensors])
         return required if any(required) else b""
 
-    def _better_alone(self, tensors: Sequence[Tensor]) -> bool:
+    def better_alone(self, tensors: Sequence[Tensor]) -> bool:
         """Whether to leave calls that record gradients to the model: on a CPU, unless somebody asks for a schedule."""
         asked = self.options.strict or self.options.policy != "auto"
         return not asked and not any(tensor.is_cuda for tensor in chain(tensors, self.model.parameters()))

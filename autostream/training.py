@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autostream.api import OptimizedModule
 from autostream.build import Refused
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
@@ -63,7 +65,8 @@ def train_step(
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a
-    closure, such as LBFGS, run that graph as often as they like. What cannot be traced runs as it is.
+    closure, such as LBFGS, run that graph as often as they like. Where the whole cannot be
+    traced, a graph of forward and backward is tried, then the model alone, then the step runs as it is.
     :func:`autostream.explain` tells what was done and why.
 
     Args:
@@ -124,6 +127,7 @@ def _apart(optimizer: Optimizer, options: StepOptions) -> str:
 
 
 _APART = "the optimizer runs as it is"
+_EAGER = "loss and optimizer run as they are"
 
 
 def _is_copy(average: object, model: nn.Module) -> bool:
@@ -236,14 +240,24 @@ class TrainStep:
             else:
                 _note(refused, _APART)
                 return way.step, outputs
+        step, instead = self._as_written
         try:
-            outputs = self._step(*arguments)
+            outputs = step(*step.arguments(batch))
         except Exception:  # then a graph would have failed too, and the next batch may be another matter
             for way, _ in refused:
                 way.forget_refusals()
             raise
-        _note(refused, "plain")
-        return self._step, outputs
+        _note(refused, instead)
+        return step, outputs
+
+    @cached_property
+    def _as_written(self) -> tuple[Backward, str]:
+        """The step as it is, over a model whose calls are scheduled where that is of use, and what to say of it."""
+        step = self._step
+        dispatcher = Dispatcher(step.model, step.options)
+        if dispatcher.better_alone(()) or step.parallel:
+            return step, "plain"
+        return Backward(OptimizedModule(dispatcher), step.loss_fn, step.optimizer, step.options), _EAGER
 
     @property
     def disabled(self) -> bool:
@@ -260,9 +274,12 @@ class TrainStep:
         for way in self._ways:
             found += (replace(report, refusals=(*above, *report.refusals)) for report in way.reports)
             above = *above, *(refusal for refusal in way.refusals.values() if refusal.choice == _APART)
-        refusals = (refusal for way in self._ways for refusal in way.refusals.values())
-        if plain := tuple(dict.fromkeys(refusal for refusal in refusals if refusal.choice == "plain")):
-            found.append(Report(name_of(self._step), "some steps", "plain", refusals=plain, versions=versions()))
+        refusals = (refusal for way in self._ways for refusal in way.refusals.values() if refusal.choice != _APART)
+        if eager := tuple(dict.fromkeys(refusals)):
+            plain = Report(name_of(self._step), "some steps", "plain", versions=versions())
+            model = self._as_written[0].model
+            known = model._autostream.reports if isinstance(model, OptimizedModule) else ()
+            found += (replace(report, refusals=(*eager, *report.refusals)) for report in known or (plain,))
         return tuple(found)
 
     def __repr__(self) -> str:

@@ -726,12 +726,10 @@ def another_mask(number: int, model: Any, optimizer: Any) -> None:
 
 
 PLAIN = {
-    "hooks on its gradient": Scene(mlp, between=hooked_weight),
     "backward hooks": Scene(mlp, between=hooked_backward),
     "data-dependent": Scene(Branching),
     "layout torch.sparse": Scene(Sparse, partial(SGD, lr=0.1), batches=TOKENS),
     "a state that is put back": Scene(partial(Checkpointed, 0.5)),
-    "not registered with it": Scene(mlp, loss=with_a_tensor_of_nobodys),
     "mul) a tensor that is not registered": Scene(Masked, between=another_mask),
 }
 
@@ -741,6 +739,31 @@ def test_what_no_graph_would_do_runs_as_it_is_and_the_report_says_why(reason: st
     step = assert_trains_alike(PLAIN[reason], policy="sequential")
     assert modes(step)[-1] == "plain"
     assert reason in reasons(step)
+
+
+EAGER = {
+    "hooks on its gradient": Scene(mlp, between=hooked_weight),
+    "not registered with it": Scene(normed, loss=with_a_tensor_of_nobodys),
+    "a tensor that is not registered": Scene(
+        normed, AdamW, with_a_tensor_of_nobodys, kwargs={"microbatches": 2, "max_norm": 0.1}
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", EAGER)
+def test_where_the_loss_cannot_be_in_a_graph_forward_and_backward_of_the_model_are(reason: str) -> None:
+    step = assert_trains_alike(EAGER[reason], policy="sequential")
+    report = step.reports[-1]
+    assert report.mode == "forward and backward"
+    assert (report.refusals[0].choice, reason in report.refusals[0].reason) == (
+        "loss and optimizer run as they are",
+        True,
+    )
+
+
+def test_on_a_cpu_the_model_is_left_alone_unless_a_schedule_is_asked_for() -> None:
+    step = assert_trains_alike(Scene(mlp, loss=with_a_tensor_of_nobodys))
+    assert modes(step) == ["plain"]
 
 
 def test_where_the_optimizer_cannot_be_in_a_graph_forward_and_backward_are(caplog: pytest.LogCaptureFixture) -> None:

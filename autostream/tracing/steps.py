@@ -115,6 +115,11 @@ class Backward(nn.Module):
         self._places = _Places(self, optimizer)
         self._setting: _Memory[Setting] = _Memory()
 
+    @property
+    def parallel(self) -> bool:
+        """Whether gradients are averaged over processes by hooks in the model."""
+        return self._places.parallel
+
     def _get_name(self) -> str:
         return f"{name_of(self.model)}, {super()._get_name()}"  # type: ignore[no-untyped-call]
 
@@ -449,7 +454,7 @@ class _Places:
             chain.from_iterable(map(dict.values, children)),
         )
         self._hooks = [hooks for module in modules for hooks in (module._backward_hooks, module._backward_pre_hooks)]
-        self._parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
+        self.parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
 
     def hold(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the optimizer's parameters, in the groups and the places where they were."""
@@ -462,7 +467,7 @@ class _Places:
 
     def hooked(self) -> str:
         """Why the modules do more in a backward than a graph of it would, or ``""``."""
-        if self._parallel:
+        if self.parallel:
             return "DistributedDataParallel averages gradients by hooks, which a graph would not call"
         if any(self._hooks) or nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
             return "a submodule has backward hooks, which a graph would not call"
