@@ -14,7 +14,7 @@ for batch in autostream.prefetch(loader, "cuda"):          # the next ones are c
     ...
 """
 
-from autostream.api import OptimizedModule, explain, optimize
+from autostream.api import OptimizedModule, optimize
 from autostream.buckets import Bucket
 from autostream.errors import (
     AutostreamError,
@@ -25,6 +25,7 @@ from autostream.errors import (
     TargetError,
     TraceError,
 )
+from autostream.explaining import explain
 from autostream.overlap.parallel import Parallel
 from autostream.overlap.prefetch import prefetch
 from autostream.reporting.report import Report

@@ -70,6 +70,10 @@ class Unsuitable(Exception):  # noqa: N818 - a notice between modules, not an er
     """These inputs must go to the plain model; the message says why."""
 
 
+class Refused(Exception):  # noqa: N818 - a notice between modules, not an error
+    """No graph does the same, and the caller has another way; the message says why. Nothing has been done."""
+
+
 class Scheduled:
     """A model scheduled for one signature.
 
@@ -193,7 +197,8 @@ class Scheduled:
         else:
             run = _Uncaptured(execution, self._frozen, held, self.repeatable)
         signature = self._signature
-        shortcut = Shortcut(run, self._structure, call, tensors, held, self._state, watch, signature.training)
+        known = signature.training, signature.read
+        shortcut = Shortcut(run, self._structure, call, tensors, held, self._state, watch, *known)
         # Asked afterwards: whatever the settings were when the shortcut looked, it serves no others than these.
         return shortcut if numerics() == signature.numerics else None
 
@@ -527,6 +532,23 @@ class Plain:
         outputs = self._model(*args, **kwargs)
         self.works = True
         return outputs
+
+
+class Refusing(Plain):
+    """What calls of a signature meet that no graph can do, where the caller has another way."""
+
+    def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
+        super().__init__(model, signature, reason)
+        self.works = True
+        self._reason = reason
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing.
+
+        Raises:
+            Refused: always.
+        """
+        raise Refused(self._reason)
 
 
 class OptimizedPiece(Protocol):

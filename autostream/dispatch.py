@@ -13,6 +13,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,7 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.build import RECORDS_GRADIENTS, Pieces, Plain, Scheduled, Stale, Unsuitable, preparing
+from autostream.build import (
+    RECORDS_GRADIENTS,
+    Pieces,
+    Plain,
+    Refused,
+    Refusing,
+    Scheduled,
+    Stale,
+    Unsuitable,
+    preparing,
+)
 from autostream.comparison import compared
 from autostream.differentiated import Differentiated
 from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
@@ -58,10 +69,10 @@ class Dispatcher:
             call, as weights do. A piece is not split any further.
         pools: of captured graphs; a piece shares those of its model.
         tracer: makes programs of such models.
+        slots: where inputs may come in turn: captured graphs read them there.
 
     Attributes:
         disabled: whether every call goes to the plain model: ``AUTOSTREAM_DISABLE`` was set when this was made.
-        slots: where inputs may come in turn: captured graphs read them there.
 
     Example:
         >>> dispatcher = Dispatcher(nn.ReLU(), Options())
@@ -78,6 +89,7 @@ class Dispatcher:
         bound_inputs: frozenset[int] | None = None,
         pools: GraphPools | None = None,
         tracer: Tracer = MODELS,
+        slots: SlotTable | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -85,7 +97,7 @@ class Dispatcher:
         self._pools = GraphPools() if pools is None else pools
         self._tracer = tracer
         self.disabled = disabled()
-        self.slots = SlotTable()
+        self.slots = SlotTable() if slots is None else slots
         self._paranoid = paranoid()
         self._lock = threading.RLock()
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
@@ -97,7 +109,11 @@ class Dispatcher:
         _dispatchers.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
+        """What the model returns for these arguments.
+
+        Raises:
+            Refused: no graph does the same, and the tracer says that the caller has another way.
+        """
         shortcut = self._shortcut
         if shortcut is not None and not kwargs and (tensors := shortcut.fits(args)) is not None:
             try:
@@ -180,13 +196,20 @@ class Dispatcher:
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature, the most recently used first, then calls that went to the plain model."""
         with self._lock:
-            return (*(entry.report for entry in reversed(self._entries.values())), *self._bypasses.values())
+            entries = [entry for entry in reversed(self._entries.values()) if not isinstance(entry, Refusing)]
+            return (*(entry.report for entry in entries), *self._bypasses.values())
 
     def forget(self) -> None:
         """Drop all that was made: the memory that it was made for is the model's no longer."""
         # Without the lock: it is held while another thread prepares, and that may be waiting for this thread.
         self._entries = OrderedDict()
         self._shortcut = None
+
+    def forget_refusals(self) -> None:
+        """Try again what was refused, when calls like it come: they may have failed for what the caller did."""
+        self._entries = OrderedDict(
+            (signature, entry) for signature, entry in self._entries.items() if not isinstance(entry, Refusing)
+        )
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """What runs calls with these arguments, if that is not always the model. It counts as proven."""
@@ -213,8 +236,9 @@ class Dispatcher:
         if signature.gradients and self.bound_inputs is not None:
             raise self._refused(RECORDS_GRADIENTS)
         full = signature not in self._entries and len(self._entries) >= self.options.max_signatures
-        if full and (signature.gradients or not self._tracer.may_renew):
-            raise self._refused("it has as many schedules as max_signatures allows, for other batches or settings")
+        if full and (signature.gradients or not self._tracer.may_renew or self._reads_another(signature)):
+            what = signature.unlike(next(reversed(self._entries))) or "batches or settings"
+            raise self._refused(f"it has as many schedules as max_signatures allows, and meets another: {what} changed")
         for _ in range(3):
             entry, proven = self._entry(tensors, structure, signature)
             try:
@@ -224,6 +248,9 @@ class Dispatcher:
             except Unsuitable as reason:
                 proven()
                 raise self._refused(str(reason)) from None
+            except Refused:
+                proven()
+                raise
             except Exception as error:
                 if isinstance(entry, Plain) and not entry.works:  # the model failed, perhaps at this input only
                     self._drop(entry)
@@ -239,6 +266,10 @@ class Dispatcher:
             del entry, proven  # what comes next may need their memory
         raise self._refused("the model's state changes while it is called")
 
+    def _reads_another(self, signature: Signature) -> bool:
+        """Whether a schedule is there but for numbers that functions read elsewhere: the next will be others again."""
+        return any(replace(signature, read=other.read) == other for other in self._entries)
+
     def _outputs(self, entry: Entry, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(entry, Differentiated):
             return entry(tensors)
@@ -253,18 +284,18 @@ class Dispatcher:
         try:
             tensors, structure = flatten((args, kwargs))
         except TraceError as error:
-            raise self._refused(str(error)) from None
+            raise self._unseen(str(error)) from None
         self._renew_watch()
         watch = self._watch
         hooked = "a submodule has forward hooks, which a graph would not call" if watch.hooked() else ""
         if reason := unusual_tensor(tensors) or unusual_call() or hooked:
-            raise self._refused(reason)
+            raise self._unseen(reason)
         gradients = self._gradients(tensors)
         if gradients and watch.hooked_backward():
             raise self._refused("a submodule has backward hooks, which a graph would not call")
-        if gradients and self._better_alone(tensors):
+        if gradients and self.better_alone(tensors):
             raise self._refused(_BETTER_ALONE)
-        return tensors, structure, signature_of(structure, tensors, watch.training(), gradients), watch
+        return tensors, structure, signature_of(structure, tensors, watch.training(), gradients, watch.read()), watch
 
     def _gradients(self, tensors: Sequence[Tensor]) -> bytes:
         """Which parameters and tensors a call would record gradients for."""
@@ -273,7 +304,7 @@ class Dispatcher:
         required = self._watch.required() + bytes([tensor.requires_grad for tensor in tensors])
         return required if any(required) else b""
 
-    def _better_alone(self, tensors: Sequence[Tensor]) -> bool:
+    def better_alone(self, tensors: Sequence[Tensor]) -> bool:
         """Whether to leave calls that record gradients to the model: on a CPU, unless somebody asks for a schedule."""
         asked = self.options.strict or self.options.policy != "auto"
         return not asked and not any(tensor.is_cuda for tensor in chain(tensors, self.model.parameters()))
@@ -293,7 +324,8 @@ class Dispatcher:
                 with preparing:
                     order_attention()
                     # Again, for a trace in another thread sets flags for all threads that are part of a signature.
-                    signature = signature_of(structure, tensors, self._watch.training(), signature.gradients)
+                    modes, read = self._watch.training(), self._watch.read()
+                    signature = signature_of(structure, tensors, modes, signature.gradients, read)
                     if signature not in entries:
                         entries[signature] = self._made(tensors, structure, signature)
                         self._keep_to_limit(entries)
@@ -367,6 +399,8 @@ class Dispatcher:
             if whole and self._tracer.may_split and self.bound_inputs is None and not signature.gradients:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, error)
                 return Pieces(self.model, signature, str(error), self._piece)
+            if self._tracer.may_refuse and isinstance(error, TraceError):
+                return Refusing(self.model, signature, str(error))
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
             log.warning("%s runs plainly: %s", self._name, reason)
             return Plain(self.model, signature, reason)
@@ -380,6 +414,11 @@ class Dispatcher:
 
     def _refused(self, reason: str) -> Exception:
         return TraceError(reason) if self.options.strict else _Bypass(reason)
+
+    def _unseen(self, reason: str) -> Exception:
+        """For a call that no graph does the same as."""
+        may_refuse = self._tracer.may_refuse and not self.options.strict
+        return Refused(reason) if may_refuse else self._refused(reason)
 
     def _note(self, reason: str) -> None:
         """Remember, and say once, why a call went to the plain model."""

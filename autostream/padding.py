@@ -118,7 +118,7 @@ class PaddingDispatcher(Dispatcher):
         """
         tensors, structure = flatten(filled)
         shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-        key = structure, shapes, tuple(spans), self._watch.training()
+        key = structure, shapes, tuple(spans), self._watch.training(), self._watch.read()
         verdict = self._verdicts.get(key)
         if verdict is None:
             if len(self._verdicts) >= _MOST_VERDICTS:

@@ -18,6 +18,7 @@ from autostream.execution.bound import looks_alike
 from autostream.storages import storage_of
 from autostream.tracing.guards import unusual_call
 from autostream.tracing.numerics import watch_numerics
+from autostream.tracing.reads import Read
 from autostream.tracing.state import LiveState, ModelWatch
 from autostream.tracing.tree import TENSOR, Structure, tensors_like, unflatten
 
@@ -56,6 +57,7 @@ class Shortcut:
         state: where to look for them.
         watch: on the model's modules.
         training: their modes.
+        read: what their functions read elsewhere.
 
     Attributes:
         outdated: whether the model was found changed; no later call gets anything from it.
@@ -72,6 +74,7 @@ class Shortcut:
         state: LiveState,
         watch: ModelWatch,
         training: bytes,
+        read: Read = (),
     ) -> None:
         self._run = run
         self._structure = structure
@@ -85,6 +88,7 @@ class Shortcut:
         self._entries = state.entries(held)
         self._watch = watch
         self._training = training
+        self._read = read
         self.outdated = False
         self.repeatable = run.repeatable
 
@@ -126,6 +130,7 @@ class Shortcut:
             watch.intact()
             and not watch.hooked()
             and watch.training() == self._training
+            and watch.read() == self._read
             and (self._entries.unchanged() or (state.holds(self._held) and state.configured()))
             and state.contents_intact()
             and self._run.unmoved(tensors)

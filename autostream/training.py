@@ -7,25 +7,34 @@ call ──▶ has the optimizer state to make? ──▶ the step as it is, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autostream.api import OptimizedModule
+from autostream.build import Refused
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
+from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
 from autostream.options import StepOptions
+from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.storages import storage_of
 from autostream.tracing.functions import loss_of
 from autostream.tracing.inductor import check_level, check_settings
 from autostream.tracing.optimizers import obstacle, takes_closure
+from autostream.tracing.state import name_of
 from autostream.tracing.steps import Backward, TrainingStep
 from autostream.tracing.train_step import STEPS
+
+log = logging.getLogger(__name__)
 
 
 def train_step(
@@ -49,15 +58,16 @@ def train_step(
     Gradients are temporary: ``parameter.grad`` is ``None`` after a step, and what it was before does not matter. All
     else is as ever: weights, statistics and the optimizer's state are written where they are, ``state_dict`` and
     ``load_state_dict`` work between any two steps, and so do learning-rate schedulers. A changed rate takes effect in
-    the next step; any other hyperparameter that changes makes another graph (``OneCycleLR`` and ``CyclicLR`` change the
-    momentum in each step: give them ``cycle_momentum=False``).
+    the next step, and so does any other number of the optimizer's, such as a momentum: when it first changes, another
+    graph is made, of which it is an input. One that becomes zero, or a switch, makes another graph each time.
 
-    Numbers that ``loss_fn`` reads from elsewhere, such as globals, closures and attributes of objects that are no
-    modules, stay what they are when it is traced: give what changes with the batch, or make the loss a module.
+    Numbers that ``loss_fn`` and what it calls read from globals, closures, dictionaries and attributes of objects are
+    watched by name: another value makes another graph. Give what changes in every step with the batch, as a tensor.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a
-    closure, such as LBFGS, run that graph as often as they like. What cannot be traced runs as it is.
+    closure, such as LBFGS, run that graph as often as they like. Where the whole cannot be
+    traced, a graph of forward and backward is tried, then the model alone, then the step runs as it is.
     :func:`autostream.explain` tells what was done and why.
 
     Args:
@@ -106,14 +116,19 @@ def train_step(
         raise TargetError(
             f"{type(optimizer).__name__} takes a closure, which no GradScaler allows: leave the scaler out"
         )
-    kind = Backward if _apart(optimizer, chosen) else TrainingStep
-    return TrainStep(kind(model, loss_of(loss_fn), optimizer, chosen))
+    parts = model, loss_of(loss_fn), optimizer, chosen
+    reason = _apart(optimizer, chosen)
+    return TrainStep([Backward(*parts)] if reason else [TrainingStep(*parts), Backward(*parts)], reason)
 
 
 def _apart(optimizer: Optimizer, options: StepOptions) -> str:
     """Why the optimizer's step cannot be part of a graph, or ``""``."""
     scaled = options.scaler is not None
     return "GradScaler asks the host whether gradients are finite" if scaled else obstacle(optimizer)
+
+
+_APART = "the optimizer runs as it is"
+_EAGER = "loss and optimizer run as they are"
 
 
 def _is_copy(average: object, model: nn.Module) -> bool:
@@ -126,17 +141,70 @@ def _is_copy(average: object, model: nn.Module) -> bool:
     return alike and set(map(storage_of, mine)).isdisjoint(map(storage_of, its))
 
 
+class _Way:
+    """A way to do steps, with schedules for each signature of a batch.
+
+    Args:
+        step: what is scheduled.
+        slots: where batches may come in turn.
+
+    Attributes:
+        refusals: why steps could not be done so.
+    """
+
+    def __init__(self, step: Backward, slots: SlotTable) -> None:
+        self.step = step
+        self.refusals: dict[tuple[str, str], Decision] = {}
+        self._autostream = Dispatcher(step, step.options, tracer=STEPS, slots=slots)
+
+    def __call__(self, arguments: tuple[Any, ...]) -> Any:
+        """What the step returns.
+
+        Raises:
+            Refused: no graph does the same.
+        """
+        return self._autostream(*arguments)
+
+    def forget_refusals(self) -> None:
+        """Try again what was refused."""
+        self._autostream.forget_refusals()
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of each signature."""
+        return self._autostream.reports
+
+    @property
+    def disabled(self) -> bool:
+        """Whether the step runs as it is."""
+        return self._autostream.disabled
+
+
+def _note(refused: Sequence[tuple[_Way, str]], instead: str) -> None:
+    """Remember, and say once, why steps could not be done in some ways."""
+    for way, reason in refused:
+        if (reason, instead) not in way.refusals:
+            log.warning("%s: %s: %s", name_of(way.step), instead, reason)
+            way.refusals = {**way.refusals, (reason, instead): Decision("", instead, reason)}
+
+
 class TrainStep:
     """A training step and its schedules, one for each signature of a batch that it was called with.
 
     Args:
-        step: what a call does where nothing is scheduled.
+        steps: of the same model, each with less in a graph than the one before.
+        reason: why none of them has the optimizer in a graph, or ``""``.
+
+    Attributes:
+        slots: where batches may come in turn: captured graphs read them there.
     """
 
-    def __init__(self, step: Backward) -> None:
-        self._step = step
-        self._autostream = Dispatcher(step, step.options, tracer=STEPS)
-        self._searches = takes_closure(step.optimizer)
+    def __init__(self, steps: Sequence[Backward], reason: str) -> None:
+        self._step = steps[0]
+        self.slots = SlotTable()
+        self._ways = tuple(_Way(step, self.slots) for step in steps)
+        self._apart = (Decision("", _APART, reason),) if reason else ()
+        self._searches = takes_closure(self._step.optimizer)
         self._stateless: frozenset[str] = frozenset()
         """Parameters for which the last step that might have made state made none: all of plain SGD, or unused ones."""
 
@@ -151,9 +219,10 @@ class TrainStep:
         with torch.inference_mode(False), torch.no_grad():
             arguments = _, setting, _ = step.arguments(batch)
             if self._searches:
-                result = step.search(lambda: self._autostream(*step.arguments(batch)))
+                result = step.search(lambda: self._done(batch, step.arguments(batch))[1])
             elif setting.stateless <= self._stateless:
-                result = step.complete(self._autostream(*arguments))
+                done, outputs = self._done(batch, arguments)
+                result = done.complete(outputs)
             else:
                 result = step.complete(step(*arguments))
                 _, setting, _ = step.arguments(())
@@ -161,13 +230,63 @@ class TrainStep:
         step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
         return result
 
+    def _done(self, batch: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Backward, Any]:
+        """A step by the first way that can do it, or as it is; returns what did it, and what that returned.
+
+        Args:
+            batch: the batch.
+            arguments: of the first way.
+        """
+        refused: list[tuple[_Way, str]] = []
+        for way in self._ways:
+            try:
+                outputs = way(way.step.arguments(batch) if refused else arguments)
+            except Refused as reason:
+                refused.append((way, str(reason)))
+            else:
+                _note(refused, _APART)
+                return way.step, outputs
+        step, instead = self._as_written
+        try:
+            outputs = step(*step.arguments(batch))
+        except Exception:  # then a graph would have failed too, and the next batch may be another matter
+            for way, _ in refused:
+                way.forget_refusals()
+            raise
+        _note(refused, instead)
+        return step, outputs
+
+    @cached_property
+    def _as_written(self) -> tuple[Backward, str]:
+        """The step as it is, over a model whose calls are scheduled where that is of use, and what to say of it."""
+        step = self._step
+        dispatcher = Dispatcher(step.model, step.options)
+        if dispatcher.better_alone(()) or step.parallel:
+            return step, "plain"
+        return Backward(OptimizedModule(dispatcher), step.loss_fn, step.optimizer, step.options), _EAGER
+
+    @property
+    def disabled(self) -> bool:
+        """Whether every step runs as it is: ``AUTOSTREAM_DISABLE`` was set when this was made."""
+        return self._ways[0].disabled
+
     @property
     def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature, the most recently used first, then of steps that ran as they are."""
-        step = self._step
-        reason = "" if isinstance(step, TrainingStep) else _apart(step.optimizer, step.options)
-        apart = (Decision("", "the optimizer runs as it is", reason),) if reason else ()
-        return tuple(replace(report, refusals=(*apart, *report.refusals)) for report in self._autostream.reports)
+        """What is known of each signature, the most recently used first, then of steps with less in a graph.
+
+        Those have among their refusals why they are not done in the ways before.
+        """
+        above, found = self._apart, list[Report]()
+        for way in self._ways:
+            found += (replace(report, refusals=(*above, *report.refusals)) for report in way.reports)
+            above = *above, *(refusal for refusal in way.refusals.values() if refusal.choice == _APART)
+        refusals = (refusal for way in self._ways for refusal in way.refusals.values() if refusal.choice != _APART)
+        if eager := tuple(dict.fromkeys(refusals)):
+            plain = Report(name_of(self._step), "some steps", "plain", versions=versions())
+            model = self._as_written[0].model
+            known = model._autostream.reports if isinstance(model, OptimizedModule) else ()
+            found += (replace(report, refusals=(*eager, *report.refusals)) for report in known or (plain,))
+        return tuple(found)
 
     def __repr__(self) -> str:
         """What it is made of."""

@@ -19,7 +19,7 @@ import torch
 from tabulate import tabulate
 
 from autostream import Report, explain, optimize
-from autostream.api import reports_of
+from autostream.explaining import reports_of
 from autostream.reporting.explanation import Explanation, explanation_of
 from autostream.reporting.summary import Summary, summary_of
 from benchmarks import zoo

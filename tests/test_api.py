@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import autostream
-from autostream.api import reports_of
 from autostream.errors import OptionError, TargetError, TraceError
+from autostream.explaining import reports_of
 from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same
 from tests.threads import in_threads
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.api import OptimizedModule, reports_of
+from autostream.api import OptimizedModule
 from autostream.backend import autostream
 from autostream.errors import OptionError
+from autostream.explaining import reports_of
 from autostream.tracing import inductor
 from tests.semantics import CONFIGURATIONS, Model, force_streams, same
 

@@ -18,6 +18,7 @@ from autostream.errors import OptionError, TargetError, TraceError
 from autostream.execution.cuda_graph import GraphPools
 from autostream.options import Options
 from autostream.tracing import inductor
+from autostream.tracing.functions import module_of
 from autostream.tuning import Tuned
 from tests.semantics import CONFIGURATIONS, Model, same
 
@@ -90,6 +91,44 @@ def picky(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn
         monkeypatch.setattr("autostream.tracing.export._export", lambda *args: 1 / 0)  # a fault of ours
     layer = nn.Linear(4, 4)
     return layer if request.param == "whole" else Model(branches, layer=layer)
+
+
+SCALE = 1.0
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(x)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("model", [module_of(scaled), Scaled()], ids=["a function", "a module"])
+def test_numbers_that_functions_read_elsewhere_are_part_of_a_signature(
+    model: nn.Module, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn, so that the second of each is a schedule that is there; and twice, for the short way."""
+    dispatch, x = dispatcher(model, policy="sequential"), torch.ones(2, requires_grad=recorded)
+    for scale in (1.0, 1.0, 2.0, 2.0, 1.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        with torch.set_grad_enabled(recorded):
+            assert dispatch(x).tolist() == [scale, scale]
+    assert modes(dispatch) == ["forward and backward" if recorded else "one stream"] * 2
+
+
+@torch.no_grad()
+def test_a_number_that_is_another_in_each_call_ends_at_the_limit_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch = dispatcher(module_of(scaled), max_signatures=2, policy="sequential")
+    for number in range(5):
+        monkeypatch.setitem(globals(), "SCALE", float(number))
+        assert dispatch(torch.ones(2)).tolist() == [number, number]
+    assert modes(dispatch) == ["one stream", "one stream", "plain"]
+    assert dispatch.reports[-1].refusals[0].reason.endswith("meets another: SCALE changed")
+    assert dispatch(torch.ones(3)).tolist() == [4, 4, 4]
+    assert kept(dispatch)[:2] == ["3", "2"], "other shapes take the place of the oldest, as ever"
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ FLOORS = {
         *("select", "shortcut", "tuning", "build", "differentiated", "repetition", "dispatch", "buckets"),
         "padding",
     },
-    4: {"api", "backend", "training", "overlap"},
+    4: {"api", "explaining", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
 }
 """Rooms by floor; a room is a package or a module of its own."""

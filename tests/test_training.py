@@ -582,6 +582,41 @@ def test_schedulers_of_the_rate_see_steps_and_their_rates_are_used(optimizer: st
     assert modes(step) == ["one stream"]
 
 
+CYCLED = {
+    "momentum": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": partial(AdamW, lr=0.01),
+    "rmsprop": partial(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "groups": lambda parameters: Adam([{"params": [p], "weight_decay": 0.1 * at} for at, p in enumerate(parameters)]),
+}
+
+
+@pytest.mark.parametrize("optimizer", CYCLED)
+def test_hyperparameters_that_schedulers_change_need_no_other_schedule(optimizer: str, options: dict[str, Any]) -> None:
+    schedulers: dict[int, Any] = {}
+
+    def cycle(number: int, model: Any, optimizer: Any) -> None:
+        if number == 0:
+            schedulers[id(optimizer)] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20)
+        else:
+            schedulers[id(optimizer)].step()
+
+    step = assert_trains_alike(Scene(mlp, CYCLED[optimizer], steps=20, between=cycle), **options)
+    assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
+    assert reasons(step) == ""
+
+
+def test_a_hyperparameter_becomes_an_input_when_it_is_seen_to_change(caplog: pytest.LogCaptureFixture) -> None:
+    """Constant at first; then another, which is the last graph; but for zero, with which another rule goes on."""
+
+    def change(number: int, model: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["weight_decay"] = [0.1, 0.1, 0.2, 0.3, 0.4, 0.0, 0.5, 0.6][number]
+
+    scene = Scene(mlp, partial(AdamW, lr=0.01, weight_decay=0.1), steps=8, between=change)
+    step = assert_trains_alike(scene, policy="sequential", max_signatures=3)
+    assert modes(step) == ["one stream"] * 3
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_a_state_dict_taken_between_steps_continues_elsewhere() -> None:
     """Saved after three steps; the copies go on, one eagerly, as the original does."""
     torch.manual_seed(0)
@@ -691,13 +726,10 @@ def another_mask(number: int, model: Any, optimizer: Any) -> None:
 
 
 PLAIN = {
-    "hooks on its gradient": Scene(mlp, between=hooked_weight),
-    "hooks on its step": Scene(mlp, between=hooked_optimizer),
     "backward hooks": Scene(mlp, between=hooked_backward),
     "data-dependent": Scene(Branching),
     "layout torch.sparse": Scene(Sparse, partial(SGD, lr=0.1), batches=TOKENS),
     "a state that is put back": Scene(partial(Checkpointed, 0.5)),
-    "not registered with it": Scene(mlp, loss=with_a_tensor_of_nobodys),
     "mul) a tensor that is not registered": Scene(Masked, between=another_mask),
 }
 
@@ -705,8 +737,62 @@ PLAIN = {
 @pytest.mark.parametrize("reason", PLAIN)
 def test_what_no_graph_would_do_runs_as_it_is_and_the_report_says_why(reason: str) -> None:
     step = assert_trains_alike(PLAIN[reason], policy="sequential")
-    assert modes(step)[0] == "plain"
+    assert modes(step)[-1] == "plain"
     assert reason in reasons(step)
+
+
+EAGER = {
+    "hooks on its gradient": Scene(mlp, between=hooked_weight),
+    "not registered with it": Scene(normed, loss=with_a_tensor_of_nobodys),
+    "a tensor that is not registered": Scene(
+        normed, AdamW, with_a_tensor_of_nobodys, kwargs={"microbatches": 2, "max_norm": 0.1}
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", EAGER)
+def test_where_the_loss_cannot_be_in_a_graph_forward_and_backward_of_the_model_are(reason: str) -> None:
+    step = assert_trains_alike(EAGER[reason], policy="sequential")
+    report = step.reports[-1]
+    assert report.mode == "forward and backward"
+    assert (report.refusals[0].choice, reason in report.refusals[0].reason) == (
+        "loss and optimizer run as they are",
+        True,
+    )
+
+
+def test_on_a_cpu_the_model_is_left_alone_unless_a_schedule_is_asked_for() -> None:
+    step = assert_trains_alike(Scene(mlp, loss=with_a_tensor_of_nobodys))
+    assert modes(step) == ["plain"]
+
+
+def test_where_the_optimizer_cannot_be_in_a_graph_forward_and_backward_are(caplog: pytest.LogCaptureFixture) -> None:
+    """Its hooks come after the third step; the whole step has a graph by then."""
+    step = assert_trains_alike(Scene(mlp, between=hooked_optimizer, steps=6), policy="sequential")
+    assert [(report.model, report.mode) for report in step.reports] == [
+        ("Sequential, TrainingStep", "one stream"),
+        ("Sequential, Backward", "one stream"),
+    ]
+    why = [(refusal.choice, refusal.reason) for refusal in step.reports[1].refusals]
+    assert why[0] == ("the optimizer runs as it is", "SGD has hooks on its step, which a graph would not call")
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+def test_a_loss_that_fails_later_is_no_reason_for_less_in_a_graph() -> None:
+    def picky(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return mse(model, x, y) if len(x) == 8 else mse(model, x, y).reshape(1, 1).expand(2, 2)
+
+    model, optimizer = small()
+    step = train_step(model, optimizer, picky, policy="sequential")
+    for _ in range(2):
+        step(*ROWS[0])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TargetError, match="a loss of shape 2x2"):
+        step(*(tensor[:4] for tensor in ROWS[0]))
+    close(dict(model.state_dict()), dict(before))
+    step(*ROWS[0])
+    assert modes(step) == ["one stream"]
+    assert reasons(step) == ""
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"microbatches": 2, "max_norm": 0.1}])
@@ -817,12 +903,58 @@ def test_other_batches_are_scheduled_up_to_the_limit_and_run_as_they_are_beyond_
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
 
 
-def test_a_hyperparameter_that_changes_at_every_step_ends_at_the_limit() -> None:
-    def cycle(number: int, model: Any, optimizer: Any) -> None:
-        optimizer.param_groups[0]["momentum"] *= 0.9
+def test_what_changes_at_every_step_and_is_no_input_ends_at_the_limit_and_is_named() -> None:
+    def grow(number: int, model: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["dampening"] -= 0.1
 
-    step = assert_trains_alike(Scene(mlp, between=cycle, steps=6), policy="sequential", max_signatures=2)
+    step = assert_trains_alike(Scene(mlp, between=grow, steps=6), policy="sequential", max_signatures=2)
     assert modes(step) == ["one stream", "one stream", "plain"]
+    assert reasons(step).endswith("max_signatures allows, and meets another: dampening changed")
+
+
+@dataclass
+class Weights:
+    """What a loss goes by, and is no module."""
+
+    l2: float = 0.1
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(model(x), y) + self.l2 * sum(p.square().sum() for p in model.parameters())
+
+
+L2 = 0.1
+
+
+def with_a_global(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) + L2 * sum(p.square().sum() for p in model.parameters())
+
+
+WATCHED = Weights()
+
+
+@pytest.mark.parametrize("loss", [WATCHED.loss, with_a_global], ids=["an attribute", "a global"])
+def test_numbers_that_a_loss_reads_elsewhere_take_effect_in_the_next_step(
+    loss: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two values in turn: two graphs."""
+
+    def turn(number: int, model: Any, optimizer: Any) -> None:
+        monkeypatch.setattr(WATCHED, "l2", 0.1 + number % 2)
+        monkeypatch.setitem(globals(), "L2", 0.1 + number % 2)
+
+    monkeypatch.setattr(WATCHED, "l2", 0.1)
+    step = assert_trains_alike(Scene(mlp, loss=loss, between=turn, steps=7), policy="sequential")
+    assert modes(step) == ["one stream"] * 2
+
+
+def test_one_that_changes_at_every_step_ends_at_the_limit_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grow(number: int, model: Any, optimizer: Any) -> None:
+        monkeypatch.setitem(globals(), "L2", 0.1 * number)
+
+    scene = Scene(mlp, loss=with_a_global, between=grow, steps=6)
+    step = assert_trains_alike(scene, policy="sequential", max_signatures=2)
+    assert modes(step) == ["one stream", "one stream", "plain"]
+    assert reasons(step).endswith("meets another: L2 changed")
 
 
 def test_disabled_it_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autostream.api import reports_of
 from autostream.bench.accuracy import allowed_error, dtype_of, reference, relative_error
 from autostream.bench.contest import Contender
 from autostream.bench.modes import modes_of, tensors_in
 from autostream.errors import TargetError
+from autostream.explaining import reports_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.api import reports_of
 from autostream.bench.accuracy import MOST, allowed_error, relative_error
 from autostream.bench.contest import Contender
 from autostream.bench.modes import captured, tensors_in
+from autostream.explaining import reports_of
 from autostream.training import train_step
 
 STEPS = 3

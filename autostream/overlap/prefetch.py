@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autostream.api import OptimizedModule
 from autostream.errors import OptionError, TargetError, shown
-from autostream.execution.slots import Memory, Slots, new_memory
+from autostream.execution.slots import Memory, Slots, SlotTable, new_memory
 from autostream.execution.transfer import Transfer, home_of
 from autostream.tracing.tree import map_tensors
 from autostream.training import TrainStep
@@ -100,8 +100,12 @@ def prefetch(
     index = torch.cuda.current_device() if place.index is None else place.index
     if index >= torch.cuda.device_count():
         raise TargetError(f"prefetch finds no {place} here: use cuda:0 to cuda:{torch.cuda.device_count() - 1}")
-    memory = new_memory if into is None else Slots(depth + 1, into._autostream.slots).memory
+    memory = new_memory if into is None else Slots(depth + 1, _slots_of(into)).memory
     return _Prefetched(loader, _Target(torch.device("cuda", index), memory), depth)
+
+
+def _slots_of(called: OptimizedModule | TrainStep) -> SlotTable:
+    return called.slots if isinstance(called, TrainStep) else called._autostream.slots
 
 
 def _device_named(device: str | torch.device | int) -> torch.device:

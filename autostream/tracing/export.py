@@ -54,12 +54,14 @@ class Tracer:
         may_split: whether Dynamo may split one that cannot be traced whole.
         may_try: whether one may be called with copies of its tensors, to see whether it takes some arguments.
         may_renew: whether a new schedule takes the place of the least recently used one where there are too many.
+        may_refuse: whether the caller of one has another way where no graph does the same, and is told so.
     """
 
     trace: Callable[[Any, Sequence[Tensor], Structure], Traced]
     may_split: bool
     may_try: bool
     may_renew: bool
+    may_refuse: bool = False
 
 
 def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, device: str | None = None) -> Traced:

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._inductor.codecache import PyCodeCache, cache_dir
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import common
 from torch._inductor.codegen.common import FileBackedGraphModule
 from torch._inductor.codegen.wrapper import WrapperLine
 from torch._inductor.codegen.wrapper_fxir import FxConverter, WrapperFxCodegen
 from torch._inductor.ir import ExternKernelOut
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.utils import LineContext
 from torch._inductor.virtualized import V

@@ -14,8 +14,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -25,8 +26,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import TorchFunctionMode
 
 from autostream.errors import TraceError
+from autostream.tracing.tree import Constant
 
 TRACED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad)
 """Optimizers whose step can be part of a graph; not their subclasses, which may do anything."""
@@ -73,44 +76,129 @@ def _is_our_own(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
-def hyperparameters(optimizer: Optimizer) -> tuple[Group, ...]:
-    """What each group is updated with but for its learning rate; what schedulers keep there for themselves is not.
+@dataclass(frozen=True, slots=True)
+class Slot(Constant):
+    """Stands for a number that is an input of an update, and may be another in each step.
+
+    Attributes:
+        positive: whether it is one above zero in all of them: rules ask.
+    """
+
+    positive: bool
+
+
+def values(optimizer: Optimizer) -> list[Any]:
+    """What each group is updated with, one number at a time; what schedulers keep there for themselves is not.
+
+    Example:
+        >>> values(SGD([torch.ones(2)], lr=0.1, momentum=0.9))[:2], values(Adam([torch.ones(2)], lr=0.1))[:3]
+        ([0.1, 0.9], [0.1, 0.9, 0.999])
+    """
+    names = tuple(optimizer.defaults)
+    found: list[Any] = []
+    for group in optimizer.param_groups:
+        for name in names:
+            value = group.get(name)
+            if isinstance(value, (tuple, list)):
+                found += value
+            else:
+                found.append(value)
+    return found
+
+
+def names(optimizer: Optimizer) -> list[str]:
+    """What each of the :func:`values` is called.
+
+    Example:
+        >>> names(Adam([torch.ones(2)]))[:4]
+        ['lr', 'betas[0]', 'betas[1]', 'eps']
+    """
+    return [own for group in optimizer.param_groups for name in optimizer.defaults for own in _names(name, group)]
+
+
+def _names(name: str, group: Group) -> list[str]:
+    value = group.get(name)
+    return [f"{name}[{at}]" for at in range(len(value))] if isinstance(value, (tuple, list)) else [name]
+
+
+def inputs(optimizer: Optimizer, varying: Set[str] = frozenset()) -> dict[int, Slot]:
+    """Which of the :func:`values` are inputs of an update: learning rates, tensors, and what varies and is above zero.
+
+    Update rules leave out what belongs to a number that is zero, so one that becomes zero is another rule's.
+
+    Args:
+        optimizer: the optimizer.
+        varying: the :func:`names` of those that vary.
 
     Example:
         >>> optimizer = SGD([{"params": [torch.ones(2)], "momentum": 0.9}], lr=0.1)
-        >>> hyperparameters(optimizer)[0]["momentum"], "lr" in hyperparameters(optimizer)[0]
-        (0.9, False)
+        >>> inputs(optimizer, {"momentum", "dampening"})
+        {0: Slot(positive=False), 1: Slot(positive=True)}
     """
-    names = [name for name in optimizer.defaults if name != "lr"]
-    return tuple({name: group[name] for name in names if name in group} for group in optimizer.param_groups)
+    entries = enumerate(zip(names(optimizer), values(optimizer), strict=True))
+    slots = ((at, name, value, Slot(name in varying and is_positive(value))) for at, (name, value) in entries)
+    return {at: own for at, name, value, own in slots if own.positive or name == "lr" or isinstance(value, Tensor)}
 
 
-class Rates:
-    """The learning rates of all groups in one tensor, float64 as Python's numbers are, where the parameters are.
+def groups_of(optimizer: Optimizer, inputs: Mapping[int, Slot]) -> tuple[Group, ...]:
+    """The groups of an optimizer's hyperparameters, with slots in the place of inputs.
 
     Example:
-        >>> optimizer = SGD([torch.ones(2)], lr=0.1)
-        >>> rates = Rates()
-        >>> first = rates(optimizer)
-        >>> rates(optimizer) is first
+        >>> optimizer = SGD([{"params": [torch.ones(2)], "momentum": 0.9}], lr=0.1)
+        >>> (group,) = groups_of(optimizer, inputs(optimizer))
+        >>> group["lr"], group["momentum"]
+        (Slot(positive=False), 0.9)
+    """
+    left = (inputs.get(at, value) for at, value in enumerate(values(optimizer)))
+
+    def taken(value: Any) -> Any:
+        return type(value)([next(left) for _ in value]) if isinstance(value, (tuple, list)) else next(left)
+
+    return tuple({name: taken(group.get(name)) for name in optimizer.defaults} for group in optimizer.param_groups)
+
+
+def is_number(value: object) -> bool:
+    """Whether a hyperparameter is a number of Python's; switches are none.
+
+    Example:
+        >>> is_number(0.9), is_number(True)
+        (True, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a hyperparameter is a number of Python's above zero.
+
+    Example:
+        >>> is_positive(0.9), is_positive(0.0), is_positive(torch.ones(()))
+        (True, False, False)
+    """
+    return is_number(value) and value > 0
+
+
+class Numbers:
+    """The inputs of an update in one tensor, float64 as Python's numbers are, where the parameters are.
+
+    Example:
+        >>> numbers = Numbers()
+        >>> first = numbers([0.1, 0.9], torch.device("cpu"))
+        >>> numbers([0.1, 0.9], torch.device("cpu")) is first
         True
-        >>> optimizer.param_groups[0]["lr"] = 0.2
-        >>> rates(optimizer)
-        tensor([0.2000], dtype=torch.float64)
+        >>> numbers([0.2, 0.9], torch.device("cpu"))
+        tensor([0.2000, 0.9000], dtype=torch.float64)
     """
 
     def __init__(self) -> None:
-        self._known: tuple[list[float], Tensor] | None = None
+        self._known: tuple[list[float | Tensor], Tensor] | None = None
 
-    def __call__(self, optimizer: Optimizer) -> Tensor:
-        """The rates as they are now, by group."""
-        rates = [group["lr"] for group in optimizer.param_groups]
-        device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-        if any(isinstance(rate, Tensor) for rate in rates):  # the user's own, who may write to it
-            return torch.stack([_scalar(rate, device) for rate in rates])
-        if self._known is None or self._known[0] != rates or self._known[1].device != device:
+    def __call__(self, numbers: list[float | Tensor], device: torch.device) -> Tensor:
+        """These numbers as they are now."""
+        if any(isinstance(number, Tensor) for number in numbers):  # the user's own, who may write to it
+            return torch.stack([_scalar(number, device) for number in numbers])
+        if self._known is None or self._known[0] != numbers or self._known[1].device != device:
             # A new tensor each time: the last one may still be on its way to the device.
-            self._known = rates, torch.stack([_scalar(rate, device) for rate in rates])
+            self._known = numbers, torch.stack([_scalar(number, device) for number in numbers])
         return self._known[1]
 
 
@@ -128,7 +216,7 @@ State = Mapping[Tensor, Mapping[str, Tensor]]
 def update(
     optimizer: Optimizer,
     groups: Sequence[Group],
-    rates: Tensor,
+    numbers: Tensor,
     parameters: Sequence[Sequence[Tensor]],
     state: State,
 ) -> None:
@@ -136,8 +224,8 @@ def update(
 
     Args:
         optimizer: the optimizer; it stays as it is.
-        groups: the hyperparameters to use.
-        rates: the learning rates, by group.
+        groups: the hyperparameters to use, with a :class:`Slot` for each of these numbers.
+        numbers: the inputs, in the order of the slots.
         parameters: by group, in the order of the optimizer's own; those with a ``grad`` are written in place.
         state: of these parameters; written in place.
 
@@ -148,7 +236,7 @@ def update(
         >>> optimizer = SGD([torch.ones(2)], lr=0.1)
         >>> weight = torch.ones(2)
         >>> weight.grad = torch.ones(2)
-        >>> update(optimizer, hyperparameters(optimizer), Rates()(optimizer), [[weight]], {})
+        >>> update(optimizer, groups_of(optimizer, inputs(optimizer)), torch.tensor([0.1]), [[weight]], {})
         >>> weight
         tensor([0.9000, 0.9000])
     """
@@ -156,18 +244,90 @@ def update(
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     twin.state = defaultdict(dict, {parameter: dict(values) for parameter, values in widened.items()})
+    inputs = _Inputs(numbers)
     twin.param_groups = [
-        {**group, **{name: value for name, value in _MODE.items() if name in group}, "lr": rates[at], "params": [*its]}
-        for at, (group, its) in enumerate(zip(groups, parameters, strict=True))
+        {**inputs.filled(group), **{name: value for name, value in _MODE.items() if name in group}, "params": [*its]}
+        for group, its in zip(groups, parameters, strict=True)
     ]
-    with torch.no_grad(), _compiling():
+    with torch.no_grad(), _compiling(), inputs:
         inspect.unwrap(type(optimizer).step)(twin)
+    with torch.no_grad():
         for parameter, values in twin.state.items():
             if any(value is not widened.get(parameter, {}).get(name) for name, value in values.items()):
                 raise TraceError("the optimizer makes its state in the first step of each parameter")
         for parameter, values in state.items():
             if "step" in values and values["step"] is not widened[parameter]["step"]:
                 values["step"].copy_(widened[parameter]["step"])
+
+
+class _Inputs(TorchFunctionMode):
+    """Lets ``torch.optim`` take tensors where it is written for numbers of the host's.
+
+    A rule asks whether one is above zero: what is known to be is. Ops on lists of tensors take most numbers as tensors
+    too; the others are put otherwise here, so that they round as they do with numbers.
+
+    Args:
+        numbers: the inputs, in one tensor.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        super().__init__()
+        self._numbers = (numbers[at] for at in range(len(numbers)))
+        self._positive: list[Tensor] = []
+
+    def filled(self, group: Group) -> dict[str, Any]:
+        """A group with the next inputs in its slots."""
+        return {name: self._filled(value) for name, value in group.items()}
+
+    def _filled(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._filled, value))
+        if not isinstance(value, Slot):
+            return value
+        number = next(self._numbers)
+        if value.positive:
+            self._positive.append(number)
+        return number
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        kwargs = kwargs or {}
+        if func in _COMPARISONS and any(args[0] is number for number in self._positive) and args[1] == 0:
+            return True
+        if func in _WITH_TENSORS and (put := _WITH_TENSORS[func](*args, **kwargs)) is not None:
+            args, kwargs = put
+        if func is torch._foreach_pow and isinstance(args[0], Tensor):
+            return [torch.pow(args[0], exponent) for exponent in args[1]]
+        return func(*args, **kwargs)
+
+
+_COMPARISONS = {Tensor.ne, Tensor.gt, Tensor.__ne__, Tensor.__gt__}
+
+
+def _added(tensors: Sequence[Tensor], others: Any, *, alpha: Any = 1) -> Any:
+    """Arguments of an addition of a number, or of others that are multiplied by one."""
+    if isinstance(others, Tensor):
+        return (tensors, [others] * len(tensors)), {"alpha": alpha}
+    return ((tensors, torch._foreach_mul(others, alpha)), {}) if isinstance(alpha, Tensor) else None
+
+
+def _valued(tensors: Sequence[Tensor], one: Any, other: Any, value: Any = 1) -> Any:
+    """Arguments of an addition of products that are multiplied by a number."""
+    return ((tensors, torch._foreach_mul(one, value), other), {}) if isinstance(value, Tensor) else None
+
+
+def _weighted(tensors: Sequence[Tensor], ends: Any, weight: Any) -> Any:
+    """Arguments of an interpolation, whose weights have to have the dtype of what they weigh."""
+    weights = [weight.to(tensor.dtype) for tensor in tensors] if isinstance(weight, Tensor) else None
+    return weights and ((tensors, ends, weights), {})
+
+
+_WITH_TENSORS: Mapping[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch._foreach_add, torch._foreach_add_), _added),
+    **dict.fromkeys((torch._foreach_addcmul, torch._foreach_addcmul_), _valued),
+    **dict.fromkeys((torch._foreach_lerp, torch._foreach_lerp_), _weighted),
+}
+"""For functions that take a number of the host's alone: the same call, with a tensor for it."""
 
 
 _MODE = {"foreach": True, "fused": False, "capturable": True}

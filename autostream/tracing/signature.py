@@ -10,7 +10,8 @@ from torch import Tensor
 
 from autostream.storages import storage_of
 from autostream.tracing.numerics import numerics
-from autostream.tracing.tree import Structure
+from autostream.tracing.reads import Read, unlike
+from autostream.tracing.tree import Structure, constants_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Signature:
         gradients: which of the model's parameters, and then of the tensors, require gradients, one byte each; ``b""``
             where none does, or none are recorded.
         numerics: autocast, precisions, determinism and attention kernels as they are now.
+        read: what the model's functions read elsewhere, such as numbers that are globals.
     """
 
     structure: Structure
@@ -35,6 +37,7 @@ class Signature:
     grad_mode: bool
     gradients: bytes
     numerics: Hashable
+    read: Read = ()
 
     def on(self, device: str | None) -> Signature:
         """The same, its tensors on another kind of device; as it is for ``None``."""
@@ -42,6 +45,12 @@ class Signature:
             return self
         moved = tuple((*layout, torch.device(device)) for *layout, _ in self.tensors)
         return replace(self, tensors=moved)  # type: ignore[arg-type]
+
+    def unlike(self, other: Signature) -> str:
+        """What of the settings differs from another's, e.g. ``momentum``; ``""`` where none is known to."""
+        pairs = zip(constants_of(self.structure), constants_of(other.structure), strict=False)
+        settings = (name for mine, its in pairs if type(mine) is type(its) for name in mine.unlike(its))
+        return ", ".join((*settings, *unlike(self.read, other.read)))
 
     def __str__(self) -> str:
         """Readable, e.g. ``1x3x224x224:float16 on cuda:0, eval, no gradients``."""
@@ -53,7 +62,9 @@ class Signature:
         return f"{tensors or 'no tensors'}, {mode}, {'gradients' if self.gradients else 'no gradients'}"
 
 
-def signature_of(structure: Structure, tensors: Sequence[Tensor], training: bytes, gradients: bytes = b"") -> Signature:
+def signature_of(
+    structure: Structure, tensors: Sequence[Tensor], training: bytes, gradients: bytes = b"", read: Read = ()
+) -> Signature:
     """The signature of a call with these flat arguments, in the modes that are set now."""
     return Signature(
         structure,
@@ -63,6 +74,7 @@ def signature_of(structure: Structure, tensors: Sequence[Tensor], training: byte
         torch.is_grad_enabled(),
         gradients,
         numerics(),
+        read,
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from autostream.ir import Placeholder, Role
+from autostream.tracing.reads import Read, Reads, functions_of
 from autostream.tracing.tree import exact
 
 
@@ -165,6 +166,7 @@ class ModelWatch:
         self._backward_hooks: list[Mapping[int, Any]] = [
             hooks for module in self.modules for hooks in (module._backward_hooks, module._backward_pre_hooks)
         ]
+        self._reads = Reads(functions_of(self.modules))
 
     def intact(self) -> bool:
         """Whether the modules, their order, and the names of their tensors are as when this object was made."""
@@ -179,6 +181,10 @@ class ModelWatch:
         """The training flags of all modules, one byte each."""
         flags = bytes(map(_TRAINING, self._flags))
         return flags + bytes([getattr(module, "training", False) for module in self._others]) if self._others else flags
+
+    def read(self) -> Read:
+        """What the functions that modules of a user's are made of read elsewhere, such as numbers that are globals."""
+        return self._reads()
 
     def required(self) -> bytes:
         """Which parameters require gradients, one byte each; tied ones as often as they are tied."""

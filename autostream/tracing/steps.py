@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,18 @@ from autostream.errors import TargetError, TraceError
 from autostream.options import StepOptions
 from autostream.storages import storage_of
 from autostream.tracing.functions import check_loss
-from autostream.tracing.optimizers import Rates, hyperparameters, obstacle, update
+from autostream.tracing.optimizers import (
+    Numbers,
+    Slot,
+    groups_of,
+    inputs,
+    is_number,
+    is_positive,
+    names,
+    obstacle,
+    update,
+    values,
+)
 from autostream.tracing.state import Entries, name_of
 from autostream.tracing.tree import Constant, Structure, flatten, unflatten
 
@@ -46,7 +57,8 @@ class Setting(Constant):
         names: of the optimizer's parameters, by group.
         trained: which of the optimizer's parameters require gradients, one byte each.
         refusal: why a graph would not do the same, or ``""``.
-        groups: the structure of the optimizer's hyperparameters, but for learning rates, if they are part of the graph.
+        groups: the structure of the optimizer's hyperparameters, with slots for those that are inputs, if they are part
+            of the graph.
         stateless: names of the parameters that require gradients and for which the optimizer has no state, if that is
             part of the graph.
     """
@@ -56,6 +68,25 @@ class Setting(Constant):
     refusal: str = ""
     groups: Structure | None = None
     stateless: frozenset[str] = frozenset()
+
+    def unlike(self, other: Setting) -> Iterator[str]:
+        """What differs from another, such as hyperparameters, by name."""
+        if self.names != other.names:
+            yield "the optimizer's parameters"
+        if self.trained != other.trained:
+            yield "what requires gradients"
+        if self.stateless != other.stateless:
+            yield "the optimizer's state"
+        if self.groups and other.groups:
+            found = zip(self.groups.children or (), other.groups.children or (), strict=False)
+            yield from dict.fromkeys(name for mine, its in found for name in _unlike(mine, its))
+
+
+def _unlike(group: Structure, other: Structure) -> Iterator[str]:
+    """The hyperparameters that differ in structures of two groups."""
+    values = dict(zip(cast(Batch, other.context), other.children or (), strict=True))
+    mine = zip(cast(Batch, group.context), group.children or (), strict=True)
+    return (name for name, value in mine if values.get(name) != value)
 
 
 class Backward(nn.Module):
@@ -82,7 +113,12 @@ class Backward(nn.Module):
         self.average = self.options.average
         # Objects that stay: an attribute that becomes another looks like a model that was configured otherwise.
         self._places = _Places(self, optimizer)
-        self._setting: _Memory[tuple[Setting, list[Tensor]]] = _Memory()
+        self._setting: _Memory[Setting] = _Memory()
+
+    @property
+    def parallel(self) -> bool:
+        """Whether gradients are averaged over processes by hooks in the model."""
+        return self._places.parallel
 
     def _get_name(self) -> str:
         return f"{name_of(self.model)}, {super()._get_name()}"  # type: ignore[no-untyped-call]
@@ -93,8 +129,8 @@ class Backward(nn.Module):
         Args:
             batch: the batch.
             setting: what else the step depends on.
-            numbers: what losses are multiplied by, if there is a scaler. Where the optimizer is part of the step, the
-                learning rates of all groups in one tensor, then what tensors there are among the other hyperparameters.
+            numbers: what losses are multiplied by, if there is a scaler; where the optimizer is part of the step, the
+                hyperparameters that are inputs, such as learning rates, in one tensor.
 
         Raises:
             TargetError: the loss is not a scalar that depends on a parameter, or the batch has no equal parts.
@@ -129,11 +165,11 @@ class Backward(nn.Module):
         parameters = _parameters(self.optimizer)
         if not self._places.hold(self.optimizer, parameters):
             self._places.look(self, self.optimizer)
-        setting, numbers = self._setting(self._seen(parameters), lambda: self._looked_up(parameters))
+        setting = self._setting(self._seen(parameters), lambda: self._looked_up(parameters))
         if any(map(_REQUIRES_GRADIENTS, _tensors_of(batch))):
             reason = "a tensor of the batch requires gradients, and a graph would compute none"
             setting = replace(setting, refusal=reason)
-        return batch, setting, [*numbers, *self._scale(parameters)]
+        return batch, setting, self._numbers(parameters)
 
     def complete(self, outputs: Any) -> Any:
         """Do what is left of a step after :meth:`forward`, or after a run of its program; returns the result."""
@@ -178,8 +214,8 @@ class Backward(nn.Module):
             scaler.step(self.optimizer)
             scaler.update()
 
-    def _scale(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """What the scaler multiplies losses by now."""
+    def _numbers(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What the scaler multiplies losses by now, if there is one."""
         scaler = self.options.scaler
         return [] if scaler is None else [scaler.scale(torch.ones((), device=parameters[0].device))]
 
@@ -238,10 +274,10 @@ class Backward(nn.Module):
         names = self._places.names
         return [names, *parameters, *map(_REQUIRES_GRADIENTS, parameters), self._refusal(parameters)]
 
-    def _looked_up(self, parameters: Sequence[Tensor]) -> tuple[Setting, list[Tensor]]:
-        """The setting, and the tensors that go with it."""
+    def _looked_up(self, parameters: Sequence[Tensor]) -> Setting:
+        """The setting."""
         trained = bytes(map(_REQUIRES_GRADIENTS, parameters))
-        return Setting(self._places.names, trained, self._refusal(parameters)), []
+        return Setting(self._places.names, trained, self._refusal(parameters))
 
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
         if any(map(_HOOKS, parameters)) or any(map(_LATER_HOOKS, parameters)):
@@ -260,14 +296,12 @@ class TrainingStep(Backward):
     ) -> None:
         super().__init__(model, loss_fn, optimizer, options)
         self.state = _State()
-        self._rates = Rates()
-        self._hyperparameters = tuple(name for name in optimizer.defaults if name != "lr")
+        self._as_tensor = Numbers()
+        self._values: list[Any] = []
+        self._varying: set[str] = set()
+        """Hyperparameters that were seen to change."""
+        self._inputs: dict[int, Slot] = {}
         self.arguments(())
-
-    def arguments(self, batch: Batch) -> tuple[Batch, Setting, list[Tensor]]:
-        """What to call the step with, to do it with this batch, as everything else is now."""
-        batch, setting, numbers = super().arguments(batch)
-        return batch, setting, [self._rates(self.optimizer), *numbers]
 
     def forward(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
         """What ``loss_fn`` returns, detached."""
@@ -280,9 +314,7 @@ class TrainingStep(Backward):
         set_stack_trace([])  # what comes now is no line of the user's
         self._clip(parameters)
         assert setting.groups, "a setting of such a step has them unless it is refused"
-        rates, *others = numbers
-        groups = unflatten(setting.groups, others)
-        update(self.optimizer, groups, rates, by_group, self.state.of(parameters))
+        update(self.optimizer, unflatten(setting.groups, ()), numbers[0], by_group, self.state.of(parameters))
         _clear_gradients(parameters)
         self._follow()
         return result
@@ -291,26 +323,41 @@ class TrainingStep(Backward):
         """Nothing is left to do."""
         return outputs
 
+    def _numbers(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The hyperparameters that are inputs."""
+        found = values(self.optimizer)
+        return [self._as_tensor([found[at] for at in self._inputs], parameters[0].device)]
+
     def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
-        state = self.optimizer.state
-        values = [group.get(name) for group in self.optimizer.param_groups for name in self._hyperparameters]
+        state, found = self.optimizer.state, values(self.optimizer)
+        if len(found) == len(self._values):  # of what varies, the one thing that matters is whether it is above zero
+            for at, slot in self._inputs.items():
+                if is_positive(found[at]) or (is_number(found[at]) and not slot.positive):
+                    found[at] = slot.positive
         return [
             *super()._seen(parameters),
             *state,
             *state.values(),
             *chain.from_iterable(map(dict.values, state.values())),
-            *chain.from_iterable(value if isinstance(value, list) else (value,) for value in values),
+            *found,
         ]
 
-    def _looked_up(self, parameters: Sequence[Tensor]) -> tuple[Setting, list[Tensor]]:
-        setting, _ = super()._looked_up(parameters)
+    def _looked_up(self, parameters: Sequence[Tensor]) -> Setting:
+        self._varying |= self._changed()
+        self._values, self._inputs = values(self.optimizer), inputs(self.optimizer, self._varying)
+        setting = super()._looked_up(parameters)
         setting = replace(setting, stateless=frozenset(self._stateless(setting, parameters)))
         refusal = setting.refusal or self.state.renew(self.optimizer, parameters)
         try:
-            numbers, groups = flatten(hyperparameters(self.optimizer))
+            _, groups = flatten(groups_of(self.optimizer, self._inputs))
         except TraceError as error:
-            return replace(setting, refusal=str(error)), []
-        return replace(setting, refusal=refusal, groups=groups), numbers
+            return replace(setting, refusal=str(error))
+        return replace(setting, refusal=refusal, groups=groups)
+
+    def _changed(self) -> set[str]:
+        """Numbers that are not what they were: as inputs, they need no other graph when they change again."""
+        found = zip(names(self.optimizer), self._values, values(self.optimizer), strict=False)
+        return {name for name, then, now in found if is_number(then) and is_number(now) and then != now}
 
     def _stateless(self, setting: Setting, parameters: Sequence[Tensor]) -> Iterator[str]:
         trained = compress(zip(chain.from_iterable(setting.names), parameters, strict=True), setting.trained)
@@ -407,7 +454,7 @@ class _Places:
             chain.from_iterable(map(dict.values, children)),
         )
         self._hooks = [hooks for module in modules for hooks in (module._backward_hooks, module._backward_pre_hooks)]
-        self._parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
+        self.parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
 
     def hold(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the optimizer's parameters, in the groups and the places where they were."""
@@ -420,7 +467,7 @@ class _Places:
 
     def hooked(self) -> str:
         """Why the modules do more in a backward than a graph of it would, or ``""``."""
-        if self._parallel:
+        if self.parallel:
             return "DistributedDataParallel averages gradients by hooks, which a graph would not call"
         if any(self._hooks) or nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
             return "a submodule has backward hooks, which a graph would not call"

@@ -14,7 +14,7 @@ from collections import OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -50,6 +50,18 @@ class Constant:
     """An immutable value that is a constant as it is: hashable, and equal to what no program can tell from it."""
 
     __slots__ = ()
+
+    def unlike(self, other: Self) -> Iterator[str]:
+        """What of it differs from another, by names that tell users something."""
+        yield from ()
+
+
+def constants_of(structure: Structure) -> Iterator[Constant]:
+    """The constants of our own that a structure holds, in order."""
+    if isinstance(structure.context, Constant):
+        yield structure.context
+    for child in structure.children or ():
+        yield from constants_of(child)
 
 
 def flatten(value: object) -> tuple[list[Tensor], Structure]:

@@ -116,11 +116,50 @@ def captured(step: TrainStep, kernels: str) -> None:
     assert report.level == ("aten" if kernels == "eager" else "inductor"), report.refusals
 
 
+CYCLED: dict[str, Callable[..., Optimizer]] = {
+    "nesterov": partial(SGD, lr=0.02, momentum=0.9, nesterov=True),
+    "adamw": partial(AdamW, lr=1e-3),
+    "rmsprop": partial(RMSprop, lr=1e-3, momentum=0.5),
+}
+
+
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """No TF32, so that two ways to compute the same come to about the same."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def test_a_step_whose_loss_is_no_graph_has_those_of_its_model() -> None:
+    """A hook on a parameter's gradient is called in each step."""
+    ours, theirs, batches = twins("mlp", OPTIMIZERS["adamw"])
+    start = copy.deepcopy(ours[0])
+    for model, _ in (ours, theirs):
+        model[0].weight.register_hook(lambda gradient: gradient * 2)
+    step, plain = autostream.train_step(*ours, mse), eager(*theirs)
+    for number in range(STEPS):
+        batch = batches[number % 2]
+        torch.testing.assert_close(step(*batch), plain(*batch), rtol=5e-3, atol=1e-5)
+    assert_close(ours[0], theirs[0], start)
+    (report,) = step.reports
+    assert report.mode == "forward and backward", report.refusals
+    assert [part.mode for part in report.parts] == ["cuda graph"] * 2
+
+
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+@pytest.mark.parametrize("optimizer", CYCLED)
+def test_one_captured_step_takes_the_momentum_of_each_turn(optimizer: str, kernels: str) -> None:
+    ours, theirs, batches = twins("mlp", CYCLED[optimizer])
+    start = copy.deepcopy(ours[0])
+    cycles = [torch.optim.lr_scheduler.OneCycleLR(its, 0.02, total_steps=STEPS + 1) for _, its in (ours, theirs)]
+    step, plain = autostream.train_step(*ours, mse, kernels=kernels), eager(*theirs)
+    for number in range(STEPS):
+        batch = batches[number % 2]
+        torch.testing.assert_close(step(*batch), plain(*batch), rtol=5e-3, atol=1e-5)
+        for cycle in cycles:
+            cycle.step()
+    assert_close(ours[0], theirs[0], start)
+    captured(step, kernels)
 
 
 @pytest.mark.parametrize("kernels", ["eager", "inductor"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autostream.errors import TraceError
 from autostream.execution.bound import Writes
-from autostream.tracing.optimizers import TRACED, Rates, hyperparameters, lists_apart, obstacle, update
+from autostream.tracing.optimizers import (
+    TRACED,
+    Numbers,
+    Slot,
+    groups_of,
+    inputs,
+    lists_apart,
+    names,
+    obstacle,
+    update,
+    values,
+)
 
 RULES: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.1),
@@ -54,10 +65,19 @@ def flat(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def update_itself(optimizer: Optimizer, rates: Rates | None = None) -> None:
+Varying = Callable[[Optimizer], Sequence[str]]
+
+
+def given(optimizer: Optimizer, varying: Sequence[str] = ()) -> tuple[Any, Tensor]:
+    """What to update an optimizer's tensors with, as it is."""
+    slots, found = inputs(optimizer, set(varying)), values(optimizer)
+    return groups_of(optimizer, slots), Numbers()([found[at] for at in slots], torch.device("cpu"))
+
+
+def update_itself(optimizer: Optimizer, varying: Sequence[str] = ()) -> None:
     """Let an optimizer step on its own tensors by way of a twin."""
     tensors = [group["params"] for group in optimizer.param_groups]
-    update(optimizer, hyperparameters(optimizer), (rates or Rates())(optimizer), tensors, dict(optimizer.state))
+    update(optimizer, *given(optimizer, varying), tensors, dict(optimizer.state))
 
 
 def assert_same(ours: Optimizer, theirs: Optimizer, tolerance: float) -> None:
@@ -68,8 +88,12 @@ def assert_same(ours: Optimizer, theirs: Optimizer, tolerance: float) -> None:
             torch.testing.assert_close(ours.state[mine][name], value, rtol=0, atol=tolerance)
 
 
+VARYING = pytest.mark.parametrize("varying", [lambda _: (), names], ids=["constants", "inputs"])
+
+
+@VARYING
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_does_what_the_optimizer_does(rule: str) -> None:
+def test_a_rule_does_what_the_optimizer_does(rule: str, varying: Varying) -> None:
     ours = stepped(RULES[rule])
     theirs = copy.deepcopy(ours)
     for mine, other in zip(flat(ours), flat(theirs), strict=True):
@@ -78,7 +102,7 @@ def test_a_rule_does_what_the_optimizer_does(rule: str) -> None:
         gradients = [None if other.grad is None else other.grad.clone() for other in flat(theirs)]
         for mine, gradient in zip(flat(ours), gradients, strict=True):
             mine.grad = gradient  # of our own: rules may write to it
-        update_itself(ours)
+        update_itself(ours, varying(ours))
         theirs.step()
     assert_same(ours, theirs, 1e-12)
 
@@ -95,29 +119,32 @@ def test_steps_are_counted_in_float64_though_they_are_kept_in_float32() -> None:
     assert_same(ours, theirs, 1e-12)
 
 
+@VARYING
 @pytest.mark.parametrize("rule", RULES)
-def test_a_graph_of_a_rule_asks_the_host_nothing_and_updates_each_weight_for_itself(rule: str) -> None:
+def test_a_graph_of_a_rule_asks_the_host_nothing_and_updates_each_weight_for_itself(
+    rule: str, varying: Varying
+) -> None:
     optimizer = stepped(RULES[rule], torch.float32)
+    groups, numbers = given(optimizer, varying(optimizer))
     first, second = flat(optimizer)[:2]
 
     def run(first_gradient: Tensor, second_gradient: Tensor, *state: Tensor) -> None:
-        names = [(at, name) for at, p in enumerate((first, second)) for name in optimizer.state.get(p, {})]
+        keys = [(at, name) for at, p in enumerate((first, second)) for name in optimizer.state.get(p, {})]
         held: dict[Tensor, dict[str, Tensor]] = {}
         stand_ins = [state[0], state[1]]
-        for (at, name), value in zip(names, state[3:], strict=True):
+        for (at, name), value in zip(keys, state[3:], strict=True):
             held.setdefault(stand_ins[at], {})[name] = value
         stand_ins[0].grad, stand_ins[1].grad = first_gradient, second_gradient
-        update(optimizer, hyperparameters(optimizer), state[2], [stand_ins, []], held)
+        update(optimizer, groups, state[2], [stand_ins, []], held)
 
-    values = [value for p in (first, second) for value in optimizer.state.get(p, {}).values()]
-    rates = Rates()(optimizer)
+    held = [value for p in (first, second) for value in optimizer.state.get(p, {}).values()]
     assert first.grad is not None
     assert second.grad is not None
     mode = FakeTensorMode()
-    given = [first.grad, second.grad, first.detach(), second.detach(), rates, *values]
-    graph = make_fx(run, dict(lists_apart()))(*(mode.from_tensor(value) for value in given)).graph
-    names = {str(node.target) for node in graph.nodes if node.op == "call_function"}
-    assert not [name for name in names if "_foreach_" in name or "item" in name or "_local_scalar" in name]
+    tensors = [first.grad, second.grad, first.detach(), second.detach(), numbers, *held]
+    graph = make_fx(run, dict(lists_apart()))(*(mode.from_tensor(value) for value in tensors)).graph
+    targets = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    assert not [name for name in targets if "_foreach_" in name or "item" in name or "_local_scalar" in name]
     one, other, *_ = graph.find_nodes(op="placeholder")
     assert not _reached(one) & _reached(other)
 
@@ -138,11 +165,11 @@ def test_an_optimizer_stays_as_it_is() -> None:
     others = [tensor.detach().clone().requires_grad_() for tensor in flat(optimizer)]
     others[0].grad = torch.ones_like(others[0])
     state = {others[0]: {name: value.clone() for name, value in optimizer.state[flat(optimizer)[0]].items()}}
-    update(optimizer, hyperparameters(optimizer), Rates()(optimizer), [others[:2], others[2:]], state)
+    update(optimizer, *given(optimizer), [others[:2], others[2:]], state)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
-    for at, values in before["state"].items():
-        for name, value in values.items():
+    for at, its in before["state"].items():
+        for name, value in its.items():
             assert torch.equal(after["state"][at][name], value)
     assert state[others[0]]["step"] == 2
 
@@ -155,35 +182,58 @@ def test_a_parameter_without_state_is_refused(rule: str) -> None:
         update_itself(optimizer)
 
 
-# Rates
+# Hyperparameters that are inputs
 
 
-def test_rates_are_a_tensor_that_stays_while_they_do() -> None:
-    optimizer = stepped(RULES["sgd"])
-    optimizer.param_groups.insert(0, {"params": [], "lr": 1.0})
-    rates = Rates()
-    first = rates(optimizer)
-    assert (first.tolist(), first.dtype) == ([1.0, 0.1, 0.01], torch.float64)
-    assert rates(optimizer) is first
-    optimizer.param_groups[2]["lr"] = 0.02
-    assert rates(optimizer).tolist() == [1.0, 0.1, 0.02]
-    assert first.tolist() == [1.0, 0.1, 0.01], "the last ones may still be on their way to the device"
+def test_numbers_are_a_tensor_that_stays_while_they_do() -> None:
+    numbers, cpu = Numbers(), torch.device("cpu")
+    first = numbers([1.0, 0.1], cpu)
+    assert (first.tolist(), first.dtype) == ([1.0, 0.1], torch.float64)
+    assert numbers([1.0, 0.1], cpu) is first
+    assert numbers([1.0, 0.2], cpu).tolist() == [1.0, 0.2]
+    assert first.tolist() == [1.0, 0.1], "the last ones may still be on their way to the device"
 
 
-def test_a_rate_that_is_a_tensor_is_read_each_time() -> None:
+def test_one_that_is_a_tensor_is_read_each_time() -> None:
     rate = torch.tensor(0.1)
-    optimizer = SGD([{"params": [torch.ones(1)]}, {"params": [torch.ones(1)], "lr": 0.2}], lr=rate)
-    rates = Rates()
-    rates(optimizer)
+    numbers, cpu = Numbers(), torch.device("cpu")
+    numbers([rate, 0.2], cpu)
     rate.fill_(0.5)
-    assert rates(optimizer).tolist() == [0.5, 0.2]
+    assert numbers([rate, 0.2], cpu).tolist() == [0.5, 0.2]
+
+
+def test_rates_tensors_and_what_varies_and_is_above_zero_are_inputs() -> None:
+    groups = [{"params": [torch.ones(1)]}, {"params": [torch.ones(1)], "lr": 0.2, "betas": (0.0, 0.99)}]
+    optimizer = Adam(groups, lr=0.1, betas=(0.9, 0.999), weight_decay=0.3, capturable=True)
+    optimizer.param_groups[1]["eps"] = eps = torch.tensor(1e-3)
+    slots = inputs(optimizer, {"betas[0]"})
+    assert [(names(optimizer)[at], values(optimizer)[at], slot.positive) for at, slot in slots.items()] == [
+        *(("lr", 0.1, False), ("betas[0]", 0.9, True)),
+        *(("lr", 0.2, False), ("eps", eps, False)),
+    ]
+    first, second = groups_of(optimizer, slots)
+    assert (first["lr"], first["betas"], first["weight_decay"]) == (Slot(False), (Slot(True), 0.999), 0.3)
+    assert (second["betas"], second["eps"]) == ((0.0, 0.99), Slot(False))
+
+
+def test_betas_that_are_tensors_can_be_part_of_a_graph() -> None:
+    ours = stepped(RULES["adamw"])
+    theirs = copy.deepcopy(ours)
+    for mine, other in zip(flat(ours), flat(theirs), strict=True):
+        other.grad = None if mine.grad is None else mine.grad.clone()
+    for group in ours.param_groups:
+        group["betas"] = tuple(torch.tensor(beta, dtype=torch.float64) for beta in group["betas"])
+    update_itself(ours)
+    theirs.step()
+    assert_same(ours, theirs, 1e-12)
 
 
 def test_what_schedulers_keep_in_a_group_is_no_hyperparameter() -> None:
     optimizer = stepped(RULES["sgd"])
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     assert "initial_lr" in optimizer.param_groups[0]
-    assert set(hyperparameters(optimizer)[0]) == set(optimizer.defaults) - {"lr"}
+    assert set(names(optimizer)) == set(optimizer.defaults)
+    assert set(groups_of(optimizer, {})[0]) == set(optimizer.defaults)
 
 
 # What cannot be part of a graph

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from autostream.tracing.signature import Signature, signature_of
+from autostream.tracing.steps import Setting
 from autostream.tracing.tree import flatten
 
 
@@ -113,3 +114,17 @@ def test_tensors_are_not_kept_alive() -> None:
     x = torch.ones(3)
     holds = signature(x)
     assert not any(isinstance(item, Tensor) for item in (*holds.tensors[0], *holds.aliases))
+
+
+def test_settings_that_differ_are_named() -> None:
+    """Two steps whose optimizers differ in a hyperparameter and in what is trained."""
+
+    def of(trained: bytes, momentum: float) -> Signature:
+        groups = flatten(({"lr": 0.1, "momentum": momentum},))[1]
+        structure = flatten(((torch.ones(2), Setting((("weight",),), trained, groups=groups)), {}))[1]
+        return signature_of(structure, [torch.ones(2)], b"")
+
+    last = of(b"\1", 0.9)
+    assert last.unlike(of(b"\1", 0.9)) == ""
+    assert last.unlike(of(b"\1", 0.8)) == "momentum"
+    assert last.unlike(of(b"\0", 0.8)) == "what requires gradients, momentum"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autostream
-from autostream.api import explain
+from autostream.explaining import explain
 from autostream.reporting.ops import Selection
 from autostream.reporting.text import answers
 from tests.reporting.reports import PLAIN, REPORT
@@ -16,7 +16,7 @@ from tests.reporting.reports import PLAIN, REPORT
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> autostream.OptimizedModule:
     """A module of which two signatures are known."""
-    monkeypatch.setattr("autostream.api.reports_of", lambda optimized: (REPORT, PLAIN))
+    monkeypatch.setattr("autostream.explaining.reports_of", lambda optimized: (REPORT, PLAIN))
     return autostream.optimize(nn.ReLU())
 
 

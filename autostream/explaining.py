@@ -1,0 +1,48 @@
+"""``explain``: what is known of what ``optimize`` and ``train_step`` returned."""
+
+from __future__ import annotations
+
+from autostream.api import OptimizedModule
+from autostream.errors import TargetError
+from autostream.reporting.ops import Selection
+from autostream.reporting.report import Report
+from autostream.reporting.text import answers
+from autostream.training import TrainStep
+
+
+def reports_of(value: object) -> tuple[Report, ...]:
+    """The reports of what ``optimize`` or ``train_step`` returned; of anything else there are none.
+
+    Example:
+        >>> reports_of(len)
+        ()
+    """
+    if isinstance(value, TrainStep):
+        return value.reports
+    return value._autostream.reports if isinstance(value, OptimizedModule) else ()
+
+
+def explain(optimized: OptimizedModule | TrainStep, *, ops: int | None = 10) -> str:
+    """Say how much faster an optimized module or step is, why not more, what runs beside what, and what to try.
+
+    Args:
+        optimized: what ``optimize`` or ``train_step`` returned, or a piece of a model that ``torch.compile``
+            made of it.
+        ops: show this many ops of each signature, the longest ones; ``None`` shows all.
+
+    Returns:
+        One report for each signature that it was prepared for or called with, the most recently used first.
+
+    Raises:
+        TargetError: it is something else.
+    """
+    if not isinstance(optimized, OptimizedModule | TrainStep):
+        raise TargetError(f"explain takes what optimize or train_step returned, not a {type(optimized).__name__}")
+    reports = reports_of(optimized)
+    if not reports and (optimized if isinstance(optimized, TrainStep) else optimized._autostream).disabled:
+        return "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"
+    if not reports and isinstance(optimized, TrainStep):
+        return "nothing is known yet: the first step makes the optimizer's state, the next one is scheduled"
+    if not reports:
+        return "nothing is known yet: call it once, or give optimize() example inputs"
+    return "\n\n\n".join(answers(report, Selection(ops=ops)) for report in reports)

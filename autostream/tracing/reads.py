@@ -1,0 +1,273 @@
+"""What functions read by name from elsewhere: numbers and flags that a graph of them would keep for good.
+
+    loss_fn ──▶ code ──▶ names ──▶ globals, closures, defaults ──▶ numbers
+                                          └──▶ functions, and objects with what the code names of them ──▶ …
+
+Where they are is looked up once. From then on, one look at all of them says whether any is another object.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autostream.tracing.tree import exact
+
+Read = tuple[tuple[str, type, Hashable], ...]
+"""What was read: names, with the kind and the value of what is there."""
+
+_DEPTH = 4
+"""How far to follow functions that call functions, and objects that hold objects."""
+
+
+class Reads:
+    """What functions read by name from elsewhere.
+
+    Numbers, flags, strings, tuples of these, and functions are told; of objects and Python modules, what the code names
+    of them. What a function writes itself is not, nor what is in lists, or found by a name that is computed.
+
+    Args:
+        functions: those to look at. Of what they call, libraries are left out.
+
+    Example:
+        >>> settings = {"scale": 2.0}
+        >>> reads = Reads([lambda x: x * settings["scale"]])
+        >>> reads()
+        (("settings['scale']", <class 'float'>, '0x1.0000000000000p+1'),)
+        >>> settings["scale"] = 1.0
+        >>> reads()
+        (("settings['scale']", <class 'float'>, '0x1.0000000000000p+0'),)
+    """
+
+    def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
+        self._functions = list(functions)
+        self._look()
+
+    def __call__(self) -> Read:
+        """What they read now; the same object as long as nothing has changed."""
+        found = self._found()
+        if not (len(found) == len(self._then) and all(map(operator.is_, found, self._then))):
+            self._look()
+        return self._told
+
+    def _look(self) -> None:
+        finder = _Finder()
+        for function in self._functions:
+            finder.follow("", _called(function), _Named(), 0)
+        places = [place for place in finder.places.values() if place.name not in finder.written]
+        entries = [place for place in places if type(place.holder) is dict]
+        others = [place for place in places if type(place.holder) is not dict]
+        self._dicts, self._keys = [own.holder for own in entries], [own.key for own in entries]
+        self._holders, self._attributes = [own.holder for own in others], [own.key for own in others]
+        self._then = self._found()
+        told = zip((own.label for own in (*entries, *others)), self._then, strict=False)
+        self._told = tuple((label, *_told(value)) for label, value in told if _is_told(value))
+
+    def _found(self) -> list[Any]:
+        try:
+            return [*map(dict.get, self._dicts, self._keys), *map(getattr, self._holders, self._attributes)]
+        except (AttributeError, ValueError):  # one is gone: a variable has no value any more
+            return []
+
+
+def unlike(one: Read, other: Read) -> Iterator[str]:
+    """The names of what differs between two looks.
+
+    Example:
+        >>> list(unlike((("n", int, 1), ("m", int, 1)), (("n", int, 2), ("m", int, 1))))
+        ['n']
+    """
+    return iter(sorted({name for name, _, _ in set(one) ^ set(other)}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """An entry of a dictionary, or an attribute of something else; what code calls it, and what users would."""
+
+    holder: Any
+    key: Any
+    name: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What code names: global variables, attributes, and keys."""
+
+    variables: frozenset[str] = frozenset()
+    attributes: frozenset[str] = frozenset()
+    keys: frozenset[str] = frozenset()
+
+
+class _Finder:
+    """Collects the places that functions read, and the names that they write."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, Any], _Place] = {}
+        self.written: set[str] = set()
+        self._seen: dict[tuple[int, int], object] = {}
+
+    def follow(self, label: str, value: Any, named: _Named, depth: int) -> None:
+        """Note what lies behind a value that some code reads, and what else that code names of it."""
+        key = id(value), id(named)
+        if depth > _DEPTH or key in self._seen or isinstance(value, (nn.Module, Tensor)):
+            return
+        self._seen[key] = value, named  # and keep both, so that no other gets their ids
+        if isinstance(value, FunctionType):
+            self._function(value, depth)
+        elif isinstance(value, MethodType):
+            self._method(label, value.__self__, value.__func__, depth)
+        elif isinstance(value, partial):
+            for item in (_called(value.func), *value.args, *value.keywords.values()):
+                self.follow(label, item, named, depth + 1)
+        elif isinstance(value, dict):
+            self._entries(label, value, named.keys & value.keys(), named, "{}[{!r}]", depth)
+        elif isinstance(value, ModuleType):
+            if not _is_library(value.__name__, getattr(value, "__file__", None)):
+                self._entries(label, vars(value), named.attributes & vars(value).keys(), named, "{}.{}", depth)
+        elif not _is_library(getattr(value if isinstance(value, type) else type(value), "__module__", "")):
+            self._object(label, value, named, depth)
+
+    def _function(self, function: FunctionType, depth: int) -> None:
+        if depth and _is_library(function.__module__, function.__code__.co_filename):
+            return
+        code, variables = function.__code__, function.__globals__
+        named = _named(code)
+        self.written |= _written(code)
+        self._entries("", variables, named.variables & variables.keys(), named, "{}{}", depth)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._attribute(name, cell, "cell_contents", name, named, depth)
+        if function.__defaults__:
+            self._attribute(f"the defaults of {function.__name__}", function, "__defaults__", "", named, depth)
+        if function.__kwdefaults__:
+            self._entries("", function.__kwdefaults__, frozenset(function.__kwdefaults__), named, "{}{}", depth)
+
+    def _method(self, label: str, owner: Any, function: Any, depth: int) -> None:
+        self.follow(label, function, _Named(), depth)
+        if isinstance(function, FunctionType) and not isinstance(owner, nn.Module):
+            self.follow(label or "self", owner, _named(function.__code__), depth)
+
+    def _object(self, label: str, value: Any, named: _Named, depth: int) -> None:
+        """What code names of an object or a class: attributes of its own and of its class, and its methods."""
+        own = vars(value) if not isinstance(value, type) and hasattr(value, "__dict__") else {}
+        self._entries(label, own, named.attributes & own.keys(), named, "{}.{}", depth)
+        classes = (value if isinstance(value, type) else type(value)).__mro__
+        users = [each for each in classes if not _is_library(each.__module__)]
+        shared = {name: item for each in reversed(users) for name, item in vars(each).items()}
+        for name in sorted(named.attributes & (shared.keys() - own.keys())):
+            item = shared[name]
+            if isinstance(item, property):
+                self._method(label, value, item.fget, depth + 1)
+            elif isinstance(item, FunctionType):
+                self._method(label, value, item, depth + 1)
+            elif isinstance(item, (staticmethod, classmethod)):
+                self._method(label, value, item.__func__, depth + 1)
+            else:
+                self._attribute(f"{label}.{name}", value, name, name, named, depth)
+
+    def _entries(
+        self, label: str, holder: dict[str, Any], keys: Iterable[str], named: _Named, form: str, depth: int
+    ) -> None:
+        for key in sorted(keys):
+            self._note(_Place(holder, key, key, form.format(label, key)), holder[key], named, depth)
+
+    def _attribute(self, label: str, holder: Any, key: str, name: str, named: _Named, depth: int) -> None:
+        try:
+            value = getattr(holder, key)
+        except (AttributeError, ValueError):  # it has no value yet
+            return
+        self._note(_Place(holder, key, name, label), value, named, depth)
+
+    def _note(self, place: _Place, value: Any, named: _Named, depth: int) -> None:
+        if isinstance(value, (Tensor, nn.Module)) or _is_torchs(value):
+            return
+        self.places.setdefault((id(place.holder), place.key), place)
+        self.follow(place.label, value, named, depth + 1)
+
+
+def _called(function: Any) -> Any:
+    """What runs when something is called."""
+    return function if isinstance(function, (FunctionType, MethodType, partial)) else function.__call__
+
+
+@lru_cache(maxsize=1024)
+def _named(code: CodeType) -> _Named:
+    """What code names, that of functions which it defines included."""
+    inner = list(map(_named, _inner(code)))
+    keys = (constant for constant in code.co_consts if isinstance(constant, str))
+    return _Named(
+        _arguments(code, _VARIABLES).union(*(own.variables for own in inner)),
+        _arguments(code, _ATTRIBUTES).union(*(own.attributes for own in inner)),
+        frozenset(keys).union(*(own.keys for own in inner)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _written(code: CodeType) -> frozenset[str]:
+    """The names of variables and attributes that code writes, but for variables of its own."""
+    own = _arguments(code, _WRITING).union(*map(_written, _inner(code)))
+    return own.difference(code.co_cellvars)
+
+
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
+
+
+def _arguments(code: CodeType, ops: frozenset[str]) -> frozenset[str]:
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname in ops)
+
+
+_VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_WRITING = frozenset(f"{what}_{where}" for what in ("STORE", "DELETE") for where in ("GLOBAL", "DEREF", "ATTR"))
+
+_OURS = __name__.partition(".")[0]
+
+
+def _is_library(module: str | None, file: str | None = None) -> bool:
+    """Whether somebody else looks after what is defined in a module."""
+    root = str(module).partition(".")[0]
+    installed = file is not None and ("site-packages" in file or "dist-packages" in file)
+    return installed or root in ("torch", _OURS) or (root in sys.stdlib_module_names and root != "__main__")
+
+
+def _is_torchs(value: Any) -> bool:
+    """Whether a value is one of PyTorch's modules, classes or functions, which stay what they are."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType)) and _is_library(str(name))
+
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, type)
+
+
+def _is_told(value: Any) -> bool:
+    return all(map(_is_told, value)) if type(value) is tuple else isinstance(value, (*_CONSTANTS, *_BY_IDENTITY))
+
+
+def _told(value: Any) -> tuple[type, Hashable]:
+    """The kind of a constant, and the value so that only those that no program can tell apart are equal."""
+    return type(value), tuple(map(_told, value)) if type(value) is tuple else exact(value)
+
+
+def functions_of(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
+    """The functions that modules of a user's are made of: those that they were made from, or how they go forward.
+
+    Example:
+        >>> functions_of([nn.Linear(1, 1)])
+        []
+    """
+    made = [vars(module)["_autostream_function"] for module in modules if "_autostream_function" in vars(module)]
+    kinds = dict.fromkeys(type(module) for module in modules if not _is_library(type(module).__module__))
+    forwards = (kind.forward for kind in kinds if isinstance(kind.forward, FunctionType))
+    return [*(function for function in made if not _is_torchs(function)), *forwards]

@@ -1,0 +1,220 @@
+"""What functions read elsewhere: found by the names in their code, and told anew when it is another."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autostream.tracing.functions import module_of
+from autostream.tracing.reads import Reads, functions_of, unlike
+
+number = 1.0
+pair = (1, 2.0)
+table = {"one": 1.0, "other": 2.0}
+several = [1.0, 2.0]
+loss = 5.0
+count = 0
+weights = torch.ones(2)
+settings = types.ModuleType("settings")
+settings.alpha = 1.0  # type: ignore[attr-defined]
+
+
+class Config:
+    shared = 1.0
+
+    def __init__(self) -> None:
+        self.own, self.unread, self.calls = 1.0, 1.0, 0
+        self.inner = Inner(1.0)
+
+    def product(self, x: float) -> float:
+        self.calls += 1
+        return x * self.own
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.own
+
+    def __call__(self, x: float) -> float:
+        return x * self.shared
+
+
+@dataclass(slots=True)
+class Inner:
+    value: float
+
+
+config = Config()
+
+
+def reads_globals(x: Any) -> Any:
+    return x * number + pair[0] + table["one"] + several[0] + x.loss + weights
+
+
+def helper(x: Any) -> Any:
+    return x * number
+
+
+def calls(x: Any) -> Any:
+    return helper(x) + F.relu(x) + torch.relu(x) + math.pi
+
+
+def defines(x: Any) -> Any:
+    return [x * number for _ in range(2)], lambda y: y * config.own
+
+
+def uses_an_object(x: Any) -> Any:
+    return config.own + config.shared + config.inner.value
+
+
+def uses_methods(x: Any) -> Any:
+    return config.product(x) + config.doubled
+
+
+def has_defaults(x: Any, scale: float = 1.0, *, shift: float = 2.0) -> Any:
+    return x * scale + shift
+
+
+def counts(x: Any) -> Any:
+    global count
+    count += 1
+    return x * count * number
+
+
+def uses_a_module(x: Any) -> Any:
+    return x * settings.alpha
+
+
+def recurses(x: Any) -> Any:
+    return recurses(x) * number
+
+
+def closure(scale: float) -> Callable[[Any], Any]:
+    def scaled(x: Any) -> Any:
+        return x * scale
+
+    return scaled
+
+
+def seen(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: value for name, _, value in Reads([function])()}
+
+
+ONE, TWO = (1.0).hex(), (2.0).hex()
+FOUND = {
+    "globals, and no list, tensor, or attribute that is called as one is": (
+        reads_globals,
+        {"number": ONE, "pair": ((int, 1), (float, TWO)), "table['one']": ONE},
+    ),
+    "functions that are called, but not PyTorch's": (calls, {"helper": helper, "number": ONE}),
+    "functions that are defined inside": (defines, {"number": ONE, "config.own": ONE}),
+    "attributes, of classes and in slots too": (
+        uses_an_object,
+        {"config.own": ONE, "config.shared": ONE, "config.inner.value": ONE},
+    ),
+    "methods and properties": (uses_methods, {"config.own": ONE}),
+    "defaults": (has_defaults, {"the defaults of has_defaults": ((float, ONE),), "shift": TWO}),
+    "nothing that it writes": (counts, {"number": ONE}),
+    "modules of Python": (uses_a_module, {"settings.alpha": ONE}),
+    "itself": (recurses, {"recurses": recurses, "number": ONE}),
+    "closures": (closure(2.0), {"scale": TWO}),
+    "what partial holds": (partial(closure(2.0), config), {"scale": TWO}),
+    "objects that are called": (config, {"self.shared": ONE}),
+    "objects whose method it is": (config.product, {"self.own": ONE}),
+    "nothing of PyTorch's": (partial(F.mse_loss, reduction="sum"), {}),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_it_finds(name: str) -> None:
+    function, expected = FOUND[name]
+    assert seen(function) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "holder", "name", "value"),
+    [
+        (reads_globals, globals(), "number", 2.0),
+        (reads_globals, globals(), "number", 1),
+        (reads_globals, globals(), "number", "a"),
+        (reads_globals, table, "one", 3.0),
+        (calls, globals(), "helper", lambda x: x),
+        (calls, globals(), "number", 2.0),
+        (uses_an_object, vars(config), "own", 2.0),
+        (uses_an_object, vars(config), "shared", 2.0),
+        (uses_an_object, globals(), "config", None),
+        (uses_methods, vars(config), "own", 2.0),
+        (uses_a_module, vars(settings), "alpha", 2.0),
+    ],
+)
+def test_another_value_is_told_and_the_old_one_again_is_what_it_was(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], holder: Any, name: str, value: Any
+) -> None:
+    reads = Reads([function])
+    before = reads()
+    assert reads() is before
+    with monkeypatch.context() as patch:
+        patch.setitem(holder, name, value)
+        assert reads() != before
+        assert list(unlike(before, reads()))
+    assert reads() == before
+
+
+def test_an_object_in_the_place_of_another_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads([uses_an_object])
+    before, other = reads(), Config()
+    monkeypatch.setitem(globals(), "config", other)
+    assert reads() == before
+    other.inner.value = 3.0
+    assert list(unlike(before, reads())) == ["config.inner.value"]
+
+
+def test_a_class_attribute_and_one_in_a_slot_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads([uses_an_object])
+    before = reads()
+    monkeypatch.setattr(Config, "shared", 3.0)
+    assert list(unlike(before, reads())) == ["config.shared"]
+    monkeypatch.setattr(config.inner, "value", 3.0)
+    assert list(unlike(before, reads())) == ["config.inner.value", "config.shared"]
+
+
+def test_variables_of_closures_and_defaults_are_told() -> None:
+    scale = 1.0
+
+    def scaled(x: Any, shift: float = 0.0) -> Any:
+        return x * scale + shift  # noqa: F821
+
+    reads = Reads([scaled])
+    before = reads()
+    scale = 2.0
+    assert list(unlike(before, reads())) == ["scale"]
+    scaled.__defaults__ = (1.0,)
+    assert list(unlike(before, reads())) == ["scale", "the defaults of scaled"]
+    del scale
+    assert list(unlike(before, reads())) == ["scale", "the defaults of scaled"]
+
+
+def test_zeros_of_both_signs_are_two_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "number", 0.0)
+    reads = Reads([helper])
+    before = reads()
+    monkeypatch.setitem(globals(), "number", -0.0)
+    assert reads() != before
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x * number
+
+
+def test_of_modules_it_is_what_they_do_in_forward_and_what_they_were_made_from() -> None:
+    assert functions_of([nn.Linear(1, 1), Scaled(), Scaled()]) == [Scaled.forward]
+    assert functions_of([module_of(helper), module_of(F.mse_loss)]) == [helper]
