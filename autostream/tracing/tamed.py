@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import warnings
@@ -62,7 +63,8 @@ def _is_tracer(filename: str) -> bool:
     return any(Path(filename).is_relative_to(folder) for folder in _TRACERS)
 
 
-_TRACERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_TRACERS = (Path(torch.__file__).parent, Path(__file__).parents[1], Path(contextlib.__file__))
+"""Who traces, and the file that a warning is from where a context manager of theirs gives it."""
 
 
 def _nothing(record: logging.LogRecord) -> bool:

@@ -241,7 +241,7 @@ def test_it_trains_as_it_would(captures: Captures) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         step = autostream.train_step(model, optimizer, nn.MSELoss())
-        slots, losses = Slots(2, step._autostream.slots), []
+        slots, losses = Slots(2, step.slots), []
         for number in range(7):
             batch = x(number) / 10, torch.ones(3, 4)
             batch = come(slots, *batch) if prefetched else batch  # type: ignore[assignment]

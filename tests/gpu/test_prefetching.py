@@ -16,6 +16,7 @@ from autostream.api import OptimizedModule
 from autostream.build import Scheduled
 from autostream.execution.streams import copy_stream
 from autostream.execution.watched import _profiled
+from autostream.training import TrainStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +54,8 @@ def optimized() -> OptimizedModule:
 
 def variants(fast: Any) -> int:
     """For how many slots something was captured."""
-    entries = [entry for entry in fast._autostream._entries.values() if isinstance(entry, Scheduled)]
+    dispatcher = fast._ways[0]._autostream if isinstance(fast, TrainStep) else fast._autostream
+    entries = [entry for entry in dispatcher._entries.values() if isinstance(entry, Scheduled)]
     assert all(entry.report.mode == "cuda graph" for entry in entries), [entry.report.refusals for entry in entries]
     return sum(
         graph is not entry._variants._graph for entry in entries for _, graph in entry._variants._by_slot.values()

@@ -26,6 +26,8 @@ import autostream
 from autostream.api import OptimizedModule
 from autostream.errors import OptionError, TargetError
 from autostream.execution import streams
+from autostream.execution.slots import SlotTable
+from autostream.training import TrainStep
 from tests.make_believe import GPU, Device
 from tests.threads import in_threads
 
@@ -135,9 +137,13 @@ def test_however_it_is_consumed_each_batch_is_read_as_it_was(
         assert sorted(seen) == sorted(expected)
 
 
+def slots_of(fast: Any) -> SlotTable:
+    return fast.slots if isinstance(fast, TrainStep) else fast._autostream.slots  # type: ignore[no-any-return]
+
+
 def lying(fast: Any, batches: Iterable[Tensor]) -> list[int]:
     """Where batches lie, by number; -1 for those that lie in no slot."""
-    addresses, slots = [], fast._autostream.slots
+    addresses, slots = [], slots_of(fast)
     for batch in batches:  # which holds one while the next is asked for
         addresses.append(batch.data_ptr())
     order = list(dict.fromkeys(address for address in addresses if address in slots))
@@ -153,13 +159,13 @@ def test_batches_for_a_graph_come_in_as_many_places_as_are_on_the_way_and_held(
     ahead = autostream.prefetch(Loader(9), "cuda", depth, into=fast)
     places = [lying(fast, ahead) for _ in range(2)]
     assert set(places[0]) == set(places[1]) == set(range(depth + 1))
-    assert len(fast._autostream.slots) == depth + 1
+    assert len(slots_of(fast)) == depth + 1
     batches = iter(ahead)
     next(batches)
     del ahead
-    assert len(fast._autostream.slots) == depth + 1, "it goes on"
+    assert len(slots_of(fast)) == depth + 1, "it goes on"
     del batches
-    assert len(fast._autostream.slots) == 0
+    assert len(slots_of(fast)) == 0
 
 
 def test_what_is_kept_is_not_overwritten(device: Device) -> None:

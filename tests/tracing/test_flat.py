@@ -88,6 +88,7 @@ def asks_pytorch_to_ask(model: Model, x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_pytorch_may_ask_what_a_tensor_is_to_autograd_and_a_model_may_not() -> None:
     called(asks_pytorch_to_ask, torch.ones(2))
     assert "the model asks (requires_grad)" in refusal(lambda model, x: x if x.requires_grad else -x, FastPathError)
