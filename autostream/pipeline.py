@@ -69,17 +69,20 @@ def price_program(
             budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
             costs, faults = costs_here(program, graph, profile, tensors, budget_s)
             remarks = (*remarks, *faults)
-    return Priced(graph, profile, costs, _capture_refusals(graph), tuple(dict.fromkeys(remarks)))
+    refusals = () if graph.device == "cpu" else capture_refusals(graph)
+    return Priced(graph, profile, costs, refusals, tuple(dict.fromkeys(remarks)))
 
 
 def _measures(options: Options, graph: OpGraph) -> bool:
     return options.costs == "measured" or (options.costs == "auto" and graph.device != "cpu")
 
 
-def _capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:
-    """Why a CUDA graph cannot hold these ops."""
-    if graph.device == "cpu":
-        return ()
+def capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:
+    """Why a CUDA graph cannot hold some of these ops.
+
+    Args:
+        graph: the ops.
+    """
     return tuple(
         Decision(op.name, "not captured", f"{op.target}: {op.uncapturable}" + (f" ({op.source})" if op.source else ""))
         for op in graph.ops.values()
