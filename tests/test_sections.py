@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autostream import optimize, sections
+from autostream import build, optimize, sections
+from autostream.costs.device import profile_named
 from autostream.dispatch import Dispatcher
 from autostream.ir import Op, Program
 from autostream.options import Options
@@ -79,7 +80,8 @@ def large(s: Model, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["auto", True])
-def test_what_a_graph_cannot_hold_is_between_sections(mode: Any) -> None:
+def test_what_a_graph_cannot_hold_is_between_sections(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
     found = cut_up(program_of(Model(large, w=nn.Parameter(t(4, 4))), t(4, 4)), cuda_graph=mode)
     assert found is not None
     names = [name for name, _ in found.module.named_children()]
@@ -113,7 +115,7 @@ def test_the_report_lists_the_parts_why_each_ends_and_where(monkeypatch: pytest.
     assert all("test_sections.py" in op.source for part in report.parts for op in part.graph.ops.values())
     assert report.parts[1].chosen.measured_us is None
     text = render(report)
-    assert "runs as    CUDA graphs, and between them the ops that none can hold" in text
+    assert "runs as      CUDA graphs, and between them the ops that none can hold" in text
     assert "Piece 2\n" in text
     assert [part["ended"] for part in json.loads(report.to_json())["parts"]] == [number, follows, returns]
     assert "CUDA graphs, and between them" in report.to_html()
@@ -194,7 +196,7 @@ def test_a_section_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be for ever, where it is refused for itself."""
     seen: list[str] = []
     let_be_cut(monkeypatch, nothing)
-    cut_once = sections_of_build()
+    cut_once = build.sections_of
 
     def spy(program: Program, *rest: Any) -> Any:
         seen.append(program.outputs[0])
@@ -203,12 +205,6 @@ def test_a_section_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autostream.build.sections_of", spy)
     optimize(model())(t(4, 4))
     assert len(seen) == 1
-
-
-def sections_of_build() -> Callable[..., Any]:
-    from autostream import build
-
-    return build.sections_of
 
 
 @torch.no_grad()
