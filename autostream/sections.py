@@ -164,7 +164,7 @@ def _plain_report(program: Program, options: Options) -> Report:
     chosen, *_ = candidates_for(priced, replace(options, policy="sequential"), False, Stopwatch())
     return Report(
         model="",
-        signature="",
+        signature="between sections",
         mode="one stream",
         level=program.level,
         profile=priced.profile,

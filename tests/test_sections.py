@@ -232,6 +232,18 @@ def test_a_forward_and_a_backward_are_cut(monkeypatch: pytest.MonkeyPatch) -> No
     assert [(part.half, part.mode) for part in report.parts] == [("forward", "sections"), ("backward", "sections")]
 
 
+def test_a_number_of_the_device_scales_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(lambda s, x: ((top := (x @ s.w).sin()) * top.max().item()).exp() @ s.w, w=nn.Parameter(t(4, 4)))
+    fast = optimize(plain, policy="sequential")
+    for seed in range(4):
+        x = t(4, 4, seed=seed)
+        ours, theirs = (torch.autograd.grad(run(x).sum(), plain.w) for run in (fast, plain))
+        same(ours, theirs)
+    (report,) = fast.reports
+    assert [part.mode for part in report.parts] == ["sections", "sections"]
+
+
 @torch.no_grad()
 def test_what_was_checked_of_a_whole_schedule_is_checked_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """An input in memory of a buffer that the model writes goes to the model itself."""
