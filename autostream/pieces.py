@@ -110,9 +110,14 @@ class Pieces:
 
     def _all_refusals(self) -> tuple[Decision, ...]:
         unexplained = self._mode() == "plain" and all(r.choice != "plain" for r in self._refusals.values())
-        nothing = Decision("", "plain", "TorchDynamo finds no piece of it that it could trace")
+        nothing = Decision("", "plain", _NO_PIECE)
         return (*self._refusals.values(), nothing) if unexplained else tuple(self._refusals.values())
 
+
+_NO_PIECE = (
+    "TorchDynamo finds no piece of it that it could trace: of a function with a graph break inside a loop it traces "
+    "nothing; if that is what it is, make the body of the loop a method of its own"
+)
 
 _MOST_ALIKE = 8
 """Dynamo takes a number for a constant, and makes a piece anew for another one: so often, and then never again."""

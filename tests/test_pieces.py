@@ -66,6 +66,31 @@ def test_a_model_without_pieces_is_plain_for_a_reason() -> None:
 
 
 @torch.no_grad()
+def test_the_body_of_a_loop_has_pieces_where_it_is_a_method() -> None:
+    """With the break in the loop itself there are none, and the report says what to do."""
+
+    def body(s: Model, x: Tensor) -> Tensor:
+        return x.sin() if x.sum() > 0 else x.cos()
+
+    def inside(s: Model, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x.sin() if x.sum() > 0 else x.cos()
+        return x
+
+    def outside(s: Model, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = body(s, x)
+        return x
+
+    for function, mode in ((inside, "plain"), (outside, "graph breaks")):
+        pieces = Pieces(Model(function), signature(), "no graph", Piece)
+        same(pieces(t(3)), inside(Model(inside), t(3)))
+        assert pieces.report.mode == mode
+        told = any("make the body of the loop a method" in refusal.reason for refusal in pieces.report.refusals)
+        assert told == (mode == "plain")
+
+
+@torch.no_grad()
 def test_a_model_that_dynamo_refuses_runs_as_it_is() -> None:
     """The branches of a ``cond`` must be traceable; run plainly, it does not compile them."""
 

@@ -169,6 +169,15 @@ def test_numbers_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [report.mode for report in fast.reports] == ["sections"]
 
 
+def test_sections_are_made_for_the_mode_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients on, where nothing requires any, and each but once."""
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(asks, w=t(4, 4))
+    fast = optimize(plain)
+    same(fast(t(4, 4)), plain(t(4, 4)))
+    assert len(fast.reports[0].parts) == 3
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     "change",
@@ -230,6 +239,7 @@ def test_a_forward_and_a_backward_are_cut(monkeypatch: pytest.MonkeyPatch) -> No
     fast = check_same(plain, ((t(4, 4),), {}), {"policy": "sequential"}, (torch.enable_grad,) * 3)
     (report,) = fast.reports
     assert [(part.half, part.mode) for part in report.parts] == [("forward", "sections"), ("backward", "sections")]
+    assert len(report.parts[0].parts) == 3, "each was made once"
 
 
 def test_a_number_of_the_device_scales_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
