@@ -1,6 +1,7 @@
 """From a model and one signature to something that runs, with a report: all stages, and the fall-backs between them.
 
-trace ──▶ tune ──▶ Scheduled
+trace ──▶ tune ──────────────────────▶ Scheduled
+  │└─ a CUDA graph cannot hold some ops: cut ─┘
   └── refused: the caller decides (graph breaks, or the plain model)
 """
 
@@ -9,18 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.analysis.source import user_line
 from autostream.budget import exemption
 from autostream.errors import CaptureError, TargetError, first_line
 from autostream.execution.bound import Bound, Frozen, Writes
@@ -30,17 +29,18 @@ from autostream.execution.slots import SlotTable
 from autostream.execution.static import Output, static_copies
 from autostream.execution.variants import Variants
 from autostream.execution.watched import Unmatched, watch
-from autostream.ir import Candidate, Decision, Placeholder, Program, Role
+from autostream.ir import Candidate, Decision, OpGraph, Placeholder, Program, Role
 from autostream.options import Options
+from autostream.pieces import MakePiece
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
-from autostream.select import Selection, detached, has_integers, repeatable, written
+from autostream.sections import Sections, sections_of
+from autostream.select import Execution, detached, has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
-from autostream.tracing.dynamo import ending_of, is_refusal, split, without_numbers
 from autostream.tracing.export import MODELS, Tracer, trace
 from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
@@ -87,9 +87,10 @@ class Scheduled:
         pools: of the model's captured graphs: calls of one signature compute where those of the others do.
         tracer: makes programs of such models.
         slots: where inputs may come in turn, so that a graph that reads them there is worth it.
+        make_section: makes what runs in the place of a part of the program that a CUDA graph can hold, where it cannot
+            hold the whole; without it, nothing of such a program is captured.
 
     Attributes:
-        report: what was done, and why.
         repeatable: whether a call more than asked, or one that fails, changes nothing that anybody can see.
 
     Raises:
@@ -107,6 +108,7 @@ class Scheduled:
         pools: GraphPools,
         tracer: Tracer = MODELS,
         slots: SlotTable | None = None,
+        make_section: MakePiece | None = None,
     ) -> None:
         with preparing:
             stopwatch = Stopwatch()
@@ -120,14 +122,22 @@ class Scheduled:
             arguments = self._arguments(tensors)
             self._bound = _staying(placeholders, arguments, bound_inputs)
             writes = Writes(arguments if options.inductor_options.get("freezing") else ())
-            tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
-            with stopwatch("select"):
-                tuned = _pooled(tuned, arguments, pools)
-            self._frozen = Frozen(tuned.program.frozen, arguments, writes)
-            self._program, self._graph = tuned.program, tuned.priced.graph
-            self._use(tuned.selection)
+            sections = make_section and sections_of(traced.program, self._bound, options, make_section, stopwatch)
+            if sections:
+                with torch.set_grad_enabled(signature.grad_mode and not signature.gradients):
+                    sections.prepare(arguments)
+                made = _in_sections(sections, traced.program, name_of(model), signature, stopwatch)
+            else:
+                tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
+                with stopwatch("select"):
+                    tuned = _pooled(tuned, arguments, pools)
+                made = _as_one(tuned, _report(name_of(model), signature, tuned, options, stopwatch))
+            self._program, self._graph = made.program, made.graph
+            self._lowered, self._report = made.lowered, made.report
+            self._use(made.execution)
+            self._frozen = Frozen(self._program.frozen, arguments, writes)
             self._structure = traced.structure
-            self._columns = _COLUMNS if tuned.program.level == "aten" else (*_COLUMNS, _alignment)
+            self._columns = _COLUMNS if self._program.level == "aten" else (*_COLUMNS, _alignment)
             self._expected = self._metadata(arguments)
             self._detached = detached(traced.program)
             self._writes = any(written(self._program, self._graph))
@@ -136,7 +146,6 @@ class Scheduled:
             # Running with weights that are no longer the model's does no harm then. Where integers are computed with it
             # might: an index that is new may be beyond the end of what is old.
             self._harmless = self.repeatable and not has_integers(traced.program)
-            self.report = _report(name_of(model), signature, tuned, options, stopwatch)
             return_unused(self._program.device)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -189,7 +198,7 @@ class Scheduled:
             arguments = self._arguments(tensors)
         except Stale:
             return None
-        execution, held = self._selection.execution, arguments[: len(arguments) - len(tensors)]
+        execution, held = self._execution, arguments[: len(arguments) - len(tensors)]
         if isinstance(execution, CapturedGraph):
             run: Run = _Captured(self._variants, self._frozen, not self._harmless, self.repeatable)
         elif _alignment in self._columns or self._metadata(arguments) != self._expected:
@@ -208,49 +217,55 @@ class Scheduled:
         Returns:
             Those for which that is done. Nobody else's graphs may be in its pool.
         """
-        execution = self._selection.execution
+        execution = self._execution
         if not isinstance(execution, CapturedGraph):
             return frozenset()
         execution.lend(places)
         return execution.lent
 
+    @property
+    def report(self) -> Report:
+        """What was done, and why."""
+        return self._report()
+
     def lowered(self) -> GraphModule:
         """The graph that runs, or that was captured."""
-        return lower(self._program, self._graph, self._selection.chosen.schedule)
+        return self._lowered()
 
     def watched(self) -> Report:
         """The report with a run that a profiler watched, or with the reason why there is none."""
-        chosen, execution = self._selection.chosen, self._selection.execution
+        report, execution = self.report, self._execution
         try:
             if not isinstance(execution, CapturedGraph):
                 raise Unmatched("only replays of a CUDA graph are watched, and nothing is captured")
             if not self.repeatable:
                 raise Unmatched("it writes its inputs or its state, or draws random numbers: a run more would be seen")
+            assert report.chosen is not None, "what is captured was chosen"
             level = self._program.level
-            measured = watch(self.lowered(), self._graph, chosen.schedule, execution, level)
+            measured = watch(self.lowered(), self._graph, report.chosen.schedule, execution, level)
         except Unmatched as reason:
             refusal = Decision("", "not watched", str(reason))
-            return replace(self.report, refusals=(*self.report.refusals, refusal))
-        return replace(self.report, measured=measured)
+            return replace(report, refusals=(*report.refusals, refusal))
+        return replace(report, measured=measured)
 
     def static_inputs(self) -> list[Tensor] | None:
         """The tensors that a captured graph reads its inputs from, or ``None`` where nothing is captured."""
-        execution = self._selection.execution
+        execution = self._execution
         if not isinstance(execution, CapturedGraph):
             return None
         placeholders = self._program.placeholders
         return [execution.static[index] for index, p in enumerate(placeholders) if p.role is Role.INPUT]
 
-    def _use(self, selection: Selection) -> None:
-        self._selection, graph = selection, selection.execution
+    def _use(self, execution: Execution) -> None:
+        self._execution = execution
         self._shortcut = None
-        if isinstance(graph, CapturedGraph):
+        if isinstance(execution, CapturedGraph):
             inputs = [at for at, stays in enumerate(self._bound) if not stays]
-            capture = partial(_recaptured, graph, pool=graph.pool)
-            self._variants = Variants(graph, inputs, self._slots, capture)
+            capture = partial(_recaptured, execution, pool=execution.pool)
+            self._variants = Variants(execution, inputs, self._slots, capture)
 
     def _run(self, arguments: list[Tensor]) -> Sequence[Output]:
-        execution = self._selection.execution
+        execution = self._execution
         if isinstance(execution, CapturedGraph):
             try:
                 if self._harmless or execution.unmoved(arguments):
@@ -290,7 +305,7 @@ class Scheduled:
 
     def _recaptured(self, arguments: list[Tensor]) -> CapturedGraph:
         """The same schedule, captured again where the weights lie now."""
-        former = self._selection.execution
+        former = self._execution
         assert isinstance(former, CapturedGraph), "what is captured again was captured"
         with preparing, torch.inference_mode(False), torch.no_grad():
             try:
@@ -298,8 +313,38 @@ class Scheduled:
                 execution = _recaptured(former, static, arguments, former.pool)
             except (CaptureError, torch.OutOfMemoryError):
                 raise Stale from None
-        self._use(replace(self._selection, execution=execution))
+        self._use(execution)
         return execution
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What runs a program, and what is known of it.
+
+    Attributes:
+        program: in the kernels that run.
+        graph: its ops.
+        execution: runs it.
+        lowered: what runs, to be read.
+        report: what is known now.
+    """
+
+    program: Program
+    graph: OpGraph
+    execution: Execution
+    lowered: Callable[[], GraphModule]
+    report: Callable[[], Report]
+
+
+def _as_one(tuned: Tuned, report: Report) -> _Made:
+    program, graph, selection = tuned.program, tuned.priced.graph, tuned.selection
+    lowered = partial(lower, program, graph, selection.chosen.schedule)
+    return _Made(program, graph, selection.execution, lowered, lambda: report)
+
+
+def _in_sections(sections: Sections, program: Program, model: str, signature: Signature, stopwatch: Stopwatch) -> _Made:
+    report = partial(sections.report, model, str(signature), stopwatch)
+    return _Made(program, sections.graph, sections, lambda: sections.module, report)
 
 
 def _staying(
@@ -417,97 +462,6 @@ def lowered(program: Program, report: Report) -> GraphModule:
     return lower(program, report.graph, report.chosen.schedule)
 
 
-class Pieces:
-    """A model that Dynamo splits at graph breaks, each piece scheduled for itself; or, if that fails, the plain model.
-
-    Args:
-        model: the live model.
-        signature: what this is made for.
-        reason: why the whole model could not be traced.
-        make_piece: makes what runs in the place of a piece; it has ``reports``.
-    """
-
-    def __init__(
-        self, model: nn.Module, signature: Signature, reason: str, make_piece: Callable[..., OptimizedPiece]
-    ) -> None:
-        self._model = model
-        self._signature = signature
-        self._refusals = {reason: Decision("", "split at graph breaks", reason)}
-        self._pieces: list[tuple[OptimizedPiece, str]] = []
-        """With the reason why each ends where it does."""
-        self._alike = defaultdict[str, set[str]](set)
-        """The code of pieces that differ in numbers only, by that code without them."""
-        self._called = False
-
-        def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
-            made = make_piece(module, bound_inputs)
-            self._pieces.append((made, _ending(module)))
-            self._alike[without_numbers(module.code)].add(module.code)
-            return made
-
-        self._run: Callable[..., Any] = split(model, piece, self._refuse)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
-        self._called = True
-        try:
-            outputs = self._run(*args, **kwargs)
-        except Exception as error:
-            if self._run is self._model or not is_refusal(error):
-                raise
-            self._refuse(first_line(error))
-            self._give_up()
-            return self._model(*args, **kwargs)
-        if any(len(codes) > _MOST_ALIKE for codes in self._alike.values()):
-            self._refusals = {**self._refusals, _NUMBERS: Decision("", "plain", _NUMBERS)}
-            log.warning("%s runs plainly: %s", name_of(self._model), _NUMBERS)
-            self._give_up()
-        return outputs
-
-    def _give_up(self) -> None:
-        self._run, self._pieces = self._model, []
-        self._alike.clear()
-
-    def _refuse(self, reason: str) -> None:
-        reason = f"Dynamo cannot trace it either: {reason}"
-        self._refusals = {**self._refusals, reason: Decision("", "plain", reason)}
-
-    @property
-    def report(self) -> Report:
-        """What is known now: pieces are made in the calls that get to them."""
-        return Report(
-            model=name_of(self._model),
-            signature=str(self._signature),
-            mode=self._mode(),
-            refusals=self._all_refusals(),
-            versions=versions(),
-            parts=tuple(replace(report, ended=ended) for piece, ended in self._pieces for report in piece.reports),
-        )
-
-    def _mode(self) -> str:
-        if not self._called:
-            return "not run yet"
-        return "graph breaks" if self._pieces else "plain"
-
-    def _all_refusals(self) -> tuple[Decision, ...]:
-        unexplained = self._mode() == "plain" and all(r.choice != "plain" for r in self._refusals.values())
-        nothing = Decision("", "plain", "TorchDynamo finds no piece of it that it could trace")
-        return (*self._refusals.values(), nothing) if unexplained else tuple(self._refusals.values())
-
-
-_MOST_ALIKE = 8
-"""Dynamo takes a number for a constant, and makes a piece anew for another one: so often, and then never again."""
-
-_NUMBERS = "its pieces hold a number that changes from call to call, such as one of .item(): keep it a tensor"
-
-
-def _ending(module: GraphModule) -> str:
-    """Why a piece ends where it does, with the user's line."""
-    reason, stack = ending_of(module)
-    line = user_line(stack)
-    return f"{reason} ({line})" if line else reason
-
-
 class Plain:
     """The model itself, for a signature for which nothing else works.
 
@@ -549,17 +503,6 @@ class Refusing(Plain):
             Refused: always.
         """
         raise Refused(self._reason)
-
-
-class OptimizedPiece(Protocol):
-    """What runs in the place of a piece of a model."""
-
-    def __call__(self, *args: Any) -> Any:
-        """Run it."""
-
-    @property
-    def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature."""
 
 
 def _report(model: str, signature: Signature, tuned: Tuned, options: Options, stopwatch: Stopwatch) -> Report:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.fx import GraphModule
 
-from autostream.build import OptimizedPiece, Scheduled, Stale
+from autostream.build import Scheduled, Stale
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.lending import Lending
 from autostream.options import Options
+from autostream.pieces import MakePiece
 from autostream.pipeline import versions
 from autostream.repetition import Before, Repetition
 from autostream.reporting.report import Report
@@ -44,6 +44,7 @@ class Differentiated:
         signature: what this is made for.
         options: how to schedule.
         make_piece: makes what runs the graph of the backward, some of whose inputs stay where they are.
+        make_section: makes what runs a part of the forward, where a CUDA graph cannot hold the whole.
 
     Attributes:
         repeatable: whether a call more than asked, or one that fails, changes nothing that anybody can see.
@@ -59,14 +60,16 @@ class Differentiated:
         tensors: Sequence[Tensor],
         signature: Signature,
         options: Options,
-        make_piece: Callable[[GraphModule, frozenset[int]], OptimizedPiece],
+        make_piece: MakePiece,
+        make_section: MakePiece,
     ) -> None:
         halves = trace_gradients(model, tensors, structure)
-        tracer = Tracer(lambda *_: halves.forward, may_split=False, may_try=False, may_renew=True)
+        tracer = Tracer(lambda *_: halves.forward, may_split=False, may_cut=True, may_try=False, may_renew=True)
         own = GraphPools()  # no other graph's turn may come between the two halves' in memory that is lent
         self._device = torch.device(halves.forward.program.device)
         with torch.no_grad(), _uncast(self._device):
-            self._forward = Scheduled(model, structure, tensors, signature, frozenset(), options, own, tracer)
+            call = model, structure, tensors, signature
+            self._forward = Scheduled(*call, frozenset(), options, own, tracer, make_section=make_section)
         lent = self._forward.lend(frozenset(place for place in halves.saved if place >= len(halves.tangents)))
         self._lent = sorted(lent)
         self._copied = [place for place in halves.saved if place not in lent]

@@ -25,7 +25,6 @@ from torch.fx import GraphModule
 
 from autostream.build import (
     RECORDS_GRADIENTS,
-    Pieces,
     Plain,
     Refused,
     Refusing,
@@ -41,10 +40,11 @@ from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
 from autostream.options import Options, disabled, paranoid
+from autostream.pieces import Pieces
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
-from autostream.tracing.export import MODELS, Tracer
+from autostream.tracing.export import MODELS, SECTIONS, Tracer
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.inductor import check_level
 from autostream.tracing.numerics import order_attention
@@ -388,8 +388,9 @@ class Dispatcher:
             bound_inputs = self.bound_inputs or frozenset()
             call = self.model, structure, tensors, signature
             if signature.gradients:
-                return Differentiated(*call, self.options, self._piece)
-            entry = Scheduled(*call, bound_inputs, self.options, self._pools, self._tracer, self.slots)
+                return Differentiated(*call, self.options, self._piece, self._section)
+            make_section = self._section if self._tracer.may_cut else None
+            entry = Scheduled(*call, bound_inputs, self.options, self._pools, self._tracer, self.slots, make_section)
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
             return entry
         except Exception as error:
@@ -407,6 +408,9 @@ class Dispatcher:
 
     def _piece(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
         return Dispatcher(module, self.options, bound_inputs, self._pools)
+
+    def _section(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
+        return Dispatcher(module, self.options, bound_inputs, self._pools, SECTIONS)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the model and the options; schedules are made anew."""

@@ -25,6 +25,7 @@ from autostream.errors import FusionError, OptionError
 from autostream.ir import Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
 from autostream.reporting.report import Report
+from autostream.scheduling.cut import cut
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
 from autostream.stopwatch import Stopwatch
@@ -69,17 +70,20 @@ def price_program(
             budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
             costs, faults = costs_here(program, graph, profile, tensors, budget_s)
             remarks = (*remarks, *faults)
-    return Priced(graph, profile, costs, _capture_refusals(graph), tuple(dict.fromkeys(remarks)))
+    refusals = () if graph.device == "cpu" else capture_refusals(graph)
+    return Priced(graph, profile, costs, refusals, tuple(dict.fromkeys(remarks)))
 
 
 def _measures(options: Options, graph: OpGraph) -> bool:
     return options.costs == "measured" or (options.costs == "auto" and graph.device != "cpu")
 
 
-def _capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:
-    """Why a CUDA graph cannot hold these ops."""
-    if graph.device == "cpu":
-        return ()
+def capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:
+    """Why a CUDA graph cannot hold some of these ops.
+
+    Args:
+        graph: the ops.
+    """
     return tuple(
         Decision(op.name, "not captured", f"{op.target}: {op.uncapturable}" + (f" ({op.source})" if op.source else ""))
         for op in graph.ops.values()
@@ -136,10 +140,21 @@ def plan(
         chosen=best,
         timeline=simulate(best.schedule, priced.costs, priced.profile, captured=best.captured),
         candidates=candidates,
-        refusals=(*unfused, *priced.refusals, *priced.remarks, *exempted),
+        refusals=(*unfused, *priced.refusals, *_in_sections(priced, options), *priced.remarks, *exempted),
         seconds=dict(stopwatch.seconds),
         versions=versions(),
     )
+
+
+def _in_sections(priced: Priced, options: Options) -> tuple[Decision, ...]:
+    """What a call would do beside what is planned: the whole, uncaptured."""
+    captured = [part for part in cut(priced.graph) if part.captured] if priced.refusals else []
+    if options.cuda_graph is False or not captured:
+        return ()
+    ops, graphs = sum(len(part.ops) for part in captured), len(captured)
+    share = f"{ops} of {len(priced.graph.ops)} ops, in {graphs} CUDA graph{'s' * (graphs > 1)}"
+    reason = f"a call captures {share}, and runs the others as they are; what is planned here is the whole, uncaptured"
+    return (Decision("", "in sections", reason),)
 
 
 def _fused(

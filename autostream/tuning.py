@@ -96,7 +96,7 @@ def _again(
     try:
         if before.level == "inductor":
             program, remarks = fused_here(program, options.inductor_options, arguments, stopwatch)
-        with _static(program, arguments, bound) as arguments:
+        with on_copies(program, arguments, bound) as arguments:
             priced = price_program(program, options, stopwatch, tensors=arguments)
             candidates = candidates_again(priced, options, before.schedule, stopwatch)
             with stopwatch("select"), undone(arguments, written(program, priced.graph), program.device):
@@ -197,7 +197,7 @@ def _planned(
     program: Program, arguments: Sequence[Tensor], bound: Sequence[bool], options: Options, stopwatch: Stopwatch
 ) -> Tuned:
     """Plan, build and measure, on copies of the inputs; the model's state and the generators are put back."""
-    with _static(program, arguments, bound) as arguments:
+    with on_copies(program, arguments, bound) as arguments:
         priced = price_program(program, options, stopwatch, tensors=arguments)
         graph = priced.graph
 
@@ -225,8 +225,14 @@ def _planned(
 
 
 @contextmanager
-def _static(program: Program, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Iterator[list[Tensor]]:
-    """Copies of the inputs beside the model's own tensors, for runs without gradients, autocast as it was traced."""
+def on_copies(program: Program, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Iterator[list[Tensor]]:
+    """Copies of the inputs beside the model's own tensors, for runs without gradients, autocast as it was traced.
+
+    Args:
+        program: that is to run.
+        arguments: of it.
+        bound: which of them are the model's own.
+    """
     copied = [index for index, is_bound in enumerate(bound) if not is_bound]
     with torch.inference_mode(False), torch.no_grad(), without_autocast(program.level):
         yield static_copies(arguments, copied)

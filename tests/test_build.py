@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -13,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 
 from autostream import optimize, tuning
 from autostream.build import (
-    Pieces,
     Plain,
     Scheduled,
     Stale,
@@ -36,7 +33,6 @@ from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools
 from autostream.ir import Decision, Program
 from autostream.options import Options
 from autostream.pipeline import plan
-from autostream.reporting.report import Report
 from autostream.select import Selection
 from autostream.storages import storage_of
 from autostream.tracing import inductor
@@ -394,14 +390,14 @@ def test_without_memory_to_capture_it_again_it_is_stale(stage: str, monkeypatch:
 
     monkeypatch.setattr(Graph, "__call__", moved)
     entry, graph = scheduled(nn.ReLU(), t(4)), Graph(t(4), written=[False], pool=Pool())
-    entry._use(replace(entry._selection, execution=graph))
+    entry._use(graph)
     if stage == "capture":
         graph.failure = CaptureError("no memory")
     else:
         monkeypatch.setattr(f"autostream.build.{stage}", fails)
     with pytest.raises(Stale):
         entry([t(4)])
-    assert entry._selection.execution is graph
+    assert entry._execution is graph
 
 
 def test_what_is_not_captured_needs_no_pool() -> None:
@@ -410,124 +406,9 @@ def test_what_is_not_captured_needs_no_pool() -> None:
     assert not pools
 
 
-# Pieces
-
-
-class Piece:
-    """Runs a piece of a model as it is."""
-
-    reports = (Report("Piece", "", "one stream"),)
-
-    def __init__(self, module: nn.Module, bound: frozenset[int]) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any) -> Any:
-        return self.module(*args)
-
-
 def signature() -> Any:
     tensors, structure = flatten(((t(3),), {}))
     return signature_of(structure, tensors, b"")
-
-
-@torch.no_grad()
-def test_pieces_are_reported_when_they_have_been_made() -> None:
-    pieces = Pieces(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), signature(), "no graph", Piece)
-    assert (pieces.report.mode, pieces.report.parts) == ("not run yet", ())
-    same(pieces(torch.ones(3)), torch.full((3,), 2.0))
-    assert pieces.report.mode == "graph breaks"
-    first, last = pieces.report.parts
-    assert re.fullmatch(
-        r"a branch depends on the value of a tensor \(.*test_build.py:\d+: .* if x.sum\(\) > 0 .*\)", first.ended
-    )
-    assert (last,) == Piece.reports, "the model returns"
-    assert replace(first, ended="") == last
-    assert [refusal.reason for refusal in pieces.report.refusals] == ["no graph"]
-
-
-@torch.no_grad()
-def test_a_model_without_pieces_is_plain_for_a_reason() -> None:
-    pieces = Pieces(Model(lambda s, x: x), signature(), "no graph", Piece)
-    same(pieces(t(3)), t(3))
-    assert pieces.report.mode == "plain"
-    assert [refusal.choice for refusal in pieces.report.refusals] == ["split at graph breaks", "plain"]
-    assert "no piece" in pieces.report.refusals[1].reason
-
-
-@torch.no_grad()
-def test_a_model_that_dynamo_refuses_runs_as_it_is() -> None:
-    """The branches of a ``cond`` must be traceable; run plainly, it does not compile them."""
-
-    def breaks(s: Model, x: Tensor) -> Tensor:
-        if torch.compiler.is_dynamo_compiling():
-            torch.cond(x.sum() > 0, lambda x: print() or x + 1, lambda x: x - 1, (x,))
-        return x + 1
-
-    pieces = Pieces(Model(breaks), signature(), "no graph", Piece)
-    for _ in range(2):
-        same(pieces(t(3)), t(3) + 1)
-    assert pieces.report.mode == "plain"
-    assert [refusal.choice for refusal in pieces.report.refusals] == ["split at graph breaks", "plain"]
-    assert "Dynamo cannot trace it either: UncapturedHigherOrderOpError" in pieces.report.refusals[1].reason
-
-
-@torch.no_grad()
-def test_a_number_that_changes_from_call_to_call_does_not_make_pieces_for_ever(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It is a constant in the second piece, so each new one makes that piece anew."""
-    made = []
-
-    def make(module: nn.Module, bound: frozenset[int]) -> Piece:
-        made.append(module)
-        return Piece(module, bound)
-
-    model = Model(lambda s, x: (x + 1) * x.sum().item())
-    pieces = Pieces(model, signature(), "no graph", make)
-    for number in range(20):
-        same(pieces(torch.full((3,), float(number))), model(torch.full((3,), float(number))))
-    assert len(made) == 1 + 9
-    assert pieces.report.mode == "plain"
-    assert "a number that changes from call to call" in pieces.report.refusals[-1].reason
-    assert "keep it a tensor" in caplog.text
-
-
-@torch.no_grad()
-def test_pieces_that_are_the_same_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.build._MOST_ALIKE", 1)
-    pieces = Pieces(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), signature(), "no graph", Piece)
-    for _ in range(3):
-        torch._dynamo.reset()
-        same(pieces(torch.ones(3)), torch.full((3,), 2.0))
-    assert (pieces.report.mode, len(pieces.report.parts)) == ("graph breaks", 6)
-
-
-@torch.no_grad()
-def test_what_dynamo_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries: list[int] = []
-
-    def refuse(*args: Any) -> None:
-        tries.append(1)
-        raise TorchDynamoException("no way")
-
-    monkeypatch.setattr("autostream.build.split", lambda model, make_piece, refused: refuse)
-    pieces = Pieces(nn.ReLU(), signature(), "no graph", Piece)
-    for _ in range(3):
-        same(pieces(t(3)), t(3).relu())
-    assert len(tries) == 1
-    assert pieces.report.mode == "plain"
-
-
-@torch.no_grad()
-def test_what_the_model_raises_is_no_refusal() -> None:
-    def fails(s: Model, x: Tensor) -> Tensor:
-        s.calls.append(1)
-        raise KeyError("the model's own")
-
-    model = Model(fails, calls=[])
-    with pytest.raises(KeyError, match="the model's own"):
-        Pieces(model, signature(), "no graph", Piece)(t(3))
-    assert model.calls == [1]
 
 
 @torch.no_grad()

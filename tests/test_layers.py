@@ -22,7 +22,7 @@ FLOORS = {
     3: {
         *("pipeline", "candidates", "comparison", "budget", "choices"),
         *("select", "shortcut", "tuning", "build", "differentiated", "repetition", "dispatch", "buckets"),
-        "padding",
+        *("padding", "pieces", "sections"),
     },
     4: {"api", "explaining", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
@@ -115,6 +115,7 @@ ONLY_IN = [
         r"\.(create_node|node_copy|graph_copy|erase_node|call_function|call_module|inserting_(before|after)"
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
         {
+            "execution.cutting",
             "execution.lower",
             "overlap.children",
             "tracing.below_autograd",
@@ -128,9 +129,9 @@ ONLY_IN = [
     ),
     (
         r"\bfx\.Graph\(|\.GraphModule\(",
-        {"execution.lower", "overlap.children", "tracing.gradients", "tracing.kernel_json"},
+        {"execution.cutting", "execution.lower", "overlap.children", "tracing.gradients", "tracing.kernel_json"},
     ),
-    (r"\.(create_node|node_copy)\(", {"execution.lower", "tracing.gradients"}),
+    (r"\.(create_node|node_copy)\(", {"execution.cutting", "execution.lower", "tracing.gradients"}),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"execution.streams"}),
     # touches streams and events

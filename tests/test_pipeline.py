@@ -153,14 +153,28 @@ def test_what_exceeds_the_memory_budget_is_not_chosen_and_an_exempt_one_stream_i
 
 def test_what_that_gpu_could_not_capture_is_named_with_its_line() -> None:
     report = dry_run(Waits())
-    assert [refusal.choice for refusal in report.refusals] == ["not captured"]
-    (refusal,) = report.refusals
+    assert [refusal.choice for refusal in report.refusals] == ["not captured"] * 2
+    refusal, needs_it = report.refusals
+    assert needs_it.reason.startswith("aten.sum.default: takes a tensor whose shape depends on data (")
     target, _, reason = refusal.reason.partition(": ")
     assert (refusal.op, target) == ("masked_select", "aten.masked_select.default")
     assert reason.startswith("its result's shape depends on data (")
     assert reason.endswith("return x.relu(), torch.masked_select(x, x > 0).sum())")
     assert "test_pipeline.py:" in reason
     assert {candidate.captured for candidate in report.candidates} == {False}
+
+
+def test_what_would_be_captured_nevertheless_is_told() -> None:
+    """Seven ops, then relu and a comparison, and the two that depend on data."""
+
+    class Asks(Waits):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = (x.relu() + x.sin() + x.cos()) * x.tanh()
+            return super().forward(y)
+
+    (told,) = [refusal for refusal in dry_run(Asks()).refusals if refusal.choice == "in sections"]
+    assert told.reason.startswith("a call captures 9 of 11 ops, in 1 CUDA graph, and runs the others as they are")
+    assert all(refusal.choice != "in sections" for refusal in dry_run(Asks(), cuda_graph=False).refusals)
 
 
 def test_without_capture_nothing_is_captured_and_outputs_stay_on_stream_0() -> None:

@@ -14,6 +14,7 @@ from autostream.operators import base_name
 
 WAITS = "makes the host wait for the device"
 DATA_SHAPE = "its result's shape depends on data"
+GIVEN_DATA_SHAPE = "takes a tensor whose shape depends on data"
 ON_CPU = "runs on the CPU"
 FROM_HOST = "copies host memory that is not pinned to the device"
 TO_HOST = "copies to host memory, which the host may read before the graph has run"
@@ -62,6 +63,25 @@ def opaque_refusal_of(node: fx.Node) -> str:
     """The same for a call without a schema, of which little is known."""
     reason = _placement_refusal(tensors_given(node), tensors_in(value_of(node)))
     return reason or (BRANCHES if str(node.target) in ("cond", "while_loop") else "")
+
+
+def dependence_of(node: fx.Node) -> str:
+    """Why a CUDA graph cannot hold a call, whatever it calls: what it is given is known only when it runs.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> x.meta["val"] = torch.empty(2)
+        >>> dependence_of(graph.call_function(torch.ops.aten.mul.Tensor, (x, 2.0)))
+        ''
+    """
+    if any(isinstance(value_of(source), _NUMBERS) for source in node.all_input_nodes):
+        return NUMBER
+    return GIVEN_DATA_SHAPE if any(map(_depends_on_data, tensors_given(node))) else ""
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Sizes are numbers as they are in what is traced: numbers that stand for others depend on data."""
 
 
 def crosses(node: fx.Node) -> bool:

@@ -35,7 +35,7 @@ import torch
 from torch import fx
 from torch._ops import OperatorBase
 
-from autostream.analysis.capturability import NUMBER, ON_CPU, crosses
+from autostream.analysis.capturability import NUMBER, ON_CPU, crosses, dependence_of
 from autostream.analysis.effects import Effects, effects_of
 from autostream.analysis.hazards import AccessHistory
 from autostream.analysis.memory import Memory, Names
@@ -116,6 +116,7 @@ class _Draft:
         self.dependencies: list[Dependency] = []
         self.prelude: list[str] = []
         self._placeholders = {placeholder.name: placeholder for placeholder in program.placeholders}
+        self._nodes = {node.name: node for node in program.module.graph.nodes}
         self._history = AccessHistory()
         self._literals: set[str] = set()
         self._device = program.device
@@ -151,6 +152,9 @@ class _Draft:
         if self._shared:
             self._take_shared()
         for group in self.groups.values():
+            if not group.effects.uncapturable:
+                nodes = map(self._nodes.__getitem__, group.members)
+                group.effects = replace(group.effects, uncapturable=next(filter(None, map(dependence_of, nodes)), ""))
             if "collective" in group.effects.orders:
                 # It only starts here, and reads on until somebody waits for its result; of blocks, NCCL sees to that.
                 self.memory.keep_apart(self.memory.occupied(group.effects.reads + group.effects.writes))

@@ -1,7 +1,8 @@
-"""Of a model that was split at graph breaks: how long its pieces take, and how much of that lies in CUDA graphs."""
+"""Of a model that runs in parts: how long these take, and how much of that lies in CUDA graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ def time_us(piece: Report) -> float | None:
 def captured_share(report: Report) -> float | None:
     """The share of its pieces' time that lies in CUDA graphs; ``None`` where none that runs on a GPU is timed.
 
-    Each piece counts once, however often it runs. What runs between them is not timed.
+    Each piece counts once, however often it runs; one that has parts of its own, as these. What runs between pieces at
+    graph breaks is not timed.
 
     Example:
         >>> from autostream.ir import Candidate, OpGraph, Schedule
@@ -29,7 +31,15 @@ def captured_share(report: Report) -> float | None:
         >>> captured_share(Report("Net", "8:float32 on cuda:0", "graph breaks", parts=parts))
         0.75
     """
-    on_gpu = [piece for piece in report.parts if piece.graph is not None and piece.graph.device != "cpu"]
+    pieces = (piece for part in report.parts for piece in _innermost(part))
+    on_gpu = [piece for piece in pieces if piece.graph is not None and piece.graph.device != "cpu"]
     timed = [(piece.chosen.captured, time_us(piece) or 0.0) for piece in on_gpu if piece.chosen is not None]
     total_us = sum(took for _, took in timed)
     return sum(took for captured, took in timed if captured) / total_us if total_us else None
+
+
+def _innermost(report: Report) -> Iterator[Report]:
+    if not report.parts:
+        yield report
+    for part in report.parts:
+        yield from _innermost(part)

@@ -20,8 +20,9 @@ class Report:
         model: the name of the model's class, or of the function.
         signature: readable, e.g. ``"1x3x224x224:float16 on cuda:0, eval, no_grad"``.
         mode: what a call runs: ``"plain"`` (the model itself), ``"one stream"``, ``"streams"``, ``"threads"`` (streams
-            of a CPU), ``"cuda graph"``, ``"graph breaks"`` and ``"forward and backward"`` (see ``parts``),
-            ``"not run yet"`` where the first call will tell, or ``"dry run"`` where nothing was to run.
+            of a CPU), ``"cuda graph"``, ``"sections"`` (CUDA graphs, and between them the ops that none can hold),
+            ``"graph breaks"`` and ``"forward and backward"`` (see ``parts``), ``"not run yet"`` where the first call
+            will tell, or ``"dry run"`` where nothing was to run.
         level: what one op is, as in :class:`~autostream.ir.Program`; ``""`` where tracing was refused.
         profile: the device that was planned for.
         graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
@@ -33,8 +34,9 @@ class Report:
         refusals: what could not be done, and why, in the order in which it was tried.
         seconds: stage name to the wall-clock seconds it took.
         versions: package name to version.
-        parts: of a model that was split at graph breaks, one report for each piece that has run; where gradients are
-            recorded, one for the forward, and one for the backward as soon as it has run.
+        parts: of a model that was split at graph breaks, one report for each piece that has run; of one that a CUDA
+            graph cannot hold whole, one for each section and for the ops between two; where gradients are recorded, one
+            for the forward, and one for the backward as soon as it has run.
         ended: of such a piece, why it ends where it does, with the user's source line; ``""`` where the model returns.
         half: of a call that records gradients, ``"forward"`` or ``"backward"``; ``""`` of all else.
     """

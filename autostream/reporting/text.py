@@ -28,6 +28,7 @@ _MODES = {
     "plain": "the plain model",
     "one stream": "one op after another, uncaptured,",
     "graph breaks": "pieces between graph breaks",
+    "sections": "CUDA graphs, and between them the ops that none can hold",
     "forward and backward": "a forward and a backward, each scheduled for itself",
     "not run yet": "nothing yet: the first call makes the pieces, or raises the model's own error",
     "streams": "ops on CUDA streams, uncaptured,",
@@ -183,7 +184,7 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
 
 
 def _pieces(report: Report) -> str:
-    """What a model was split into at graph breaks."""
+    """What a model was split into."""
     pieces = [part for part in report.parts if not part.half]
     if not pieces:
         return ""
@@ -219,7 +220,10 @@ def _half(part: Report) -> str:
 def _captured(report: Report) -> Iterator[tuple[str, str]]:
     share = captured_share(report)
     if share is not None:
-        yield "captured", f"{share:.0%} of the time of its pieces, each run once; what runs between them is not timed"
+        rest = (
+            "what no graph holds as predicted" if report.mode == "sections" else "what runs between them is not timed"
+        )
+        yield "captured", f"{share:.0%} of the time of its pieces, each run once; {rest}"
 
 
 def _answers(report: Report, explanation: Explanation | None, shown: frozenset[str]) -> Iterator[str]:

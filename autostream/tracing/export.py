@@ -52,6 +52,7 @@ class Tracer:
     Attributes:
         trace: makes a program of one, at flat tensors that were taken from arguments of this structure.
         may_split: whether Dynamo may split one that cannot be traced whole.
+        may_cut: whether one whose program a CUDA graph cannot hold whole may run in parts.
         may_try: whether one may be called with copies of its tensors, to see whether it takes some arguments.
         may_renew: whether a new schedule takes the place of the least recently used one where there are too many.
         may_refuse: whether the caller of one has another way where no graph does the same, and is told so.
@@ -59,6 +60,7 @@ class Tracer:
 
     trace: Callable[[Any, Sequence[Tensor], Structure], Traced]
     may_split: bool
+    may_cut: bool
     may_try: bool
     may_renew: bool
     may_refuse: bool = False
@@ -98,8 +100,11 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
     return Traced(program_of(module, placeholders), flat.result.structure, constants)
 
 
-MODELS = Tracer(trace, may_split=True, may_try=True, may_renew=True)
+MODELS = Tracer(trace, may_split=True, may_cut=True, may_try=True, may_renew=True)
 """Of any module."""
+
+SECTIONS = Tracer(trace, may_split=False, may_cut=False, may_try=False, may_renew=True)
+"""Of parts of programs."""
 
 
 def _padding_refused(twin: nn.Module) -> nn.Module:

@@ -6,13 +6,14 @@
     tangents ──▶ backward ──▶ gradients of what of the state and the inputs requires some
 
 Both have the very ops that eager calls dispatch, in their order: what autograd computes in a backward, such as a part
-of the model that is checkpointed, is computed there. Saved are values in between, and views are made of them again.
+of the model that is checkpointed, is computed there. Saved are values in between; views are made of them again, and
+numbers asked of them again.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -204,8 +205,7 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
     end = min(map(nodes.index, tangents))
     first, second = nodes[:end], [node for node in nodes[end:-1] if node not in tangents]
     crossing = {node for user in second for node in user.all_input_nodes}.union(gradients).intersection(first)
-    paths = list(map(_path, crossing))
-    bases, views = {path[-1] for path in paths}, {node for path in paths for node in path[:-1]}
+    bases, views = _origins(crossing)
     saved = [node for node in first if node in bases and node.op != "placeholder"]
     _check_saved(saved, outputs)
     needed = [at for at, node in enumerate(placeholders) if node in bases]
@@ -257,21 +257,33 @@ def _check_saved(saved: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
     """See that what is saved are tensors, and that whoever writes to an output is found by autograd.
 
     Raises:
-        TraceError: one is none, or shares memory with an output and is not that output.
+        TraceError: one is none, or none of a size that is known, or shares memory with an output and is not that
+            output.
     """
     if any(not isinstance(node.meta.get("val"), Tensor) for node in saved):
         raise TraceError("its backward needs what is no tensor")
+    if any(not isinstance(size, int) for node in saved for size in node.meta["val"].shape):
+        raise TraceError("its backward needs a tensor whose shape depends on data: each new one would be traced anew")
     storages = {storage_of(node.meta["val"]) for node in saved if node not in outputs}
     if any(storage_of(node.meta["val"]) in storages for node in outputs):
         raise TraceError("an output shares memory with what its backward needs")
 
 
-def _path(node: fx.Node) -> list[fx.Node]:
-    """A node, what it is a view of, and so on: the last is no view."""
-    path = [node]
-    while _is_view(path[-1]):
-        path += path[-1].all_input_nodes
-    return path
+def _origins(nodes: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What these are views of, and numbers of; and those views and numbers, which a backward makes once more."""
+    origins, made, pending = set[fx.Node](), set[fx.Node](), list(nodes)
+    for node in pending:
+        if not (_is_view(node) or _is_number(node)):
+            origins.add(node)
+        elif node not in made:
+            made.add(node)
+            pending += node.all_input_nodes
+    return origins, made
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether it is a number that was asked of the device, or is computed from such."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _is_view(node: fx.Node) -> bool:

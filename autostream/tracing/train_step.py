@@ -43,7 +43,7 @@ def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) 
     return Traced(program, flat.result.structure, {})
 
 
-STEPS = Tracer(trace_step, may_split=False, may_try=False, may_renew=False, may_refuse=True)
+STEPS = Tracer(trace_step, may_split=False, may_cut=True, may_try=False, may_renew=False, may_refuse=True)
 """Of training steps: their graphs are whole, and only so many, for each takes as long to make as a thousand steps."""
 
 

@@ -10,9 +10,20 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autostream.analysis.capturability import BRANCHES, DATA_SHAPE, FROM_HOST, ON_CPU, TO_HOST, WAITS
+from autostream.analysis.capturability import (
+    BRANCHES,
+    DATA_SHAPE,
+    FROM_HOST,
+    GIVEN_DATA_SHAPE,
+    NUMBER,
+    ON_CPU,
+    TO_HOST,
+    WAITS,
+    dependence_of,
+)
 from autostream.analysis.effects import effects_of
 from tests.analysis.programs import Tape, aten
+from tests.execution.programs import case_of
 
 
 def fake(*shape: int, device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -137,6 +148,19 @@ def test_shapes_that_depend_on_data() -> None:
         ragged, result = torch.empty((size, 2), device="cuda:0"), torch.empty((size, 2), device="cuda:0")
     assert refusal(aten.relu.default, result, ragged) == DATA_SHAPE
     assert refusal(print, ragged, ragged) == DATA_SHAPE
+
+
+def test_what_is_given_numbers_or_shapes_of_the_device_is_refused_whatever_it_is() -> None:
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return (x * x.max().item()).sin() + x[x.nonzero()[:, 0]].sum()
+
+    nodes = case_of(asks, torch.ones(4)).program.module.graph.nodes
+    calls = [node for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
+    found = {node.name: dependence_of(node) for node in calls if node.users and "sym" not in node.name}
+    assert {name: reason for name, reason in found.items() if reason} == {
+        "mul": NUMBER, "select": GIVEN_DATA_SHAPE, "index": GIVEN_DATA_SHAPE, "sum_1": GIVEN_DATA_SHAPE
+    }  # fmt: skip
+    assert {"max_1", "item", "sin", "nonzero", "add"} <= found.keys()
 
 
 def test_branches_on_data() -> None:

@@ -165,7 +165,7 @@ def test_a_larger_signature_takes_new_memory_for_what_does_not_fit() -> None:
 def graphs(fast: OptimizedModule) -> list[CapturedGraph]:
     """The captured graphs of a model, the least recently used first."""
     entries = fast._autostream._entries.values()
-    found = [entry._selection.execution for entry in entries if isinstance(entry, Scheduled)]
+    found = [entry._execution for entry in entries if isinstance(entry, Scheduled)]
     return [execution for execution in found if isinstance(execution, CapturedGraph)]
 
 

@@ -33,6 +33,11 @@ def test_the_share_is_of_time_and_of_gpus_alone() -> None:
     assert captured_share(PIECE) is None
 
 
+def test_parts_of_parts_count_as_these_do() -> None:
+    uncaptured = replace(PIECE, chosen=replace(CAPTURED, captured=False, measured_us=10.0))
+    assert captured_share(whole(whole(PIECE, uncaptured), PIECE)) == 80 / 90
+
+
 def test_the_share_and_the_ends_are_in_the_json() -> None:
     dumped = dump(whole(replace(PIECE, ended="a print (net.py:3)"), PIECE))
     assert dumped["captured_share"] == 1.0

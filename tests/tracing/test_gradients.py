@@ -66,6 +66,20 @@ def test_of_views_what_they_are_views_of_is_saved() -> None:
     assert len(given(found, 1)) <= 3
 
 
+def test_numbers_are_asked_again_of_what_they_were_asked_of() -> None:
+    """The largest element and a sum of two are needed: both tensors that were asked are saved, in place of numbers."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).sin()
+            top, low = y.max().item(), y.min().item()
+            return y * top * (top + low)
+
+    found = halves(Scaled(4, 5))
+    assert set(given(found, 1)) == {"input 0", "addmm", "max_1", "min_1"}
+    assert targets(found.backward(found.saved).graph).count("aten::_local_scalar_dense") == 2
+
+
 def test_gradients_come_from_the_outputs_that_they_depend_on() -> None:
     """The second output is written into a slice, so that only its memory tells where its gradient went.
 
@@ -129,7 +143,7 @@ def function(run: Callable[..., Any]) -> nn.Module:
         (lambda y, x: (y, x), "an output shares memory"),
         (lambda y, x: (y, y[0]), "an output shares memory"),
         (lambda y, x: y.tanh()[:, :2], "an output shares memory with what its backward needs"),
-        (lambda y, x: y * y.sum().item(), "its backward needs what is no tensor"),
+        (lambda y, x: y[y.sin().nonzero()[:, 0]].sin(), "its backward needs a tensor whose shape depends on data"),
         (lambda y, x: y.register_hook(torch.neg) and y * 1, "calls register_hook, which a graph would not"),
         (lambda y, x: y * torch.rand(4, generator=torch.Generator()), "a generator of the model's own|_C.Generator"),
         (lambda y, x: y.sum().backward() or x.sum() + y, "calls backward, which a graph would not"),

@@ -1,0 +1,132 @@
+"""A model that cannot be traced whole: Dynamo splits it at graph breaks, and each piece is scheduled for itself."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import nn
+from torch.fx import GraphModule
+
+from autostream.analysis.source import user_line
+from autostream.errors import first_line
+from autostream.ir import Decision
+from autostream.pipeline import versions
+from autostream.reporting.report import Report
+from autostream.tracing.dynamo import ending_of, is_refusal, split, without_numbers
+from autostream.tracing.signature import Signature
+from autostream.tracing.state import name_of
+
+log = logging.getLogger(__name__)
+
+
+class OptimizedPiece(Protocol):
+    """What runs in the place of a piece of a model."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of each signature."""
+
+
+MakePiece = Callable[[GraphModule, frozenset[int]], OptimizedPiece]
+"""Takes a graph and the positions of its inputs that stay where they are from call to call."""
+
+
+class Pieces:
+    """A model that Dynamo splits at graph breaks, each piece scheduled for itself; or, if that fails, the plain model.
+
+    Args:
+        model: the live model.
+        signature: what this is made for.
+        reason: why the whole model could not be traced.
+        make_piece: makes what runs in the place of a piece; it has ``reports``.
+    """
+
+    def __init__(self, model: nn.Module, signature: Signature, reason: str, make_piece: MakePiece) -> None:
+        self._model = model
+        self._signature = signature
+        self._refusals = {reason: Decision("", "split at graph breaks", reason)}
+        self._pieces: list[tuple[OptimizedPiece, str]] = []
+        """With the reason why each ends where it does."""
+        self._alike = defaultdict[str, set[str]](set)
+        """The code of pieces that differ in numbers only, by that code without them."""
+        self._called = False
+
+        def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
+            made = make_piece(module, bound_inputs)
+            self._pieces.append((made, _ending(module)))
+            self._alike[without_numbers(module.code)].add(module.code)
+            return made
+
+        self._run: Callable[..., Any] = split(model, piece, self._refuse)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments."""
+        self._called = True
+        try:
+            outputs = self._run(*args, **kwargs)
+        except Exception as error:
+            if self._run is self._model or not is_refusal(error):
+                raise
+            self._refuse(first_line(error))
+            self._give_up()
+            return self._model(*args, **kwargs)
+        if any(len(codes) > _MOST_ALIKE for codes in self._alike.values()):
+            self._refusals = {**self._refusals, _NUMBERS: Decision("", "plain", _NUMBERS)}
+            log.warning("%s runs plainly: %s", name_of(self._model), _NUMBERS)
+            self._give_up()
+        return outputs
+
+    def _give_up(self) -> None:
+        self._run, self._pieces = self._model, []
+        self._alike.clear()
+
+    def _refuse(self, reason: str) -> None:
+        reason = f"Dynamo cannot trace it either: {reason}"
+        self._refusals = {**self._refusals, reason: Decision("", "plain", reason)}
+
+    @property
+    def report(self) -> Report:
+        """What is known now: pieces are made in the calls that get to them."""
+        return Report(
+            model=name_of(self._model),
+            signature=str(self._signature),
+            mode=self._mode(),
+            refusals=self._all_refusals(),
+            versions=versions(),
+            parts=tuple(replace(report, ended=ended) for piece, ended in self._pieces for report in piece.reports),
+        )
+
+    def _mode(self) -> str:
+        if not self._called:
+            return "not run yet"
+        return "graph breaks" if self._pieces else "plain"
+
+    def _all_refusals(self) -> tuple[Decision, ...]:
+        unexplained = self._mode() == "plain" and all(r.choice != "plain" for r in self._refusals.values())
+        nothing = Decision("", "plain", _NO_PIECE)
+        return (*self._refusals.values(), nothing) if unexplained else tuple(self._refusals.values())
+
+
+_NO_PIECE = (
+    "TorchDynamo finds no piece of it that it could trace: of a function with a graph break inside a loop it traces "
+    "nothing; if that is what it is, make the body of the loop a method of its own"
+)
+
+_MOST_ALIKE = 8
+"""Dynamo takes a number for a constant, and makes a piece anew for another one: so often, and then never again."""
+
+_NUMBERS = "its pieces hold a number that changes from call to call, such as one of .item(): keep it a tensor"
+
+
+def _ending(module: GraphModule) -> str:
+    """Why a piece ends where it does, with the user's line."""
+    reason, stack = ending_of(module)
+    line = user_line(stack)
+    return f"{reason} ({line})" if line else reason

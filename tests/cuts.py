@@ -1,0 +1,61 @@
+"""Programs on the CPU that are cut as those on a GPU are: what a graph could not hold is said by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from autostream.analysis.capturability import dependence_of
+from autostream.analysis.dependencies import analyze
+from autostream.analysis.values import tensors_in, value_of
+from autostream.ir import Op, OpGraph, Program
+from autostream.scheduling.cut import Part, cut
+from autostream.sections import Sections
+
+REFUSED = "a graph cannot hold it"
+
+Refused = Callable[[Op], bool]
+"""Says of an op that a CUDA graph could not hold it."""
+
+
+def graph_with(program: Program, refused: Refused) -> OpGraph:
+    """The ops of a program, of which a graph cannot hold those, nor those that depend on numbers of the device."""
+    graph, nodes = analyze(program), {node.name: node for node in program.module.graph.nodes}
+
+    def reason(op: Op) -> str:
+        if refused(op) or any(_is_unknown(nodes[name]) for name in op.nodes):
+            return REFUSED
+        return next(filter(None, (dependence_of(nodes[name]) for name in op.nodes)), "")
+
+    return replace(graph, ops={name: replace(op, uncapturable=reason(op)) for name, op in graph.ops.items()})
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a node yields a number, or a shape, that only a run tells."""
+    value = value_of(node)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return True
+    return any(isinstance(size, torch.SymInt) for tensor in tensors_in(value) for size in tensor.shape)
+
+
+def cut_everything(graph: OpGraph) -> tuple[Part, ...]:
+    """The parts of a graph, worth it or not: one for each change between ops that can be captured and others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autostream.scheduling.cut._is_worth_a_graph", lambda graph, part: True)
+        return cut(graph)
+
+
+def let_be_cut(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    """Cut programs on the CPU wherever it can be, at these ops and those that depend on numbers of the device."""
+
+    def sections_of(program: Program, bound: Any, options: Any, make_section: Any, stopwatch: Any) -> Sections | None:
+        graph = graph_with(program, refused)
+        parts = cut_everything(graph)
+        return Sections(program, graph, parts, bound, options, make_section) if len(parts) > 1 else None
+
+    monkeypatch.setattr("autostream.build.sections_of", sections_of)

@@ -1,0 +1,179 @@
+"""Programs in parts: what is written where, by hand; and that it computes the same, however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from autostream.analysis.dependencies import analyze
+from autostream.analysis.looks import looks_at_arguments
+from autostream.analysis.source import user_line
+from autostream.execution.cutting import Whole, take_apart
+from autostream.ir import Op, Role
+from autostream.scheduling.cut import Part
+from autostream.tracing.export import trace
+from autostream.tracing.tree import flatten
+from tests.cuts import REFUSED, cut_everything, graph_with
+from tests.execution.programs import MODELS, Case, case_of, same, sample
+from tests.semantics import Model
+
+
+def taken_apart(case: Case, refused: Callable[[Op], bool]) -> Whole:
+    """A program, cut at these ops and those that depend on numbers of the device."""
+    graph = graph_with(case.program, refused)
+    parts = cut_everything(graph) or (Part(tuple(graph.ops), captured=False),)
+    bound = [p.role is not Role.INPUT for p in case.program.placeholders]
+    return take_apart(case.program, graph, parts, bound, looks_at_arguments(case.program.module.graph))
+
+
+def named(*names: str) -> Callable[[Op], bool]:
+    return lambda op: op.name in names
+
+
+def graph_of(whole: Whole, place: int) -> fx.Graph:
+    return whole.sections[place].program.module.graph
+
+
+def nodes(whole: Whole, place: int) -> list[str]:
+    return [node.name for node in graph_of(whole, place).nodes]
+
+
+def check_same(case: Case, whole: Whole) -> None:
+    args = case.args()
+    with torch.no_grad():
+        outputs = whole.module(*args)
+    expected, expected_args = case.expected()
+    assert same(outputs, expected)
+    assert same(args, expected_args)
+
+
+def test_values_go_from_part_to_part() -> None:
+    """X ─▶ sin ─▶ COS ─▶ add, which takes sin as well; the weight comes first, for it stays."""
+    model = Model(lambda s, x: (top := x.sin()).cos() + top * s.w, w=nn.Parameter(torch.randn(4)))
+    case = case_of(model, torch.randn(4))
+    whole = taken_apart(case, named("cos"))
+    assert [section.captured for section in whole.sections] == [True, False, True]
+    assert nodes(whole, 0) == ["p_model_w", "tensors_0", "sin", "mul", "output"]
+    assert nodes(whole, 1) == ["sin", "cos", "output"]
+    assert nodes(whole, 2) == ["cos", "mul", "add", "output"]
+    assert [section.bound for section in whole.sections] == [{0}, set(), set()]
+    assert [[p.role for p in section.program.placeholders] for section in whole.sections] == [
+        [Role.PARAMETER, Role.INPUT], [Role.INPUT], [Role.INPUT] * 2
+    ]  # fmt: skip
+    assert [section.program.outputs for section in whole.sections] == [("sin", "mul"), ("cos",), ("add",)]
+    check_same(case, whole)
+
+
+def test_what_looks_at_the_same_memory_is_known_to() -> None:
+    case = case_of(lambda x: (top := x.sin())[1:].cos() + top[1:].exp() + top[0], torch.randn(4))
+    whole = taken_apart(case, named("cos", "exp", "add", "add_1"))
+    storages = {placeholder.storage for placeholder in whole.sections[1].program.placeholders}
+    assert len(whole.sections[1].program.placeholders) == 3
+    assert storages == {whole.sections[1].program.placeholders[0].storage}
+    check_same(case, whole)
+
+
+def test_each_part_has_its_own_views_of_arguments() -> None:
+    """Of the transposed weight, both parts are given the weight."""
+    model = Model(lambda s, x: (x @ s.w.t()).sin() @ s.w.t(), w=nn.Parameter(torch.randn(4, 4)))
+    case = case_of(model, torch.randn(4, 4))
+    whole = taken_apart(case, named("sin"))
+    assert [nodes(whole, at) for at in (0, 2)] == [
+        ["p_model_w", "tensors_0", "t", "matmul", "output"],
+        ["p_model_w", "sin", "t_1", "matmul_1", "output"],
+    ]
+    assert [section.bound for section in whole.sections] == [{0}, set(), {0}]
+    check_same(case, whole)
+
+
+def test_a_view_that_may_be_a_copy_is_made_before_what_is_written_afterwards() -> None:
+    """Made in the last part, where only it is used, a copy would have what was written meanwhile."""
+
+    def model(x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        y = x.sin().cos()
+        x.add_(1)
+        return y.reshape(-1) + flat
+
+    whole = taken_apart(case_of(model, torch.randn(3, 3)), named("sin"))
+    assert "reshape" in nodes(whole, 0)
+    for x in (torch.randn(3, 3), torch.randn(3, 3).t()):
+        assert same(whole.module(x.clone()), [model(x)])
+
+
+def test_outputs_may_be_arguments_and_views_of_them() -> None:
+    case = case_of(lambda x, y: (x, y[1:], x.sin().cos(), x.t()), torch.randn(3, 3), torch.randn(3))
+    whole = taken_apart(case, named("sin"))
+    args = case.args()
+    x, part, _, view = whole.module(*args)
+    assert x is args[0]
+    assert (part.data_ptr(), view.data_ptr()) == (args[1][1:].data_ptr(), x.data_ptr())
+    check_same(case, whole)
+
+
+def test_numbers_go_between_parts_that_are_not_captured() -> None:
+    def model(x: Tensor) -> Tensor:
+        number = x.sin().max().item()
+        return (x * number + x * (number + 1)).cos().exp()
+
+    case = case_of(model, torch.randn(4))
+    whole = taken_apart(case, lambda op: False)
+    assert [list(section.program.outputs) for section in whole.sections] == [["max_1"], ["mul", "mul_1"], ["exp"]]
+    for seed in range(3):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(whole.module(x)[0], model(x))
+
+
+def test_shapes_that_depend_on_data_stay_outside_of_graphs() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x[x.cos().nonzero()[:, 0]].sin().sum(0) + x.exp()
+
+    case = case_of(model, torch.randn(4))
+    whole = taken_apart(case, lambda op: False)
+    inner = [node for section in whole.sections if section.captured for node in section.program.module.graph.nodes]
+    values = [node.meta.get("val") for node in inner]
+    assert all(isinstance(size, int) for value in values if isinstance(value, Tensor) for size in value.shape)
+    for x in (torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 2.0])):
+        assert torch.equal(whole.module(x)[0], model(x))
+
+
+def test_the_users_lines_stay() -> None:
+    whole = taken_apart(case_of(lambda x: x.sin().cos(), torch.randn(4)), named("cos"))
+    found = {node.name: user_line(node.stack_trace) for at in (1, 0) for node in graph_of(whole, at).nodes}
+    assert "test_cutting.py" in found["sin"]
+    assert found["cos"] == found["sin"]
+
+
+def test_literals_on_the_cpu_are_made_in_each_part_that_uses_them() -> None:
+    """A graph can be given nothing on the CPU, and keeps what is made there from literals."""
+    model = Model(lambda s, x: ((x * (k := torch.tensor(2.0))).sin() * k).exp())
+    tensors, structure = flatten(((torch.randn(4),), {}))
+    with torch.no_grad():
+        program = trace(model, tensors, structure, device="cuda:0").program
+    for node in program.module.graph.nodes:
+        if node.name in ("c_model_lifted_tensor_0", "lift_fresh_copy", "detach_"):
+            node.meta["val"].fake_device = torch.device("cpu")
+    graph = analyze(program)
+    graph = replace(graph, ops={**graph.ops, "sin": replace(graph.ops["sin"], uncapturable=REFUSED)})
+    whole = take_apart(program, graph, cut_everything(graph), [True, False], ())
+    made = ["lift_fresh_copy", "detach_"]
+    assert nodes(whole, 0) == ["c_model_lifted_tensor_0", "tensors_0", *made, "mul", "output"]
+    assert nodes(whole, 1) == ["mul", "sin", "output"]
+    assert nodes(whole, 2) == ["c_model_lifted_tensor_0", "sin", *made, "mul_1", "exp", "output"]
+    assert torch.equal(whole.module(torch.tensor(2.0), tensors[0])[0], model(tensors[0]))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_however_it_is_cut_it_computes_the_same(model: str, data: Any) -> None:
+    case = sample(model)
+    refused = data.draw(st.sets(st.sampled_from(list(case.graph.ops))))
+    check_same(case, taken_apart(case, lambda op: op.name in refused))

@@ -1,0 +1,297 @@
+"""Programs that run in parts: what is captured and reported, and that nobody can tell them from the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autostream import build, optimize, sections
+from autostream.costs.device import profile_named
+from autostream.dispatch import Dispatcher
+from autostream.ir import Op, Program
+from autostream.options import Options
+from autostream.reporting.text import render
+from autostream.sections import sections_of
+from autostream.stopwatch import Stopwatch
+from autostream.tracing.export import trace
+from autostream.tracing.tree import flatten
+from tests.cuts import REFUSED, let_be_cut
+from tests.random_modules import TURNS, RandomModule, check, random_modules
+from tests.semantics import Model, check_same, same
+
+
+def t(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def nothing(op: Op) -> bool:
+    """What depends on numbers of the device is refused anyway."""
+    return False
+
+
+def asks(s: Model, x: Tensor) -> Tensor:
+    """Branches, a number of the device, branches."""
+    top = (x @ s.w).sin() + (x @ s.w).cos()
+    scaled = top * top.max().item()
+    return scaled.exp() - scaled.tanh()
+
+
+def model() -> Model:
+    return Model(asks, w=nn.Parameter(t(4, 4)))
+
+
+def program_of(module: nn.Module, *args: Tensor, device: str | None = "cuda:0") -> Program:
+    tensors, structure = flatten((args, {}))
+    with torch.no_grad():
+        return trace(module, tensors, structure, device=device).program
+
+
+def cut_up(program: Program, **options: Any) -> sections.Sections | None:
+    """What a program becomes, of which nothing runs."""
+    bound = [True] * len(program.placeholders)
+    return sections_of(program, bound, Options(**options), lambda *_: Unmade(), Stopwatch())
+
+
+class Unmade:
+    """In the place of a section that is never called."""
+
+    reports = ()
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+def large(s: Model, x: Tensor) -> Tensor:
+    """Of so many ops that both parts are worth a graph."""
+    for _ in range(3):
+        x = (x @ s.w).sin() + x.cos()
+    x = x * x.max().item()
+    for _ in range(3):
+        x = (x @ s.w).sin() + x.cos()
+    return x
+
+
+@pytest.mark.parametrize("mode", ["auto", True])
+def test_what_a_graph_cannot_hold_is_between_sections(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
+    found = cut_up(program_of(Model(large, w=nn.Parameter(t(4, 4))), t(4, 4)), cuda_graph=mode)
+    assert found is not None
+    names = [name for name, _ in found.module.named_children()]
+    assert names == ["part_0", "part_1", "part_2"]
+    assert [node.name for node in found.module.part_1.graph.nodes if node.op == "call_function"] == ["item", "mul"]
+
+
+def test_nothing_is_cut_on_the_cpu_nor_where_no_graph_is_wanted_nor_where_one_holds_all_or_none_is_worth_it() -> None:
+    whole = Model(large, w=nn.Parameter(t(4, 4)))
+    assert cut_up(program_of(whole, t(4, 4), device=None)) is None
+    assert cut_up(program_of(whole, t(4, 4)), cuda_graph=False) is None
+    assert cut_up(program_of(Model(lambda s, x: (x.sin() + x.cos()).exp().tanh()), t(4))) is None
+    assert cut_up(program_of(Model(lambda s, x: x.sin() * x.max().item()), t(4))) is None
+
+
+@torch.no_grad()
+def test_the_report_lists_the_parts_why_each_ends_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    fast = optimize(model())
+    fast(t(4, 4))
+    (report,) = fast.reports
+    assert (report.model, report.mode) == ("Model", "sections")
+    assert [part.mode for part in report.parts] == ["one stream"] * 3
+    assert [list(part.graph.ops) for part in report.parts] == [
+        ["matmul", "sin", "matmul_1", "cos", "add", "max_1"], ["item", "mul"], ["exp", "tanh", "sub"]
+    ]  # fmt: skip
+    assert [refusal.op for refusal in report.refusals] == ["item", "mul"]
+    number, follows, returns = (part.ended for part in report.parts)
+    assert re.fullmatch(rf"aten.item.default: {REFUSED} \(.*test_sections.py:\d+: scaled = .*\)", number)
+    assert (follows, returns) == ("what follows fits into a CUDA graph", "")
+    assert all("test_sections.py" in op.source for part in report.parts for op in part.graph.ops.values())
+    assert report.parts[1].chosen.measured_us is None
+    text = render(report)
+    assert "runs as      CUDA graphs, and between them the ops that none can hold" in text
+    assert "Piece 2\n" in text
+    assert [part["ended"] for part in json.loads(report.to_json())["parts"]] == [number, follows, returns]
+    assert "CUDA graphs, and between them" in report.to_html()
+
+
+@torch.no_grad()
+def test_all_sections_are_made_before_the_first_call_and_nothing_is_seen_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+
+    def writes(s: Model, x: Tensor) -> Tensor:
+        x.mul_(s.norm(x).max().item())
+        s.count.add_(1)
+        return nn.functional.dropout(x, 0.5, True)
+
+    module = Model(writes, norm=nn.BatchNorm1d(4), count=nn.Buffer(torch.zeros(1)))
+    fast, x, before = optimize(module), t(3, 4), {n: v.clone() for n, v in module.state_dict().items()}
+    generator = torch.get_rng_state()
+    fast.prepare(x)
+    assert [part.ended != "" for part in fast.reports[0].parts] == [True, True, False]
+    same(dict(module.state_dict()), before)
+    same(x, t(3, 4))
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        asks,
+        lambda s, x: (x.add_(x.sin().max().item()), x.cos(), x.t()),
+        lambda s, x: s.w.mul_(x.mean().item()).sin() + s.w.cos() + s.w,
+        lambda s, x: x[x.sin().nonzero()[:, 0]].cos().sum() + x.exp(),
+        lambda s, x: (torch.rand_like(x) * x.max().item() + torch.rand_like(x)).cos(),
+        lambda s, x: ([x.sin(), {"twice": x.sin() * x.max().item()}], x),
+    ],
+    ids=["number", "input", "state", "shape", "random", "nested"],
+)
+def test_nobody_can_tell_it_from_the_model(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(function, w=nn.Buffer(t(4, 4)))
+    fast = check_same(plain, ((t(4, 4),), {}), {})
+    assert "sections" in [report.mode for report in fast.reports]
+
+
+@torch.no_grad()
+def test_numbers_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    plain = model()
+    fast = optimize(plain)
+    for seed in range(12):
+        same(fast(t(4, 4, seed=seed)), plain(t(4, 4, seed=seed)))
+    assert [report.mode for report in fast.reports] == ["sections"]
+
+
+def test_sections_are_made_for_the_mode_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients on, where nothing requires any, and each but once."""
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(asks, w=t(4, 4))
+    fast = optimize(plain)
+    same(fast(t(4, 4)), plain(t(4, 4)))
+    assert len(fast.reports[0].parts) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.w.mul_(2),
+        lambda model: setattr(model.w, "data", t(4, 4, seed=9)),
+        lambda model: setattr(model, "w", nn.Parameter(t(4, 4, seed=9))),
+        lambda model: setattr(model, "w", nn.Parameter(t(4, 4, seed=9).double())),
+        lambda model: setattr(model, "w", nn.Parameter(t(4, 4, seed=9).t())),
+    ],
+)
+def test_weights_may_change_between_calls(change: Callable[[Model], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(lambda s, x: asks(s, x.to(s.w.dtype)), w=nn.Parameter(t(4, 4)))
+    fast = optimize(plain)
+    for _ in range(3):
+        same(fast(t(4, 4)), plain(t(4, 4)))
+    change(plain)
+    for _ in range(2):
+        same(fast(t(4, 4)), plain(t(4, 4)))
+
+
+@torch.no_grad()
+def test_a_section_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be for ever, where it is refused for itself."""
+    seen: list[str] = []
+    let_be_cut(monkeypatch, nothing)
+    cut_once = build.sections_of
+
+    def spy(program: Program, *rest: Any) -> Any:
+        seen.append(program.outputs[0])
+        return cut_once(program, *rest)
+
+    monkeypatch.setattr("autostream.build.sections_of", spy)
+    optimize(model())(t(4, 4))
+    assert len(seen) == 1
+
+
+@torch.no_grad()
+def test_pieces_between_graph_breaks_are_cut_as_well(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, lambda op: "cumsum" in op.target)
+
+    def breaks(s: Model, x: Tensor) -> Tensor:
+        y = x.sin().cumsum(0).cos()
+        return y + 1 if y.sum() > 0 else y - 1
+
+    fast = optimize(Model(breaks))
+    for seed in range(3):
+        same(fast(t(4, seed=seed)), breaks(Model(breaks), t(4, seed=seed)))
+    (report,) = fast.reports
+    assert report.mode == "graph breaks"
+    assert [part.mode for part in report.parts][:1] == ["sections"]
+    assert len(report.parts[0].parts) == 3
+
+
+def test_a_forward_and_a_backward_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, lambda op: "tanh" in op.target)
+    plain = Model(lambda s, x: (x @ s.w).sin().tanh() @ s.w, w=nn.Parameter(t(4, 4)))
+    fast = check_same(plain, ((t(4, 4),), {}), {"policy": "sequential"}, (torch.enable_grad,) * 3)
+    (report,) = fast.reports
+    assert [(part.half, part.mode) for part in report.parts] == [("forward", "sections"), ("backward", "sections")]
+    assert len(report.parts[0].parts) == 3, "each was made once"
+
+
+def test_a_number_of_the_device_scales_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(lambda s, x: ((top := (x @ s.w).sin()) * top.max().item()).exp() @ s.w, w=nn.Parameter(t(4, 4)))
+    fast = optimize(plain, policy="sequential")
+    for seed in range(4):
+        x = t(4, 4, seed=seed)
+        ours, theirs = (torch.autograd.grad(run(x).sum(), plain.w) for run in (fast, plain))
+        same(ours, theirs)
+    (report,) = fast.reports
+    assert [part.mode for part in report.parts] == ["sections", "sections"]
+
+
+@torch.no_grad()
+def test_what_was_checked_of_a_whole_schedule_is_checked_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input in memory of a buffer that the model writes goes to the model itself."""
+    let_be_cut(monkeypatch, nothing)
+
+    def writes(s: Model, x: Tensor) -> Tensor:
+        s.w.add_(x.max().item())
+        return x.sin().cos()
+
+    plain = Model(writes, w=nn.Buffer(t(4)))
+    fast = optimize(plain)
+    fast(t(2))
+    before = plain.w.clone()
+    expected = (before[:2] + before[:2].max()).sin().cos()
+    same(fast(plain.w[:2]), expected)
+    assert "shares memory with the model's own state" in fast.reports[-1].refusals[0].reason
+
+
+@torch.no_grad()
+def test_its_code_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    lowered = Dispatcher(model(), Options()).lowered(t(4, 4))
+    assert lowered is not None
+    assert "self.part_1(" in lowered.code
+    assert "aten.item" in lowered.part_1.code
+
+
+@torch.no_grad()
+def test_it_says_why_no_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    watched = Dispatcher(model(), Options()).watched(t(4, 4))
+    assert watched is not None
+    assert watched.refusals[-1].choice == "not watched"
+
+
+@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(module=random_modules(), turns=st.sampled_from(list(TURNS)), one_in=st.sampled_from([2, 3, 5]))
+def test_random_modules_are_the_same_however_they_are_cut(module: RandomModule, turns: str, one_in: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        let_be_cut(patch, lambda op: sum(op.name.encode()) % one_in == 0)
+        check(*module(), {}, TURNS[turns])
