@@ -34,8 +34,8 @@ BATCHES = 60
 
 ROUNDS = 7
 
-WIDTH = 512
-"""Of the products."""
+WIDTH = 1024
+"""Of the products: each takes the device longer than the host."""
 
 WAYS = ("copy", "work", "synchronous", "non_blocking", "prefetch", "graph", "graph_into")
 """To write the loop; the first two are its halves."""
@@ -62,7 +62,8 @@ def row(mib: int, depth: int, device: torch.device) -> dict[str, Any]:
     clock, pinned = clock_of(device), torch.ones(mib * MIB // 4).pin_memory()
     target, weight = torch.empty_like(pinned, device=device), torch.full((WIDTH, WIDTH), 1 / WIDTH, device=device)
     copy_us = clock.once_us(lambda: target.copy_(pinned, non_blocking=True))
-    product_us = clock.once_us(lambda: torch.mm(weight, weight))
+    products = Work(weight, 20)  # one alone takes the host longer than the device
+    product_us = clock.once_us(lambda: products(target)) / products.products
     calls = loops([pinned] * BATCHES, depth, device, weight, max(1, round(copy_us / product_us)))
     rounds = [{name: clock.once_us(call) / BATCHES for name, call in calls.items()} for _ in range(1 + ROUNDS)]
     return {"mib": mib, **{f"{name}_us": round(median(each[name] for each in rounds[1:]), 2) for name in calls}}

@@ -14,7 +14,8 @@ The same holds of memory in slots (:mod:`autostream.execution.slots`), which are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -49,21 +50,24 @@ class Transfer:
     ) -> None:
         self._device = device
         self._home = home or home_of(device)
+        plain = list(map(_is_plain, tensors))
         # Whoever reads ahead, whoever takes it may train with it.
-        with torch.cuda.stream(self._home), torch.inference_mode(False):
-            sources = [_pinned(tensor) if _is_plain(tensor) else tensor for tensor in tensors]
-            places = iter(memory(list(filter(_is_plain, sources)), device, self._home))
-            self._tensors = [next(places) if _is_plain(source) else source.to(device) for source in sources]
-            self._start(sources)
+        with nullcontext() if home is None else torch.cuda.stream(home), torch.inference_mode(False):
+            sources = [_pinned(tensor) for tensor in compress(tensors, plain)]
+            targets = memory(sources, device, self._home)
+            places = iter(targets)
+            self._tensors = [
+                next(places) if own else other.to(device) for own, other in zip(plain, tensors, strict=True)
+            ]
+            self._start(targets, sources)
 
-    def _start(self, sources: Sequence[Tensor]) -> None:
+    def _start(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         stream = copy_stream(self._device)
         stream.wait_stream(self._home)
         try:
             with torch.cuda.stream(stream):
-                for target, source in zip(self._tensors, sources, strict=True):
-                    if _is_plain(source):
-                        target.copy_(source, non_blocking=True)
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
         finally:  # also behind those that were begun before one failed
             self._arrived = stream.record_event()
 

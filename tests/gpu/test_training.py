@@ -151,7 +151,9 @@ def test_a_step_whose_loss_is_no_graph_has_those_of_its_model() -> None:
 def test_one_captured_step_takes_the_momentum_of_each_turn(optimizer: str, kernels: str) -> None:
     ours, theirs, batches = twins("mlp", CYCLED[optimizer])
     start = copy.deepcopy(ours[0])
-    cycles = [torch.optim.lr_scheduler.OneCycleLR(its, 0.02, total_steps=STEPS + 1) for _, its in (ours, theirs)]
+    # At ten times its rate RMSprop diverges, and whoever rounds otherwise diverges elsewhere.
+    peak = 2 * ours[1].param_groups[0]["lr"]
+    cycles = [torch.optim.lr_scheduler.OneCycleLR(its, peak, total_steps=STEPS + 1) for _, its in (ours, theirs)]
     step, plain = autostream.train_step(*ours, mse, kernels=kernels), eager(*theirs)
     for number in range(STEPS):
         batch = batches[number % 2]
