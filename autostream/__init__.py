@@ -14,6 +14,7 @@ for batch in autostream.prefetch(loader, "cuda"):          # the next ones are c
     ...
 """
 
+from autostream import logs
 from autostream.api import OptimizedModule, optimize
 from autostream.buckets import Bucket
 from autostream.errors import (
@@ -33,6 +34,8 @@ from autostream.training import train_step
 from autostream.version import VERSION
 
 __version__ = VERSION
+
+logs.start()
 
 __all__ = [
     "AutostreamError",

@@ -3,7 +3,7 @@
     state, inputs, generators ──▶ scheduled call ──▶ put back ──▶ the model ──▶ the same outputs, state and inputs?
 
 That costs a call of the model and copies of all its state each time: it is for finding out whether autostream is at
-fault.
+fault. Where a call records gradients, its backward is a call of its own, and compared with its ops one after another.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ set AUTOSTREAM_DISABLE=1 to run it plainly, and report this
     with undone(list(places.values()), [True] * len(places), device):
         outputs = run()
         ours = {**_outputs(outputs), **places}
-        ours = {name: tensor.clone() for name, tensor in ours.items()}
+        ours = {name: tensor.detach().clone() for name, tensor in ours.items()}
     theirs = {**_outputs(model(*args, **kwargs)), **places}
+    theirs = {name: tensor.detach() for name, tensor in theirs.items()}
     if reason := difference(ours, theirs):
         advice = "set AUTOSTREAM_DISABLE=1 to run it plainly, and report this"
         raise MismatchError(f"{name_of(model)}, scheduled: {reason}: {advice}")
@@ -85,7 +86,7 @@ def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
         if name not in ours:
             return f"there is no {name}"
         found = ours[name]
-        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        if (found.shape, found.dtype, found.layout) != (expected.shape, expected.dtype, expected.layout):
             return f"{name} is {_kind(found)}, and should be {_kind(expected)}"
         error, allowed = _error(found, expected), _allowed(expected.dtype)
         if not error <= allowed:
@@ -99,7 +100,7 @@ def _state(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
 
 def _outputs(outputs: Any) -> dict[str, Tensor]:
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return {f"output {at}": leaf.detach() for at, leaf in enumerate(leaves)}
+    return {f"output {at}": leaf for at, leaf in enumerate(leaves)}
 
 
 def _allowed(dtype: torch.dtype) -> float:
@@ -110,6 +111,8 @@ def _allowed(dtype: torch.dtype) -> float:
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
     """How far they are apart, as a share of what is right; infinity where other elements are not finite."""
+    if theirs.layout is not torch.strided:
+        return _error(ours.to_dense(), theirs.to_dense())
     if not (theirs.is_floating_point() or theirs.is_complex()):
         return 0.0 if torch.equal(ours, theirs) else float("inf")
     exact = torch.complex128 if theirs.is_complex() else torch.float64
@@ -129,4 +132,5 @@ def _share(part: float, whole: float) -> float:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'}:{str(tensor.dtype).removeprefix('torch.')}"
+    layout = "" if tensor.layout is torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'}:{str(tensor.dtype).removeprefix('torch.')}{layout}"

@@ -271,9 +271,7 @@ class Dispatcher:
         return any(replace(signature, read=other.read) == other for other in self._entries)
 
     def _outputs(self, entry: Entry, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(entry, Differentiated):
-            return entry(tensors)
-        if not isinstance(entry, Scheduled):
+        if not isinstance(entry, Scheduled | Differentiated):
             return entry(*args, **kwargs)
         if self._paranoid:
             return compared(self.model, partial(entry, tensors), tensors, args, kwargs)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -301,7 +301,7 @@ class DeviceProfile:
     cross_stream_edge_us: float
     fork_us: float
     join_us: float
-    source: str
+    source: Literal["table", "properties", "measured"]
     per_stream_us: float = 0.0
     dispatch_us: float = 0.0
     launch_us: float = 0.0

@@ -189,6 +189,21 @@ def paranoid() -> bool:
     return asked == "paranoid"
 
 
+def log_level() -> str:
+    """The level of ``AUTOSTREAM_LOG=debug``, by its name in :mod:`logging`; ``""`` if it is not set.
+
+    Raises:
+        OptionError: there is no such level.
+    """
+    asked = os.environ.get("AUTOSTREAM_LOG", "")
+    if asked.upper() not in ("", *_LEVELS):
+        raise OptionError(f"AUTOSTREAM_LOG is {asked!r}: use {', '.join(_LEVELS).lower()}, or leave it unset")
+    return asked.upper()
+
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
 def colours() -> bool:
     """Whether the user lets programs use colours on a terminal: ``NO_COLOR`` is not set, and it is not a dumb one."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

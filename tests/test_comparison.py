@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream.build import Scheduled
 from autostream.comparison import TOLERANCE, compared, difference
+from autostream.differentiated import Differentiated
 from autostream.errors import MismatchError
 from tests.semantics import CONFIGURATIONS, Model, same
 
@@ -65,6 +68,39 @@ def test_a_schedule_that_computes_something_else_is_found_out_at_the_first_call_
     monkeypatch.setattr("autostream.build.Scheduled.__call__", lambda self, tensors: torch.zeros(2, 4))
     with pytest.raises(MismatchError, match=r"Linear, scheduled: output 0 is off by 1 of its size, and 0.001 is"):
         fast(torch.ones(2, 4))
+
+
+@pytest.mark.usefixtures("paranoid")
+def test_calls_that_record_gradients_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their gradients are what they are otherwise."""
+    plain, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), torch.randn(3, 4)
+    fast = autostream.optimize(copy.deepcopy(plain), policy="critical_path")
+    for _ in range(2):
+        for model in (plain, fast):
+            torch.manual_seed(0)
+            model(x).square().sum().backward()
+    for ours, theirs in zip(fast.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    same(list(fast.buffers()), list(plain.buffers()))
+    assert [report.mode for report in fast.reports] == ["forward and backward"]
+    right = Differentiated.__call__
+    monkeypatch.setattr(Differentiated, "__call__", lambda self, tensors: right(self, tensors) + 1)
+    with pytest.raises(MismatchError, match="Sequential, scheduled: output 0 is off by"):
+        fast(x)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("paranoid")
+def test_sparse_outputs_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = autostream.optimize(Model(lambda s, x: (x * 2, (x > 0).float().to_sparse())), policy="critical_path")
+    x = torch.tensor([1.0, -1.0])
+    assert fast(x)[1].to_dense().tolist() == [1.0, 0.0]
+    right = Scheduled.__call__
+    wrong = torch.tensor([1.0, 1.0])
+    for sparse, reason in ((wrong.to_sparse(), "off by 1 of"), (wrong, "2:float32, and should be 2:float32, sparse")):
+        monkeypatch.setattr(Scheduled, "__call__", lambda *args, other=sparse: (right(*args)[0], other))
+        with pytest.raises(MismatchError, match=f"output 1 is {reason}"):
+            fast(x)
 
 
 @torch.no_grad()

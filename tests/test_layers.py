@@ -16,7 +16,19 @@ ROOT = PACKAGE.parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}
 
 FLOORS = {
-    0: {"errors", "options", "ir", "version", "collector", "stopwatch", "storages", "kernels", "keeping", "operators"},
+    0: {
+        "errors",
+        "options",
+        "ir",
+        "version",
+        "collector",
+        "stopwatch",
+        "storages",
+        "kernels",
+        "keeping",
+        "operators",
+        "logs",
+    },
     1: {"scheduling"},
     2: {"tracing", "analysis", "costs", "execution", "reporting"},
     3: {

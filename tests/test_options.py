@@ -19,6 +19,7 @@ from autostream.options import (
     colours,
     disabled,
     environment,
+    log_level,
     paranoid,
 )
 from autostream.scheduling import POLICIES
@@ -217,3 +218,15 @@ def test_the_environment_is_what_results_depend_on(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, "0")
     assert environment().items() >= {"CUDA_VISIBLE_DEVICES": "0", "TORCH_LOGS": "0"}.items()
     assert "SECRET" not in environment()
+
+
+@pytest.mark.parametrize(("value", "level"), [("", ""), ("debug", "DEBUG"), ("Warning", "WARNING")])
+def test_the_level_of_logs(monkeypatch: pytest.MonkeyPatch, value: str, level: str) -> None:
+    monkeypatch.setenv("AUTOSTREAM_LOG", value)
+    assert log_level() == level
+
+
+def test_there_is_no_such_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_LOG", "loud")
+    with pytest.raises(OptionError, match="AUTOSTREAM_LOG is 'loud': use debug, info, warning, error, or leave"):
+        log_level()

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -231,6 +231,10 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
 
 def _value(name: str, kind: Any, value: Any) -> Any:
     """A field of a profile, as its type says."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise _refusal(name, value, ", ".join(map(repr, get_args(kind))))
+        return value
     if get_origin(kind) is not Mapping:
         return _scalar(name, kind, value)
     if not isinstance(value, Mapping) or not value:

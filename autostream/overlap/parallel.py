@@ -15,7 +15,7 @@ from torch import nn
 
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.execution.runs import StreamRun
-from autostream.options import Options
+from autostream.options import Options, disabled
 from autostream.overlap.children import Arguments, shared_buffers, side_by_side
 from autostream.tracing.guards import unusual_tensor, watched_call
 from autostream.tracing.tree import flatten
@@ -76,6 +76,7 @@ class Parallel(nn.Module):
         self.branches = nn.ModuleList(modules)
         self.streams = Options(streams=streams).streams
         self.reduce = reduce
+        self._disabled = disabled()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The tuple of what the modules return, or what ``reduce`` makes of it."""
@@ -103,7 +104,7 @@ class Parallel(nn.Module):
 
     def _results(self, dealt: tuple[Arguments, ...]) -> tuple[Any, ...]:
         device, streams = _device_of(dealt), self._stream_count()
-        if device is None or streams == 1:
+        if device is None or streams == 1 or self._disabled:
             return self._in_turn(dealt)
         children = tuple(self.branches)
         run: Any = StreamRun(side_by_side(device, streams, shared_buffers(children)), device)

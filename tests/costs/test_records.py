@@ -113,6 +113,12 @@ CURSOR = '\x1b[2J<script>"\\N'
 HOSTILE = [CURSOR, "a\nb", "\u202eabc", "\ud800", "x" * 10_000]
 
 
+def test_a_profile_is_from_somewhere_that_there_is() -> None:
+    profile = {**profile_to_json(profile_named("h200")), "source": "my own clock"}
+    with pytest.raises(CostError, match="source='my own clock' is not allowed: use 'table', 'properties', 'measured'"):
+        profile_from_json(profile)
+
+
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
 @pytest.mark.parametrize(
     "changes",

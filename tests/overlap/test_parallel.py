@@ -253,3 +253,10 @@ def test_it_forks_in_a_capture_of_ones_own() -> None:
             y = both(x)
         graph.replay()
         torch.testing.assert_close(y, both(x))
+
+
+def test_disabled_it_runs_modules_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    monkeypatch.setattr("autostream.overlap.parallel._device_of", lambda dealt: "cuda:0")
+    monkeypatch.setattr("autostream.overlap.parallel.side_by_side", lambda *args: pytest.fail("side by side"))
+    assert Parallel(nn.Identity(), nn.Identity())(3) == (3, 3)
