@@ -44,7 +44,7 @@ from autostream.pieces import Pieces
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
-from autostream.tracing.export import MODELS, SECTIONS, Tracer
+from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.inductor import check_level
 from autostream.tracing.numerics import order_attention
@@ -405,7 +405,7 @@ class Dispatcher:
             return Plain(self.model, signature, reason)
 
     def _piece(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
-        return Dispatcher(module, self.options, bound_inputs, self._pools)
+        return Dispatcher(module, self.options, bound_inputs, self._pools, PIECES)
 
     def _section(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
         return Dispatcher(module, self.options, bound_inputs, self._pools, SECTIONS)

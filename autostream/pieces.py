@@ -120,7 +120,8 @@ _NO_PIECE = (
 )
 
 _MOST_ALIKE = 8
-"""Dynamo takes a number for a constant, and makes a piece anew for another one: so often, and then never again."""
+"""A number that Dynamo takes for a constant, as it is told to or has to, makes a piece anew for each other one: so
+many, and then no more."""
 
 _NUMBERS = "its pieces hold a number that changes from call to call, such as one of .item(): keep it a tensor"
 

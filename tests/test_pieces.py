@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
+import autostream
 from autostream.pieces import Pieces
 from autostream.reporting.report import Report
 from autostream.tracing.signature import signature_of
@@ -107,25 +109,65 @@ def test_a_model_that_dynamo_refuses_runs_as_it_is() -> None:
     assert "Dynamo cannot trace it either: UncapturedHigherOrderOpError" in pieces.report.refusals[1].reason
 
 
-@torch.no_grad()
-def test_a_number_that_changes_from_call_to_call_does_not_make_pieces_for_ever(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It is a constant in the second piece, so each new one makes that piece anew."""
+def numbered(function: Callable[[Model, Tensor], Tensor]) -> tuple[Pieces, list[nn.Module]]:
+    """Pieces of a model after calls with other numbers each, and what was made for them."""
     made = []
 
     def make(module: nn.Module, bound: frozenset[int]) -> Piece:
         made.append(module)
         return Piece(module, bound)
 
-    model = Model(lambda s, x: (x + 1) * x.sum().item())
-    pieces = Pieces(model, signature(), "no graph", make)
+    pieces = Pieces(model := Model(function), signature(), "no graph", make)
     for number in range(20):
-        same(pieces(torch.full((3,), float(number))), model(torch.full((3,), float(number))))
+        x = torch.full((3,), float(number))
+        same(pieces(x), model(x))
+    return pieces, made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, x: (x + 1) * x.sum().item(),
+        lambda s, x: (x + 1) * int(x.sum()),
+        lambda s, x: (x + 1)[x < float(x[0]) + 1] + 1,
+    ],
+    ids=["a number", "a whole number", "a number that is compared with"],
+)
+def test_a_number_that_changes_from_call_to_call_is_no_constant_for_long(
+    function: Callable[[Model, Tensor], Tensor],
+) -> None:
+    """It is one in the second piece that is made, and an input of the next; 0 and 1 Dynamo treats apart."""
+    pieces, made = numbered(function)
+    assert len(made) <= 5
+    assert pieces.report.mode == "graph breaks"
+
+
+@torch.no_grad()
+def test_where_each_number_makes_another_piece_there_is_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    """As where Dynamo is told to take numbers for constants."""
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        pieces, made = numbered(lambda s, x: (x + 1) * x.sum().item())
     assert len(made) == 1 + 9
     assert pieces.report.mode == "plain"
     assert "a number that changes from call to call" in pieces.report.refusals[-1].reason
     assert "keep it a tensor" in caplog.text
+
+
+@torch.no_grad()
+def test_a_piece_has_so_many_schedules_and_the_others_keep_theirs() -> None:
+    """Of a whole number that a piece takes, each other one would make another schedule."""
+    model = Model(lambda s, x: (x + 1).relu() * int(x.sum()) if x.sum() > 0 else x)
+    fast = autostream.optimize(model, policy="sequential", max_signatures=2)
+    for number in range(1, 9):
+        same(fast(torch.full((3,), float(number))), model(torch.full((3,), float(number))))
+    (report,) = fast.reports
+    assert report.mode == "graph breaks", report.refusals
+    modes = [part.mode for part in report.parts]
+    assert "plain" in modes
+    assert modes.count("one stream") >= 3
+    reasons = [refusal.reason for part in report.parts for refusal in part.refusals]
+    assert any("as many schedules as max_signatures allows" in reason for reason in reasons)
 
 
 @torch.no_grad()

@@ -28,7 +28,8 @@ CompilePiece = Callable[[GraphModule, frozenset[int]], Callable[..., Any]]
 def split(model: nn.Module, compile_piece: CompilePiece, refused: Callable[[str], None]) -> Callable[..., Any]:
     """A function that runs the model in pieces, each made by ``compile_piece`` in the first call that gets there.
 
-    Sizes are specialised: a piece is made anew for other shapes, as graphs for other signatures are. What Dynamo fails
+    A number that comes from a tensor is a constant until it is another one. From then on a piece takes it: a float as a
+    tensor without dimensions, a whole number or a size as what it is. What Dynamo fails
     to trace runs as it is from there on, for what came before has been done already; ``refused`` is told the reason.
     """
 
@@ -37,7 +38,7 @@ def split(model: nn.Module, compile_piece: CompilePiece, refused: Callable[[str]
             raise TraceError("the model gives a tensor other memory (.data = …), which a piece would not")
         return compile_piece(module, bound_inputs(example_inputs))
 
-    compiled = torch.compile(model, backend=backend, dynamic=False)
+    compiled = torch.compile(model, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         from torch._dynamo import config

@@ -103,6 +103,9 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
 MODELS = Tracer(trace, may_split=True, may_cut=True, may_try=True, may_renew=True)
 """Of any module."""
 
+PIECES = Tracer(trace, may_split=False, may_cut=True, may_try=False, may_renew=False)
+"""Of graphs that stand for parts of a model: numbers that they take may be others in each call, and so schedules."""
+
 SECTIONS = Tracer(trace, may_split=False, may_cut=False, may_try=False, may_renew=True)
 """Of parts of programs."""
 
