@@ -77,7 +77,7 @@ def _is_our_own(hook: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot(Constant):
+class Input(Constant):
     """Stands for a number that is an input of an update, and may be another in each step.
 
     Attributes:
@@ -121,7 +121,7 @@ def _names(name: str, group: Group) -> list[str]:
     return [f"{name}[{at}]" for at in range(len(value))] if isinstance(value, (tuple, list)) else [name]
 
 
-def inputs(optimizer: Optimizer, varying: Set[str] = frozenset()) -> dict[int, Slot]:
+def inputs(optimizer: Optimizer, varying: Set[str] = frozenset()) -> dict[int, Input]:
     """Which of the :func:`values` are inputs of an update: learning rates, tensors, and what varies and is above zero.
 
     Update rules leave out what belongs to a number that is zero, so one that becomes zero is another rule's.
@@ -133,21 +133,24 @@ def inputs(optimizer: Optimizer, varying: Set[str] = frozenset()) -> dict[int, S
     Example:
         >>> optimizer = SGD([{"params": [torch.ones(2)], "momentum": 0.9}], lr=0.1)
         >>> inputs(optimizer, {"momentum", "dampening"})
-        {0: Slot(positive=False), 1: Slot(positive=True)}
+        {0: Input(positive=False), 1: Input(positive=True)}
     """
-    entries = enumerate(zip(names(optimizer), values(optimizer), strict=True))
-    slots = ((at, name, value, Slot(name in varying and is_positive(value))) for at, (name, value) in entries)
-    return {at: own for at, name, value, own in slots if own.positive or name == "lr" or isinstance(value, Tensor)}
+    found = {}
+    for at, (name, value) in enumerate(zip(names(optimizer), values(optimizer), strict=True)):
+        varies = name in varying and is_positive(value)
+        if varies or name == "lr" or isinstance(value, Tensor):
+            found[at] = Input(positive=varies)
+    return found
 
 
-def groups_of(optimizer: Optimizer, inputs: Mapping[int, Slot]) -> tuple[Group, ...]:
-    """The groups of an optimizer's hyperparameters, with slots in the place of inputs.
+def groups_of(optimizer: Optimizer, inputs: Mapping[int, Input]) -> tuple[Group, ...]:
+    """The groups of an optimizer's hyperparameters, with inputs in the place of some.
 
     Example:
         >>> optimizer = SGD([{"params": [torch.ones(2)], "momentum": 0.9}], lr=0.1)
         >>> (group,) = groups_of(optimizer, inputs(optimizer))
         >>> group["lr"], group["momentum"]
-        (Slot(positive=False), 0.9)
+        (Input(positive=False), 0.9)
     """
     left = (inputs.get(at, value) for at, value in enumerate(values(optimizer)))
 
@@ -224,8 +227,8 @@ def update(
 
     Args:
         optimizer: the optimizer; it stays as it is.
-        groups: the hyperparameters to use, with a :class:`Slot` for each of these numbers.
-        numbers: the inputs, in the order of the slots.
+        groups: the hyperparameters to use, with an :class:`Input` for each of these numbers.
+        numbers: the inputs, in the order of these.
         parameters: by group, in the order of the optimizer's own; those with a ``grad`` are written in place.
         state: of these parameters; written in place.
 
@@ -276,13 +279,13 @@ class _Inputs(TorchFunctionMode):
         self._positive: list[Tensor] = []
 
     def filled(self, group: Group) -> dict[str, Any]:
-        """A group with the next inputs in its slots."""
+        """A group with the next numbers in the place of its inputs."""
         return {name: self._filled(value) for name, value in group.items()}
 
     def _filled(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._filled, value))
-        if not isinstance(value, Slot):
+        if not isinstance(value, Input):
             return value
         number = next(self._numbers)
         if value.positive:

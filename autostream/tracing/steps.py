@@ -31,8 +31,8 @@ from autostream.options import StepOptions
 from autostream.storages import storage_of
 from autostream.tracing.functions import check_loss
 from autostream.tracing.optimizers import (
+    Input,
     Numbers,
-    Slot,
     groups_of,
     inputs,
     is_number,
@@ -57,7 +57,7 @@ class Setting(Constant):
         names: of the optimizer's parameters, by group.
         trained: which of the optimizer's parameters require gradients, one byte each.
         refusal: why a graph would not do the same, or ``""``.
-        groups: the structure of the optimizer's hyperparameters, with slots for those that are inputs, if they are part
+        groups: the structure of the optimizer's hyperparameters, with an ``Input`` for those that are, if they are part
             of the graph.
         stateless: names of the parameters that require gradients and for which the optimizer has no state, if that is
             part of the graph.
@@ -300,7 +300,7 @@ class TrainingStep(Backward):
         self._values: list[Any] = []
         self._varying: set[str] = set()
         """Hyperparameters that were seen to change."""
-        self._inputs: dict[int, Slot] = {}
+        self._inputs: dict[int, Input] = {}
         self.arguments(())
 
     def forward(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
@@ -331,9 +331,9 @@ class TrainingStep(Backward):
     def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
         state, found = self.optimizer.state, values(self.optimizer)
         if len(found) == len(self._values):  # of what varies, the one thing that matters is whether it is above zero
-            for at, slot in self._inputs.items():
-                if is_positive(found[at]) or (is_number(found[at]) and not slot.positive):
-                    found[at] = slot.positive
+            for at, own in self._inputs.items():
+                if is_positive(found[at]) or (is_number(found[at]) and not own.positive):
+                    found[at] = own.positive
         return [
             *super()._seen(parameters),
             *state,

@@ -18,8 +18,8 @@ from autostream.errors import TraceError
 from autostream.execution.bound import Writes
 from autostream.tracing.optimizers import (
     TRACED,
+    Input,
     Numbers,
-    Slot,
     groups_of,
     inputs,
     lists_apart,
@@ -70,8 +70,8 @@ Varying = Callable[[Optimizer], Sequence[str]]
 
 def given(optimizer: Optimizer, varying: Sequence[str] = ()) -> tuple[Any, Tensor]:
     """What to update an optimizer's tensors with, as it is."""
-    slots, found = inputs(optimizer, set(varying)), values(optimizer)
-    return groups_of(optimizer, slots), Numbers()([found[at] for at in slots], torch.device("cpu"))
+    chosen, found = inputs(optimizer, set(varying)), values(optimizer)
+    return groups_of(optimizer, chosen), Numbers()([found[at] for at in chosen], torch.device("cpu"))
 
 
 def update_itself(optimizer: Optimizer, varying: Sequence[str] = ()) -> None:
@@ -206,14 +206,14 @@ def test_rates_tensors_and_what_varies_and_is_above_zero_are_inputs() -> None:
     groups = [{"params": [torch.ones(1)]}, {"params": [torch.ones(1)], "lr": 0.2, "betas": (0.0, 0.99)}]
     optimizer = Adam(groups, lr=0.1, betas=(0.9, 0.999), weight_decay=0.3, capturable=True)
     optimizer.param_groups[1]["eps"] = eps = torch.tensor(1e-3)
-    slots = inputs(optimizer, {"betas[0]"})
-    assert [(names(optimizer)[at], values(optimizer)[at], slot.positive) for at, slot in slots.items()] == [
+    found = inputs(optimizer, {"betas[0]"})
+    assert [(names(optimizer)[at], values(optimizer)[at], own.positive) for at, own in found.items()] == [
         *(("lr", 0.1, False), ("betas[0]", 0.9, True)),
         *(("lr", 0.2, False), ("eps", eps, False)),
     ]
-    first, second = groups_of(optimizer, slots)
-    assert (first["lr"], first["betas"], first["weight_decay"]) == (Slot(False), (Slot(True), 0.999), 0.3)
-    assert (second["betas"], second["eps"]) == ((0.0, 0.99), Slot(False))
+    first, second = groups_of(optimizer, found)
+    assert (first["lr"], first["betas"], first["weight_decay"]) == (Input(False), (Input(True), 0.999), 0.3)
+    assert (second["betas"], second["eps"]) == ((0.0, 0.99), Input(False))
 
 
 def test_betas_that_are_tensors_can_be_part_of_a_graph() -> None:
