@@ -11,11 +11,12 @@ from __future__ import annotations
 import dis
 import operator
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Reads:
     def _look(self) -> None:
         finder = _Finder()
         for function in self._functions:
-            finder.follow("", _called(function), _Named(), 0)
+            finder.follow("", _called(function), _NOTHING, 0)
         places = [place for place in finder.places.values() if place.name not in finder.written]
         entries = [place for place in places if type(place.holder) is dict]
         others = [place for place in places if type(place.holder) is not dict]
@@ -109,6 +110,9 @@ class _Named:
     keys: frozenset[str] = frozenset()
 
 
+_NOTHING = _Named()
+
+
 class _Finder:
     """Collects the places that functions read, and the names that they write."""
 
@@ -135,7 +139,7 @@ class _Finder:
         elif isinstance(value, ModuleType):
             if not _is_library(value.__name__, getattr(value, "__file__", None)):
                 self._entries(label, vars(value), named.attributes & vars(value).keys(), named, "{}.{}", depth)
-        elif not _is_library(getattr(value if isinstance(value, type) else type(value), "__module__", "")):
+        elif _is_users(value):
             self._object(label, value, named, depth)
 
     def _function(self, function: FunctionType, depth: int) -> None:
@@ -153,18 +157,37 @@ class _Finder:
             self._entries("", function.__kwdefaults__, frozenset(function.__kwdefaults__), named, "{}{}", depth)
 
     def _method(self, label: str, owner: Any, function: Any, depth: int) -> None:
-        self.follow(label, function, _Named(), depth)
-        if isinstance(function, FunctionType) and not isinstance(owner, nn.Module):
+        self.follow(label, function, _NOTHING, depth)
+        if isinstance(function, FunctionType) and isinstance(owner, nn.Module):
+            self._module(owner, _named(function.__code__), depth)
+        elif isinstance(function, FunctionType):
             self.follow(label or "self", owner, _named(function.__code__), depth)
+
+    def _module(self, module: nn.Module, named: _Named, depth: int) -> None:
+        """What code names of the objects that a module has, and of its class; its own attributes others watch."""
+        key = id(module), id(named)
+        if key in self._seen:
+            return
+        self._seen[key] = module, named
+        label = type(module).__name__
+        for name in sorted(named.attributes & vars(module).keys()):
+            self.follow(f"{label}.{name}", vars(module)[name], named, depth + 1)
+        self._shared(label, module, type(module), named, named.attributes - vars(module).keys(), depth)
 
     def _object(self, label: str, value: Any, named: _Named, depth: int) -> None:
         """What code names of an object or a class: attributes of its own and of its class, and its methods."""
         own = vars(value) if not isinstance(value, type) and hasattr(value, "__dict__") else {}
         self._entries(label, own, named.attributes & own.keys(), named, "{}.{}", depth)
+        self._shared(label, value, value, named, named.attributes - own.keys(), depth)
+
+    def _shared(
+        self, label: str, value: Any, holder: Any, named: _Named, attributes: Collection[str], depth: int
+    ) -> None:
+        """These attributes of a value's class, as they are found at ``holder``."""
         classes = (value if isinstance(value, type) else type(value)).__mro__
         users = [each for each in classes if not _is_library(each.__module__)]
         shared = {name: item for each in reversed(users) for name, item in vars(each).items()}
-        for name in sorted(named.attributes & (shared.keys() - own.keys())):
+        for name in sorted(shared.keys() & attributes):
             item = shared[name]
             if isinstance(item, property):
                 self._method(label, value, item.fget, depth + 1)
@@ -173,7 +196,7 @@ class _Finder:
             elif isinstance(item, (staticmethod, classmethod)):
                 self._method(label, value, item.__func__, depth + 1)
             else:
-                self._attribute(f"{label}.{name}", value, name, name, named, depth)
+                self._attribute(f"{label}.{name}", holder, name, name, named, depth)
 
     def _entries(
         self, label: str, holder: dict[str, Any], keys: Iterable[str], named: _Named, form: str, depth: int
@@ -241,11 +264,20 @@ def _is_library(module: str | None, file: str | None = None) -> bool:
     return installed or root in ("torch", _OURS) or (root in sys.stdlib_module_names and root != "__main__")
 
 
+def _is_users(value: Any) -> bool:
+    """Whether what an object or a class has may be a user's."""
+    kind = value if isinstance(value, type) else type(value)
+    return isinstance(value, _NAMESPACES) or not _is_library(kind.__module__)
+
+
 def _is_torchs(value: Any) -> bool:
     """Whether a value is one of PyTorch's modules, classes or functions, which stay what they are."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     return isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType)) and _is_library(str(name))
 
+
+_NAMESPACES = (SimpleNamespace, Namespace)
+"""Of Python's library, and yet with what is a user's."""
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, type)
@@ -260,14 +292,14 @@ def _told(value: Any) -> tuple[type, Hashable]:
     return type(value), tuple(map(_told, value)) if type(value) is tuple else exact(value)
 
 
-def functions_of(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
-    """The functions that modules of a user's are made of: those that they were made from, or how they go forward.
+def functions_of(modules: Sequence[nn.Module]) -> list[Callable[..., Any]]:
+    """The functions that modules of a user's are made of: those that they were made from, or how each goes forward.
 
     Example:
         >>> functions_of([nn.Linear(1, 1)])
         []
     """
     made = [vars(module)["_autostream_function"] for module in modules if "_autostream_function" in vars(module)]
-    kinds = dict.fromkeys(type(module) for module in modules if not _is_library(type(module).__module__))
-    forwards = (kind.forward for kind in kinds if isinstance(kind.forward, FunctionType))
+    users = [module for module in modules if not _is_library(type(module).__module__)]
+    forwards = (MethodType(type(own).forward, own) for own in users if isinstance(type(own).forward, FunctionType))
     return [*(function for function in made if not _is_torchs(function)), *forwards]

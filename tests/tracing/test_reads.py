@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autostream import optimize
 from autostream.tracing.functions import module_of
 from autostream.tracing.reads import Reads, functions_of, unlike
 
@@ -216,5 +217,47 @@ class Scaled(nn.Module):
 
 
 def test_of_modules_it_is_what_they_do_in_forward_and_what_they_were_made_from() -> None:
-    assert functions_of([nn.Linear(1, 1), Scaled(), Scaled()]) == [Scaled.forward]
+    one, other = Scaled(), Scaled()
+    assert functions_of([nn.Linear(1, 1), one, other]) == [one.forward, other.forward]
     assert functions_of([module_of(helper), module_of(F.mse_loss)]) == [helper]
+
+
+class Configured(nn.Module):
+    """It looks at objects that it has, and at its class, itself and in a method; its own numbers are others' matter."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.layer = 1.0, nn.Linear(1, 1)
+        self.config, self.space = Config(), types.SimpleNamespace(alpha=1.0, unread=1.0)
+
+    def forward(self, x: Any) -> Any:
+        return self.scaled(x) * self.own * self.shared
+
+    def scaled(self, x: Any) -> Any:
+        return self.layer(x) * self.config.inner.value * self.space.alpha
+
+
+def test_of_modules_it_is_also_what_they_name_of_the_objects_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Configured(), Configured()
+    reads = Reads(functions_of([one, other]))
+    of_each = ["Configured.config.inner.value", "Configured.space.alpha"]
+    assert sorted(name for name, _, _ in reads()) == sorted([*of_each, *of_each, "Configured.shared"])
+    for holder, name in ((other.config.inner, "value"), (one.space, "alpha"), (Configured, "shared")):
+        before = reads()
+        monkeypatch.setattr(holder, name, 2.0)
+        assert reads() != before
+    before = reads()
+    one.own = one.config.own = one.space.unread = 2.0
+    assert reads() == before
+
+
+@torch.no_grad()
+def test_a_graph_has_the_numbers_that_a_modules_objects_have_now() -> None:
+    model = Configured()
+    fast, x = optimize(model), torch.ones(2, 1)
+    for value in (1.0, 2.0, 1.0):
+        model.config.inner.value = value
+        torch.testing.assert_close(fast(x), model(x))
+    assert len(fast.reports) == 2
