@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -64,7 +65,9 @@ class Pieces:
             self._alike[without_numbers(module.code)].add(module.code)
             return made
 
-        self._run: Callable[..., Any] = split(model, piece, self._refuse)
+        self._split = partial(split, model, piece, self._refuse)
+        self._takes_numbers = False
+        self._run: Callable[..., Any] = self._split()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
@@ -78,13 +81,20 @@ class Pieces:
             self._give_up()
             return self._model(*args, **kwargs)
         if any(len(codes) > _MOST_ALIKE for codes in self._alike.values()):
-            self._refusals = {**self._refusals, _NUMBERS: Decision("", "plain", _NUMBERS)}
-            log.warning("%s runs plainly: %s", name_of(self._model), _NUMBERS)
-            self._give_up()
+            if self._takes_numbers:
+                self._refusals = {**self._refusals, _NUMBERS: Decision("", "plain", _NUMBERS)}
+                log.warning("%s runs plainly: %s", name_of(self._model), _NUMBERS)
+                self._give_up()
+            else:
+                self._takes_numbers = True
+                self._start_again(self._split(take_numbers=True))
         return outputs
 
     def _give_up(self) -> None:
-        self._run, self._pieces = self._model, []
+        self._start_again(self._model)
+
+    def _start_again(self, run: Callable[..., Any]) -> None:
+        self._run, self._pieces = run, []
         self._alike.clear()
 
     def _refuse(self, reason: str) -> None:
@@ -120,8 +130,8 @@ _NO_PIECE = (
 )
 
 _MOST_ALIKE = 8
-"""A number that Dynamo takes for a constant, as it is told to or has to, makes a piece anew for each other one: so
-many, and then no more."""
+"""Numbers are constants of pieces, which is of use where blocks of a model differ in them. One that changes from call
+to call makes a piece anew each time: after so many, pieces take numbers; and after as many more, all is given up."""
 
 _NUMBERS = "its pieces hold a number that changes from call to call, such as one of .item(): keep it a tensor"
 

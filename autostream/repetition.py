@@ -127,13 +127,16 @@ def _mattering(graph: fx.Graph) -> frozenset[Hashable]:
         sources.update((storage, frozenset([storage])) for storage in _storages([node]))
     for node in graph.nodes:
         effects = effects_of(node)
-        read = _storages(own for own in effects.reads if own not in effects.renews)
-        taken = frozenset[Hashable]().union(*(sources[storage] for storage in read))
-        for storage in _storages([node, *effects.writes]):
-            sources[storage] |= taken
-    return frozenset[Hashable]().union(
-        *(sources[storage] for storage in _storages(graph.output_node().all_input_nodes))
-    )
+        read = _holders(own for own in effects.reads if own not in effects.renews)
+        taken = frozenset[Hashable]().union(*(sources[holder] for holder in read))
+        for holder in _holders([node, *effects.writes]):
+            sources[holder] |= taken
+    return frozenset[Hashable]().union(*(sources[holder] for holder in _holders(graph.output_node().all_input_nodes)))
+
+
+def _holders(nodes: Iterable[fx.Node]) -> list[Hashable]:
+    """Where values are: tensors in their storages; a number that was asked of one is nowhere but in its node."""
+    return [holder for node in nodes for holder in _storages([node]) or [node]]
 
 
 def _storages(nodes: Iterable[fx.Node]) -> list[Hashable]:

@@ -57,7 +57,7 @@ def sections_of(
         return None
     with stopwatch("analyze"), collector.paused():
         graph = analyze(program)
-        parts = cut(graph)
+        parts = cut(graph) if capture_refusals(graph) else ()
     if all(part.captured for part in parts):  # as one graph, it is not copied in and out
         return None
     return Sections(program, graph, parts, bound, options, make_section)
@@ -144,7 +144,10 @@ class Sections:
         """Why a part ends where this one begins."""
         if after.captured:
             return "what follows fits into a CUDA graph"
-        return next(refusal.reason for refusal in self._refusals if refusal.op in after.ops)
+        return next((refusal.reason for refusal in self._refusals if refusal.op in after.ops), _ON_HOST)
+
+
+_ON_HOST = "what follows uses a tensor in the host's memory that changes in a call"
 
 
 class _Called(nn.Module):

@@ -586,3 +586,55 @@ def test_it_can_be_explained() -> None:
     forward, backward = json.loads(report.to_json())["parts"]
     assert (forward["half"], forward["summary"]["width"]) == ("forward", 1)
     assert (backward["half"], backward["summary"]["width"]) == ("backward", 2), "the weight's gradient and the bias'"
+
+
+class Asks(nn.Module):
+    """Asks tensors for numbers, and writes to them afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.ema = nn.Linear(4, 4), nn.Buffer(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = self.ema.item()
+        with torch.no_grad():
+            self.ema.mul_(0.5)
+        hidden = self.lin(x) * number
+        other = hidden.detach().mean(1)
+        scale = other[0].item()
+        other.add_(1)
+        return (hidden * scale * other[0].item()).tanh()
+
+
+@pytest.mark.parametrize("between", ["nothing", "a write", "a write that nobody counts", "another forward"])
+def test_a_backward_has_the_numbers_that_its_forward_had(between: str) -> None:
+    torch.manual_seed(0)
+    ours, theirs = Asks(), Asks()
+    theirs.load_state_dict(ours.state_dict())
+    fast, x = autostream.optimize(ours, strict=True), torch.randn(2, 4)
+    for run, own in ((fast, ours), (theirs, theirs)):
+        loss = run(x).sum()
+        if between == "a write":
+            own.ema.add_(1)
+        elif between == "a write that nobody counts":
+            own.ema.data.add_(1)
+        elif between == "another forward":
+            run(x)
+        loss.backward()
+    torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+    torch.testing.assert_close(ours.ema, theirs.ema)
+
+
+def test_gradients_of_gradients_have_those_numbers_too() -> None:
+    torch.manual_seed(0)
+    ours, theirs = Asks(), Asks()
+    theirs.load_state_dict(ours.state_dict())
+    fast, x = autostream.optimize(ours, strict=True), torch.randn(2, 4)
+    found = [
+        torch.autograd.grad(run(x).sum(), own.lin.weight, create_graph=True)[0]
+        for run, own in ((fast, ours), (theirs, theirs))
+    ]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each.sum(), own.lin.weight)[0] for each, own in zip(found, (ours, theirs), strict=True))
+    )

@@ -130,17 +130,18 @@ def numbered(function: Callable[[Model, Tensor], Tensor]) -> tuple[Pieces, list[
     [
         lambda s, x: (x + 1) * x.sum().item(),
         lambda s, x: (x + 1) * int(x.sum()),
-        lambda s, x: (x + 1)[x < float(x[0]) + 1] + 1,
+        lambda s, x: (x + 1).clamp(max=float(x[0]) * 2 + 1) + 1,
     ],
-    ids=["a number", "a whole number", "a number that is compared with"],
+    ids=["a number", "a whole number", "a number that bounds"],
 )
 def test_a_number_that_changes_from_call_to_call_is_no_constant_for_long(
     function: Callable[[Model, Tensor], Tensor],
 ) -> None:
-    """It is one in the second piece that is made, and an input of the next; 0 and 1 Dynamo treats apart."""
+    """It is one in nine pieces, and then an input of those that are made instead; 0 and 1 Dynamo treats apart."""
     pieces, made = numbered(function)
-    assert len(made) <= 5
+    assert len(made) <= 1 + 9 + 5
     assert pieces.report.mode == "graph breaks"
+    assert len(pieces.report.parts) <= 5
 
 
 @torch.no_grad()
@@ -148,18 +149,19 @@ def test_where_each_number_makes_another_piece_there_is_an_end(caplog: pytest.Lo
     """As where Dynamo is told to take numbers for constants."""
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         pieces, made = numbered(lambda s, x: (x + 1) * x.sum().item())
-    assert len(made) == 1 + 9
+    assert len(made) == 2 * (1 + 9)
     assert pieces.report.mode == "plain"
     assert "a number that changes from call to call" in pieces.report.refusals[-1].reason
     assert "keep it a tensor" in caplog.text
 
 
 @torch.no_grad()
-def test_a_piece_has_so_many_schedules_and_the_others_keep_theirs() -> None:
+def test_a_piece_has_so_many_schedules_and_the_others_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole number that a piece takes, each other one would make another schedule."""
+    monkeypatch.setattr("autostream.pieces._MOST_ALIKE", 2)
     model = Model(lambda s, x: (x + 1).relu() * int(x.sum()) if x.sum() > 0 else x)
     fast = autostream.optimize(model, policy="sequential", max_signatures=2)
-    for number in range(1, 9):
+    for number in range(1, 12):
         same(fast(torch.full((3,), float(number))), model(torch.full((3,), float(number))))
     (report,) = fast.reports
     assert report.mode == "graph breaks", report.refusals
@@ -168,6 +170,27 @@ def test_a_piece_has_so_many_schedules_and_the_others_keep_theirs() -> None:
     assert modes.count("one stream") >= 3
     reasons = [refusal.reason for part in report.parts for refusal in part.refusals]
     assert any("as many schedules as max_signatures allows" in reason for reason in reasons)
+
+
+@torch.no_grad()
+def test_blocks_that_differ_in_a_number_have_pieces_of_their_own() -> None:
+    """A number that an op wants to know while it is traced is a constant, as long as there are not too many."""
+
+    class Block(nn.Module):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.rate = rate
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.dropout(x, self.rate, self.training).relu() + 1 if x.sum() < 1e9 else x
+
+    model = nn.Sequential(*(Block(at / 10) for at in range(5))).eval()
+    fast, x = autostream.optimize(model, policy="sequential"), t(3)
+    for _ in range(2):
+        same(fast(x), model(x))
+    (report,) = fast.reports
+    assert report.mode == "graph breaks"
+    assert {part.mode for part in report.parts} == {"one stream"}, [part.refusals for part in report.parts]
 
 
 @torch.no_grad()

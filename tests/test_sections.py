@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from autostream import build, optimize, sections
 from autostream.costs.device import profile_named
 from autostream.dispatch import Dispatcher
-from autostream.ir import Op, Program
+from autostream.ir import Decision, Op, Program
 from autostream.options import Options
 from autostream.reporting.text import render
+from autostream.scheduling.cut import Part
 from autostream.sections import sections_of
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import trace
@@ -295,3 +296,22 @@ def test_random_modules_are_the_same_however_they_are_cut(module: RandomModule, 
     with pytest.MonkeyPatch.context() as patch:
         let_be_cut(patch, lambda op: sum(op.name.encode()) % one_in == 0)
         check(*module(), {}, TURNS[turns])
+
+
+def test_where_a_graph_holds_everything_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.sections.cut", lambda graph: pytest.fail("cut"))
+    assert cut_up(program_of(Model(lambda s, x: x.sin().cos().exp() + 1), t(3))) is None
+
+
+def test_a_part_that_ends_before_what_nothing_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before what uses a tensor on the host that changes in between."""
+    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
+    elsewhere = Decision("another", "not captured", "it waits")
+    monkeypatch.setattr("autostream.sections.capture_refusals", lambda graph: (elsewhere,))
+    monkeypatch.setattr(
+        "autostream.sections.cut",
+        lambda graph: tuple(Part((name,), captured=at != 1) for at, name in enumerate(graph.ops)),
+    )
+    made = cut_up(program_of(Model(lambda s, x: x.sin().cos().exp()), t(3)))
+    assert made is not None
+    assert made._endings[:1] == ["what follows uses a tensor in the host's memory that changes in a call"]

@@ -25,12 +25,15 @@ CompilePiece = Callable[[GraphModule, frozenset[int]], Callable[..., Any]]
 """Takes a graph and the positions of its inputs that stay where they are; returns what to run in its place."""
 
 
-def split(model: nn.Module, compile_piece: CompilePiece, refused: Callable[[str], None]) -> Callable[..., Any]:
+def split(
+    model: nn.Module, compile_piece: CompilePiece, refused: Callable[[str], None], *, take_numbers: bool = False
+) -> Callable[..., Any]:
     """A function that runs the model in pieces, each made by ``compile_piece`` in the first call that gets there.
 
-    A number that comes from a tensor is a constant until it is another one. From then on a piece takes it: a float as a
-    tensor without dimensions, a whole number or a size as what it is. What Dynamo fails
-    to trace runs as it is from there on, for what came before has been done already; ``refused`` is told the reason.
+    Sizes and numbers are specialised: a piece is made anew for others, as graphs for other signatures are. Where pieces
+    take numbers, one that has been another is an input from then on: a float as a tensor without dimensions, a whole
+    number or a size as what it is. What Dynamo fails to trace runs as it is from there on, for what came before has
+    been done already; ``refused`` is told the reason.
     """
 
     def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -38,7 +41,7 @@ def split(model: nn.Module, compile_piece: CompilePiece, refused: Callable[[str]
             raise TraceError("the model gives a tensor other memory (.data = …), which a piece would not")
         return compile_piece(module, bound_inputs(example_inputs))
 
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=backend, dynamic=None if take_numbers else False)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         from torch._dynamo import config

@@ -106,8 +106,8 @@ MODELS = Tracer(trace, may_split=True, may_cut=True, may_try=True, may_renew=Tru
 PIECES = Tracer(trace, may_split=False, may_cut=True, may_try=False, may_renew=False)
 """Of graphs that stand for parts of a model: numbers that they take may be others in each call, and so schedules."""
 
-SECTIONS = Tracer(trace, may_split=False, may_cut=False, may_try=False, may_renew=True)
-"""Of parts of programs."""
+SECTIONS = Tracer(trace, may_split=False, may_cut=False, may_try=False, may_renew=False)
+"""Of parts of programs: views that they take may begin elsewhere in each call, and so would be the schedules."""
 
 
 def _padding_refused(twin: nn.Module) -> nn.Module:

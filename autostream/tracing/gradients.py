@@ -195,6 +195,7 @@ def _check_outputs(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> Halves:
     graph = joint.module.graph
+    _ask_copies(graph)
     placeholders = list(graph.find_nodes(op="placeholder"))
     results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     count = sum(joint.differentiable)
@@ -235,6 +236,16 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
         needed=tuple(needed),
         trained=joint.trained,
     )
+
+
+def _ask_copies(graph: fx.Graph) -> None:
+    """Have numbers asked of copies: a backward asks again, and by then others may have written to what was asked."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+        (asked,) = node.all_input_nodes
+        with graph.inserting_before(node):
+            copy = graph.call_function(torch.ops.aten.clone.default, (asked,))
+        copy.meta = {**node.meta, "val": asked.meta["val"].clone()}
+        node.replace_input_with(asked, copy)
 
 
 def _sources(nodes: Sequence[fx.Node], tangents: Mapping[fx.Node, int]) -> Mapping[Hashable, frozenset[int]]:

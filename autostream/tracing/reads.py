@@ -9,6 +9,7 @@ Where they are is looked up once. From then on, one look at all of them says whe
 from __future__ import annotations
 
 import dis
+import inspect
 import operator
 import sys
 from argparse import Namespace
@@ -16,7 +17,15 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
@@ -56,29 +65,45 @@ class Reads:
 
     def __call__(self) -> Read:
         """What they read now; the same object as long as nothing has changed."""
-        found = self._found()
-        if not (len(found) == len(self._then) and all(map(operator.is_, found, self._then))):
-            self._look()
-        return self._told
+        seen = self._seen  # one value: other threads look meanwhile
+        found = seen.found()
+        if found is None or not all(map(operator.is_, found, seen.then)):
+            seen = self._look()
+        return seen.told
 
-    def _look(self) -> None:
+    def _look(self) -> _Seen:
         finder = _Finder()
         for function in self._functions:
             finder.follow("", _called(function), _NOTHING, 0)
         places = [place for place in finder.places.values() if place.name not in finder.written]
-        entries = [place for place in places if type(place.holder) is dict]
-        others = [place for place in places if type(place.holder) is not dict]
+        self._seen = seen = _Seen(
+            [place for place in places if isinstance(place.holder, dict)],
+            [place for place in places if not isinstance(place.holder, dict)],
+        )
+        return seen
+
+
+class _Seen:
+    """What was at some places when this was made.
+
+    Args:
+        entries: of dictionaries.
+        others: attributes of something else.
+    """
+
+    def __init__(self, entries: Sequence[_Place], others: Sequence[_Place]) -> None:
         self._dicts, self._keys = [own.holder for own in entries], [own.key for own in entries]
         self._holders, self._attributes = [own.holder for own in others], [own.key for own in others]
-        self._then = self._found()
-        told = zip((own.label for own in (*entries, *others)), self._then, strict=False)
-        self._told = tuple((label, *_told(value)) for label, value in told if _is_told(value))
+        self.then = self.found() or []
+        told = zip((own.label for own in (*entries, *others)), self.then, strict=False)
+        self.told: Read = tuple((label, *_told(value)) for label, value in told if _is_told(value))
 
-    def _found(self) -> list[Any]:
+    def found(self) -> list[Any] | None:
+        """What is there now; nothing where one is gone."""
         try:
             return [*map(dict.get, self._dicts, self._keys), *map(getattr, self._holders, self._attributes)]
-        except (AttributeError, ValueError):  # one is gone: a variable has no value any more
-            return []
+        except Exception:  # a variable has no value any more, or a user's own way to look something up fails
+            return None
 
 
 def unlike(one: Read, other: Read) -> Iterator[str]:
@@ -144,6 +169,8 @@ class _Finder:
 
     def _function(self, function: FunctionType, depth: int) -> None:
         if depth and _is_library(function.__module__, function.__code__.co_filename):
+            if inspect.unwrap(function) is not function:  # as by ``torch.no_grad()``
+                self.follow("", inspect.unwrap(function), _NOTHING, depth)
             return
         code, variables = function.__code__, function.__globals__
         named = _named(code)
@@ -186,16 +213,15 @@ class _Finder:
         """These attributes of a value's class, as they are found at ``holder``."""
         classes = (value if isinstance(value, type) else type(value)).__mro__
         users = [each for each in classes if not _is_library(each.__module__)]
-        shared = {name: item for each in reversed(users) for name, item in vars(each).items()}
-        for name in sorted(shared.keys() & attributes):
-            item = shared[name]
+        items = [(name, item) for each in users for name, item in vars(each).items() if name in attributes]
+        for name, item in sorted(items, key=operator.itemgetter(0)):  # of each class: some call their like above
             if isinstance(item, property):
                 self._method(label, value, item.fget, depth + 1)
             elif isinstance(item, FunctionType):
                 self._method(label, value, item, depth + 1)
             elif isinstance(item, (staticmethod, classmethod)):
                 self._method(label, value, item.__func__, depth + 1)
-            else:
+            elif isinstance(item, MemberDescriptorType) or not hasattr(item, "__get__"):  # others run a user's code
                 self._attribute(f"{label}.{name}", holder, name, name, named, depth)
 
     def _entries(
@@ -207,7 +233,7 @@ class _Finder:
     def _attribute(self, label: str, holder: Any, key: str, name: str, named: _Named, depth: int) -> None:
         try:
             value = getattr(holder, key)
-        except (AttributeError, ValueError):  # it has no value yet
+        except Exception:  # it has no value yet, or a user's own way to look it up fails
             return
         self._note(_Place(holder, key, name, label), value, named, depth)
 

@@ -54,9 +54,9 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger in loggers:
                 logger.removeFilter(_nothing)
-    said = {(str(w.message), w.category, w.filename, w.lineno) for w in caught if not _is_tracer(w.filename)}
-    for text, category, filename, line in sorted(said, key=str):
-        warnings.warn_explicit(text, category, filename, line)
+    said = {(str(w.message), w.category, w.filename, w.lineno): w for w in caught if not _is_tracer(w.filename)}
+    for own in said.values():
+        warnings.warn_explicit(own.message, own.category, own.filename, own.lineno)
 
 
 def _is_tracer(filename: str) -> bool:

@@ -88,17 +88,20 @@ def test_a_model_is_split_where_it_breaks_and_computes_the_same(
 
 
 @torch.no_grad()
-def test_pieces_are_made_for_one_shape_and_then_for_all(recorder: Recorder) -> None:
-    """A size that has been another one is a number that pieces take."""
+@pytest.mark.parametrize(("take_numbers", "made"), [(False, [6, 9, 12]), (True, [6, 6, 6])])
+def test_pieces_are_made_once_for_each_shape_or_take_sizes(
+    recorder: Recorder, take_numbers: bool, made: list[int]
+) -> None:
+    """A size that has been another one is a number that pieces may take."""
     model = Broken().eval()
-    fast = split(model, recorder, print)
+    fast = split(model, recorder, print, take_numbers=take_numbers)
     fast(X)
     fast(X + 1)
     assert (len(recorder.pieces), recorder.runs) == (3, 6)
-    for rows in (5, 7, 9):
+    for rows, count in zip((5, 7, 9), made, strict=True):
         x = torch.full((rows, 2), float(rows))
         torch.testing.assert_close(fast(x), model(x))
-    assert len(recorder.pieces) == 6
+        assert len(recorder.pieces) == count
 
 
 @torch.no_grad()

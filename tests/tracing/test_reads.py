@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autostream import optimize
+from autostream.tracing import reads as reads_module
 from autostream.tracing.functions import module_of
 from autostream.tracing.reads import Reads, functions_of, unlike
 
@@ -261,3 +263,81 @@ def test_a_graph_has_the_numbers_that_a_modules_objects_have_now() -> None:
         model.config.inner.value = value
         torch.testing.assert_close(fast(x), model(x))
     assert len(fast.reports) == 2
+
+
+class Base(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x * number
+
+
+class Derived(Base):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + 1
+
+
+@torch.no_grad()
+def without_gradients(x: Any) -> Any:
+    return x * number
+
+
+def uses_a_decorated_function(x: Any) -> Any:
+    return without_gradients(x)
+
+
+counts_of = defaultdict(float, l1=1.0)
+
+
+def uses_a_kind_of_dictionary(x: Any) -> Any:
+    return x * counts_of["l1"] * number
+
+
+@pytest.mark.parametrize(
+    "function", [Derived().forward, uses_a_decorated_function, uses_a_kind_of_dictionary], ids=lambda f: f.__qualname__
+)
+def test_what_is_read_on_other_ways_is_watched_too(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]
+) -> None:
+    reads = Reads([function])
+    before = reads()
+    assert reads() is before
+    monkeypatch.setitem(globals(), "number", 2.0)
+    assert {name: value for name, _, value in reads()}["number"] == TWO
+    assert reads() != before
+
+
+class Odd:
+    """Looking here runs a user's code."""
+
+    @cached_property
+    def mean(self) -> float:
+        raise RuntimeError("nobody asked")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("nor for this")
+
+
+def test_a_users_code_is_not_run_to_look() -> None:
+    odd = Odd()
+
+    def names_what_is_odd(x: Any) -> Any:
+        return (x.mean() + number) if odd is not None else x.missing
+
+    assert seen(names_what_is_odd) == {"number": ONE}
+
+
+def test_another_thread_in_between_sees_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one looks again, the others must not take the old value for one that holds still."""
+    reads = Reads([helper])
+    before = reads()
+    monkeypatch.setitem(globals(), "number", 2.0)
+    told, found = reads_module._told, []
+
+    def slowly(value: Any) -> Any:
+        monkeypatch.setattr(reads_module, "_told", told)
+        found.append(reads())
+        return told(value)
+
+    monkeypatch.setattr(reads_module, "_told", slowly)
+    after = reads()
+    assert found == [after]
+    assert after != before

@@ -40,6 +40,16 @@ def test_what_a_model_warns_of_is_said_once() -> None:
     assert [(str(warning.message), warning.filename) for warning in seen] == [("inside", __file__)]
 
 
+class TwoWords(UserWarning):
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def test_a_warning_may_be_made_of_more_than_a_text() -> None:
+    with pytest.warns(TwoWords, match="not yet"), tamed():
+        warnings.warn(TwoWords("not", "yet"), stacklevel=1)
+
+
 def test_where_warnings_are_errors_a_model_that_warns_fails_as_it_does() -> None:
     class Warns(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
