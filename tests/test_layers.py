@@ -27,6 +27,7 @@ FLOORS = {
         "kernels",
         "keeping",
         "operators",
+        "excerpt",
         "logs",
     },
     1: {"scheduling"},
@@ -127,6 +128,7 @@ ONLY_IN = [
         r"\.(create_node|node_copy|graph_copy|erase_node|call_function|call_module|inserting_(before|after)"
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
         {
+            "excerpt",
             "execution.cutting",
             "execution.lower",
             "overlap.children",
@@ -143,7 +145,7 @@ ONLY_IN = [
         r"\bfx\.Graph\(|\.GraphModule\(",
         {"execution.cutting", "execution.lower", "overlap.children", "tracing.gradients", "tracing.kernel_json"},
     ),
-    (r"\.(create_node|node_copy)\(", {"execution.cutting", "execution.lower", "tracing.gradients"}),
+    (r"\.(create_node|node_copy)\(", {"excerpt", "execution.cutting", "execution.lower"}),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"execution.streams"}),
     # touches streams and events

@@ -17,6 +17,7 @@ from itertools import chain
 
 from torch import fx
 
+from autostream.excerpt import excerpt
 from autostream.execution.lower import storages_of
 from autostream.ir import OpGraph, Placeholder, Program, Role
 from autostream.scheduling.cut import Part
@@ -107,7 +108,7 @@ class _Writer:
         taken = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in among)
         arguments = sorted(taken, key=lambda node: node not in self._bound)
         results = [node for node in self._own[at] if self._leaves(node)]
-        module = fx.GraphModule(self._root, _graph_of(arguments, nodes, results), class_name="Section")
+        module = fx.GraphModule(self._root, excerpt(fx.Graph(), arguments, nodes, results), class_name="Section")
         name = f"part_{at}"
         call = self._whole.call_module(name, tuple(self._values[node] for node in arguments))
         for place, node in enumerate(results):
@@ -148,15 +149,3 @@ class _Writer:
             found.update(new)
             pending += new
         return sorted(found, key=self._place.__getitem__)
-
-
-def _graph_of(arguments: Iterable[fx.Node], nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in arguments:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in results))
-    return graph

@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from torch.func import functional_call
 
 from autostream.errors import TraceError
+from autostream.excerpt import excerpt
 from autostream.ir import Placeholder, Role
 from autostream.operators import bound_arguments, written_names
 from autostream.storages import storage_of
@@ -304,16 +305,8 @@ def _is_view(node: fx.Node) -> bool:
 def _graph(
     module: fx.GraphModule, name: str, given: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """A part of a graph: placeholders for what is given, then copies of nodes."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in given:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in results))
-    return fx.GraphModule(module, graph, name)
+    """A part of a graph, as a module."""
+    return fx.GraphModule(module, excerpt(fx.Graph(), given, nodes, results), name)
 
 
 def _is_written(module: fx.GraphModule, name: str) -> bool:
