@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autostream.execution import streams
+from autostream.execution import streams, transfer
 from autostream.execution.cpu_streams import Record, Wait, _hostile_order
 
 GPU = torch.device("cuda", 0)
@@ -49,6 +49,18 @@ class Stream:
     def record_event(self) -> str:
         self.steps.append(Record(f"event {next(self._device.numbers)}"))
         return str(self.steps[-1].event)
+
+
+class Event:
+    """A moment of a queue; recorded again, another one for whoever waits from then on."""
+
+    _recorded: str
+
+    def record(self, stream: Stream) -> None:
+        self._recorded = stream.record_event()
+
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self._recorded)
 
 
 class Device:
@@ -77,6 +89,8 @@ class Device:
             current_stream=lambda device: self.current,
             Stream=lambda device, priority: self.stream(),
             stream=self.using,
+            set_stream=self.use,
+            Event=Event,
         )
 
     def stream(self) -> Stream:
@@ -88,13 +102,17 @@ class Device:
         found: Stream = getattr(self._current, "stream", self._default)
         return found
 
+    def use(self, stream: Stream) -> None:
+        self._current.stream = stream
+
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        before, self._current.stream = self.current, stream
+        before = self.current
+        self.use(stream)
         try:
             yield
         finally:
-            self._current.stream = before
+            self.use(before)
 
     def launch(self, step: Callable[[], object]) -> None:
         """Put a kernel into the current stream's queue. It may use tensors' memory only: an :meth:`alias`."""
@@ -164,6 +182,8 @@ class Device:
         for name, value in vars(device.cuda).items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(streams, "_pools", {})
+        patch.setattr(streams, "current_device", device.cuda.current_device)
+        patch.setattr(transfer, "raw_stream", lambda index: device.current.cuda_stream)
         with device.active():
             yield device
 

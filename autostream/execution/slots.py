@@ -36,6 +36,7 @@ class Slot:
         home: the stream that it is for, which is current.
 
     Attributes:
+        kind: of the tensors and the stream that it is for.
         addresses: of those of its tensors that have elements.
 
     Example:
@@ -49,7 +50,7 @@ class Slot:
     """
 
     def __init__(self, likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream) -> None:
-        self._kind = _kind(likes, home)
+        self.kind = _kind(likes, home)
         self._memory = new_memory(likes, device, home)
         self._handed_out: list[ref[Tensor]] = []
         self.addresses = [tensor.data_ptr() for tensor in self._memory if tensor.numel()]
@@ -58,10 +59,6 @@ class Slot:
     def is_free(self) -> bool:
         """Whether nobody has a tensor that lies here."""
         return all(owner() is None for owner in self._handed_out)
-
-    def serves(self, likes: Sequence[Tensor], home: torch.cuda.Stream) -> bool:
-        """Whether it is for such tensors and this stream."""
-        return self._kind == _kind(likes, home)
 
     def hand_out(self) -> list[Tensor]:
         """New tensors that lie here, each with a storage of its own. Nobody may have others."""
@@ -120,10 +117,9 @@ class Slots:
             return new_memory(likes, device, home) if slot is None else slot.hand_out()
 
     def _slot(self, likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream) -> Slot | None:
-        fitting = [slot for slot in self._slots if slot.serves(likes, home)]
-        if self._slots and not fitting:
+        if self._slots and self._slots[0].kind != _kind(likes, home):
             return None
-        free = next((slot for slot in fitting if slot.is_free), None)
+        free = next((slot for slot in self._slots if slot.is_free), None)
         if free is None and len(self._slots) < self._count:
             free = Slot(likes, device, home)
             self._slots.append(free)

@@ -57,9 +57,9 @@ def fork(device: str, count: int) -> Lanes:
     return Lanes(device, (caller, *sides[: count - 1]))
 
 
-def copy_stream(device: str | torch.device) -> torch.cuda.Stream:
+def copy_stream(device_index: int) -> torch.cuda.Stream:
     """The stream that copies from the host to a device run on, which no lane gets: the last of the side streams."""
-    return _pool(torch.cuda.current_stream(device).device_index, _SIDES)[-1]
+    return _pool(device_index, _SIDES)[-1]
 
 
 def capture_stream(device: str | torch.device) -> torch.cuda.Stream:
@@ -88,6 +88,22 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """What ``torch.cuda`` asks after it has made sure that CUDA is initialized; private to PyTorch (2.11 and 2.13)."""
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> Iterator[None]:
+    """Launch on a stream, and then again on ``caller``, the current one of its device.
+
+    It does what ``torch.cuda.stream`` does in a quarter of the time, because it need not ask what it is told.
+    """
+    device = current_device()
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(caller)
+        if device != caller.device_index:
+            torch.cuda.set_device(device)
 
 
 def use(lanes: Lanes, index: int) -> None:

@@ -14,14 +14,14 @@ The same holds of memory in slots (:mod:`autostream.execution.slots`), which are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import compress
 
 import torch
 from torch import Tensor
 
 from autostream.execution.slots import Memory, new_memory
-from autostream.execution.streams import copy_stream
+from autostream.execution.streams import copy_stream, on, raw_stream
 
 
 class Transfer:
@@ -48,11 +48,9 @@ class Transfer:
         home: torch.cuda.Stream | None = None,
         memory: Memory = new_memory,
     ) -> None:
-        self._device = device
         self._home = home or home_of(device)
         plain = list(map(_is_plain, tensors))
-        # Whoever reads ahead, whoever takes it may train with it.
-        with nullcontext() if home is None else torch.cuda.stream(home), torch.inference_mode(False):
+        with nullcontext() if home is None else torch.cuda.stream(home), _ordinary_tensors():
             sources = [_pinned(tensor) for tensor in compress(tensors, plain)]
             targets = memory(sources, device, self._home)
             places = iter(targets)
@@ -62,25 +60,29 @@ class Transfer:
             self._start(targets, sources)
 
     def _start(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        stream = copy_stream(self._device)
-        stream.wait_stream(self._home)
-        try:
-            with torch.cuda.stream(stream):
+        stream, event = copy_stream(self._home.device_index), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._home)
+        event.wait(stream)
+        with on(stream, self._home):
+            try:
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
-        finally:  # also behind those that were begun before one failed
-            self._arrived = stream.record_event()
+            finally:  # also behind those that were begun before one failed
+                event.record(stream)  # once more: who waited does so for what it was
+                self._arrived = event
 
     def take(self) -> list[Tensor]:
         """All of them on the device, for work on its current stream from now on; once."""
-        stream = torch.cuda.current_stream(self._device)
         assert self._arrived is not None, "tensors are taken once"
-        stream.wait_event(self._arrived)
-        tensors = self._tensors
-        if stream != self._home:
+        tensors, home = self._tensors, self._home
+        if raw_stream(home.device_index) == home.cuda_stream:
+            self._arrived.wait(home)
+        else:
             # Given back, their memory would go to work of the other stream, which knows nothing of what reads it here.
+            stream = torch.cuda.current_stream(home.device_index)
+            self._arrived.wait(stream)
             tensors = list(map(Tensor.clone, tensors))
-            self._home.wait_stream(stream)
+            home.wait_stream(stream)
         self._arrived, self._tensors = None, []
         return tensors
 
@@ -88,12 +90,19 @@ class Transfer:
         """Whoever is given the memory of what nobody has taken comes after the copy."""
         if self._arrived is not None:
             with suppress(RuntimeError):  # CUDA may have ended before Python does
-                self._home.wait_event(self._arrived)
+                self._arrived.wait(self._home)
 
 
 def home_of(device: torch.device) -> torch.cuda.Stream:
     """The stream that what is made on a device now is made on."""
-    return torch.cuda.current_stream(device)
+    return torch.cuda.current_stream(device.index)  # an index is looked up in a third of the time
+
+
+def _ordinary_tensors() -> AbstractContextManager[object]:
+    """What is made in it can be trained with, as part of what was, also where whoever reads ahead does not train."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return nullcontext() if torch.is_grad_enabled() else torch.enable_grad()
 
 
 def _is_plain(tensor: Tensor) -> bool:

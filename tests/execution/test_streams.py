@@ -6,7 +6,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -103,6 +103,20 @@ def test_lane_0_is_the_callers_stream_and_no_two_lanes_are_the_same(cuda: Cuda) 
     assert lanes.streams[0] is cuda.current[1]
     assert len({lane.cuda_stream for lane in lanes.streams}) == 16
     assert {lane.device_index for lane in lanes.streams} == {1}
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_a_stream_for_a_while(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, device: int, fails: bool) -> None:
+    monkeypatch.setattr(streams, "current_device", cuda.current_device)
+    cuda.device, caller, stream = device, cuda.current[1], streams.copy_stream(1)
+    with pytest.raises(OopsError) if fails else nullcontext(), streams.on(stream, caller):
+        assert cuda.current[1] is stream
+        assert cuda.device == 1
+        if fails:
+            raise OopsError
+    assert cuda.current[1] is caller
+    assert cuda.device == device
 
 
 def test_a_stream_that_comes_round_again_is_still_the_same(cuda: Cuda) -> None:

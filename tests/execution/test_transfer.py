@@ -206,7 +206,7 @@ def test_on_a_gpu_nothing_is_read_or_overwritten_early(late: str) -> None:
     gpu = torch.device("cuda", torch.cuda.current_device())
     shape, seen = (1 << 20,), []
     for value in range(20):
-        with torch.cuda.stream(streams.copy_stream(gpu)) if late == "copies" else torch.cuda.device(gpu):
+        with torch.cuda.stream(streams.copy_stream(gpu.index)) if late == "copies" else torch.cuda.device(gpu):
             torch.cuda._sleep(1_000_000)
         transfer = Transfer([torch.full(shape, float(value)).pin_memory()], gpu)
         (taken,) = transfer.take()

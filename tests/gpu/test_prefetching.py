@@ -35,7 +35,7 @@ class Late(Iterable[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         for number in range(self.count):
-            with torch.cuda.stream(copy_stream("cuda")):
+            with torch.cuda.stream(copy_stream(torch.cuda.current_device())):
                 torch.cuda._sleep(self.cycles)
             size = self.last if number + 1 == self.count else SIZE
             yield torch.full((size,), float(number)).pin_memory()

@@ -498,7 +498,7 @@ class Slow(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         for number in range(30):
-            with torch.cuda.stream(streams.copy_stream("cuda")):
+            with torch.cuda.stream(streams.copy_stream(torch.cuda.current_device())):
                 torch.cuda._sleep(self.cycles)
             yield torch.full((1 << 18,), float(number)).pin_memory()
 
