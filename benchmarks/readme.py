@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from autostream.bench.ratios import Measure
 from autostream.bench.table import ratios_table
-from benchmarks import predictions, random_search
+from benchmarks import partial_graphs, predictions, prefetching, random_search
 from benchmarks.compare import changes
 from benchmarks.memory import memory_table
 from benchmarks.stamp import RESULTS
@@ -35,7 +35,9 @@ _MEASURES: dict[Measure, str] = {"call": "Back to back, host included:", "device
 
 
 _TABLES: dict[str, Callable[[Any], str]] = {
+    "partial_graphs": lambda result: partial_graphs.table(result["rows"]),
     "predictions": predictions.table,
+    "prefetching": lambda result: prefetching.table(result["rows"]),
     "random_search": lambda result: random_search.table(result["rows"]),
 }
 """Of results that are not a suite's, by the name of their files."""

@@ -80,7 +80,7 @@ SUITES: Mapping[str, Suite] = {
             for workload in zoo.TRAINING.values()
             for optimizer in zoo.OPTIMIZERS
         ),
-        ("eager", "cuda_graph", *_COMPILED, "autostream"),
+        ("eager", "cuda_graph", *_COMPILED, "autostream", ONE_STREAM),
         "cuda_graph",
     ),
     "quick": Suite(

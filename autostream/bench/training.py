@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress, cycle, islice
 from typing import Any
 
@@ -65,9 +66,9 @@ def compile_captured(subject: TrainingSubject) -> Step:
     return _captured(subject, _compiled(subject.loss))
 
 
-def autostream(subject: TrainingSubject) -> Step:
-    """``autostream.train_step``: the whole step as one scheduled graph."""
-    step = train_step(subject.model, subject.optimizer, subject.loss)
+def autostream(subject: TrainingSubject, **options: Any) -> Step:
+    """``autostream.train_step`` with these options: the whole step as one scheduled graph."""
+    step = train_step(subject.model, subject.optimizer, subject.loss, **options)
     step(*subject.data)  # it makes the optimizer's state, so that the next one is scheduled
     return step
 
@@ -76,6 +77,7 @@ CPU: dict[str, Callable[[TrainingSubject], Step]] = {
     mode.__name__: mode for mode in (eager, compile_default, autostream)
 }
 CUDA = CPU | {mode.__name__: mode for mode in (compile_reduce_overhead, cuda_graph, compile_captured)}
+CUDA |= {"autostream_inductor_sequential": partial(autostream, kernels="inductor", policy="sequential")}
 
 
 def training_modes_of(device: torch.device) -> Mapping[str, Callable[[TrainingSubject], Step]]:

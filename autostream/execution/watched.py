@@ -88,13 +88,13 @@ def watch(lowered: fx.GraphModule, graph: OpGraph, schedule: Schedule, captured:
 
     for _ in range(WARMUP_RUNS):  # libraries choose their kernels in the first run
         op_by_op()
-    launched = kernels_by_op(_profiled(op_by_op, device))
+    launched = kernels_by_op(profiled(op_by_op, device))
 
     def again_and_again() -> None:
         for _ in range(REPLAYS + 1):
             captured.replay()
 
-    runs = replays(_profiled(again_and_again, device))[1:]
+    runs = replays(profiled(again_and_again, device))[1:]
     if not runs:
         raise Unmatched("the profiler saw no replay of a CUDA graph")
     runs.sort(key=lambda run: max(kernel.end_us for kernel in run) - min(kernel.start_us for kernel in run))
@@ -121,8 +121,8 @@ class Named(fx.Interpreter):
             return super().run_node(n)
 
 
-def _profiled(run: Callable[[], object], device: str) -> Sequence[Event]:
-    """The trace of a run."""
+def profiled(run: Callable[[], object], device: str) -> Sequence[Event]:
+    """What a profiler sees on the host and on a device while something runs."""
     torch.cuda.synchronize(device)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities, acc_events=True) as profiler:  # 2.11 warns that it would drop earlier events
@@ -172,6 +172,28 @@ def replays(events: Iterable[Event]) -> list[list[Kernel]]:
     ordered = sorted(launches, key=lambda event: event["ts"])
     found = (kernels.get(launch["args"]["correlation"], []) for launch in ordered)
     return [sorted(run, key=lambda kernel: kernel.start_us) for run in found if run]
+
+
+def share_in_graphs(events: Iterable[Event]) -> float:
+    """How much of the time that the device worked, summed over all kernels and copies, was in replays of CUDA graphs.
+
+    Nothing, where it did not work at all.
+
+    Example:
+        >>> launches = [("cudaGraphLaunch", 1), ("cudaLaunchKernel", 2)]
+        >>> host = [{"cat": "cuda_runtime", "name": n, "ts": 0, "args": {"correlation": c}} for n, c in launches]
+        >>> took = [(1, 3.0), (1, 3.0), (2, 2.0)]
+        >>> ran = [{"cat": "kernel", "name": "k", "ts": 1, "dur": t, "args": {"correlation": c}} for c, t in took]
+        >>> share_in_graphs(host + ran)
+        0.75
+    """
+    events = [*events]
+    of_all_us = sum(_busy_us(kernels) for kernels in _kernels_by_launch(events).values())
+    return sum(map(_busy_us, replays(events))) / of_all_us if of_all_us else 0.0
+
+
+def _busy_us(kernels: Iterable[Kernel]) -> float:
+    return sum(kernel.end_us - kernel.start_us for kernel in kernels)
 
 
 def _launches(events: Iterable[Event]) -> Iterable[Event]:

@@ -55,7 +55,12 @@ def contest_of(optimizer: str = "sgd", device: str = "cpu", dtype: torch.dtype =
 
 def test_a_gpu_has_all_modes_and_a_cpu_those_without_graphs() -> None:
     assert set(CPU) == {"eager", "compile_default", "autostream"}
-    assert set(CUDA) - set(CPU) == {"compile_reduce_overhead", "cuda_graph", "compile_captured"}
+    assert set(CUDA) - set(CPU) == {
+        "compile_reduce_overhead",
+        "cuda_graph",
+        "compile_captured",
+        "autostream_inductor_sequential",
+    }
     assert training_modes_of(torch.device("cpu")) is CPU
     assert training_modes_of(torch.device("cuda")) is CUDA
 

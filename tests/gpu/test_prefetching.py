@@ -15,7 +15,7 @@ import autostream
 from autostream.api import OptimizedModule
 from autostream.build import Scheduled
 from autostream.execution.streams import copy_stream
-from autostream.execution.watched import _profiled
+from autostream.execution.watched import profiled
 from autostream.training import TrainStep
 
 pytestmark = [
@@ -94,7 +94,7 @@ def test_what_is_kept_is_not_overwritten() -> None:
 def on_device(run: Callable[[], object]) -> list[Mapping[str, Any]]:
     """What the device did."""
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
-    return [event for event in _profiled(run, "cuda") if event.get("cat") in kinds]
+    return [event for event in profiled(run, "cuda") if event.get("cat") in kinds]
 
 
 def copied(done: Iterable[Mapping[str, Any]]) -> list[int]:
