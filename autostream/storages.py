@@ -41,6 +41,18 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
     return start, start + (reach + 1) * tensor.element_size() if tensor.numel() else start
 
 
+def layout_of(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that decide where an element is.
+
+    Example:
+        >>> import torch
+        >>> layout_of(torch.empty(1, 2, 3)), layout_of(torch.empty(2, 1, 3).transpose(0, 1)), layout_of(torch.empty(0))
+        ((3, 1), (3, 1), ())
+    """
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(stride for size, stride in pairs if size > 1) if tensor.numel() else ()
+
+
 def overlaps(tensor: Tensor) -> bool:
     """Whether two of a tensor's elements may share a place in memory."""
     extent = 1

@@ -19,6 +19,7 @@ import copy
 import difflib
 import importlib
 import importlib.util
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -37,12 +38,21 @@ from torch.fx.traceback import preserve_node_meta
 from autostream.errors import FusionError, OptionError, first_line
 from autostream.ir import Program, Role
 from autostream.kernels import Kernel
-from autostream.storages import storage_of
+from autostream.storages import layout_of, storage_of
+from autostream.tracing.channels_last import (
+    Relaid,
+    StridesSeen,
+    in_channels_last,
+    is_channels_last,
+    trains_convolutions,
+)
 from autostream.tracing.draws import draw_in_order, drawing_as_eager, draws_of
 from autostream.tracing.flat import tensors_in
 from autostream.tracing.matvec import with_rows
 from autostream.tracing.out_variants import write_into_given_memory
 from autostream.tracing.tamed import undisturbed
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
@@ -292,35 +302,44 @@ def _missing() -> Iterator[str]:
 
 def _functional(program: Program) -> fx.GraphModule:
     """A program's graph in the ops that Inductor lowers; what it writes to its arguments it copies there at the end."""
-    from torch._functorch.aot_autograd import aot_export_module
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
 
-    values = [value.detach() for value in _arguments(program.module)]
-    decompositions = with_rows(drawing_as_eager(select_decomp_table()))
-    module: Any
+    module, table = program.module, with_rows(drawing_as_eager(select_decomp_table()))
+    if trains_convolutions(module.graph) and GraphLowering.decide_layout_opt(module, is_inference=False):
+        try:
+            return _traced(module, Relaid(module), in_channels_last(table))
+        except StridesSeen as seen:
+            log.debug("convolutions stay as they were traced, not channels-last: %s", first_line(seen))
+    return _traced(module, fx.Interpreter(module), table)
+
+
+def _traced(module: fx.GraphModule, run: fx.Interpreter, table: Mapping[Any, Any]) -> fx.GraphModule:
+    from torch._functorch.aot_autograd import aot_export_module
+
+    values = [value.detach() for value in _arguments(module)]
+    traced: Any
     with _fake_mode(values), torch.no_grad():
-        module, signature = aot_export_module(
-            _Interpreted(program.module), values, trace_joint=False, decompositions=decompositions
-        )
+        traced, signature = aot_export_module(_Interpreted(run), values, trace_joint=False, decompositions=dict(table))
     written = signature.user_inputs_to_mutate
-    arguments = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
-    results = {node.name: node for node in _outputs(module)}
-    output = module.graph.output_node()
-    with module.graph.inserting_before(output):
+    arguments = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
+    results = {node.name: node for node in _outputs(traced)}
+    output = traced.graph.output_node()
+    with traced.graph.inserting_before(output):
         for result, argument in written.items():
-            copy = module.graph.call_function(aten.copy_.default, (arguments[argument], results[result]))
+            copy = traced.graph.call_function(aten.copy_.default, (arguments[argument], results[result]))
             copy.meta["val"] = arguments[argument].meta["val"]
-    output.args = (_outputs(module)[len(written) :],)
-    module.recompile()
-    return module  # type: ignore[no-any-return]
+    output.args = (_outputs(traced)[len(written) :],)
+    traced.recompile()
+    return traced  # type: ignore[no-any-return]
 
 
 class _Interpreted(nn.Module):
     """A graph run node by node, so that what is traced keeps the user's lines."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, interpreter: fx.Interpreter) -> None:
         super().__init__()
-        self._interpreter = fx.Interpreter(module)
+        self._interpreter = interpreter
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         with preserve_node_meta():
@@ -350,7 +369,9 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
         stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # constants, as Inductor does
         graphs = stack.enter_context(graphs_of_kernels(device))
         module.graph.output_node().meta["user_visible_output_idxs"] = range(len(_outputs(module)))
-        compile_fx_inner(module, values, fx_wrapper=True, is_inference=True)
+        # Forward and backward alike, or gradients would copy what convolutions have written.
+        layouts = is_channels_last(module.graph) if trains_convolutions(module.graph) else None
+        compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=layouts)
     (compiled,) = graphs
     return compiled
 
@@ -504,13 +525,7 @@ def _shared(module: fx.GraphModule) -> list[int]:
 def _kinds(module: fx.GraphModule) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]:
     """Type, shape and layout of each output: a sum over zeros, say, may come back as one row that is expanded."""
     values = [node.meta["val"] for node in _outputs(module)]
-    return [(value.dtype, value.shape, _layout(value)) for value in values]
-
-
-def _layout(value: Tensor) -> tuple[int, ...]:
-    """The strides that decide where an element is."""
-    pairs = zip(value.shape, value.stride(), strict=True)
-    return tuple(stride for size, stride in pairs if size > 1) if value.numel() else ()
+    return [(value.dtype, value.shape, layout_of(value)) for value in values]
 
 
 def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
