@@ -10,7 +10,8 @@ import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,18 +42,50 @@ def split(
             raise TraceError("the model gives a tensor other memory (.data = …), which a piece would not")
         return compile_piece(module, bound_inputs(example_inputs))
 
-    compiled = torch.compile(model, backend=backend, dynamic=None if take_numbers else False)
+    compiling = partial(_compiling, refused)
+    context: Any = torch._dynamo.optimize(backend, dynamic=None if take_numbers else False)
+    if _compiles_within(context, compiling):
+        return context(model)  # type: ignore[no-any-return]
+    compiled = context(model)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo import config
-
-        # Models of one class share a limit of compilations; each of ours is for one signature, so none is in vain.
-        limits = {"recompile_limit": _MANY, "accumulated_recompile_limit": _MANY}
-        # As PyTorch's, NumPy's calls would draw other numbers and return arrays where there were scalars.
-        with config.patch({"suppress_errors": True, "trace_numpy": False, **limits}), _overheard(refused):
+        with compiling():
             return compiled(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def _compiling(refused: Callable[[str], None]) -> Iterator[None]:
+    """Let Dynamo, in this thread, have settings for our pieces, and pass on why it leaves something alone."""
+    from torch._dynamo import config
+
+    # Models of one class share a limit of compilations; each of ours is for one signature, so none is in vain.
+    limits = {"recompile_limit": _MANY, "accumulated_recompile_limit": _MANY}
+    # As PyTorch's, NumPy's calls would draw other numbers and return arrays where there were scalars.
+    with config.patch({"suppress_errors": True, "trace_numpy": False, **limits}), _overheard(refused):
+        yield
+
+
+def _compiles_within(context: Any, compiling: Callable[[], AbstractContextManager[None]]) -> bool:
+    """Have Dynamo enter a context where it compiles a frame, rather than at each call, which takes as long as Dynamo.
+
+    Private: the callback of its contexts (2.11 and 2.13). Where a version has none, nothing is done.
+    """
+    compile_frame = getattr(context, "callback", None)
+    if not callable(compile_frame) or not hasattr(compile_frame, _BACKEND):
+        return False
+
+    def callback(*args: Any, **kwargs: Any) -> Any:
+        with compiling():
+            return compile_frame(*args, **kwargs)
+
+    setattr(callback, _BACKEND, getattr(compile_frame, _BACKEND))  # by it Dynamo finds what it has compiled
+    context.callback = callback
+    return True
+
+
+_BACKEND = "_torchdynamo_orig_backend"
 
 
 @contextmanager

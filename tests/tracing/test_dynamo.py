@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from autostream.tracing import dynamo
 from autostream.tracing.dynamo import bound_inputs, ending_of, is_refusal, split
 
 X = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
@@ -194,6 +195,24 @@ def test_models_of_one_class_do_not_use_up_each_others_compilations(recorder: Re
         recorder.runs = 0
         split(Breaking(), recorder, print)(torch.ones(count))
         assert recorder.runs == 2, count
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("private", [True, False])
+def test_settings_are_for_compiling_alone(recorder: Recorder, private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entered at each call, they would take as long as Dynamo itself. A Dynamo without callbacks is run in them."""
+    entered, compiling = [], dynamo._compiling
+    monkeypatch.setattr(dynamo, "_compiling", lambda refused: (entered.append(True), compiling(refused))[1])
+    if not private:
+        monkeypatch.setattr(dynamo, "_BACKEND", "no such attribute")
+    run, config = split(Broken(), recorder, print), torch._dynamo.config
+    before = config.recompile_limit, config.suppress_errors
+    for turn in range(3):
+        entered.clear()
+        run(X)
+        assert bool(entered) is (turn == 0 or not private)
+        assert (config.recompile_limit, config.suppress_errors) == before
+    assert len(recorder.pieces) == 3
 
 
 @torch.no_grad()
