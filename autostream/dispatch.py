@@ -156,8 +156,11 @@ class Dispatcher:
             TraceError: with ``strict=True``, the model cannot be traced.
         """
         entry = None if self.disabled else self._prepared(args, kwargs)
-        static = entry.static_inputs() if isinstance(entry, Scheduled) else None
-        return unflatten(flatten((args, kwargs))[1], static) if static else (args, kwargs)
+        if not isinstance(entry, Scheduled):
+            return args, kwargs
+        tensors, structure = flatten((args, kwargs))
+        static = entry.static_inputs(tensors)
+        return unflatten(structure, static) if static else (args, kwargs)
 
     def lowered(self, *args: Any, **kwargs: Any) -> GraphModule | None:
         """The graph that runs calls with these arguments, to be read: its ``code`` has the ops, streams and waits.
@@ -190,7 +193,7 @@ class Dispatcher:
         entry = None if self.disabled else self._prepared(args, kwargs)
         if entry is None:
             return None
-        return entry.watched() if isinstance(entry, Scheduled) else entry.report
+        return entry.watched(flatten((args, kwargs))[0]) if isinstance(entry, Scheduled) else entry.report
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -396,7 +399,7 @@ class Dispatcher:
                 raise
             whole = isinstance(error, TraceError) and not isinstance(error, FastPathError)
             if whole and self._tracer.may_split and self.bound_inputs is None and not signature.gradients:
-                log.warning("%s: %s; splitting it at graph breaks", self._name, error)
+                log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # not what its frames hold
                 return Pieces(self.model, signature, str(error), self._piece)
             if self._tracer.may_refuse and isinstance(error, TraceError):
                 return Refusing(self.model, signature, str(error))

@@ -37,12 +37,12 @@ class Variants:
     """
 
     def __init__(self, graph: CapturedGraph, inputs: Sequence[int], slots: SlotTable, capture: Capture) -> None:
-        self._graph, self._inputs, self._slots, self._capture = graph, tuple(inputs), slots, capture
+        self.graph, self._inputs, self._slots, self._capture = graph, tuple(inputs), slots, capture
         self._by_slot: WeakKeyDictionary[Slot, tuple[tuple[int | None, ...], CapturedGraph]] = WeakKeyDictionary()
 
     def unmoved(self, arguments: Sequence[Tensor]) -> bool:
         """Whether bound tensors lie where the graph and all of its variants read them."""
-        return self._graph.unmoved(arguments)
+        return self.graph.unmoved(arguments)
 
     def launch(self, arguments: Sequence[Tensor]) -> Sequence[Output]:
         """What :meth:`CapturedGraph.launch` does, which looks at no bound tensor."""
@@ -51,26 +51,26 @@ class Variants:
     def reading(self, arguments: Sequence[Tensor]) -> CapturedGraph:
         """The graph that reads these inputs where they are, or else the one that has them copied."""
         if not self._slots:
-            return self._graph
+            return self.graph
         addresses = [arguments[at].data_ptr() for at in self._inputs]
         found = [self._slots.get(address) for address in addresses]
         slots = set(found) - {None}
         if len(slots) != 1:  # a batch comes in one slot; with others, there would be a graph for each pair of them
-            return self._graph
+            return self.graph
         (slot,) = slots
         assert slot is not None, "it was left out"
         places = tuple(None if where is None else at for at, where in zip(addresses, found, strict=True))
         if slot not in self._by_slot and self.unmoved(arguments):
             self._by_slot[slot] = places, self._captured(slot, arguments)
-        known, graph = self._by_slot.get(slot, ((), self._graph))
-        return graph if known == places else self._graph
+        known, graph = self._by_slot.get(slot, ((), self.graph))
+        return graph if known == places else self.graph
 
     def _captured(self, slot: Slot, arguments: Sequence[Tensor]) -> CapturedGraph:
         static = list(arguments)
         for at in self._inputs:
             here = slot.here(arguments[at])
-            static[at] = self._graph.static[at] if here is None else here
+            static[at] = self.graph.static[at] if here is None else here
         try:
             return self._capture(static, arguments)
         except (CaptureError, torch.OutOfMemoryError):
-            return self._graph
+            return self.graph
