@@ -108,21 +108,20 @@ class Places:
         if settled is None:
             return None
         outputs = settled.launch(arguments)
-        if settled.unmoved(arguments):
-            return outputs
-        self._unsettle()
-        return None
+        return outputs if settled.unmoved(arguments) else None
 
     def find(self, arguments: Sequence[Tensor]) -> Place | None:
         """The graph that reads these tensors where they are, if there is one."""
         latest, settled = self._latest, self._settled
         if latest.unmoved(arguments):
-            if settled is None or settled.place is not latest:
+            if settled is None or settled.place is not latest:  # another thread's may be
                 self._settled = Settled(latest, self._those_bound(arguments))
             else:
                 settled.calls += 1
             return latest
-        self._unsettle()
+        self._settled = None
+        if settled is not None:
+            self._left = min(MOST, self._left + settled.calls // WORTH)
         try:
             found = self._known.get(self._addresses(arguments))
         except RuntimeError:  # sparse tensors have no address
@@ -138,14 +137,13 @@ class Places:
         return self._failure or ("" if self._left > 0 else _MOVES)
 
     def add(self, arguments: Sequence[Tensor]) -> Place:
-        """Capture the graph for the place where these tensors lie; without gradients, outside of inference mode.
+        """Capture the graph for the place where these tensors lie, which has none; without gradients or inference mode.
 
         Raises:
             CaptureError: it failed, and there will be no more of them.
             torch.OutOfMemoryError: so it did, for want of memory.
         """
         former = self.graph  # its pool can be captured into while it lives
-        self._unsettle()
         used = [(addresses, place) for addresses, place in self._known.items() if place.is_used()]
         room = 1 if former.lent else MOST
         self._known = dict(used[max(0, len(used) - room + 1) :])
@@ -163,11 +161,6 @@ class Places:
     def are_used(self) -> bool:
         """Whether anybody has the tensors that a graph reads."""
         return any(place.is_used() for place in self._known.values())
-
-    def _unsettle(self) -> None:
-        settled, self._settled = self._settled, None
-        if settled is not None:
-            self._left = min(MOST, self._left + settled.calls // WORTH)
 
     def _place(self, graph: CapturedGraph, arguments: Sequence[Tensor]) -> Place:
         return Place(self._variants(graph), self._those_bound(arguments))
