@@ -119,6 +119,7 @@ class Scheduled:
             self._state = LiveState(model, placeholders, traced.constants)
             self._signature = signature
             self._shortcut: Shortcut | None = None
+            self._late: tuple[Decision, ...] = ()
             self._slots = slots if slots is not None and not signature.aliases else SlotTable()
             arguments = self._arguments(tensors)
             self._bound = _staying(placeholders, arguments, bound_inputs)
@@ -227,7 +228,8 @@ class Scheduled:
     @property
     def report(self) -> Report:
         """What was done, and why."""
-        return self._report()
+        report = self._report()
+        return replace(report, refusals=(*report.refusals, *self._late))
 
     def lowered(self) -> GraphModule:
         """The graph that runs, or that was captured."""
@@ -276,9 +278,15 @@ class Scheduled:
         inputs = [at for at, stays in enumerate(self._bound) if not stays]
 
         def variants(graph: CapturedGraph) -> Variants:
-            return Variants(graph, inputs, self._slots, partial(_recaptured, graph))
+            return Variants(graph, inputs, self._slots, partial(_recaptured, graph), self._copy_batches)
 
         return Places(execution, arguments, variants, _recaptured)
+
+    def _copy_batches(self, reason: str) -> None:
+        """Remember why batches are copied in that come in slots, and say so once: there are several slots."""
+        if not self._late:
+            log.warning("%s, %s: batches are copied in: %s", self.report.model, self._signature, reason)
+            self._late = (Decision("", "batches are copied in", reason),)
 
     def _run(self, arguments: list[Tensor]) -> Sequence[Output]:
         execution = self._execution

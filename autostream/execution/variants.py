@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from autostream.errors import CaptureError
+from autostream.errors import CaptureError, first_line
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.slots import Slot, SlotTable
 from autostream.execution.static import Output
@@ -34,10 +34,19 @@ class Variants:
         inputs: which of its arguments it copies; no two share memory.
         slots: where they may be.
         capture: captures it again; may fail with ``CaptureError`` or ``torch.OutOfMemoryError``.
+        refused: is told why a batch is copied though it is in a slot.
     """
 
-    def __init__(self, graph: CapturedGraph, inputs: Sequence[int], slots: SlotTable, capture: Capture) -> None:
-        self.graph, self._inputs, self._slots, self._capture = graph, tuple(inputs), slots, capture
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        inputs: Sequence[int],
+        slots: SlotTable,
+        capture: Capture,
+        refused: Callable[[str], None],
+    ) -> None:
+        self.graph, self._inputs, self._slots = graph, tuple(inputs), slots
+        self._capture, self._refused = capture, refused
         self._by_slot: WeakKeyDictionary[Slot, tuple[tuple[int | None, ...], CapturedGraph]] = WeakKeyDictionary()
 
     def unmoved(self, arguments: Sequence[Tensor]) -> bool:
@@ -72,5 +81,6 @@ class Variants:
             static[at] = self.graph.static[at] if here is None else here
         try:
             return self._capture(static, arguments)
-        except (CaptureError, torch.OutOfMemoryError):
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            self._refused(f"captured for the memory that batches come in, it fails: {first_line(error)}")
             return self.graph

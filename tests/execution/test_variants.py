@@ -233,26 +233,34 @@ def test_nothing_is_captured_with_weights_that_the_graph_does_not_know(captures:
     slots = Slots(1, table)
     (given,) = come(slots, x(1))
     graph = CapturedGraph(lambda w, a: (a * w,), [weight, x(0)], [True, False], [False, False], CPU, draws=False)
-    variants = Variants(graph, [1], table, lambda static, arguments: pytest.fail("it is captured"))
+    variants = Variants(graph, [1], table, lambda *_: pytest.fail("it is captured"), pytest.fail)
     assert variants.reading([weight.clone(), given]) is graph
     assert not variants.unmoved([weight.clone(), given])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("failure", [CaptureError("no"), torch.OutOfMemoryError("no")])
-def test_where_it_cannot_be_captured_batches_are_copied(failure: Exception, captures: Captures) -> None:
-    """And it is not tried again."""
+def test_where_it_cannot_be_captured_batches_are_copied(
+    failure: Exception, captures: Captures, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not tried again, and said once."""
     model = Net().eval()
     fast = autostream.optimize(model)
-    slots = Slots(1, fast._autostream.slots)
+    slots = Slots(2, fast._autostream.slots)
     fast(x(0))
     captures.failure = failure
-    (given,) = come(slots, x(1))
+    (given,), (other,) = come(slots, x(1)), come(slots, x(2))
     torch.testing.assert_close(fast(given), model(x(1)))
+    torch.testing.assert_close(fast(other), model(x(2)))
     captures.failure = None
     torch.testing.assert_close(fast(given), model(x(1)))
     assert captures.count == 1
-    assert [report.mode for report in fast.reports] != ["plain"], "the graph is still there"
+    (report,) = fast.reports
+    assert report.mode != "plain", "the graph is still there"
+    (refusal,) = (refusal for refusal in report.refusals if refusal.choice == "batches are copied in")
+    assert refusal.reason.startswith("captured for the memory that batches come in, it fails: ")
+    assert refusal.reason.endswith("no")
+    assert caplog.text.count("batches are copied in") == 1
 
 
 @torch.no_grad()
