@@ -33,10 +33,9 @@ from autostream.execution.watched import Unmatched, watch
 from autostream.ir import Candidate, Decision, OpGraph, Placeholder, Program, Role
 from autostream.options import Options
 from autostream.pieces import MakePiece
-from autostream.pipeline import versions
+from autostream.pipeline import planned, versions
 from autostream.reporting.report import Report
 from autostream.scheduling.peak import given_bytes
-from autostream.scheduling.simulate import simulate
 from autostream.sections import Sections, sections_of
 from autostream.select import Execution, detached, has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
@@ -543,22 +542,14 @@ class Refusing(Plain):
 
 def _report(model: str, signature: Signature, tuned: Tuned, options: Options, stopwatch: Stopwatch) -> Report:
     priced, selection = tuned.priced, tuned.selection
-    exempted = exemption(selection.candidates[0], options.memory_budget, given_bytes(priced.graph))
-    return Report(
-        model=model,
-        signature=str(signature),
-        mode=_mode(selection.chosen, priced.graph.device),
-        level=tuned.program.level,
-        profile=priced.profile,
-        graph=priced.graph,
-        costs=priced.costs,
-        chosen=selection.chosen,
-        timeline=simulate(selection.chosen.schedule, priced.costs, priced.profile, captured=selection.chosen.captured),
-        candidates=selection.candidates,
+    chosen, candidates = selection.chosen, selection.candidates
+    exempted = exemption(candidates[0], options.memory_budget, given_bytes(priced.graph))
+    mode = _mode(chosen, priced.graph.device)
+    return replace(
+        planned(model, str(signature), mode, tuned.program.level, priced, candidates, chosen),
         chosen_on=tuned.chosen_on,
         refusals=(*tuned.refusals, *priced.remarks, *exempted),
         seconds=dict(stopwatch.seconds),
-        versions=versions(),
     )
 
 
