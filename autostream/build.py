@@ -173,6 +173,7 @@ class Scheduled:
         outputs = self._run(arguments)
         # Where running once too often does no harm, the host looks while the device computes.
         if self._harmless and not self._as_traced(arguments):
+            self._harmless = False  # if it is kept all the same, it is looked at before
             raise Stale
         return unflatten(self._structure, outputs)
 

@@ -105,6 +105,7 @@ class Dispatcher:
         self._bypasses: dict[str, Report] = {}
         self._shortcut: Shortcut | None = None
         self._dropped = False
+        self._calls = self._renewals = 0
         self._watch = ModelWatch(model)
         _dispatchers.add(self)
 
@@ -117,7 +118,9 @@ class Dispatcher:
         shortcut = self._shortcut
         if shortcut is not None and not kwargs and (tensors := shortcut.fits(args)) is not None:
             try:
-                return shortcut(tensors)
+                outputs = shortcut(tensors)
+                self._calls += 1
+                return outputs
             except (Changed, torch.OutOfMemoryError) as reason:  # what has no memory to run is found on the long way
                 self._shortcut = None
                 if not (isinstance(reason, Changed) or shortcut.repeatable):
@@ -247,6 +250,10 @@ class Dispatcher:
             try:
                 outputs = self._outputs(entry, tensors, args, kwargs)
             except Stale:
+                if self._renewals >= self.options.max_signatures + self._calls // _WORTH:
+                    proven()
+                    raise self._refused(_CHANGES) from None
+                self._renewals += 1
                 self._drop(entry)
             except Unsuitable as reason:
                 proven()
@@ -263,6 +270,7 @@ class Dispatcher:
                     raise
             else:
                 proven()
+                self._calls += 1
                 if isinstance(entry, Scheduled) and not kwargs and watch is self._watch and not self._paranoid:
                     self._shortcut = entry.shortcut(args, structure, watch)
                 return outputs
@@ -442,6 +450,14 @@ _BETTER_ALONE = (
     "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
     "host longer than the model does: choose a policy to have one all the same"
 )
+
+_CHANGES = (
+    "what schedules take for granted of the model changes in call after call, and each change takes a new one: numbers "
+    "and containers that its modules have, and layouts of its weights: give the model what changes as a tensor"
+)
+
+_WORTH = 1000
+"""Calls for each of which as many a stale schedule is made anew, beside the first few: that takes seconds."""
 
 _TOO_LITTLE_MEMORY = "there is too little memory to run it as scheduled"
 
