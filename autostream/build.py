@@ -118,7 +118,6 @@ class Scheduled:
             self._state = LiveState(model, placeholders, traced.constants)
             self._signature = signature
             self._shortcut: Shortcut | None = None
-            self._late: tuple[Decision, ...] = ()
             self._slots = slots if slots is not None and not signature.aliases else SlotTable()
             arguments = self._arguments(tensors)
             self._bound = _staying(placeholders, arguments, bound_inputs)
@@ -135,7 +134,8 @@ class Scheduled:
                 made = _as_one(tuned, _report(name_of(model), signature, tuned, options, stopwatch))
             self._program, self._graph = made.program, made.graph
             self._lowered, self._report = made.lowered, made.report
-            self._execution = self._at_places(made.execution, arguments)
+            self._copies = _Copies(name_of(model))
+            self._execution = _at_places(made.execution, arguments, self._bound, self._slots, self._copies)
             self._frozen = Frozen(self._program.frozen, arguments, writes)
             self._structure = traced.structure
             self._columns = _COLUMNS if self._program.level == "aten" else (*_COLUMNS, _alignment)
@@ -229,7 +229,7 @@ class Scheduled:
     def report(self) -> Report:
         """What was done, and why."""
         report = self._report()
-        return replace(report, refusals=(*report.refusals, *self._late))
+        return replace(report, refusals=(*report.refusals, *self._copies.refusals))
 
     def lowered(self) -> GraphModule:
         """The graph that runs, or that was captured."""
@@ -271,22 +271,6 @@ class Scheduled:
         placeholders = self._program.placeholders
         inputs = [at for at, placeholder in enumerate(placeholders) if placeholder.role is Role.INPUT]
         return [execution.graph.static.get(at, given) for at, given in zip(inputs, tensors, strict=True)]
-
-    def _at_places(self, execution: Execution, arguments: Sequence[Tensor]) -> FlatFunction | Places:
-        if not isinstance(execution, CapturedGraph):
-            return execution
-        inputs = [at for at, stays in enumerate(self._bound) if not stays]
-
-        def variants(graph: CapturedGraph) -> Variants:
-            return Variants(graph, inputs, self._slots, partial(_recaptured, graph), self._copy_batches)
-
-        return Places(execution, arguments, variants, _recaptured)
-
-    def _copy_batches(self, reason: str) -> None:
-        """Remember why batches are copied in that come in slots, and say so once: there are several slots."""
-        if not self._late:
-            log.warning("%s, %s: batches are copied in: %s", self.report.model, self._signature, reason)
-            self._late = (Decision("", "batches are copied in", reason),)
 
     def _run(self, arguments: list[Tensor]) -> Sequence[Output]:
         execution = self._execution
@@ -414,6 +398,41 @@ def _host(graph: CapturedGraph, pools: GraphPools) -> GraphPool:
     if pool is None or pool.failed:
         pool = pools[graph.device] = graph.pool
     return pool
+
+
+class _Copies:
+    """Why batches are copied in that come in slots; it is said once, for there are several slots.
+
+    Args:
+        model: its name.
+
+    Attributes:
+        refusals: the reason, if there is one.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.refusals: tuple[Decision, ...] = ()
+
+    def because(self, reason: str) -> None:
+        """Remember it."""
+        if not self.refusals:
+            self.refusals = (Decision("", "batches are copied in", reason),)
+            log.warning("%s: batches are copied in: %s", self._model, reason)
+
+
+def _at_places(
+    execution: Execution, arguments: Sequence[Tensor], bound: Sequence[bool], slots: SlotTable, copies: _Copies
+) -> FlatFunction | Places:
+    """What runs calls wherever their tensors lie. It does not know whose it is, so that it goes at once with that."""
+    if not isinstance(execution, CapturedGraph):
+        return execution
+    inputs = [at for at, stays in enumerate(bound) if not stays]
+
+    def variants(graph: CapturedGraph) -> Variants:
+        return Variants(graph, inputs, slots, partial(_recaptured, graph), copies.because)
+
+    return Places(execution, arguments, variants, _recaptured)
 
 
 def _recaptured(

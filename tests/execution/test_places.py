@@ -133,6 +133,17 @@ def test_what_was_captured_for_a_model_goes_with_it(captures: Captures) -> None:
     assert not captures.alive
 
 
+@torch.no_grad()
+@pytest.mark.usefixtures("at_once")
+def test_what_is_forgotten_is_gone_at_once(captures: Captures) -> None:
+    fast = autostream.optimize(linear())
+    for _ in range(3):
+        fast(X)
+    gc.collect()  # of what traces
+    fast._autostream.forget()
+    assert not captures.alive
+
+
 def exchanged(model: nn.Linear, other: nn.Linear) -> None:
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         one.data, two.data = two.data, one.data
