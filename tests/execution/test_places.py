@@ -369,6 +369,16 @@ def test_a_tensor_that_lies_there_in_another_way_is_not_there(captures: Captures
 
 
 @torch.no_grad()
+def test_calls_with_weights_in_turn_go_the_short_way(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher = Dispatcher(Product(), Options(), bound_inputs=frozenset({0}))
+    weights = [torch.full((4,), float(number)) for number in range(4)]
+    for turn in range(12):
+        if turn == 4:
+            monkeypatch.setattr(Dispatcher, "_scheduled", lambda *_: pytest.fail("it is the long way"))
+        torch.testing.assert_close(dispatcher(weights[turn % 4], X), weights[turn % 4] * X)
+
+
+@torch.no_grad()
 def test_threads_with_weights_of_their_own_get_what_is_theirs(captures: Captures) -> None:
     """A piece that is called with the weights of several blocks at a time."""
     dispatcher = Dispatcher(Product(), Options(), bound_inputs=frozenset({0}))
