@@ -23,19 +23,19 @@ from torch.fx import GraphModule
 from autostream.budget import exemption
 from autostream.errors import CaptureError, TargetError, first_line
 from autostream.execution.bound import Bound, Frozen, Writes
-from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved, return_unused
+from autostream.execution.cuda_graph import CapturedGraph, FlatFunction, GraphPool, GraphPools, return_unused
 from autostream.execution.lower import lower
+from autostream.execution.places import Place, Places
 from autostream.execution.slots import SlotTable
-from autostream.execution.static import Output, static_copies
+from autostream.execution.static import Output
 from autostream.execution.variants import Variants
 from autostream.execution.watched import Unmatched, watch
 from autostream.ir import Candidate, Decision, OpGraph, Placeholder, Program, Role
 from autostream.options import Options
 from autostream.pieces import MakePiece
-from autostream.pipeline import versions
+from autostream.pipeline import planned, versions
 from autostream.reporting.report import Report
 from autostream.scheduling.peak import given_bytes
-from autostream.scheduling.simulate import simulate
 from autostream.sections import Sections, sections_of
 from autostream.select import Execution, detached, has_integers, repeatable, written
 from autostream.shortcut import Run, Shortcut
@@ -134,7 +134,8 @@ class Scheduled:
                 made = _as_one(tuned, _report(name_of(model), signature, tuned, options, stopwatch))
             self._program, self._graph = made.program, made.graph
             self._lowered, self._report = made.lowered, made.report
-            self._use(made.execution)
+            self._copies = _Copies(name_of(model))
+            self._execution = _at_places(made.execution, arguments, self._bound, self._slots, self._copies)
             self._frozen = Frozen(self._program.frozen, arguments, writes)
             self._structure = traced.structure
             self._columns = _COLUMNS if self._program.level == "aten" else (*_COLUMNS, _alignment)
@@ -172,6 +173,7 @@ class Scheduled:
         outputs = self._run(arguments)
         # Where running once too often does no harm, the host looks while the device computes.
         if self._harmless and not self._as_traced(arguments):
+            self._harmless = False  # if it is kept all the same, it is looked at before
             raise Stale
         return unflatten(self._structure, outputs)
 
@@ -199,8 +201,8 @@ class Scheduled:
         except Stale:
             return None
         execution, held = self._execution, arguments[: len(arguments) - len(tensors)]
-        if isinstance(execution, CapturedGraph):
-            run: Run = _Captured(self._variants, self._frozen, not self._harmless, self.repeatable)
+        if isinstance(execution, Places):
+            run: Run = _Captured(execution, self._frozen, not self._harmless, self.repeatable)
         elif _alignment in self._columns or self._metadata(arguments) != self._expected:
             return None
         else:
@@ -218,66 +220,67 @@ class Scheduled:
             Those for which that is done. Nobody else's graphs may be in its pool.
         """
         execution = self._execution
-        if not isinstance(execution, CapturedGraph):
+        if not isinstance(execution, Places):
             return frozenset()
-        execution.lend(places)
-        return execution.lent
+        execution.graph.lend(places)
+        return execution.graph.lent
 
     @property
     def report(self) -> Report:
         """What was done, and why."""
-        return self._report()
+        report = self._report()
+        return replace(report, refusals=(*report.refusals, *self._copies.refusals))
 
     def lowered(self) -> GraphModule:
         """The graph that runs, or that was captured."""
         return self._lowered()
 
-    def watched(self) -> Report:
-        """The report with a run that a profiler watched, or with the reason why there is none."""
+    def watched(self, tensors: Sequence[Tensor]) -> Report:
+        """The report with a run that a profiler watched, or with the reason why there is none.
+
+        Args:
+            tensors: flat inputs, some of which may stay where they are from call to call.
+        """
         report, execution = self.report, self._execution
         try:
-            if not isinstance(execution, CapturedGraph):
+            if not isinstance(execution, Places):
                 raise Unmatched("only replays of a CUDA graph are watched, and nothing is captured")
             if not self.repeatable:
                 raise Unmatched("it writes its inputs or its state, or draws random numbers: a run more would be seen")
             assert report.chosen is not None, "what is captured was chosen"
             level = self._program.level
-            measured = watch(self.lowered(), self._graph, report.chosen.schedule, execution, level)
+            arguments = self._arguments(tensors)
+            place = execution.find(arguments)
+            if place is None:
+                raise Unmatched("its weights lie elsewhere by now, and no graph of them is captured: call it first")
+            measured = watch(self.lowered(), self._graph, report.chosen.schedule, place.graph, arguments, level)
         except Unmatched as reason:
             refusal = Decision("", "not watched", str(reason))
             return replace(report, refusals=(*report.refusals, refusal))
         return replace(report, measured=measured)
 
-    def static_inputs(self) -> list[Tensor] | None:
-        """The tensors that a captured graph reads its inputs from, or ``None`` where nothing is captured."""
+    def static_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """The tensors that a captured graph reads its inputs from, or ``None`` where nothing is captured.
+
+        Args:
+            tensors: flat inputs; those that the graph reads where they are, are returned.
+        """
         execution = self._execution
-        if not isinstance(execution, CapturedGraph):
+        if not isinstance(execution, Places):
             return None
         placeholders = self._program.placeholders
-        return [execution.static[index] for index, p in enumerate(placeholders) if p.role is Role.INPUT]
-
-    def _use(self, execution: Execution) -> None:
-        self._execution = execution
-        self._shortcut = None
-        if isinstance(execution, CapturedGraph):
-            inputs = [at for at, stays in enumerate(self._bound) if not stays]
-            capture = partial(_recaptured, execution, pool=execution.pool)
-            self._variants = Variants(execution, inputs, self._slots, capture)
+        inputs = [at for at, placeholder in enumerate(placeholders) if placeholder.role is Role.INPUT]
+        return [execution.graph.static.get(at, given) for at, given in zip(inputs, tensors, strict=True)]
 
     def _run(self, arguments: list[Tensor]) -> Sequence[Output]:
         execution = self._execution
-        if isinstance(execution, CapturedGraph):
-            try:
-                if self._harmless or execution.unmoved(arguments):
-                    return self._variants.reading(arguments)(*arguments)
-            except Moved:
-                pass
-            if not self._frozen(arguments):
-                raise Stale
+        if not isinstance(execution, Places):
             self._expect(arguments)
-            return self._recaptured(arguments)(*arguments)
-        self._expect(arguments)
-        return execution(*arguments)
+            return execution(*arguments)
+        if self._harmless and (outputs := execution.guess(arguments)) is not None:
+            return outputs
+        place = execution.find(arguments) or self._new_place(execution, arguments)
+        return place.launch(arguments)
 
     def _as_traced(self, arguments: Sequence[Tensor]) -> bool:
         """Whether what the program takes for granted is so: settings of modules, and weights that it holds on to."""
@@ -303,18 +306,26 @@ class Scheduled:
     def _metadata(self, tensors: Sequence[Tensor]) -> list[list[object]]:
         return [list(map(column, tensors)) for column in self._columns]
 
-    def _recaptured(self, arguments: list[Tensor]) -> CapturedGraph:
-        """The same schedule, captured again where the weights lie now."""
-        former = self._execution
-        assert isinstance(former, CapturedGraph), "what is captured again was captured"
+    def _new_place(self, places: Places, arguments: list[Tensor]) -> Place:
+        """The same schedule, captured again where the weights lie now.
+
+        Raises:
+            Stale: it cannot be, and no other graph of it is of use.
+            Unsuitable: it cannot be here, or has been too often.
+        """
+        if not self._frozen(arguments):
+            raise Stale
+        self._expect(arguments)
         with preparing, torch.inference_mode(False), torch.no_grad():
+            if found := places.find(arguments):  # another thread has been quicker
+                return found
+            if places.over:
+                raise Unsuitable(places.over)
+            self._shortcut = None  # it holds weights
             try:
-                static = static_copies(arguments, [at for at, is_bound in enumerate(self._bound) if not is_bound])
-                execution = _recaptured(former, static, arguments, former.pool)
+                return places.add(arguments)
             except (CaptureError, torch.OutOfMemoryError):
-                raise Stale from None
-        self._use(execution)
-        return execution
+                raise (Unsuitable(places.over) if places.are_used else Stale) from None
 
 
 @dataclass(frozen=True)
@@ -371,7 +382,8 @@ def _pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tun
     if pool is graph.pool:
         return tuned
     try:
-        pooled = _recaptured(graph, graph.static, arguments, pool)
+        read = [graph.static.get(at, argument) for at, argument in enumerate(arguments)]
+        pooled = _recaptured(graph, read, arguments, pool)
     except (CaptureError, torch.OutOfMemoryError) as error:
         _host(graph, pools)  # this one's is theirs from now on, if a capture into the other one is what failed
         reason = f"captured into the pool of the model's other graphs, it fails: {first_line(error)}"
@@ -388,43 +400,86 @@ def _host(graph: CapturedGraph, pools: GraphPools) -> GraphPool:
     return pool
 
 
+class _Copies:
+    """Why batches are copied in that come in slots; it is said once, for there are several slots.
+
+    Args:
+        model: its name.
+
+    Attributes:
+        refusals: the reason, if there is one.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.refusals: tuple[Decision, ...] = ()
+
+    def because(self, reason: str) -> None:
+        """Remember it."""
+        if not self.refusals:
+            self.refusals = (Decision("", "batches are copied in", reason),)
+            log.warning("%s: batches are copied in: %s", self._model, reason)
+
+
+def _at_places(
+    execution: Execution, arguments: Sequence[Tensor], bound: Sequence[bool], slots: SlotTable, copies: _Copies
+) -> FlatFunction | Places:
+    """What runs calls wherever their tensors lie. It does not know whose it is, so that it goes at once with that."""
+    if not isinstance(execution, CapturedGraph):
+        return execution
+    inputs = [at for at, stays in enumerate(bound) if not stays]
+
+    def variants(graph: CapturedGraph) -> Variants:
+        return Variants(graph, inputs, slots, partial(_recaptured, graph), copies.because)
+
+    return Places(execution, arguments, variants, _recaptured)
+
+
 def _recaptured(
-    graph: CapturedGraph, static: Sequence[Tensor], arguments: Sequence[Tensor], pool: GraphPool
+    graph: CapturedGraph, read: Sequence[Tensor], arguments: Sequence[Tensor], pool: GraphPool | None = None
 ) -> CapturedGraph:
     """A graph captured again; the arguments of the program, and the generators of random numbers, are as before.
+
+    Args:
+        graph: the former one.
+        read: what the other reads.
+        arguments: of a call, some of which are read.
+        pool: by default that of the former one.
 
     Raises:
         CaptureError: the capture failed.
     """
     with preparing, torch.inference_mode(False), torch.no_grad(), undone(arguments, graph.written, str(graph.device)):
-        return graph.recaptured(static, pool)
+        return graph.recaptured(read, pool or graph.pool)
+
+
+def _no_guess(tensors: Sequence[Tensor]) -> None:
+    """Nothing is launched before it has been looked where the tensors are."""
 
 
 class _Captured:
-    """A captured graph: it reads its own memory, so that looking at the model's may wait until it is launched."""
+    """Captured graphs: a settled one reads memory that is held, so looking at the model's may wait until it runs."""
 
-    def __init__(self, graph: Variants, frozen: Frozen, looks_first: bool, repeatable: bool) -> None:
-        self.looks_first, self.repeatable = looks_first, repeatable
-        self.launch = graph.launch
-        # Whether the graph still reads the model's tensors, and holds what those that it does not read hold.
-        self.unmoved = graph.unmoved if not frozen else lambda tensors: graph.unmoved(tensors) and frozen(tensors)
+    def __init__(self, places: Places, frozen: Frozen, looks_first: bool, repeatable: bool) -> None:
+        self.repeatable = repeatable
+        self.guess = _no_guess if looks_first else places.guess
+        self.find, self.holds = places.find, frozen
 
 
 class _Uncaptured:
     """Ops that are launched one by one, with tensors that lie as they did."""
 
-    looks_first = True
-
     def __init__(
         self, execution: Callable[..., Sequence[Output]], frozen: Frozen, held: Sequence[Tensor], repeatable: bool
     ) -> None:
         self.repeatable = repeatable
-        self._execution, self._frozen = execution, frozen
+        self.guess, self.holds = _no_guess, frozen
+        self._execution = execution
         self._count, self._unmoved = len(held), Bound(held).unmoved
 
-    def unmoved(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the model's own tensors lie as they did, and hold what they must; the inputs have been looked at."""
-        return self._unmoved(tensors[: self._count]) and self._frozen(tensors)
+    def find(self, tensors: Sequence[Tensor]) -> _Uncaptured | None:
+        """What runs them, if the model's own tensors lie as they did; inputs have been looked at."""
+        return self if self._unmoved(tensors[: self._count]) else None
 
     def launch(self, tensors: Sequence[Tensor]) -> Sequence[Output]:
         """Launch them all."""
@@ -507,22 +562,14 @@ class Refusing(Plain):
 
 def _report(model: str, signature: Signature, tuned: Tuned, options: Options, stopwatch: Stopwatch) -> Report:
     priced, selection = tuned.priced, tuned.selection
-    exempted = exemption(selection.candidates[0], options.memory_budget, given_bytes(priced.graph))
-    return Report(
-        model=model,
-        signature=str(signature),
-        mode=_mode(selection.chosen, priced.graph.device),
-        level=tuned.program.level,
-        profile=priced.profile,
-        graph=priced.graph,
-        costs=priced.costs,
-        chosen=selection.chosen,
-        timeline=simulate(selection.chosen.schedule, priced.costs, priced.profile, captured=selection.chosen.captured),
-        candidates=selection.candidates,
+    chosen, candidates = selection.chosen, selection.candidates
+    exempted = exemption(candidates[0], options.memory_budget, given_bytes(priced.graph))
+    mode = _mode(chosen, priced.graph.device)
+    return replace(
+        planned(model, str(signature), mode, tuned.program.level, priced, candidates, chosen),
         chosen_on=tuned.chosen_on,
         refusals=(*tuned.refusals, *priced.remarks, *exempted),
         seconds=dict(stopwatch.seconds),
-        versions=versions(),
     )
 
 

@@ -105,6 +105,7 @@ class Dispatcher:
         self._bypasses: dict[str, Report] = {}
         self._shortcut: Shortcut | None = None
         self._dropped = False
+        self._calls = self._renewals = 0
         self._watch = ModelWatch(model)
         _dispatchers.add(self)
 
@@ -117,7 +118,9 @@ class Dispatcher:
         shortcut = self._shortcut
         if shortcut is not None and not kwargs and (tensors := shortcut.fits(args)) is not None:
             try:
-                return shortcut(tensors)
+                outputs = shortcut(tensors)
+                self._calls += 1
+                return outputs
             except (Changed, torch.OutOfMemoryError) as reason:  # what has no memory to run is found on the long way
                 self._shortcut = None
                 if not (isinstance(reason, Changed) or shortcut.repeatable):
@@ -156,8 +159,11 @@ class Dispatcher:
             TraceError: with ``strict=True``, the model cannot be traced.
         """
         entry = None if self.disabled else self._prepared(args, kwargs)
-        static = entry.static_inputs() if isinstance(entry, Scheduled) else None
-        return unflatten(flatten((args, kwargs))[1], static) if static else (args, kwargs)
+        if not isinstance(entry, Scheduled):
+            return args, kwargs
+        tensors, structure = flatten((args, kwargs))
+        static = entry.static_inputs(tensors)
+        return unflatten(structure, static) if static else (args, kwargs)
 
     def lowered(self, *args: Any, **kwargs: Any) -> GraphModule | None:
         """The graph that runs calls with these arguments, to be read: its ``code`` has the ops, streams and waits.
@@ -190,7 +196,7 @@ class Dispatcher:
         entry = None if self.disabled else self._prepared(args, kwargs)
         if entry is None:
             return None
-        return entry.watched() if isinstance(entry, Scheduled) else entry.report
+        return entry.watched(flatten((args, kwargs))[0]) if isinstance(entry, Scheduled) else entry.report
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -244,6 +250,10 @@ class Dispatcher:
             try:
                 outputs = self._outputs(entry, tensors, args, kwargs)
             except Stale:
+                if self._renewals >= self.options.max_signatures + self._calls // _WORTH:
+                    proven()
+                    raise self._refused(_CHANGES) from None
+                self._renewals += 1
                 self._drop(entry)
             except Unsuitable as reason:
                 proven()
@@ -260,6 +270,7 @@ class Dispatcher:
                     raise
             else:
                 proven()
+                self._calls += 1
                 if isinstance(entry, Scheduled) and not kwargs and watch is self._watch and not self._paranoid:
                     self._shortcut = entry.shortcut(args, structure, watch)
                 return outputs
@@ -396,7 +407,7 @@ class Dispatcher:
                 raise
             whole = isinstance(error, TraceError) and not isinstance(error, FastPathError)
             if whole and self._tracer.may_split and self.bound_inputs is None and not signature.gradients:
-                log.warning("%s: %s; splitting it at graph breaks", self._name, error)
+                log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # not what its frames hold
                 return Pieces(self.model, signature, str(error), self._piece)
             if self._tracer.may_refuse and isinstance(error, TraceError):
                 return Refusing(self.model, signature, str(error))
@@ -439,6 +450,14 @@ _BETTER_ALONE = (
     "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
     "host longer than the model does: choose a policy to have one all the same"
 )
+
+_CHANGES = (
+    "what schedules take for granted of the model changes in call after call, and each change takes a new one: numbers "
+    "and containers that its modules have, and layouts of its weights: give the model what changes as a tensor"
+)
+
+_WORTH = 1000
+"""Calls for each of which as many a stale schedule is made anew, beside the first few: that takes seconds."""
 
 _TOO_LITTLE_MEMORY = "there is too little memory to run it as scheduled"
 

@@ -1,4 +1,4 @@
-"""What an operator's schema and tags say of a call of it."""
+"""What an operator's schema and tags, and the values of a trace, say of a call of it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,18 @@ def written_names(target: OpOverload) -> tuple[str, ...]:
         ('out',)
     """
     return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def is_unknown(value: object) -> bool:
+    """Whether a value in a trace is a number that only a run tells: asked of the device, or computed from such.
+
+    Sizes of inputs are numbers as they are in what is traced.
+
+    Example:
+        >>> is_unknown(3.0)
+        False
+    """
+    return type(value).__name__ in ("SymInt", "SymFloat", "SymBool")
 
 
 def draws(target: OpOverload, arguments: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,13 +60,8 @@ class Pieces:
         """The code of pieces that differ in numbers only, by that code without them."""
         self._called = False
 
-        def piece(module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
-            made = make_piece(module, bound_inputs)
-            self._pieces.append((made, _ending(module)))
-            self._alike[without_numbers(module.code)].add(module.code)
-            return made
-
-        self._split = partial(split, model, piece, self._refuse)
+        self._make_piece = make_piece
+        self._split = partial(split, model, partial(_piece_of, weakref.ref(self)), self._refuse)
         self._takes_numbers = False
         self._run: Callable[..., Any] = self._split()
 
@@ -89,6 +85,12 @@ class Pieces:
                 self._takes_numbers = True
                 self._start_again(self._split(take_numbers=True))
         return outputs
+
+    def _piece(self, module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
+        made = self._make_piece(module, bound_inputs)
+        self._pieces.append((made, _ending(module)))
+        self._alike[without_numbers(module.code)].add(module.code)
+        return made
 
     def _give_up(self) -> None:
         self._start_again(self._model)
@@ -122,6 +124,13 @@ class Pieces:
         unexplained = self._mode() == "plain" and all(r.choice != "plain" for r in self._refusals.values())
         nothing = Decision("", "plain", _NO_PIECE)
         return (*self._refusals.values(), nothing) if unexplained else tuple(self._refusals.values())
+
+
+def _piece_of(owner: weakref.ref[Pieces], module: GraphModule, bound_inputs: frozenset[int]) -> Callable[..., Any]:
+    """A piece as Dynamo keeps it, for good: what is captured, and its memory, go with the model all the same."""
+    pieces = owner()
+    made = None if pieces is None else weakref.ref(pieces._piece(module, bound_inputs))
+    return lambda *args: ((made and made()) or module)(*args)
 
 
 _NO_PIECE = (

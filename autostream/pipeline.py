@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from autostream.costs.device import profile_of
 from autostream.costs.here import Remarks, costs_here, profile_here
 from autostream.costs.roofline import price
 from autostream.errors import FusionError, OptionError
-from autostream.ir import Decision, DeviceProfile, OpGraph, Program
+from autostream.ir import Candidate, Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.scheduling.cut import cut
@@ -129,19 +130,45 @@ def plan(
     candidates = candidates_for(priced, options, capture, stopwatch)
     exempted = exemption(candidates[0], options.memory_budget, given_bytes(priced.graph))
     best = best_of(candidates)
+    name, refusals = name_of(model), (*unfused, *priced.refusals, *_in_sections(priced, options))
+    return replace(
+        planned(name, str(signature.on(device)), "dry run", program.level, priced, candidates, best),
+        refusals=(*refusals, *priced.remarks, *exempted),
+        seconds=dict(stopwatch.seconds),
+    )
+
+
+def planned(
+    model: str,
+    signature: str,
+    mode: str,
+    level: str,
+    priced: Priced,
+    candidates: Sequence[Candidate],
+    chosen: Candidate,
+) -> Report:
+    """The report of a program that was planned, without what could not be done and how long it took.
+
+    Args:
+        model: its name.
+        signature: what was planned for.
+        mode: what a call runs.
+        level: of the program's ops.
+        priced: these.
+        candidates: all that were considered.
+        chosen: one of them.
+    """
     return Report(
-        model=name_of(model),
-        signature=str(signature.on(device)),
-        mode="dry run",
-        level=program.level,
+        model=model,
+        signature=signature,
+        mode=mode,
+        level=level,
         profile=priced.profile,
         graph=priced.graph,
         costs=priced.costs,
-        chosen=best,
-        timeline=simulate(best.schedule, priced.costs, priced.profile, captured=best.captured),
-        candidates=candidates,
-        refusals=(*unfused, *priced.refusals, *_in_sections(priced, options), *priced.remarks, *exempted),
-        seconds=dict(stopwatch.seconds),
+        chosen=chosen,
+        timeline=simulate(chosen.schedule, priced.costs, priced.profile, captured=chosen.captured),
+        candidates=tuple(candidates),
         versions=versions(),
     )
 

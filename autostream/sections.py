@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from autostream import collector
+from autostream.analysis.argument_views import argument_views
 from autostream.analysis.dependencies import analyze
-from autostream.analysis.looks import looks_at_arguments
 from autostream.candidates import candidates_for
 from autostream.execution.cutting import take_apart
 from autostream.execution.runs import uncaptured
@@ -88,7 +88,7 @@ class Sections:
         options: Options,
         make_section: MakePiece,
     ) -> None:
-        whole = take_apart(program, graph, parts, bound, looks_at_arguments(program.module.graph))
+        whole = take_apart(program, graph, parts, bound, argument_views(program.module.graph))
         self.graph, self.module = graph, whole.module
         self._program, self._bound = program, bound
         self._refusals = capture_refusals(graph)

@@ -23,20 +23,30 @@ from autostream.tracing.state import LiveState, ModelWatch
 from autostream.tracing.tree import TENSOR, Structure, tensors_like, unflatten
 
 
-class Run(Protocol):
+class Launch(Protocol):
     """Runs with the model's tensors and the inputs, in the order of a program's placeholders."""
-
-    looks_first: bool
-    """Whether tensors that are not what they were would do harm: it is then asked before it is launched."""
-
-    repeatable: bool
-    """Whether a run more than asked changes nothing that anybody can see. If not, it may write to the model."""
 
     def launch(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Compute the outputs."""
 
-    def unmoved(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it can use these tensors where they are."""
+
+class Run(Protocol):
+    """Finds what runs a call."""
+
+    repeatable: bool
+    """Whether a run more than asked changes nothing that anybody can see. If not, it may write to the model."""
+
+    def guess(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
+        """The outputs, of a run that is launched before it looks where the tensors are, if they are where it read them.
+
+        Nothing is launched where it might do harm.
+        """
+
+    def find(self, tensors: Sequence[Tensor]) -> Launch | None:
+        """What uses these tensors where they are, if there is anything."""
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors that it does not read, since it has what they held, hold that still."""
 
 
 class Changed(Exception):  # noqa: N818 - a notice between modules, not an error
@@ -112,10 +122,11 @@ class Shortcut:
             Changed: the model is another than it was; nothing that can be seen has been done.
         """
         run, tensors = self._run, [*self._held, *args]
-        if run.looks_first and not self._intact(tensors):
-            raise Changed
-        outputs = run.launch(tensors)
-        if not run.looks_first and not self._intact(tensors):
+        outputs, intact = run.guess(tensors), self._intact(tensors)
+        if outputs is None and intact and (found := run.find(tensors)) is not None:
+            outputs = found.launch(tensors)
+        if outputs is None or not intact:
+            self.outdated = True
             raise Changed
         return outputs[0] if self._structure is TENSOR else unflatten(self._structure, outputs)
 
@@ -126,13 +137,13 @@ class Shortcut:
 
     def _intact(self, tensors: Sequence[Tensor]) -> bool:
         watch, state = self._watch, self._state
-        self.outdated = self.outdated or not (
-            watch.intact()
+        return (
+            not self.outdated
+            and watch.intact()
             and not watch.hooked()
             and watch.training() == self._training
             and watch.read() == self._read
             and (self._entries.unchanged() or (state.holds(self._held) and state.configured()))
             and state.contents_intact()
-            and self._run.unmoved(tensors)
+            and self._run.holds(tensors)
         )
-        return not self.outdated

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import fx
 
 from autostream.analysis.capturability import dependence_of
 from autostream.analysis.dependencies import analyze
 from autostream.analysis.values import tensors_in, value_of
 from autostream.ir import Op, OpGraph, Program
+from autostream.operators import is_unknown
 from autostream.scheduling.cut import Part, cut
 from autostream.sections import Sections
 
@@ -38,9 +38,7 @@ def graph_with(program: Program, refused: Refused) -> OpGraph:
 def _is_unknown(node: fx.Node) -> bool:
     """Whether a node yields a number, or a shape, that only a run tells."""
     value = value_of(node)
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return True
-    return any(isinstance(size, torch.SymInt) for tensor in tensors_in(value) for size in tensor.shape)
+    return is_unknown(value) or any(is_unknown(size) for tensor in tensors_in(value) for size in tensor.shape)
 
 
 def cut_everything(graph: OpGraph) -> tuple[Part, ...]:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from autostream.costs.device import profile_named
 from autostream.errors import CaptureError, TargetError
 from autostream.execution import bound
 from autostream.execution.bound import Frozen, Writes
-from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved
+from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools
 from autostream.ir import Decision, Program
 from autostream.options import Options
 from autostream.pipeline import plan
@@ -40,6 +41,7 @@ from autostream.tracing.signature import signature_of
 from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import flatten
 from autostream.tuning import Tuned
+from tests.captures import Captures
 from tests.semantics import Model, force_streams, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -288,7 +290,7 @@ def test_weights_and_bound_inputs_are_used_where_they_are(monkeypatch: pytest.Mo
     model = Model(lambda s, x, y: x * s.w + y, w=nn.Parameter(t(4)))
     entry = scheduled(model, x, y, bound=frozenset({1}))
     assert seen == [(True, False, True)]
-    assert entry.static_inputs() is None
+    assert entry.static_inputs([x, y]) is None
 
 
 # Pools of captured graphs
@@ -305,7 +307,8 @@ class Graph(CapturedGraph):
     """A graph that scribbles on what it writes when it is captured again, if that does not fail."""
 
     def __init__(self, *static: Tensor, written: Sequence[bool], pool: GraphPool) -> None:
-        self.device, self.static, self.written, self.pool = torch.device("cpu"), list(static), tuple(written), pool
+        self.device, self.written, self.pool = torch.device("cpu"), tuple(written), pool
+        self.static, self.bound, self.lent = dict(enumerate(static)), (), frozenset()
         self.failure: Exception | None = None
 
     def __del__(self) -> None:
@@ -378,26 +381,34 @@ def test_a_pool_that_has_failed_since_is_not_tried() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stage", ["static_copies", "undone", "capture"])
-def test_without_memory_to_capture_it_again_it_is_stale(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller makes a new one, or runs the model plainly."""
-
-    def moved(graph: Graph, *tensors: Tensor) -> None:
-        raise Moved
-
-    def fails(*args: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(Graph, "__call__", moved)
-    entry, graph = scheduled(nn.ReLU(), t(4)), Graph(t(4), written=[False], pool=Pool())
-    entry._use(graph)
-    if stage == "capture":
-        graph.failure = CaptureError("no memory")
-    else:
-        monkeypatch.setattr(f"autostream.build.{stage}", fails)
+@pytest.mark.parametrize("failure", [CaptureError("no way"), torch.OutOfMemoryError("no memory")])
+def test_where_it_cannot_be_captured_again_it_is_stale(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller makes a new one, or runs the model plainly; the graph is of no use to anybody."""
+    captures, model = Captures(monkeypatch), nn.Linear(4, 4)
+    entry = scheduled(model, t(4))
+    captures.failure = failure
+    model.weight.data = t(4, 4)
     with pytest.raises(Stale):
         entry([t(4)])
-    assert entry._execution is graph
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("failure", [CaptureError("no way"), torch.OutOfMemoryError("no memory")])
+def test_where_it_cannot_be_captured_once_more_the_others_stay(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is not tried again."""
+    captures, model = Captures(monkeypatch), nn.Linear(4, 4)
+    entry, kept = scheduled(model, t(4)), model.weight.data
+    captures.failure = failure
+    model.weight.data = t(4, 4)
+    for _ in range(2):
+        with pytest.raises(Unsuitable, match=r"captured again where its weights lie now, it fails: .*: no "):
+            entry([t(4)])
+        captures.failure = None
+    model.weight.data = kept
+    torch.testing.assert_close(entry([t(4)]), model(t(4)))
+    assert captures.count == 1
 
 
 def test_what_is_not_captured_needs_no_pool() -> None:
@@ -514,11 +525,11 @@ def test_optimizers_are_watched_only_for_who_freezes(
 @torch.no_grad()
 def test_a_short_way_sees_that_frozen_weights_have_changed() -> None:
     weight = torch.ones(2)
-    captured = type("Graph", (), {"launch": None, "unmoved": lambda self, tensors: True})()
-    run = _Captured(captured, Frozen([0], [weight], Writes([weight])), looks_first=False, repeatable=True)
-    assert run.unmoved([weight])
+    places: Any = SimpleNamespace(guess=None, find=None)
+    run = _Captured(places, Frozen([0], [weight], Writes([weight])), looks_first=False, repeatable=True)
+    assert run.holds([weight])
     weight.mul_(2)
-    assert not run.unmoved([weight])
+    assert not run.holds([weight])
 
 
 # What runs, to be read

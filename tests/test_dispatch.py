@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.build import preparing
+from autostream.build import Scheduled, preparing
 from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.execution.cuda_graph import GraphPools
@@ -65,6 +65,72 @@ def test_the_least_recently_used_goes_first(caplog: pytest.LogCaptureFixture) ->
     (message,) = messages(caplog)
     assert "dropped the schedule for 2x4:float32 on cpu" in message
     assert "max_signatures" in message
+
+
+def by_number(s: Model, x: Tensor) -> Tensor:
+    return x * s.scale
+
+
+def by_layout(s: Model, x: Tensor) -> Tensor:
+    return x + s.w
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Scheduled]:
+    """The schedules that are made."""
+    found, init = [], Scheduled.__init__
+
+    def noted(entry: Scheduled, *args: Any) -> None:
+        found.append(entry)
+        init(entry, *args)
+
+    monkeypatch.setattr(Scheduled, "__init__", noted)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        (Model(by_number, scale=0.0), lambda model: setattr(model, "scale", model.scale + 1)),
+        (Model(by_layout, w=nn.Buffer(t(4, 4))), lambda model: setattr(model.w, "data", model.w.data.t())),
+    ],
+    ids=["a number", "a layout"],
+)
+def test_what_changes_in_every_call_is_not_scheduled_anew_without_end(
+    model: Any, change: Callable[[Any], object], made: list[Scheduled], caplog: pytest.LogCaptureFixture
+) -> None:
+    dispatch = dispatcher(model, max_signatures=2)
+    for _ in range(8):
+        change(model)
+        same(dispatch(t(4, 4)), model(t(4, 4)))
+    assert len(made) == 1 + 2
+    assert modes(dispatch) == ["one stream", "plain"]
+    assert "changes in call after call" in dispatch.reports[-1].refusals[0].reason
+    (message,) = messages(caplog)
+    assert "give the model what changes as a tensor" in message
+
+
+@torch.no_grad()
+def test_what_is_as_it_was_again_is_scheduled_and_so_is_another_after_many_calls(
+    made: list[Scheduled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever way calls take; of those in the plain model none counts."""
+    monkeypatch.setattr("autostream.dispatch._WORTH", 5)
+    model = Model(by_number, scale=0.0)
+    dispatch = dispatcher(model, max_signatures=1)
+
+    def call(scale: float) -> int:
+        model.scale = scale
+        same(dispatch(t(4, 4)), t(4, 4) * scale)
+        return len(made)
+
+    assert [call(scale) for scale in (0.0, 1.0, 2.0, 3.0)] == [1, 2, 2, 2]
+    assert [call(1.0) for _ in range(3)] == [2] * 3
+    assert call(2.0) == 3
+    assert call(3.0) == 3
+    made[-1]._run = lambda arguments: pytest.fail("it is known to have changed")  # type: ignore[method-assign]
+    assert call(4.0) == 3
 
 
 @torch.no_grad()

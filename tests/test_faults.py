@@ -52,7 +52,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 STAGES = [
     "tracing.export._export", "build.LiveState", "tuning.price_program", "tuning.candidates_for",
     "tuning.static_copies", "tuning.copyable", "tuning.select", "select.build", "select.lower", "select.uncaptured",
-    "select.interleaved", "build.Frozen", "build.simulate",
+    "select.interleaved", "build.Frozen", "build.planned",
 ]  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_an_op_that_raises_at_any_time_while_it_is_prepared(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stage", ["select.interleaved", "build.simulate"])
+@pytest.mark.parametrize("stage", ["select.interleaved", "build.planned"])
 def test_what_was_made_until_a_fault_is_given_back(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of the inputs, at once: no cycle keeps them until the garbage is collected."""
     copies: list[weakref.ref[Tensor]] = []

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autostream.operators import bound_arguments, draws, written_names
+from autostream.operators import bound_arguments, draws, is_unknown, written_names
 
 aten = torch.ops.aten
 
@@ -31,6 +33,23 @@ def test_arguments_by_position_by_name_and_by_default() -> None:
 )
 def test_what_is_written(target: Any, written: tuple[str, ...]) -> None:
     assert written_names(target) == written
+
+
+@pytest.mark.parametrize(
+    ("ask", "unknown"),
+    [
+        (lambda x: x.sum().item(), True),
+        (lambda x: x.long().sum().item(), True),
+        (lambda x: x.sum().item() > 0, True),
+        (lambda x: x.nonzero().shape[0], True),
+        (lambda x: x.shape[0], False),
+        (lambda x: x.numel() / 2, False),
+        (lambda x: x.sum(), False),
+    ],
+)
+def test_numbers_that_only_a_run_tells(ask: Any, unknown: bool) -> None:
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        assert is_unknown(ask(torch.ones(3))) == unknown
 
 
 @pytest.mark.parametrize(

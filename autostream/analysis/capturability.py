@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autostream.analysis.values import nodes_in, tensors_given, tensors_in, value_of
-from autostream.operators import base_name
+from autostream.operators import base_name, is_unknown
 
 WAITS = "makes the host wait for the device"
 DATA_SHAPE = "its result's shape depends on data"
@@ -75,13 +75,9 @@ def dependence_of(node: fx.Node) -> str:
         >>> dependence_of(graph.call_function(torch.ops.aten.mul.Tensor, (x, 2.0)))
         ''
     """
-    if any(isinstance(value_of(source), _NUMBERS) for source in node.all_input_nodes):
+    if any(is_unknown(value_of(source)) for source in node.all_input_nodes):
         return NUMBER
     return GIVEN_DATA_SHAPE if any(map(_depends_on_data, tensors_given(node))) else ""
-
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Sizes are numbers as they are in what is traced: numbers that stand for others depend on data."""
 
 
 def crosses(node: fx.Node) -> bool:
@@ -108,7 +104,7 @@ def _placement_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -
 
 
 def _depends_on_data(result: torch.Tensor) -> bool:
-    if not any(isinstance(size, torch.SymInt) for size in result.shape):
+    if not any(map(is_unknown, result.shape)):
         return False
     # Imports sympy, which takes half as long as importing torch.
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols

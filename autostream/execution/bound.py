@@ -6,19 +6,21 @@ thread), so a no of theirs is looked into. Addresses, which guards do not see, a
 Inductor's CUDA graph trees have for it.
 
 Private to PyTorch (seen on 2.11 and 2.13): ``TensorGuards``, and ``_tensors_data_ptrs_at_indices_equal``, which only
-builds for CUDA have. Where a version lacks them, each tensor is asked.
+builds for CUDA have. Where a version lacks them, each tensor is asked. Not documented either is ``StorageWeakRef``, by
+which processes share tensors.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from autostream.storages import storage_of
@@ -59,6 +61,22 @@ class Bound:
             return False
         self._guarded = _guard(tensors)
         return True
+
+
+def still_there(tensors: Iterable[Tensor]) -> Callable[[], bool]:
+    """A function that tells whether somebody still has the storages of all these tensors. It holds none of them.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> is_there = still_there([weight])
+        >>> is_there()
+        True
+        >>> weight.data = torch.ones(3)
+        >>> is_there()
+        False
+    """
+    references: list[Any] = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]  # type: ignore[no-untyped-call]
+    return lambda: not any(reference.expired() for reference in references)
 
 
 class Frozen:

@@ -27,7 +27,7 @@ from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
 from autostream.execution.bound import Bound
 from autostream.execution.capture import capture, own_cublas_workspaces
-from autostream.execution.static import Output, copier, copier_out, lendable
+from autostream.execution.static import Output, copier, copier_out, handouts_of, lendable
 from autostream.execution.streams import capture_stream, current_device, raw_stream
 
 FlatFunction = Callable[..., Sequence[Output]]
@@ -120,18 +120,19 @@ class CapturedGraph:
     Args:
         run: what to capture; it may use several streams, if it forks them from the current one and joins them.
         tensors: arguments of ``run``, all on ``device``.
-        bound: which of them are used where they are. The others are the graph's *static* tensors, made for it or for
-            several graphs in turn (:func:`~autostream.execution.static.static_copies`): calls copy inputs there.
+        bound: which of them are used where they are. Whoever replays the graph sees to it that they are still there, as
+            :meth:`__call__` does: nothing here holds them. The others are the graph's *static* tensors, made for it or
+            for several graphs in turn (:func:`~autostream.execution.static.static_copies`): calls copy inputs there.
         written: which of them ``run`` writes; those that are not bound are copied back.
         device: a CUDA device.
-        draws: whether ``run`` may draw random numbers. If it neither draws nor writes, running it once more than asked
-            changes nothing, and bound tensors are compared while the device is busy already.
+        draws: whether ``run`` may draw random numbers.
         pool: to compute in, beside the graphs that are in it; by default the graph's own.
 
     Attributes:
-        static: the tensors that the graph reads.
+        static: the tensors that the graph reads in the place of arguments that are not bound, by the places of these.
+        bound: the places of those that are.
         lent: places of outputs that are not copied: see :meth:`lend`.
-        written: which of them it writes.
+        written: which arguments it writes.
         pool: where it computes.
 
     Raises:
@@ -154,18 +155,16 @@ class CapturedGraph:
         self.pool = pool or GraphPool(device)
         self._home = torch.cuda.current_stream(device)
         self.written = tuple(written)
-        self._run, self._bound, self._draws = run, tuple(bound), draws
-        self._repeatable = not draws and not any(written)
-        bound_places = [index for index, is_bound in enumerate(bound) if is_bound]
-        self._copied = [index for index, is_bound in enumerate(bound) if not is_bound]
-        self._those_bound, self._those_copied = _at(bound_places), _at(self._copied)
-        self._returned = [index for index in self._copied if written[index]]
-        self.static = list(tensors)
-        self._copy_in = copier([self.static[index] for index in self._copied])
-        # What the graph reads stays allocated when a weight moves away, until a call notices.
-        self._held = [tensors[index].detach() for index in bound_places]
-        self._unmoved = Bound(self._held).unmoved
-        self._graph, self._outputs = _captured(run, self.static, device, self.pool)
+        self._run, self._flags, self._draws = run, tuple(bound), draws
+        self.bound = tuple(index for index, is_bound in enumerate(bound) if is_bound)
+        self.static = {index: tensors[index] for index, is_bound in enumerate(bound) if not is_bound}
+        self._those_bound, self._those_copied = _at(self.bound), _at([*self.static])
+        self._returned = [index for index in self.static if written[index]]
+        self._copy_in = copier([*self.static.values()])
+        self._unmoved = Bound([tensors[index] for index in self.bound]).unmoved
+        self._graph, self._outputs = _captured(run, tensors, device, self.pool)
+        self._handouts = handouts_of(self._outputs, tensors)
+        self._lendable = lendable(self._outputs, tensors)
         self.lend(frozenset())
         with self.pool.lock:  # calls come after the making of the static tensors too
             self.pool.begin_turn()
@@ -187,7 +186,7 @@ class CapturedGraph:
         Raises:
             CaptureError: as of the class.
         """
-        again = CapturedGraph(self._run, tensors, self._bound, self.written, self.device, draws=self._draws, pool=pool)
+        again = CapturedGraph(self._run, tensors, self._flags, self.written, self.device, draws=self._draws, pool=pool)
         again.lend(self.lent)
         return again
 
@@ -196,8 +195,8 @@ class CapturedGraph:
 
         The next turn of a graph in the same pool may overwrite them: a pool of its own lends until the next replay.
         """
-        self.lent = places & lendable(self._outputs, self.static)
-        self._copy_out = copier_out(self._outputs, self.static, self.lent)
+        self.lent = places & self._lendable
+        self._copy_out = copier_out(self._outputs, self._handouts, self.lent)
 
     def replay(self) -> None:
         """Replay on the current stream with what the static tensors hold, copying nothing and waiting for no turn."""
@@ -213,15 +212,16 @@ class CapturedGraph:
         Raises:
             Moved: a bound tensor is not where the graph reads it. Nothing that the caller can see has changed.
         """
-        if not self._repeatable:
-            self._compare(tensors)
-        outputs = self.launch(tensors)
-        if self._repeatable:
-            self._compare(tensors)
-        return outputs
+        if not self.unmoved(tensors):
+            raise Moved
+        return self.launch(tensors)
 
     def launch(self, tensors: Sequence[Tensor]) -> list[Output]:
-        """What a call does, for bound tensors that are known not to have moved, or whose move is found out later."""
+        """What a call does, for bound tensors that are known not to have moved, or whose move is found out later.
+
+        What the graph reads must be there until it has been launched: in memory that has gone back to the driver, the
+        device fails.
+        """
         if current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.launch(tensors)
@@ -237,10 +237,6 @@ class CapturedGraph:
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether bound tensors lie where the graph reads them, in the way that they did."""
         return self._unmoved(self._those_bound(tensors))
-
-    def _compare(self, tensors: Sequence[Tensor]) -> None:
-        if not self.unmoved(tensors):
-            raise Moved
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -148,29 +149,28 @@ def _in_rows(tensor: Tensor) -> bool:
 
 
 def copier_out(
-    outputs: Sequence[Output], static: Sequence[Tensor], lent: frozenset[int] = frozenset()
+    outputs: Sequence[Output], handouts: Sequence[Handout], lent: frozenset[int] = frozenset()
 ) -> Callable[[Sequence[Tensor]], list[Output]]:
     """A function that makes a caller's outputs of static ones, given the arguments of the call.
 
     Args:
         outputs: what the captured run returned.
-        static: what it was given.
+        handouts: of these.
         lent: places of outputs that are handed out where they lie, until the next replay (:func:`lendable`).
 
     Example:
         >>> result = torch.zeros(2)
-        >>> (mine,) = copier_out([result], [])([])
+        >>> (mine,) = copier_out([result], handouts_of([result], []))([])
         >>> _ = result.fill_(1)  # the next replay
         >>> mine
         tensor([0., 0.])
     """
-    alone = [output for output in outputs if output is not None and is_dense(output)]
-    taken = {storage_of(tensor) for tensor in (*alone, *static)}
-    if not lent and len(alone) == len(outputs) and len(taken) == len(alone) + len(set(map(storage_of, static))):
+    alone = [handout.output for handout in handouts if isinstance(handout, _Copy)]
+    if not lent and len(alone) == len(outputs):
         return lambda arguments: list(map(Tensor.clone, alone))  # those of most models, sooner
     plan = [
         _lent(output) if place in lent else handout
-        for place, (output, handout) in enumerate(zip(outputs, _handouts(outputs, static), strict=True))
+        for place, (output, handout) in enumerate(zip(outputs, handouts, strict=True))
     ]
 
     def copy_out(arguments: Sequence[Tensor]) -> list[Output]:
@@ -183,7 +183,13 @@ def copier_out(
     return copy_out
 
 
-def _handouts(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Handout]:
+def handouts_of(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Handout]:
+    """How each output becomes the caller's. Holds none of the static tensors but for what outputs are views of.
+
+    Args:
+        outputs: what the captured run returned.
+        static: what it was given.
+    """
     owners = {storage_of(tensor): index for index, tensor in enumerate(static)}
     count: dict[int, int] = {}
     for tensor in {id(output): output for output in outputs if output is not None}.values():
@@ -202,7 +208,7 @@ def _handouts(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Hando
             exact = next((i for i, tensor in enumerate(static) if tensor is output), None)
             plan.append(_argument(exact) if exact is not None else _argument_view(owner, output, static[owner]))
         elif count[storage_of(output)] == 1 and is_dense(output):
-            plan.append(_copy(output))
+            plan.append(_Copy(output))
         else:
             plan.append(_shared_copy(output))
     return plan
@@ -252,8 +258,16 @@ def _argument_view(owner: int, output: Tensor, static: Tensor) -> Handout:
     return view
 
 
-def _copy(output: Tensor) -> Handout:
-    return lambda arguments, outputs, copies: output.clone()
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """Of an output that lies alone in its memory and fills it."""
+
+    output: Tensor
+
+    def __call__(
+        self, arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]
+    ) -> Tensor:
+        return self.output.clone()
 
 
 def _shared_copy(output: Tensor) -> Handout:

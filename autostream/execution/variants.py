@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from autostream.errors import CaptureError
+from autostream.errors import CaptureError, first_line
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.slots import Slot, SlotTable
 from autostream.execution.static import Output
@@ -34,15 +34,24 @@ class Variants:
         inputs: which of its arguments it copies; no two share memory.
         slots: where they may be.
         capture: captures it again; may fail with ``CaptureError`` or ``torch.OutOfMemoryError``.
+        refused: is told why a batch is copied though it is in a slot.
     """
 
-    def __init__(self, graph: CapturedGraph, inputs: Sequence[int], slots: SlotTable, capture: Capture) -> None:
-        self._graph, self._inputs, self._slots, self._capture = graph, tuple(inputs), slots, capture
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        inputs: Sequence[int],
+        slots: SlotTable,
+        capture: Capture,
+        refused: Callable[[str], None],
+    ) -> None:
+        self.graph, self._inputs, self._slots = graph, tuple(inputs), slots
+        self._capture, self._refused = capture, refused
         self._by_slot: WeakKeyDictionary[Slot, tuple[tuple[int | None, ...], CapturedGraph]] = WeakKeyDictionary()
 
     def unmoved(self, arguments: Sequence[Tensor]) -> bool:
         """Whether bound tensors lie where the graph and all of its variants read them."""
-        return self._graph.unmoved(arguments)
+        return self.graph.unmoved(arguments)
 
     def launch(self, arguments: Sequence[Tensor]) -> Sequence[Output]:
         """What :meth:`CapturedGraph.launch` does, which looks at no bound tensor."""
@@ -51,26 +60,27 @@ class Variants:
     def reading(self, arguments: Sequence[Tensor]) -> CapturedGraph:
         """The graph that reads these inputs where they are, or else the one that has them copied."""
         if not self._slots:
-            return self._graph
+            return self.graph
         addresses = [arguments[at].data_ptr() for at in self._inputs]
         found = [self._slots.get(address) for address in addresses]
         slots = set(found) - {None}
         if len(slots) != 1:  # a batch comes in one slot; with others, there would be a graph for each pair of them
-            return self._graph
+            return self.graph
         (slot,) = slots
         assert slot is not None, "it was left out"
         places = tuple(None if where is None else at for at, where in zip(addresses, found, strict=True))
         if slot not in self._by_slot and self.unmoved(arguments):
             self._by_slot[slot] = places, self._captured(slot, arguments)
-        known, graph = self._by_slot.get(slot, ((), self._graph))
-        return graph if known == places else self._graph
+        known, graph = self._by_slot.get(slot, ((), self.graph))
+        return graph if known == places else self.graph
 
     def _captured(self, slot: Slot, arguments: Sequence[Tensor]) -> CapturedGraph:
         static = list(arguments)
         for at in self._inputs:
             here = slot.here(arguments[at])
-            static[at] = self._graph.static[at] if here is None else here
+            static[at] = self.graph.static[at] if here is None else here
         try:
             return self._capture(static, arguments)
-        except (CaptureError, torch.OutOfMemoryError):
-            return self._graph
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            self._refused(f"captured for the memory that batches come in, it fails: {first_line(error)}")
+            return self.graph

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph
@@ -66,7 +66,14 @@ class Kernel(NamedTuple):
     end_us: float
 
 
-def watch(lowered: fx.GraphModule, graph: OpGraph, schedule: Schedule, captured: CapturedGraph, level: str) -> Timeline:
+def watch(
+    lowered: fx.GraphModule,
+    graph: OpGraph,
+    schedule: Schedule,
+    captured: CapturedGraph,
+    arguments: Sequence[Tensor],
+    level: str,
+) -> Timeline:
     """Run a schedule under a profiler and say when each op ran. Nothing that it runs may write what others see.
 
     Args:
@@ -74,6 +81,7 @@ def watch(lowered: fx.GraphModule, graph: OpGraph, schedule: Schedule, captured:
         graph: its ops.
         schedule: which it was lowered from.
         captured: the graph; it is replayed with what its static tensors hold.
+        arguments: those that are bound are where the graph reads them.
         level: of the program, as in :class:`~autostream.ir.Program`.
 
     Raises:
@@ -81,10 +89,11 @@ def watch(lowered: fx.GraphModule, graph: OpGraph, schedule: Schedule, captured:
     """
     device = str(captured.device)
     named = Named(lowered, graph)
+    read = [captured.static.get(at, argument) for at, argument in enumerate(arguments)]
 
     def op_by_op() -> None:
         with torch.no_grad(), restored(device), without_autocast(level):
-            named.run(*captured.static)
+            named.run(*read)
 
     for _ in range(WARMUP_RUNS):  # libraries choose their kernels in the first run
         op_by_op()

@@ -26,7 +26,7 @@ from torch.func import functional_call
 from autostream.errors import TraceError
 from autostream.excerpt import excerpt
 from autostream.ir import Placeholder, Role
-from autostream.operators import bound_arguments, written_names
+from autostream.operators import bound_arguments, is_unknown, written_names
 from autostream.storages import storage_of
 from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
 from autostream.tracing.export import Traced, ordinary, program_of
@@ -285,17 +285,12 @@ def _origins(nodes: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """What these are views of, and numbers of; and those views and numbers, which a backward makes once more."""
     origins, made, pending = set[fx.Node](), set[fx.Node](), list(nodes)
     for node in pending:
-        if not (_is_view(node) or _is_number(node)):
+        if not (_is_view(node) or is_unknown(node.meta.get("val"))):
             origins.add(node)
         elif node not in made:
             made.add(node)
             pending += node.all_input_nodes
     return origins, made
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Whether it is a number that was asked of the device, or is computed from such."""
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autostream.execution import bound
-from autostream.execution.bound import Bound, Frozen, Writes, looks_alike, versions_of
+from autostream.execution.bound import Bound, Frozen, Writes, looks_alike, still_there, versions_of
 
 
 @pytest.fixture(params=["guards", "no guards"])
@@ -221,6 +221,18 @@ def test_a_change_of_what_is_held_is_seen_and_of_nothing_else(change: Callable[[
     assert all(each(tensors) for each in (held, others, none))
     change(tensors[0])
     assert (held(tensors), others(tensors), none(tensors)) == (False, True, True)
+
+
+def test_memory_is_there_as_long_as_somebody_has_all_of_it() -> None:
+    """Whatever has it: the same tensor, a view, or another tensor over it."""
+    x, y = torch.ones(4), torch.ones(3)
+    view, other = x.detach()[1:], torch.empty(0).set_(y.untyped_storage())
+    are_there = still_there([x, x[2:], y])
+    del x, y
+    assert are_there()
+    del view
+    assert not are_there()
+    assert still_there([other])()
 
 
 class Memory(bytearray):

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+from autostream.analysis.argument_views import argument_views
 from autostream.analysis.dependencies import analyze
-from autostream.analysis.looks import looks_at_arguments
 from autostream.analysis.source import user_line
 from autostream.execution.cutting import Whole, take_apart
 from autostream.ir import Op, Role
@@ -30,7 +30,7 @@ def taken_apart(case: Case, refused: Callable[[Op], bool]) -> Whole:
     graph = graph_with(case.program, refused)
     parts = cut_everything(graph) or (Part(tuple(graph.ops), captured=False),)
     bound = [p.role is not Role.INPUT for p in case.program.placeholders]
-    return take_apart(case.program, graph, parts, bound, looks_at_arguments(case.program.module.graph))
+    return take_apart(case.program, graph, parts, bound, argument_views(case.program.module.graph))
 
 
 def named(*names: str) -> Callable[[Op], bool]:

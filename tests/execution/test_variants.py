@@ -6,69 +6,20 @@ Captures are make-believe: whatever is scheduled runs on the CPU, recorded and r
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream import build
-from autostream.build import undone
 from autostream.errors import CaptureError
-from autostream.execution import cuda_graph
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.slots import Slots, SlotTable
-from autostream.execution.static import static_copies
 from autostream.execution.variants import Variants
-from autostream.select import repeatable, written
-from autostream.tuning import Tuned, tune
-from tests.replays import CPU, Cuda
-
-
-class Captures:
-    """What is captured instead of run op by op.
-
-    Attributes:
-        alive: the graphs that somebody still has.
-        count: how often something was captured.
-        failure: what the next captures raise.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.alive: WeakSet[CapturedGraph] = WeakSet()
-        self.count = 0
-        self.failure: Exception | None = None
-        cuda, captured, init = Cuda.installed(patch), cuda_graph._captured, CapturedGraph.__init__
-
-        def noted(graph: CapturedGraph, *args: Any, **kwargs: Any) -> None:
-            init(graph, *args, **kwargs)
-            self.alive.add(graph)
-
-        def failing(*args: Any) -> Any:
-            if self.failure is not None:
-                raise self.failure
-            self.count += 1
-            return captured(*args)
-
-        def captures(*args: Any) -> Tuned:
-            return self.captured(tune(*args), args[1], args[2])
-
-        patch.setattr(CapturedGraph, "__init__", noted)
-        patch.setattr(cuda_graph, "_captured", failing)
-        patch.setattr(build, "tune", captures)
-        self.cuda = cuda
-
-    def captured(self, tuned: Tuned, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Tuned:
-        run, writes = tuned.selection.execution, written(tuned.program, tuned.priced.graph)
-        draws = not repeatable(tuned.program, tuned.priced.graph) and not any(writes)
-        with torch.inference_mode(False), torch.no_grad(), undone(arguments, writes, "cpu"):
-            static = static_copies(arguments, [at for at, stays in enumerate(bound) if not stays])
-            graph = CapturedGraph(run, static, bound, writes, CPU, draws=draws)
-        return replace(tuned, selection=replace(tuned.selection, execution=graph))
+from tests.captures import Captures
+from tests.replays import CPU
 
 
 @pytest.fixture
@@ -282,26 +233,34 @@ def test_nothing_is_captured_with_weights_that_the_graph_does_not_know(captures:
     slots = Slots(1, table)
     (given,) = come(slots, x(1))
     graph = CapturedGraph(lambda w, a: (a * w,), [weight, x(0)], [True, False], [False, False], CPU, draws=False)
-    variants = Variants(graph, [1], table, lambda static, arguments: pytest.fail("it is captured"))
+    variants = Variants(graph, [1], table, lambda *_: pytest.fail("it is captured"), pytest.fail)
     assert variants.reading([weight.clone(), given]) is graph
     assert not variants.unmoved([weight.clone(), given])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("failure", [CaptureError("no"), torch.OutOfMemoryError("no")])
-def test_where_it_cannot_be_captured_batches_are_copied(failure: Exception, captures: Captures) -> None:
-    """And it is not tried again."""
+def test_where_it_cannot_be_captured_batches_are_copied(
+    failure: Exception, captures: Captures, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not tried again, and said once."""
     model = Net().eval()
     fast = autostream.optimize(model)
-    slots = Slots(1, fast._autostream.slots)
+    slots = Slots(2, fast._autostream.slots)
     fast(x(0))
     captures.failure = failure
-    (given,) = come(slots, x(1))
+    (given,), (other,) = come(slots, x(1)), come(slots, x(2))
     torch.testing.assert_close(fast(given), model(x(1)))
+    torch.testing.assert_close(fast(other), model(x(2)))
     captures.failure = None
     torch.testing.assert_close(fast(given), model(x(1)))
     assert captures.count == 1
-    assert [report.mode for report in fast.reports] != ["plain"], "the graph is still there"
+    (report,) = fast.reports
+    assert report.mode != "plain", "the graph is still there"
+    (refusal,) = (refusal for refusal in report.refusals if refusal.choice == "batches are copied in")
+    assert refusal.reason.startswith("captured for the memory that batches come in, it fails: ")
+    assert refusal.reason.endswith("no")
+    assert caplog.text.count("batches are copied in") == 1
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from autostream.build import Scheduled
 from autostream.execution import arena
 from autostream.execution.capture import clear_cublas_workspaces
 from autostream.execution.cuda_graph import CapturedGraph
+from autostream.execution.places import Places
 from autostream.ir import Candidate
 from benchmarks.zoo import INFERENCE, prepare
 from tests.agreement import Example, check_calls, check_streams, check_threads, examples_of, lanes
@@ -166,7 +167,7 @@ def graphs(fast: OptimizedModule) -> list[CapturedGraph]:
     """The captured graphs of a model, the least recently used first."""
     entries = fast._autostream._entries.values()
     found = [entry._execution for entry in entries if isinstance(entry, Scheduled)]
-    return [execution for execution in found if isinstance(execution, CapturedGraph)]
+    return [execution.graph for execution in found if isinstance(execution, Places)]
 
 
 def two_signatures(name: str) -> tuple[nn.Module, list[Example]]:

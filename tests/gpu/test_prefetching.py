@@ -57,9 +57,8 @@ def variants(fast: Any) -> int:
     dispatcher = fast._ways[0]._autostream if isinstance(fast, TrainStep) else fast._autostream
     entries = [entry for entry in dispatcher._entries.values() if isinstance(entry, Scheduled)]
     assert all(entry.report.mode == "cuda graph" for entry in entries), [entry.report.refusals for entry in entries]
-    return sum(
-        graph is not entry._variants._graph for entry in entries for _, graph in entry._variants._by_slot.values()
-    )
+    places = [place for entry in entries for place in entry._execution._known.values()]  # type: ignore[union-attr]
+    return sum(graph is not place.graph for place in places for _, graph in place.variants._by_slot.values())
 
 
 @torch.no_grad()

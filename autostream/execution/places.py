@@ -1,0 +1,185 @@
+"""A captured graph, and the same once more for each place where the tensors lie that it does not copy.
+
+    weights ──▶ where the last call's were ──▶ its graph
+                  ├── where those of an earlier call were ──▶ the graph of that call
+                  └── elsewhere ──▶ captured again, if captures have been worth it so far
+
+A graph holds addresses. Blocks of a model that are alike are one piece to Dynamo, called with the weights of one after
+the other; a model and the average of its weights may change places. Each such set has a graph. Weights that are given
+new memory in every call would have one each time, so after so many there are no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autostream.errors import CaptureError, first_line
+from autostream.execution.bound import still_there
+from autostream.execution.cuda_graph import CapturedGraph
+from autostream.execution.static import Output, static_copies
+from autostream.execution.variants import Variants
+
+Capture = Callable[[CapturedGraph, Sequence[Tensor], Sequence[Tensor]], CapturedGraph]
+"""Captures a graph's run again: with what it then reads, and the arguments of a call, which are left as they are."""
+
+MakeVariants = Callable[[CapturedGraph], Variants]
+
+MOST = 64
+"""Captures at first, and graphs at any time: all layers of a deep model may be alike. Each graph has memory for its
+outputs; all else they share."""
+
+WORTH = 64
+"""For as many calls that find all where the one before did, there may be one capture more."""
+
+
+class Place:
+    """A graph of tensors at some addresses. It does not hold them.
+
+    Args:
+        variants: the graph, and the same for each slot that inputs come in.
+        bound: the tensors that it reads where they are.
+    """
+
+    def __init__(self, variants: Variants, bound: Sequence[Tensor]) -> None:
+        self.variants, self.graph = variants, variants.graph
+        self.launch, self.unmoved = variants.launch, variants.unmoved
+        self.is_used = still_there(bound)
+
+
+class Settled:
+    """A place where calls have found their tensors twice, so that the next one may be launched before anybody looks.
+
+    Holds them until then: what is launched reads their memory, even if the model has given it away.
+
+    Args:
+        place: that place.
+        bound: the tensors.
+
+    Attributes:
+        calls: how many there have been since.
+    """
+
+    def __init__(self, place: Place, bound: Sequence[Tensor]) -> None:
+        self.place, self.unmoved, self.calls = place, place.unmoved, 0
+        self._held = [tensor.detach() for tensor in bound]
+
+    def launch(self, arguments: Sequence[Tensor]) -> Sequence[Output]:
+        """Compute with the tensors that lie here, whichever the arguments are."""
+        self.calls += 1
+        return self.place.launch(arguments)
+
+
+class Places:
+    """Runs calls of a captured graph wherever their bound tensors lie, capturing it again if that has been worth it.
+
+    There are at most :data:`MOST` captures, and one more for :data:`WORTH` calls that found all where it was. A graph
+    goes when nobody has the memory that it reads any more, and one whose outputs are lent goes for the next.
+
+    Args:
+        graph: the first.
+        arguments: that it was captured for.
+        variants: of a graph.
+        capture: captures it again.
+    """
+
+    def __init__(
+        self, graph: CapturedGraph, arguments: Sequence[Tensor], variants: MakeVariants, capture: Capture
+    ) -> None:
+        self._variants, self._capture, self._bound = variants, capture, graph.bound
+        self._latest = self._place(graph, arguments)
+        self._known = {self._addresses(arguments): self._latest}
+        self._left, self._failure = MOST - 1, ""
+        self._settled: Settled | None = Settled(self._latest, self._those_bound(arguments))
+
+    @property
+    def graph(self) -> CapturedGraph:
+        """The graph of the latest call."""
+        return self._latest.graph
+
+    def guess(self, arguments: Sequence[Tensor]) -> Sequence[Output] | None:
+        """The outputs, if these tensors are where they probably are: that is looked at while the device is busy.
+
+        For runs that may run once more than asked, with tensors that are the model's no longer.
+        """
+        settled = self._settled
+        if settled is None:
+            return None
+        outputs = settled.launch(arguments)
+        return outputs if settled.unmoved(arguments) else None
+
+    def find(self, arguments: Sequence[Tensor]) -> Place | None:
+        """The graph that reads these tensors where they are, if there is one."""
+        latest, settled = self._latest, self._settled
+        if latest.unmoved(arguments):
+            if settled is None or settled.place is not latest:  # another thread's may be
+                self._settled = Settled(latest, self._those_bound(arguments))
+            else:
+                settled.calls += 1
+            return latest
+        self._settled = None
+        if settled is not None:
+            self._left = min(MOST, self._left + settled.calls // WORTH)
+        try:
+            found = self._known.get(self._addresses(arguments))
+        except RuntimeError:  # sparse tensors have no address
+            return None
+        if found is None or not found.unmoved(arguments):
+            return None
+        self._latest = found
+        return found
+
+    @property
+    def over(self) -> str:
+        """Why there are no more captures; nothing while there are."""
+        return self._failure or ("" if self._left > 0 else _MOVES)
+
+    def add(self, arguments: Sequence[Tensor]) -> Place:
+        """Capture the graph for the place where these tensors lie, which has none; without gradients or inference mode.
+
+        Raises:
+            CaptureError: it failed, and there will be no more of them.
+            torch.OutOfMemoryError: so it did, for want of memory.
+        """
+        former = self.graph  # its pool can be captured into while it lives
+        used = [(addresses, place) for addresses, place in self._known.items() if place.is_used()]
+        room = 1 if former.lent else MOST
+        self._known = dict(used[max(0, len(used) - room + 1) :])
+        self._left -= 1
+        try:
+            place = self._place(self._capture(former, _read(former, arguments), arguments), arguments)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            self._failure = f"captured again where its weights lie now, it fails: {first_line(error)}"
+            raise
+        self._known = {**self._known, self._addresses(arguments): place}
+        self._latest = place
+        return place
+
+    @property
+    def are_used(self) -> bool:
+        """Whether anybody has the tensors that a graph reads."""
+        return any(place.is_used() for place in self._known.values())
+
+    def _place(self, graph: CapturedGraph, arguments: Sequence[Tensor]) -> Place:
+        return Place(self._variants(graph), self._those_bound(arguments))
+
+    def _those_bound(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        return [arguments[at] for at in self._bound]
+
+    def _addresses(self, arguments: Sequence[Tensor]) -> tuple[int, ...]:
+        return tuple(arguments[at].data_ptr() for at in self._bound)
+
+
+_MOVES = (
+    "its weights lie elsewhere in call after call, or in too many places, and a CUDA graph holds where they lie: write "
+    "new values into the tensors that it has (copy_) instead of giving it others"
+)
+
+
+def _read(former: CapturedGraph, arguments: Sequence[Tensor]) -> list[Tensor]:
+    """What a graph reads that takes turns with another: the same tensors of its own, unless runs write them."""
+    if any(former.written[at] for at in former.static):
+        return static_copies(arguments, [*former.static])
+    return [former.static.get(at, argument) for at, argument in enumerate(arguments)]
