@@ -408,7 +408,8 @@ class Dispatcher:
             whole = isinstance(error, TraceError) and not isinstance(error, FastPathError)
             if whole and self._tracer.may_split and self.bound_inputs is None and not signature.gradients:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # not what its frames hold
-                return Pieces(self.model, signature, str(error), self._piece)
+                choose = (self.options.policy, self.options.cuda_graph) == ("auto", "auto")
+                return Pieces(self.model, signature, str(error), self._piece, choose=choose)
             if self._tracer.may_refuse and isinstance(error, TraceError):
                 return Refusing(self.model, signature, str(error))
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"

@@ -21,6 +21,7 @@ from autostream.reporting.report import Report
 from autostream.tracing.dynamo import ending_of, is_refusal, split, without_numbers
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import name_of
+from autostream.turns import ROUNDS, Turns
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +44,20 @@ MakePiece = Callable[[GraphModule, frozenset[int]], OptimizedPiece]
 class Pieces:
     """A model that Dynamo splits at graph breaks, each piece scheduled for itself; or, if that fails, the plain model.
 
+    Where the faster is to be kept, calls of a model on a GPU are made in pieces and as it is, by turns, once no new
+    pieces come.
+
     Args:
         model: the live model.
         signature: what this is made for.
         reason: why the whole model could not be traced.
         make_piece: makes what runs in the place of a piece; it has ``reports``.
+        choose: whether to keep the faster; else pieces stay.
     """
 
-    def __init__(self, model: nn.Module, signature: Signature, reason: str, make_piece: MakePiece) -> None:
+    def __init__(
+        self, model: nn.Module, signature: Signature, reason: str, make_piece: MakePiece, *, choose: bool = False
+    ) -> None:
         self._model = model
         self._signature = signature
         self._refusals = {reason: Decision("", "split at graph breaks", reason)}
@@ -59,6 +66,10 @@ class Pieces:
         self._alike = defaultdict[str, set[str]](set)
         """The code of pieces that differ in numbers only, by that code without them."""
         self._called = False
+        self._devices = {device for *_, device in signature.tensors if device.type == "cuda"} if choose else set()
+        self._steady = 0
+        """Calls in a row that made no piece."""
+        self._turns: Turns | None = None
 
         self._make_piece = make_piece
         self._split = partial(split, model, partial(_piece_of, weakref.ref(self)), self._refuse)
@@ -69,7 +80,7 @@ class Pieces:
         """What the model returns for these arguments."""
         self._called = True
         try:
-            outputs = self._run(*args, **kwargs)
+            outputs = (self._turns or self._run)(*args, **kwargs)
         except Exception as error:
             if self._run is self._model or not is_refusal(error):
                 raise
@@ -84,10 +95,29 @@ class Pieces:
             else:
                 self._takes_numbers = True
                 self._start_again(self._split(take_numbers=True))
+        if self._devices and self._pieces:
+            self._choose()
         return outputs
+
+    def _choose(self) -> None:
+        """Have calls made by turns, or end that and keep the faster."""
+        self._steady += 1
+        turns = self._turns
+        if turns is None:
+            if self._steady > _STEADY:
+                self._turns = Turns(self._run, self._model, self._devices)
+        elif turns.verdict:
+            pieces_us, plain_us = turns.verdict
+            self._turns, self._devices = None, set()
+            said = f"calls take {pieces_us:.0f} µs in pieces and {plain_us:.0f} as it is (medians of {ROUNDS} each)"
+            log.info("%s: %s", name_of(self._model), said)
+            if plain_us < pieces_us:
+                self._refusals = {**self._refusals, said: Decision("", "plain", said)}
+                self._give_up()
 
     def _piece(self, module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
         made = self._make_piece(module, bound_inputs)
+        self._steady, self._turns = 0, None
         self._pieces.append((made, _ending(module)))
         self._alike[without_numbers(module.code)].add(module.code)
         return made
@@ -96,7 +126,7 @@ class Pieces:
         self._start_again(self._model)
 
     def _start_again(self, run: Callable[..., Any]) -> None:
-        self._run, self._pieces = run, []
+        self._run, self._pieces, self._steady, self._turns = run, [], 0, None
         self._alike.clear()
 
     def _refuse(self, reason: str) -> None:
@@ -137,6 +167,9 @@ _NO_PIECE = (
     "TorchDynamo finds no piece of it that it could trace: of a function with a graph break inside a loop it traces "
     "nothing; if that is what it is, make the body of the loop a method of its own"
 )
+
+_STEADY = 4
+"""Calls that make no piece before any is timed: pieces have then been called with all that they were captured for."""
 
 _MOST_ALIKE = 8
 """Numbers are constants of pieces, which is of use where blocks of a model differ in them. One that changes from call

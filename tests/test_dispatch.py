@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autostream import dispatch
 from autostream.build import Scheduled, preparing
 from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError, TargetError, TraceError
@@ -564,3 +565,18 @@ def test_the_first_to_attend_changes_no_signature(monkeypatch: pytest.MonkeyPatc
         fast(torch.ones(2))
     assert len(fast.reports) == 1
     assert len(orders) == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("options", "choose"), [({}, True), ({"policy": "sequential"}, False), ({"cuda_graph": False}, False)]
+)
+def test_pieces_that_nobody_asked_for_have_to_be_the_faster(
+    options: dict[str, Any], choose: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    made = dispatch.Pieces
+    monkeypatch.setattr(dispatch, "Pieces", lambda *args, choose: (seen.append(choose), made(*args, choose=choose))[1])
+    with torch.no_grad():
+        Dispatcher(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), Options(**options))(torch.ones(3))
+    assert seen == [choose]

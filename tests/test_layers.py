@@ -35,7 +35,7 @@ FLOORS = {
     3: {
         *("pipeline", "candidates", "comparison", "budget", "choices"),
         *("select", "shortcut", "tuning", "build", "differentiated", "repetition", "dispatch", "buckets"),
-        *("padding", "pieces", "sections"),
+        *("padding", "pieces", "sections", "turns"),
     },
     4: {"api", "explaining", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},

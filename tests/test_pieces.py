@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 import autostream
+from autostream import turns
 from autostream.pieces import Pieces
 from autostream.reporting.report import Report
 from autostream.tracing.signature import signature_of
@@ -229,3 +230,62 @@ def test_what_the_model_raises_is_no_refusal() -> None:
     with pytest.raises(KeyError, match="the model's own"):
         Pieces(model, signature(), "no graph", Piece)(t(3))
     assert model.calls == [1]
+
+
+# The faster is kept
+
+
+class Both:
+    """A model in two pieces, on what takes itself for a GPU; what its calls did, and how long each way takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pieces_us: float, plain_us: float, **options: bool) -> None:
+        self.calls: list[str] = []
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(turns.time, "perf_counter", lambda: self.seconds)
+        self.seconds, us = 0.0, {"piece": pieces_us / 2, "plain": plain_us}
+
+        class Timed(Piece):
+            def __call__(piece, *args: Any) -> Any:  # noqa: N805
+                self.calls.append("piece")
+                self.seconds += us["piece"] / 1e6
+                return super().__call__(*args)
+
+        def forward(s: Model, x: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                self.calls.append("plain")
+                self.seconds += us["plain"] / 1e6
+            return x + 1 if x.sum() > 0 else x - 1
+
+        on_gpu = replace(signature(), tensors=((*signature().tensors[0][:3], torch.device("cuda", 0)),))
+        self.pieces = Pieces(Model(forward), on_gpu, "no graph", Timed, **options)
+
+    def ways(self, calls: int) -> list[str]:
+        """How so many calls were made."""
+        made = []
+        for _ in range(calls):
+            self.calls.clear()
+            same(self.pieces(torch.ones(3)), torch.full((3,), 2.0))
+            made.append("pieces" if "piece" in self.calls else "plain")
+        return made
+
+
+BY_TURNS = ["pieces", "plain"] * turns.ROUNDS
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("pieces_us", "plain_us"), [(30.0, 20.0), (20.0, 30.0)])
+def test_once_no_pieces_come_calls_are_made_by_turns_and_the_faster_is_kept(
+    pieces_us: float, plain_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Both(monkeypatch, pieces_us, plain_us, choose=True)
+    faster = "pieces" if pieces_us < plain_us else "plain"
+    assert both.ways(18) == ["pieces"] * 5 + BY_TURNS + [faster] * 3
+    report = both.pieces.report
+    assert report.mode == {"pieces": "graph breaks", "plain": "plain"}[faster]
+    reasons = [refusal.reason for refusal in report.refusals if refusal.choice == "plain"]
+    assert reasons == [] if faster == "pieces" else ["calls take 30 µs in pieces and 20 as it is (medians of 5 each)"]
+
+
+@torch.no_grad()
+def test_pieces_that_were_asked_for_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Both(monkeypatch, 30.0, 20.0).ways(18) == ["pieces"] * 18

@@ -1,0 +1,85 @@
+"""Two ways to do calls, by turns: each call is done once, and what is timed is what it took."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from autostream import turns
+from autostream.turns import ROUNDS, Turns
+
+
+class Clock:
+    """Stands still but for what is done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr(turns.time, "perf_counter", lambda: self.seconds)
+
+    def taking(self, us: float, result: str) -> object:
+        def run(*args: object) -> str:
+            self.seconds += us / 1e6
+            return result
+
+        return run
+
+
+def test_the_ways_take_turns_and_the_medians_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    both = Turns(clock.taking(30, "ours"), clock.taking(20, "plain"), [])  # type: ignore[arg-type]
+    done = []
+    while both.verdict is None:
+        done.append(both("x"))
+    assert done == ["ours", "plain"] * ROUNDS
+    assert both.verdict == pytest.approx((30, 20))
+
+
+def test_one_slow_call_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slow = Clock(monkeypatch), iter([1e6])
+    both = Turns(lambda: clock.taking(next(slow, 10), "")(), clock.taking(20, ""), [])  # type: ignore[arg-type,operator]
+    for _ in range(2 * ROUNDS):
+        both()
+    assert both.verdict == pytest.approx((10, 20))
+
+
+def test_a_call_that_fails_is_not_counted() -> None:
+    fails = iter([True])
+
+    def ours() -> str:
+        if next(fails, False):
+            raise ValueError("mine")
+        return "ours"
+
+    both = Turns(ours, lambda: "plain", [])
+    with pytest.raises(ValueError, match="mine"):
+        both()
+    assert [both() for _ in range(2 * ROUNDS)] == ["ours", "plain"] * ROUNDS
+
+
+def test_all_devices_are_waited_for_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", happened.append)
+    devices = [torch.device("cuda", index) for index in range(2)]
+    Turns(lambda: happened.append("call"), lambda: None, devices)()
+    assert happened == [*devices, "call", *devices]
+
+
+def test_calls_of_other_threads_are_made_in_our_way_and_not_timed() -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def ours(wait: bool) -> str:
+        if wait:
+            inside.set()
+            assert go.wait(30)
+        return "ours"
+
+    both = Turns(ours, lambda wait: "plain", [])
+    timed = threading.Thread(target=both, args=(True,))
+    timed.start()
+    assert inside.wait(30)
+    assert [both(False) for _ in range(3)] == ["ours"] * 3
+    go.set()
+    timed.join()
+    assert both(False) == "plain", "only the first was timed"
