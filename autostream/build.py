@@ -41,7 +41,7 @@ from autostream.select import Execution, detached, has_integers, repeatable, wri
 from autostream.shortcut import Run, Shortcut
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
-from autostream.tracing.export import MODELS, Tracer, trace
+from autostream.tracing.export import MODELS, Tracer, check_one_device, trace
 from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
@@ -128,6 +128,7 @@ class Scheduled:
                     sections.prepare(arguments)
                 made = _in_sections(sections, traced.program, name_of(model), signature, stopwatch)
             else:
+                check_one_device(traced.program)
                 tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
                 with stopwatch("select"):
                     tuned = _pooled(tuned, arguments, pools)
@@ -449,7 +450,7 @@ def _recaptured(
     Raises:
         CaptureError: the capture failed.
     """
-    with preparing, torch.inference_mode(False), torch.no_grad(), undone(arguments, graph.written, str(graph.device)):
+    with preparing, torch.inference_mode(False), torch.no_grad(), undone(arguments, graph.written, [str(graph.device)]):
         return graph.recaptured(read, pool or graph.pool)
 
 

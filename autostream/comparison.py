@@ -58,8 +58,8 @@ set AUTOSTREAM_DISABLE=1 to run it plainly, and report this
     """
     places = {f"{name} afterwards": tensor for name, tensor in _state(model)}
     places |= {f"input {at} afterwards": tensor for at, tensor in enumerate(tensors)}
-    device = next((str(tensor.device) for tensor in places.values() if tensor.is_cuda), "cpu")
-    with undone(list(places.values()), [True] * len(places), device):
+    devices = {str(tensor.device) for tensor in places.values() if tensor.is_cuda}
+    with undone(list(places.values()), [True] * len(places), devices):
         outputs = run()
         ours = {**_outputs(outputs), **places}
         ours = {name: tensor.detach().clone() for name, tensor in ours.items()}

@@ -66,6 +66,8 @@ class Program:
         outputs: fx names of the tensors returned, in order; names may repeat and may be placeholders.
         level: what one op is: ``"aten"`` (an ATen call) or ``"inductor"`` (a kernel of TorchInductor's).
         device: where the ops run, ``"cuda:0"`` or ``"cpu"``.
+        peers: other devices where some run, ``("cuda:1",)``: such a program is cut, for one device is scheduled at a
+            time.
         frozen: positions of placeholders that are not read: the module computes with their values as of its making, and
             is wrong as soon as one of them has another.
     """
@@ -75,7 +77,13 @@ class Program:
     outputs: tuple[str, ...]
     level: str
     device: str
+    peers: tuple[str, ...] = ()
     frozen: frozenset[int] = frozenset()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where its ops run, beside the host."""
+        return (self.device, *self.peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,7 @@ class Op:
         writes: what it writes, likewise; all that it allocates is among it.
         allocates: storages that come into being here, on the stream that this op is given.
         orders: resources whose users keep their program order, e.g. ``"rng"``, ``"collective"``, ``"world"``.
-        device: where it runs, ``"cuda:0"`` or ``"cpu"``.
+        device: where it runs, ``"cuda:0"`` or ``"cpu"``; of a copy between devices, where to.
         dtype: what it computes in, e.g. ``"float16"``.
         flops: floating-point operations.
         bytes_read: bytes of its tensor arguments.
@@ -99,7 +107,7 @@ class Op:
         elements: elements of its largest result, a measure of how many threads it can use.
         source: the user's source line, ``"model.py:12: y = self.conv(x)"``, or ``""``.
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
-        crosses: whether it copies between the host's memory and the device's.
+        crosses: ``"host"`` if it copies between the host's memory and the device's, ``"peer"`` between two devices'.
     """
 
     name: str
@@ -117,7 +125,7 @@ class Op:
     elements: int = 0
     source: str = ""
     uncapturable: str = ""
-    crosses: bool = False
+    crosses: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +298,7 @@ class DeviceProfile:
         cache_bytes: size of the last-level cache.
         link_bandwidth: what a large copy between the host's pinned memory and the device's reaches, bytes per µs; that
             of PCIe 3.0 where nothing else is known.
+        peer_bandwidth: what a large copy from another device of the kind reaches, bytes per µs.
     """
 
     name: str
@@ -308,6 +317,7 @@ class DeviceProfile:
     replay_us: float = 0.0
     cache_bytes: int = 0
     link_bandwidth: float = 13_600.0
+    peer_bandwidth: float = 13_600.0
 
     def over(self, streams: int) -> DeviceProfile:
         """The device with so many streams in use: edges between them, forks and joins cost what they cost then.

@@ -30,7 +30,7 @@ from autostream.scheduling.cut import cut
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
 from autostream.stopwatch import Stopwatch
-from autostream.tracing.export import Traced, trace
+from autostream.tracing.export import Traced, check_one_device, trace
 from autostream.tracing.fusion import fused_here
 from autostream.tracing.inductor import obstacle
 from autostream.tracing.signature import signature_of
@@ -123,6 +123,7 @@ def plan(
     with torch.no_grad(), stopwatch("trace"):  # calls without gradients are planned for
         signature = signature_of(structure, tensors, ModelWatch(model).training())
         traced = trace(model, tensors, structure, device=device)
+        check_one_device(traced.program)
     arguments = arguments_of(traced, model, tensors)
     program, unfused = _fused(traced.program, options, arguments, stopwatch)
     priced = price_program(program, options, stopwatch, profile, arguments if options.costs == "measured" else None)

@@ -4,7 +4,8 @@ program ──▶ cut ──▶ part: a section of its own, scheduled and captur
              │      part: plain ops, on the caller's stream
              └──▶ …
 
-Numbers that were asked of the device (``.item()``) stay between plain ops, which take them from the host.
+Numbers that were asked of the device (``.item()``) stay between plain ops, which take them from the host. Copies from
+one device to another are plain ops too: they come after all that the caller's streams of both devices have been given.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def sections_of(
         return None
     with stopwatch("analyze"), collector.paused():
         graph = analyze(program)
-        parts = cut(graph) if capture_refusals(graph) else ()
-    if all(part.captured for part in parts):  # as one graph, it is not copied in and out
+        parts = cut(graph) if program.peers or capture_refusals(graph) else ()
+    if not parts or (len(parts) == 1 and not program.peers):  # as one graph, it is not copied in and out
         return None
     return Sections(program, graph, parts, bound, options, make_section)
 
@@ -101,7 +102,7 @@ class Sections:
                 self._reports.append(partial(getattr, made, "reports"))
             else:
                 self._reports.append(partial(tuple, [_plain_report(section.program, options)]))
-        self._endings = [*(self._ending(after) for _, after in pairwise(parts)), ""]
+        self._endings = [*(self._ending(part, after) for part, after in pairwise(parts)), ""]
         self._run = uncaptured(running, program.device, 1)
 
     def __call__(self, *tensors: Tensor) -> Sequence[Output]:
@@ -113,7 +114,7 @@ class Sections:
         mode = torch.is_grad_enabled()
         with (
             on_copies(self._program, arguments, self._bound) as copies,
-            undone(copies, written(self._program, self.graph), self._program.device),
+            undone(copies, written(self._program, self.graph), self._program.devices),
             torch.set_grad_enabled(mode),
         ):
             self(*copies)
@@ -140,11 +141,14 @@ class Sections:
             ),
         )
 
-    def _ending(self, after: Part) -> str:
-        """Why a part ends where this one begins."""
-        if after.captured:
-            return "what follows fits into a CUDA graph"
-        return next((refusal.reason for refusal in self._refusals if refusal.op in after.ops), _ON_HOST)
+    def _ending(self, part: Part, after: Part) -> str:
+        """Why a part ends where that one begins."""
+        if reason := next((refusal.reason for refusal in self._refusals if refusal.op in after.ops), ""):
+            return reason
+        others = {self.graph.ops[op].device for op in after.ops} - {part.device, "cpu"} if part.captured else set()
+        if others:
+            return f"what follows runs on {min(others)}"
+        return "what follows fits into a CUDA graph" if after.captured else _ON_HOST
 
 
 _ON_HOST = "what follows uses a tensor in the host's memory that changes in a call"

@@ -10,7 +10,7 @@ ATen ops ──▶ fuse ──▶ plan, measure ──▶ faster than ATen's ops
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,7 +99,7 @@ def _again(
         with on_copies(program, arguments, bound) as arguments:
             priced = price_program(program, options, stopwatch, tensors=arguments)
             candidates = candidates_again(priced, options, before.schedule, stopwatch)
-            with stopwatch("select"), undone(arguments, written(program, priced.graph), program.device):
+            with stopwatch("select"), undone(arguments, written(program, priced.graph), program.devices):
                 selection = select(program, priced.graph, candidates, arguments, bound)
     except Exception as error:  # whatever it is, there is still all to choose from
         log.debug("what was chosen before is not chosen again: %s", first_line(error))
@@ -203,7 +203,7 @@ def _planned(
 
         def selected(capture: bool) -> Selection:
             candidates = candidates_for(priced, options, capture, stopwatch)
-            with stopwatch("select"), undone(arguments, written(program, graph), program.device):
+            with stopwatch("select"), undone(arguments, written(program, graph), program.devices):
                 # What is written drifts with every run, counters and positions too: so many runs are for others.
                 varied = (
                     _no_variants
@@ -246,17 +246,17 @@ _NOTHING_TO_CAPTURE = Decision("", "not captured", "there is no CUDA graph on th
 
 
 @contextmanager
-def undone(arguments: Sequence[Tensor], writes: Sequence[bool], device: str) -> Iterator[None]:
+def undone(arguments: Sequence[Tensor], writes: Sequence[bool], devices: Iterable[str]) -> Iterator[None]:
     """Put back afterwards what runs in between write into arguments, and the states of the random generators.
 
     Args:
         arguments: of a program.
         writes: which of them it writes.
-        device: where its random numbers are drawn.
+        devices: where random numbers are drawn, beside the host.
     """
     spans = [copyable(tensor) for tensor, is_written in zip(arguments, writes, strict=True) if is_written]
     saved = [(span, span.clone()) for span in spans]
-    with versions_kept(spans), torch.random.fork_rng([] if device == "cpu" else [device]):
+    with versions_kept(spans), torch.random.fork_rng([device for device in devices if device != "cpu"]):
         try:
             yield
         finally:

@@ -56,7 +56,7 @@ class Captures:
     def captured(self, tuned: Tuned, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Tuned:
         run, writes = tuned.selection.execution, written(tuned.program, tuned.priced.graph)
         draws = not repeatable(tuned.program, tuned.priced.graph) and not any(writes)
-        with torch.inference_mode(False), torch.no_grad(), undone(arguments, writes, "cpu"):
+        with torch.inference_mode(False), torch.no_grad(), undone(arguments, writes, ["cpu"]):
             static = static_copies(arguments, [at for at, stays in enumerate(bound) if not stays])
             graph = CapturedGraph(run, static, bound, writes, CPU, draws=draws)
         return replace(tuned, selection=replace(tuned.selection, execution=graph))

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
 
 from autostream.analysis.capturability import dependence_of
 from autostream.analysis.dependencies import analyze
-from autostream.analysis.values import tensors_in, value_of
+from autostream.analysis.values import tensors_given, tensors_in, value_of
 from autostream.ir import Op, OpGraph, Program
 from autostream.operators import is_unknown
 from autostream.scheduling.cut import Part, cut
@@ -55,5 +57,40 @@ def let_be_cut(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
         graph = graph_with(program, refused)
         parts = cut_everything(graph)
         return Sections(program, graph, parts, bound, options, make_section) if len(parts) > 1 else None
+
+    monkeypatch.setattr("autostream.build.sections_of", sections_of)
+
+
+DEVICES = ("cuda:0", "cuda:1")
+
+
+def moved(x: Tensor) -> Tensor:
+    """A copy on the other device, in what :func:`placed` makes of a program."""
+    return x.to(x.dtype, copy=True)
+
+
+def placed(program: Program) -> Program:
+    """A program of the CPU as one over two devices, by what its values are said to lie on.
+
+    State whose name has ``far`` in it lies on the second; what else there is, on the first, unless it was
+    :func:`moved`, or computed from what is on the second.
+    """
+    for node in program.module.graph.nodes:
+        given = [str(tensor.device) for tensor in tensors_given(node)]
+        device = given[0] if given else DEVICES["far" in node.name]
+        if node.target is torch.ops.aten.to.dtype:
+            device = DEVICES[DEVICES.index(device) - 1]
+        for value in tensors_in(value_of(node)):
+            assert isinstance(value, FakeTensor)
+            value.fake_device = torch.device(device)
+    return replace(program, device=DEVICES[0], peers=DEVICES[1:])
+
+
+def let_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut programs on the CPU as if they were over two devices; what runs, runs on the CPU."""
+
+    def sections_of(program: Program, bound: Any, options: Any, make_section: Any, stopwatch: Any) -> Sections:
+        graph = analyze(placed(program))
+        return Sections(program, graph, cut_everything(graph), bound, options, make_section)
 
     monkeypatch.setattr("autostream.build.sections_of", sections_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from autostream.reporting.text import render
 from autostream.scheduling.cut import Part
 from autostream.sections import sections_of
 from autostream.stopwatch import Stopwatch
-from autostream.tracing.export import trace
+from autostream.tracing.export import Traced, Tracer, trace
 from autostream.tracing.tree import flatten
-from tests.cuts import REFUSED, let_be_cut
+from tests.cuts import REFUSED, let_be_cut, let_be_placed, moved, placed
 from tests.random_modules import TURNS, RandomModule, check, random_modules
 from tests.semantics import Model, check_same, same
 
@@ -310,8 +311,86 @@ def test_a_part_that_ends_before_what_nothing_refuses_says_why(monkeypatch: pyte
     monkeypatch.setattr("autostream.sections.capture_refusals", lambda graph: (elsewhere,))
     monkeypatch.setattr(
         "autostream.sections.cut",
-        lambda graph: tuple(Part((name,), captured=at != 1) for at, name in enumerate(graph.ops)),
+        lambda graph: tuple(Part((name,), "cuda:0" if at != 1 else "") for at, name in enumerate(graph.ops)),
     )
     made = cut_up(program_of(Model(lambda s, x: x.sin().cos().exp()), t(3)))
     assert made is not None
     assert made._endings[:1] == ["what follows uses a tensor in the host's memory that changes in a call"]
+
+
+def second_half(s: Model, x: Tensor) -> Tensor:
+    """Two stages: the second, on another device, takes what the first computed on its way, too."""
+    skip = (x @ s.w).sin()
+    top = moved(skip.cos().exp())
+    return (top @ s.far).tanh() + moved(skip)
+
+
+@torch.no_grad()
+def test_each_device_has_parts_and_copies_between_them_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_placed(monkeypatch)
+    plain = Model(second_half, w=nn.Parameter(t(4, 4)), far=nn.Parameter(t(4, 4, seed=1)))
+    fast = optimize(plain)
+    for seed in range(4):
+        same(fast(t(4, 4, seed=seed)), plain(t(4, 4, seed=seed)))
+    (report,) = fast.reports
+    assert report.mode == "sections"
+    assert [list(part.graph.ops) for part in report.parts] == [
+        ["matmul", "sin", "cos", "exp"], ["to", "to_1"], ["matmul", "tanh", "add"]
+    ]  # fmt: skip
+    copied, follows, returns = (part.ended for part in report.parts)
+    assert re.fullmatch(r"aten.to.dtype: copies from cuda:0 to cuda:1 \(.*\)", copied)
+    assert (follows, returns) == ("what follows fits into a CUDA graph", "")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, x: (x.add_(x.sin()), moved(x).cos().mul_(s.far), x.t()),
+        lambda s, x: (s.far.mul_(moved(x.sin())), moved(s.far).cos() + s.w.add_(1), s.far.t()),
+        lambda s, x: moved(torch.rand_like(x).exp()) * torch.rand_like(s.far) + torch.rand_like(s.far),
+        lambda s, x: (s.far.sin(), s.w.sin() * x),
+        lambda s, x: (x.sin(), (flat := s.far.reshape(-1)).cos(), s.far.add_(1), flat.exp()),
+        lambda s, x: moved(moved(x.sin()).cos() @ s.far) + x.exp(),
+    ],
+    ids=["input", "state", "random", "apart", "views", "to and fro"],
+)
+def test_nobody_can_tell_a_program_over_two_devices_from_the_model(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_be_placed(monkeypatch)
+    plain = Model(function, w=nn.Buffer(t(4, 4)), far=nn.Buffer(t(4, 4, seed=1)))
+    fast = check_same(plain, ((t(4, 4),), {}), {})
+    assert "sections" in [report.mode for report in fast.reports]
+
+
+def over_two(function: Callable[..., Any]) -> Program:
+    module = Model(function, w=nn.Parameter(t(4, 4)), far=nn.Parameter(t(4, 4)))
+    return placed(program_of(module, t(4, 4), device=None))
+
+
+def test_a_program_over_two_devices_is_cut_though_a_graph_could_hold_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
+    program = over_two(lambda s, x: (x.sin().cos().exp().tanh(), s.far.sin().cos().exp().tanh()))
+    found = cut_up(program)
+    assert found is not None
+    assert [name for name, _ in found.module.named_children()] == ["part_0", "part_1"]
+    assert found._endings == ["what follows runs on cuda:1", ""]
+    alone = cut_up(over_two(lambda s, x: (x.sin().cos().exp().tanh(), s.far)))
+    assert alone is not None, "as a whole, it would be given a tensor of another device"
+    assert [name for name, _ in alone.module.named_children()] == ["part_0"]
+    assert cut_up(over_two(lambda s, x: moved(x.sin()) @ s.far)) is None, "no part is worth a graph"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"cuda_graph": False}, {}], ids=["no graph is wanted", "no part is worth one"])
+def test_what_is_not_cut_runs_plainly_where_it_is_over_two_devices(options: dict[str, Any]) -> None:
+    def trace_placed(model: nn.Module, tensors: Any, structure: Any) -> Traced:
+        found = trace(model, tensors, structure)
+        return replace(found, program=placed(found.program))
+
+    tracer = Tracer(trace_placed, may_split=False, may_cut=True, may_try=False, may_renew=True)
+    plain = Model(lambda s, x: moved(x.sin()) @ s.far, far=nn.Parameter(t(4, 4)))
+    run = Dispatcher(plain, Options(**options), tracer=tracer)
+    same(run(t(4, 4)), plain(t(4, 4)))
+    assert run.reports[0].mode == "plain"
+    assert "several devices (cuda:0, cuda:1)" in run.reports[0].refusals[0].reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -391,10 +392,18 @@ def test_nothing_is_kept_where_something_failed(
 def test_what_was_written_and_drawn_is_put_back() -> None:
     x, y = torch.ones(3), torch.ones(3).expand(2, 3)
     state = torch.get_rng_state()
-    with undone([x, y], [True, True], "cpu"):
+    with undone([x, y], [True, True], ["cpu"]):
         x.fill_(7)
         y.untyped_storage().fill_(0)
         torch.rand(1)
     assert x.tolist() == [1, 1, 1]
     assert y.tolist() == [[1, 1, 1]] * 2
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generators_of_all_devices_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[list[str]] = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: saved.append(devices) or nullcontext())
+    with undone([], [], ("cuda:0", "cuda:1", "cpu")):
+        pass
+    assert saved == [["cuda:0", "cuda:1"]], "that of the host always is"

@@ -1,4 +1,7 @@
-"""Why a CUDA graph cannot hold a call: it waits for the device, depends on data, or touches the host's memory."""
+"""Why a CUDA graph cannot hold a call.
+
+It waits for the device, depends on data, or touches the host's memory or that of another device.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +83,8 @@ def dependence_of(node: fx.Node) -> str:
     return GIVEN_DATA_SHAPE if any(map(_depends_on_data, tensors_given(node))) else ""
 
 
-def crosses(node: fx.Node) -> bool:
-    """Whether a call copies a tensor between the host and the device.
+def crosses(node: fx.Node) -> str:
+    """What a call copies a tensor between: ``"host"`` and device, or a device and its ``"peer"``; or ``""``.
 
     Example:
         >>> graph = fx.Graph()
@@ -89,18 +92,28 @@ def crosses(node: fx.Node) -> bool:
         >>> moved = graph.call_function(torch.ops.aten.to.device, (x, torch.device("meta"), torch.float32))
         >>> x.meta["val"], moved.meta["val"] = torch.empty(2), torch.empty(2, device="meta")
         >>> crosses(moved)
-        True
+        'host'
     """
     if not isinstance(node.target, OpOverload) or base_name(node.target) not in _COPIES:
-        return False
-    places = {tensor.device.type == "cpu" for tensor in tensors_given(node) + tensors_in(value_of(node))}
-    return len(places) > 1
+        return ""
+    places = {tensor.device for tensor in tensors_given(node) + tensors_in(value_of(node))}
+    if len(places) < 2:
+        return ""
+    return "host" if any(place.type == "cpu" for place in places) else "peer"
 
 
 def _placement_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -> str:
     if not _on_device(given + results):
         return ON_CPU if given or results else ""
-    return DATA_SHAPE if any(map(_depends_on_data, results)) else ""
+    return _peers_refusal(given, results) or (DATA_SHAPE if any(map(_depends_on_data, results)) else "")
+
+
+def _peers_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -> str:
+    sources, targets = ({str(tensor.device) for tensor in tensors} - {"cpu", "meta"} for tensors in (given, results))
+    if len(sources | targets) < 2:
+        return ""
+    start, end = (" and ".join(sorted(devices)) for devices in (sources - targets, targets))
+    return f"copies from {start} to {end}" if start and end else f"uses tensors on {start or end}"
 
 
 def _depends_on_data(result: torch.Tensor) -> bool:

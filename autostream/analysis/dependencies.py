@@ -119,7 +119,7 @@ class _Draft:
         self._nodes = {node.name: node for node in program.module.graph.nodes}
         self._history = AccessHistory()
         self._literals: set[str] = set()
-        self._device = program.device
+        self._devices = program.devices
         self._resizes = program.level == "aten"  # there, what is written to may become larger
         self._unused: dict[str, list[fx.Node]] = {}  # by storage, what takes it and looks at it before any op does
         self._shared: dict[str, _Shared] = {}
@@ -135,7 +135,7 @@ class _Draft:
             self.prelude.append(node.name)
         elif node in self._maker:
             self._look(node, self._maker[node])
-        elif effects.allocates and _device_of(node, self._device) == self._device:
+        elif effects.allocates and _device_of(node, self._devices[0]) in self._devices:
             taken = self.memory.add_results if self._resizes else self.memory.add_memory
             (storage,) = taken(node, effects)
             if node in self._divided:
@@ -285,10 +285,13 @@ def _target_name(node: fx.Node) -> str:
     return str(node.target) if named else getattr(node.target, "__name__", str(node.target))
 
 
-def _device_of(node: fx.Node, scheduled: str) -> str:
-    """Where it runs: on the scheduled device if any of its tensors is there, else where its result is."""
+def _device_of(node: fx.Node, default: str) -> str:
+    """Where it runs: on the host only if all of its tensors are there, and of devices, where its result is."""
     devices = [_device_name(tensor.device) for tensor in tensors_in(value_of(node)) + tensors_given(node)]
-    return scheduled if scheduled in devices or not devices else devices[0]
+    return next((device for device in devices if device not in _NO_DEVICES), next(iter(devices), default))
+
+
+_NO_DEVICES = ("cpu", "meta")
 
 
 def _device_name(device: torch.device) -> str:

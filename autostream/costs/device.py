@@ -74,7 +74,8 @@ class _Peaks(NamedTuple):
 class _Gpu(NamedTuple):
     """One row of the table: ``pattern`` finds it in a name; ``tera_bytes`` is per second, ``peaks`` are in TFLOP/s.
 
-    ``pcie`` is the generation of its link to the host, of 16 lanes.
+    ``pcie`` is the generation of its link to the host, of 16 lanes; ``nvlink`` the GB/s of that to its peers, in one
+    direction, or 0 where they are reached over the former.
     """
 
     short: str
@@ -84,6 +85,7 @@ class _Gpu(NamedTuple):
     cache_mebibytes: int
     tera_bytes: float
     pcie: int
+    nvlink: int
     peaks: _Peaks
 
     def profile(self) -> DeviceProfile:
@@ -95,6 +97,7 @@ class _Gpu(NamedTuple):
             source="table",
             cache_bytes=self.cache_mebibytes * _MEBI,
             link_bandwidth=_link(self.pcie),
+            peer_bandwidth=self.nvlink * 1e3 * _ATTAINABLE_BANDWIDTH or _link(self.pcie),
             **_GPU_EDGES,
         )
 
@@ -105,19 +108,19 @@ _A100 = _Peaks(19.5, 19.5, 312, 312, 0, 624)
 # The first match counts, so narrow patterns stand before wide ones. NVL boards are other chips: they are left out.
 _TABLE = (
     # NVIDIA H200 Tensor Core GPU datasheet, H200 SXM
-    _Gpu("h200", r"\bh200\b(?!.*nvl)", "NVIDIA H200", 132, 60, 4.8, 5, _HOPPER_SXM),
+    _Gpu("h200", r"\bh200\b(?!.*nvl)", "NVIDIA H200", 132, 60, 4.8, 5, 450, _HOPPER_SXM),
     # NVIDIA H100 Tensor Core GPU datasheet, H100 PCIe and H100 SXM
-    _Gpu("h100-pcie", r"\bh100\b.*pcie", "NVIDIA H100 PCIe", 114, 50, 2.0, 5, _Peaks(51, 51, 756, 756, 1513, 1513)),
-    _Gpu("h100", r"\bh100\b(?!.*nvl)", "NVIDIA H100 80GB HBM3", 132, 50, 3.35, 5, _HOPPER_SXM),
+    _Gpu("h100-pcie", r"\bh100\b.*pcie", "NVIDIA H100 PCIe", 114, 50, 2.0, 5, 0, _Peaks(51, 51, 756, 756, 1513, 1513)),
+    _Gpu("h100", r"\bh100\b(?!.*nvl)", "NVIDIA H100 80GB HBM3", 132, 50, 3.35, 5, 450, _HOPPER_SXM),
     # NVIDIA A100 Tensor Core GPU datasheet; the PCIe boards have 5 % less bandwidth at 80 GB
-    _Gpu("a100-40gb", r"\ba100\b.*40gb", "NVIDIA A100-SXM4-40GB", 108, 40, 1.555, 4, _A100),
-    _Gpu("a100-80gb", r"\ba100\b", "NVIDIA A100-SXM4-80GB", 108, 40, 2.039, 4, _A100),
+    _Gpu("a100-40gb", r"\ba100\b.*40gb", "NVIDIA A100-SXM4-40GB", 108, 40, 1.555, 4, 300, _A100),
+    _Gpu("a100-80gb", r"\ba100\b", "NVIDIA A100-SXM4-80GB", 108, 40, 2.039, 4, 300, _A100),
     # NVIDIA L40S datasheet; float64 from the Ada architecture whitepaper (1/64 of float32)
-    _Gpu("l40s", r"\bl40s\b", "NVIDIA L40S", 142, 96, 0.864, 4, _Peaks(1.43, 91.6, 362, 362, 733, 733)),
+    _Gpu("l40s", r"\bl40s\b", "NVIDIA L40S", 142, 96, 0.864, 4, 0, _Peaks(1.43, 91.6, 362, 362, 733, 733)),
     # NVIDIA L4 datasheet (its tensor figures are with sparsity: halved here)
-    _Gpu("l4", r"\bl4\b", "NVIDIA L4", 58, 48, 0.3, 4, _Peaks(0.47, 30.3, 121, 121, 242.5, 242.5)),
+    _Gpu("l4", r"\bl4\b", "NVIDIA L4", 58, 48, 0.3, 4, 0, _Peaks(0.47, 30.3, 121, 121, 242.5, 242.5)),
     # NVIDIA T4 datasheet; float64 from the Turing architecture whitepaper (1/32 of float32)
-    _Gpu("t4", r"\bt4\b", "Tesla T4", 40, 4, 0.32, 3, _Peaks(0.25, 8.1, 65, 0, 0, 130)),
+    _Gpu("t4", r"\bt4\b", "Tesla T4", 40, 4, 0.32, 3, 0, _Peaks(0.25, 8.1, 65, 0, 0, 130)),
 )
 
 # Operations per multiprocessor and clock by compute capability: the throughput table of the CUDA C++ Programming Guide
@@ -211,6 +214,7 @@ def _from_properties(properties: Any) -> DeviceProfile:
     """Of a CUDA device that is not in the table; ``properties`` as torch gives them, which differ between versions."""
     clock_khz = getattr(properties, "clock_rate", 0) or _CLOCK_KHZ
     scale = properties.multi_processor_count * clock_khz * 1e3 / 1e6
+    link = _link(5 if properties.major >= 9 else 4 if properties.major == 8 else 3)
     return DeviceProfile(
         name=properties.name,
         multiprocessors=properties.multi_processor_count,
@@ -218,7 +222,8 @@ def _from_properties(properties: Any) -> DeviceProfile:
         flops=_per_clock(properties.major, properties.minor).by_dtype(scale * _ATTAINABLE_FLOPS),
         source="properties",
         cache_bytes=getattr(properties, "L2_cache_size", 0),
-        link_bandwidth=_link(5 if properties.major >= 9 else 4 if properties.major == 8 else 3),
+        link_bandwidth=link,
+        peer_bandwidth=link,
         **_GPU_EDGES,
     )
 

@@ -32,7 +32,7 @@ _DENSE_START_US = 1.5
 """What a tiled product or convolution takes before and after its arithmetic, on a GPU."""
 
 _CROSSING_US = 2.0
-"""What a copy between the host and the device takes however small it is."""
+"""What a copy to another device, or between the host and a device, takes however small it is."""
 
 _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "take"})
 """Ops that read of a table only what they return."""
@@ -145,7 +145,8 @@ def _estimate(op: Op, profile: DeviceProfile, device: str, bandwidth: float, den
     if op.device == "cpu" and device != "cpu":
         return OpCost(0.0, 1 / profile.multiprocessors, 0.0, "roofline")
     if op.crosses:  # by an engine of its own, which leaves the multiprocessors alone
-        copying_us = max(_CROSSING_US + op.bytes_written / profile.link_bandwidth, profile.kernel_us)
+        bandwidth = profile.peer_bandwidth if op.crosses == "peer" else profile.link_bandwidth
+        copying_us = max(_CROSSING_US + op.bytes_written / bandwidth, profile.kernel_us)
         return cost_of(op, profile, copying_us, "roofline", share_filled=1 / profile.multiprocessors)
     share = min(1.0, _blocks(op) / profile.multiprocessors)
     computing_us = op.flops / (_peak(op, profile) * _FLOPS * share)

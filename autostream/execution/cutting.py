@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from autostream.excerpt import excerpt
 from autostream.execution.lower import storages_of
@@ -89,8 +90,9 @@ class _Writer:
         own = [[nodes[name] for op in part.ops for name in graph.ops[op].nodes] for part in parts]
         of_parts = set(chain.from_iterable(own))
         self._common = {node for node in original.nodes if node.name in looks and node not in of_parts}
-        # What is neither an op's nor everybody's comes before all ops.
-        own[0][:0] = [node for node in map(nodes.__getitem__, graph.prelude) if node not in self._common]
+        # What is neither an op's nor everybody's comes before all ops that may write what it looks at.
+        for node in reversed([node for node in map(nodes.__getitem__, graph.prelude) if node not in self._common]):
+            own[_first_part(parts, _devices_of(node))].insert(0, node)
         self._own = own
         self._homes = defaultdict[fx.Node, set[int]](set)
         for at, node in ((at, node) for at, mine in enumerate(own) for node in mine):
@@ -149,3 +151,15 @@ class _Writer:
             found.update(new)
             pending += new
         return sorted(found, key=self._place.__getitem__)
+
+
+def _first_part(parts: Sequence[Part], devices: Collection[str]) -> int:
+    """The first part that may have a node with values on these devices: a graph holds none of another than its own."""
+    if not devices or len({part.device for part in parts if part.captured}) < 2:
+        return 0
+    return next((at for at, part in enumerate(parts) if not part.captured or part.device in devices), 0)
+
+
+def _devices_of(node: fx.Node) -> frozenset[str]:
+    tensors = (leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor))
+    return frozenset(str(tensor.device) for tensor in tensors) - {"cpu"}

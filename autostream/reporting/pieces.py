@@ -1,4 +1,4 @@
-"""Of a model that runs in parts: how long these take, and how much of that lies in CUDA graphs."""
+"""Of a model that runs in parts: where they run, how long they take, and how much of that lies in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
+
+
+def devices(piece: Report) -> tuple[str, ...]:
+    """Where the ops of a piece run, but for the host."""
+    ops = piece.graph.ops.values() if piece.graph else ()
+    return tuple(sorted({op.device for op in ops} - {"cpu"}))
 
 
 def time_us(piece: Report) -> float | None:

@@ -18,7 +18,7 @@ from autostream.reporting.explanation import Explanation, Gain, Spread, best_riv
 from autostream.reporting.layout import count, few, line, pairs, size, source, table, us
 from autostream.reporting.memory import KeptOut, Memory, is_hopper
 from autostream.reporting.ops import EVERYTHING, FOLDED, Selection, ops_table, selected
-from autostream.reporting.pieces import captured_share, time_us
+from autostream.reporting.pieces import captured_share, devices, time_us
 from autostream.reporting.summary import Summary, gain, named, summary_of
 
 if TYPE_CHECKING:
@@ -188,13 +188,16 @@ def _pieces(report: Report) -> str:
     pieces = [part for part in report.parts if not part.half]
     if not pieces:
         return ""
+    several = len({device for piece in pieces for device in devices(piece)}) > 1
     rows = []
     for number, piece in enumerate(pieces):
         took, ops = time_us(piece), len(piece.graph.ops) if piece.graph else None
         numbers = ["" if took is None else f"{took:,.1f}", "" if ops is None else f"{ops:,}"]
         runs_as = _MODES.get(piece.mode, piece.mode).rstrip(",")
-        rows.append([str(number), *numbers, runs_as, line(piece.ended) or "the model returns"])
-    return table("Pieces", ("piece", "µs", "ops", "runs as", "ends because"), rows, right="piece µs ops")
+        where = [" and ".join(devices(piece))] if several else []
+        rows.append([str(number), *numbers, *where, runs_as, line(piece.ended) or "the model returns"])
+    on = ["on"] if several else []
+    return table("Pieces", ("piece", "µs", "ops", *on, "runs as", "ends because"), rows, right="piece µs ops")
 
 
 def _name(part: Report, number: int) -> str:

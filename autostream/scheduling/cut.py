@@ -5,8 +5,23 @@
     └──▶ e ──▶ f ────────╯              captured  c d
 
 Parts come one after another, so each hazard within one is its own business, and each between two is respected if the
-earlier op is in the earlier part. The fewest parts of alternating kind are found greedily: all ops of one kind that may
-run now, and those of that kind that may then, before any of the other. Nothing is gained by leaving one for later.
+earlier op is in the earlier part. They are found greedily: all ops of one kind that may run now, and those of that kind
+that may then, before any of another. The kind is that of the op with the most changes of kind still to come after it.
+Of two kinds, captured and plain, that makes the fewest parts that there can be: a path with so many changes needs so
+many parts, and each part takes one off all that are longest, unless both kinds begin one, when one part more is needed.
+
+A graph holds ops of one device. The host launches a part and goes on to the next, so devices work at the same time:
+
+    cuda:0   a ──▶ b ──────────────────────▶ f         captured on cuda:0  a      sends: cuda:1 waits for it
+             │                               ▲         plain               COPY
+             ╰──▶ COPY                      COPY       captured on cuda:1  d e
+    cuda:1          ╰──▶ d ──▶ e ────────────╯         captured on cuda:0  b      before the copy, which would stall it
+                                                       plain               COPY
+                                                       captured on cuda:0  f
+
+A device runs all that it is given one after another, copies to it and from it as well. So first come copies to devices
+that nothing else is ready for, then what other devices wait for, then what they need not, and last what may make the
+host wait. Parts may then be more than the fewest.
 
 Captured, a part has launches of its own: its replay, one that copies in what other parts computed and inputs, one for
 each block of memory that leaves it, and one that copies back what it wrote there. Of ops that are no more than these,
@@ -19,12 +34,15 @@ there, but may keep what is the same in every run.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
-from autostream.ir import OpGraph, Role, Storage
+from autostream.ir import Op, OpGraph, Role, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +51,20 @@ class Part:
 
     Attributes:
         ops: what is computed from literals, then all others; each in program order.
-        captured: whether in a CUDA graph.
+        device: which device's CUDA graph holds them; ``""`` where they run as they are.
     """
 
     ops: tuple[str, ...]
-    captured: bool
+    device: str
+
+    @property
+    def captured(self) -> bool:
+        """Whether in a CUDA graph."""
+        return self.device != ""
 
 
 def cut(graph: OpGraph) -> tuple[Part, ...]:
-    """Cut a program at the ops that a CUDA graph cannot hold.
+    """Cut a program at the ops that a CUDA graph cannot hold, and into those of each device.
 
     Takes time n log n in the number of ops, and linear in those of dependencies and of parts times storages.
 
@@ -49,32 +72,36 @@ def cut(graph: OpGraph) -> tuple[Part, ...]:
         graph: its ops; those that have a reason in ``uncapturable`` are in no captured part.
 
     Returns:
-        Parts in the order in which they run, no two of a kind side by side. Each op is in one of them; in as many as
-        need it, if it is in the host's memory and computed from literals. Nothing where no part is worth a graph.
+        Parts in the order in which they run, no two of a device side by side, nor two that are plain. Each op is in one
+        of them; in as many as need it, if it is in the host's memory and computed from literals. Nothing where no part
+        is worth a graph.
 
     Example:
         >>> from autostream.ir import Op
         >>> ops = [Op(name, "f", (name,), frozenset(), frozenset({name})) for name in ("a", "b", "c")]
         >>> whole = OpGraph({op.name: op for op in ops}, (), {}, (), "cuda:0")
         >>> cut(whole)
-        (Part(ops=('a', 'b', 'c'), captured=True),)
+        (Part(ops=('a', 'b', 'c'), device='cuda:0'),)
     """
     plain = _plain(graph)
     literals = [op for op in _literals(graph) if op not in plain]
     places = [at for at, op in enumerate(graph.ops) if op not in set(literals)]
-    kinds = [name not in plain for name in graph.ops]
-    parts = min((_alternating(graph, places, kinds, first) for first in (True, False)), key=len)
-    weighed = [Part(part.ops, part.captured and _is_worth_a_graph(graph, part)) for part in parts]
+    parts = _in_turn(graph, places, _kinds(graph, places, plain))
+    weighed = [part if _is_worth_a_graph(graph, part) else replace(part, device="") for part in parts]
     if not any(part.captured for part in weighed):
         return ()
     return tuple(
-        Part((*_needed(graph, literals, part.ops), *part.ops), part.captured) for part in _merged(graph, weighed)
+        replace(part, ops=(*_needed(graph, literals, part.ops), *part.ops)) for part in _merged(graph, weighed)
     )
 
 
 def _literals(graph: OpGraph) -> list[str]:
     """Ops on the host that a graph does not mind: they compute from literals alone."""
-    return [op.name for op in graph.ops.values() if op.device != graph.device and not op.uncapturable]
+    return [op.name for op in graph.ops.values() if _is_on_host(op, graph) and not op.uncapturable]
+
+
+def _is_on_host(op: Op, graph: OpGraph) -> bool:
+    return op.device == "cpu" != graph.device
 
 
 def _plain(graph: OpGraph) -> frozenset[str]:
@@ -93,7 +120,7 @@ def _plain(graph: OpGraph) -> frozenset[str]:
     for op in graph.ops.values():
         if op.uncapturable or not shared.isdisjoint(op.reads | op.writes):
             plain.add(op.name)
-            if op.device != graph.device:
+            if _is_on_host(op, graph):
                 shared |= op.writes
     return frozenset(plain)
 
@@ -108,29 +135,95 @@ def _needed(graph: OpGraph, literals: Sequence[str], ops: Iterable[str]) -> list
     return [op for op in literals if op in found]
 
 
-def _alternating(graph: OpGraph, places: Sequence[int], kinds: Sequence[bool], first: bool) -> list[Part]:
-    """Parts of alternating kind, the first of them of this kind."""
-    names, among = list(graph.ops), set(places)
-    missing = {at: len(among.intersection(graph.predecessors[at])) for at in places}
-    ready: dict[bool, list[int]] = {True: [], False: []}
+class _Turn(IntEnum):
+    """What comes first where there is a choice."""
+
+    COPY = 0
+    """A copy from another device, if nothing else is ready for the device that it goes to."""
+    SENDS = 1
+    """What other devices wait for."""
+    STAYS = 2
+    WAITS = 3
+    """What may make the host wait, if there are several devices for which something else may be ready meanwhile."""
+
+
+class _Kind(NamedTuple):
+    """What ops of a part have in common.
+
+    Attributes:
+        turn: when it is theirs.
+        device: which one's graph holds them; of copies, where to; ``""`` of others that run as they are.
+    """
+
+    turn: _Turn
+    device: str
+
+
+def _kinds(graph: OpGraph, places: Sequence[int], plain: Container[str]) -> dict[int, _Kind]:
+    """The kind of each op at these places."""
+    ops, kinds = list(graph.ops.values()), dict[int, _Kind]()
+    several = len({ops[at].device for at in places if ops[at].name not in plain}) > 1
+    others = _Kind(_Turn.WAITS if several else _Turn.STAYS, "")
+    to: dict[int, frozenset[str]] = {}  # the devices of an op and of those that come after it
+    for at in reversed(places):
+        op, after = ops[at], frozenset[str]().union(*(to[later] for later in graph.successors[at] if later in to))
+        if op.name not in plain:
+            kinds[at] = _Kind(_Turn.SENDS if after - {op.device} else _Turn.STAYS, op.device)
+        else:
+            kinds[at] = _Kind(_Turn.COPY, op.device) if op.crosses == "peer" else others
+        to[at] = after | ({kinds[at].device} - {""})
+    return kinds
+
+
+def _in_turn(graph: OpGraph, places: Sequence[int], kinds: Mapping[int, _Kind]) -> list[Part]:
+    """Parts of one kind each, in the order in which they run."""
+    names = list(graph.ops)
+    missing = {at: sum(before in kinds for before in graph.predecessors[at]) for at in places}
+    changes = _changes(graph, places, kinds)
+    ready = defaultdict[_Kind, list[tuple[int, int]]](list)  # by the changes to come, then in program order
+
+    def add(at: int) -> None:
+        heapq.heappush(ready[kinds[at]], (-changes[at], at))
+
     for at in places:
         if not missing[at]:
-            heapq.heappush(ready[kinds[at]], at)
+            add(at)
     parts: list[Part] = []
-    kind = first
-    while ready[True] or ready[False]:
+    while ready:
+        kind = _next(ready)
         taken = []
         while ready[kind]:
-            at = heapq.heappop(ready[kind])
+            _, at = heapq.heappop(ready[kind])
             taken.append(at)
-            for later in among.intersection(graph.successors[at]):
-                missing[later] -= 1
-                if not missing[later]:
-                    heapq.heappush(ready[kinds[later]], later)
-        if taken:
-            parts.append(Part(tuple(names[at] for at in sorted(taken)), kind))
-        kind = not kind
+            for later in graph.successors[at]:
+                if later in missing:
+                    missing[later] -= 1
+                    if not missing[later]:
+                        add(later)
+        del ready[kind]
+        device = "" if kind.turn is _Turn.COPY else kind.device
+        parts.append(Part(tuple(names[at] for at in sorted(taken)), device))
     return parts
+
+
+def _next(ready: Mapping[_Kind, Sequence[tuple[int, int]]]) -> _Kind:
+    """Whose turn it is."""
+    busy = {kind.device for kind in ready if kind.turn is not _Turn.COPY}
+
+    def order(kind: _Kind) -> tuple[_Turn, int, bool, str]:
+        (most, _) = ready[kind][0]
+        return kind.turn, most, kind.device == "", kind.device
+
+    return min((kind for kind in ready if kind.turn is not _Turn.COPY or kind.device not in busy), key=order)
+
+
+def _changes(graph: OpGraph, places: Sequence[int], kinds: Mapping[int, _Kind]) -> dict[int, int]:
+    """How many changes of kind are still to come after an op, on the path with the most."""
+    found: dict[int, int] = {}
+    for at in reversed(places):
+        after = (later for later in graph.successors[at] if later in found)
+        found[at] = max((found[later] + (kinds[later] != kinds[at]) for later in after), default=0)
+    return found
 
 
 def _is_worth_a_graph(graph: OpGraph, part: Part) -> bool:
@@ -152,8 +245,8 @@ def _names(storage: Storage) -> set[str]:
 def _merged(graph: OpGraph, parts: Iterable[Part]) -> tuple[Part, ...]:
     """The same with neighbours of a kind as one."""
     position = {name: at for at, name in enumerate(graph.ops)}
-    runs = ((kind, [op for part in run for op in part.ops]) for kind, run in groupby(parts, key=_CAPTURED))
-    return tuple(Part(tuple(sorted(ops, key=position.__getitem__)), kind) for kind, ops in runs)
+    runs = ((device, [op for part in run for op in part.ops]) for device, run in groupby(parts, key=_DEVICE))
+    return tuple(Part(tuple(sorted(ops, key=position.__getitem__)), device) for device, ops in runs)
 
 
-_CAPTURED = attrgetter("captured")
+_DEVICE = attrgetter("device")

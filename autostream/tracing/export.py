@@ -94,7 +94,7 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
         flat = FlatModel(model, structure, held, "torch.export")
         exported = _export(flat, tensors)
     module = _pruned(exported)
-    if device is not None and torch.device(device).type != torch.device(device_of(module)).type:
+    if device is not None and torch.device(device).type != torch.device(devices_of(module)[0]).type:
         _relocate(module, torch.device(device))
     placeholders, constants = _placeholders(exported, model, tensors)
     return Traced(program_of(module, placeholders), flat.result.structure, constants)
@@ -256,26 +256,32 @@ def program_of(module: torch.fx.GraphModule, placeholders: tuple[Placeholder, ..
     """The program that a flat graph of ATen ops is.
 
     Raises:
-        TraceError: it uses several accelerators, or memory that is no argument's and that it does not take itself.
+        TraceError: it uses memory that is no argument's and that it does not take itself.
     """
     check_reach(module.graph)
+    device, *peers = devices_of(module)
     return Program(
         module=module,
         placeholders=placeholders,
         outputs=tuple(node.name for node in module.graph.output_node().args[0]),  # type: ignore[union-attr, misc]
         level="aten",
-        device=device_of(module),
+        device=device,
+        peers=tuple(peers),
     )
 
 
-def device_of(module: torch.fx.GraphModule) -> str:
-    """The device that a program runs on.
-
-    Raises:
-        TraceError: it uses several accelerators.
-    """
+def devices_of(module: torch.fx.GraphModule) -> tuple[str, ...]:
+    """The devices that a program runs on, sorted by name; the host, if there is none."""
     values = (value for node in module.graph.nodes for value in tensors_in(node.meta.get("val")))
     devices = {str(value.device) for value in values} - {"cpu", "meta"}
-    if len(devices) > 1:
-        raise TraceError(f"the model uses several devices ({', '.join(sorted(devices))}); one is scheduled at a time")
-    return next(iter(devices), "cpu")
+    return tuple(sorted(devices)) or ("cpu",)
+
+
+def check_one_device(program: Program) -> None:
+    """Refuse a program that has to be scheduled as a whole, and runs on several devices.
+
+    Raises:
+        TraceError: it does.
+    """
+    if program.peers:
+        raise TraceError(f"the model uses several devices ({', '.join(program.devices)}); one is scheduled at a time")

@@ -29,7 +29,7 @@ from autostream.ir import Placeholder, Role
 from autostream.operators import bound_arguments, is_unknown, written_names
 from autostream.storages import storage_of
 from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
-from autostream.tracing.export import Traced, ordinary, program_of
+from autostream.tracing.export import Traced, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
 from autostream.tracing.replica import replica
 from autostream.tracing.state import name_of
@@ -221,13 +221,15 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
         return _graph(joint.module, f"{name_of(model)}Backward", given, [*seen, *second], gradients)
 
     roles = tidied(forward, model, tensors)
+    program = program_of(forward, roles)
+    check_one_device(program)
     if written := [p.target for p in roles if p.role is Role.INPUT and _is_written(forward, p.name)]:
         raise TraceError(f"the model writes to its input {written[0]}, and gradients are recorded")
     places = list(compress(range(joint.outputs), joint.differentiable))
     sources = _sources(second, dict(zip(tangents, places, strict=True)))
     layouts = iter([Tangent.of(node.meta["val"]) for node in tangents])
     return Halves(
-        forward=Traced(program_of(forward, roles), Structure(list, None, (TENSOR,) * len(left)), {}),
+        forward=Traced(program, Structure(list, None, (TENSOR,) * len(left)), {}),
         saved=tuple(map(left.index, saved)),
         backward=backward,
         structure=joint.structure,

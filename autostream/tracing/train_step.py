@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
-from autostream.tracing.export import Traced, Tracer, ordinary, program_of
+from autostream.tracing.export import Traced, Tracer, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary
 from autostream.tracing.optimizers import lists_apart
 from autostream.tracing.replica import replica
@@ -40,6 +40,7 @@ def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) 
     if reached_originals(module, step):
         flat, module = _made_fx(step, step, tensors, structure)
     program = program_of(module, tidied(module, step, tensors))
+    check_one_device(program)
     return Traced(program, flat.result.structure, {})
 
 

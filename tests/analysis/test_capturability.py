@@ -131,8 +131,19 @@ class TestCopies:
         assert refusal(aten.index_put_.default, fake(2), fake(2), [mask], number, True) == WAITS
         assert refusal(aten.index_put_.default, fake(2), fake(2), [rows], number) == FROM_HOST
 
+    def test_to_another_device(self) -> None:
+        there, device = fake(2, device="cuda:1"), torch.device("cuda:1")
+        assert refusal(aten.to.device, there, fake(2), device, torch.float32) == "copies from cuda:0 to cuda:1"
+        assert refusal(aten.copy_.default, there, there, fake(2)) == "copies from cuda:0 to cuda:1"
+        assert refusal(aten.relu.default, there, there) == ""
+
     def test_between_dtypes_of_one_device(self) -> None:
         assert refusal(aten.to.dtype, fake(2, dtype=torch.float16), fake(2), torch.float16) == ""
+
+
+def test_calls_that_use_two_devices() -> None:
+    assert refusal(print, None, fake(2), fake(2, device="cuda:1")) == "uses tensors on cuda:0 and cuda:1"
+    assert refusal(print, fake(2), fake(2), fake(2, device="cpu")) == ""
 
 
 def test_calls_on_the_cpu() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
@@ -630,6 +631,24 @@ class _LastHidden(nn.Module):
         return hidden
 
 
+def test_ops_of_a_program_over_two_devices_are_where_their_results_are() -> None:
+    """Memory that one takes first, on the second device too, is taken with the op that fills it."""
+    tape = Tape("cuda:0")
+    x, weight = tape.input(2), tape.input(2, device="cuda:1")
+    moved = tape.call(aten.to.device, tape.call(aten.relu.default, x), torch.device("cuda:1"), torch.float32)
+    empty = tape.call(aten.empty.memory_format, [2], device=torch.device("cuda:1"))
+    filled = tape.call(aten.copy_.default, empty, tape.call(aten.mul.Tensor, moved, weight))
+    program = replace(tape.case([filled]).program, peers=("cuda:1",))
+    ops = analyze(program).ops
+    assert {op.name: (op.device, op.crosses, op.uncapturable) for op in ops.values()} == {
+        "relu_default": ("cuda:0", "", ""),
+        "to_device": ("cuda:1", "peer", "copies from cuda:0 to cuda:1"),
+        "mul_tensor": ("cuda:1", "", ""),
+        "copy__default": ("cuda:1", "", ""),
+    }
+    assert ops["copy__default"].nodes == ("empty_memory_format", "copy__default")
+
+
 def test_copies_between_the_host_and_the_device_are_ops_beside_what_needs_them_not() -> None:
     """One in and one out, which have nothing to do with each other::
 
@@ -646,7 +665,7 @@ def test_copies_between_the_host_and_the_device_are_ops_beside_what_needs_them_n
     there = tape.call(aten.copy_.default, copied, x, True)
     graph = analyze(tape.case([back, tape.call(aten.add.Tensor, there, relu)]).program)
     assert {op.name: op.crosses for op in graph.ops.values()} == {
-        "relu_default": False, "copy__default": True, "copy__default_1": True, "add_tensor": False,
+        "relu_default": "", "copy__default": "host", "copy__default_1": "host", "add_tensor": "",
     }  # fmt: skip
     assert {(d.before, d.after) for d in graph.dependencies} == {
         ("relu_default", "copy__default"), ("relu_default", "add_tensor"), ("copy__default_1", "add_tensor"),

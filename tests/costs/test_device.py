@@ -32,6 +32,11 @@ def test_the_link_to_the_host_is_85_percent_of_its_pcies(name: str, giga_bytes: 
     assert profile_named(name).link_bandwidth == pytest.approx(0.85 * giga_bytes * 1e3)
 
 
+@pytest.mark.parametrize(("name", "giga_bytes"), [("h200", 450), ("h100", 450), ("a100-40gb", 300), ("l4", 32)])
+def test_the_link_to_a_peer_is_85_percent_of_its_nvlinks_or_of_its_pcies(name: str, giga_bytes: int) -> None:
+    assert profile_named(name).peer_bandwidth == pytest.approx(0.85 * giga_bytes * 1e3)
+
+
 @pytest.mark.parametrize("name", known_names())
 def test_every_known_name_has_a_usable_profile(name: str) -> None:
     profile = profile_named(name)
@@ -120,6 +125,7 @@ def test_an_unknown_gpu_is_derived_from_its_clocks(monkeypatch: pytest.MonkeyPat
     assert profile.bandwidth == pytest.approx(0.85 * 936e3, rel=0.01)
     assert profile.cache_bytes == 6 * 2**20
     assert profile.source == "properties"
+    assert profile.link_bandwidth == profile.peer_bandwidth == pytest.approx(0.85 * 32e3)
 
 
 def test_a_driver_that_tells_nothing_still_gives_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:

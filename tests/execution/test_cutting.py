@@ -15,12 +15,13 @@ from torch import Tensor, fx, nn
 from autostream.analysis.argument_views import argument_views
 from autostream.analysis.dependencies import analyze
 from autostream.analysis.source import user_line
+from autostream.analysis.values import tensors_in, value_of
 from autostream.execution.cutting import Whole, take_apart
 from autostream.ir import Op, Role
 from autostream.scheduling.cut import Part
 from autostream.tracing.export import trace
 from autostream.tracing.tree import flatten
-from tests.cuts import REFUSED, cut_everything, graph_with
+from tests.cuts import REFUSED, cut_everything, graph_with, placed
 from tests.execution.programs import MODELS, Case, case_of, same, sample
 from tests.semantics import Model
 
@@ -28,7 +29,7 @@ from tests.semantics import Model
 def taken_apart(case: Case, refused: Callable[[Op], bool]) -> Whole:
     """A program, cut at these ops and those that depend on numbers of the device."""
     graph = graph_with(case.program, refused)
-    parts = cut_everything(graph) or (Part(tuple(graph.ops), captured=False),)
+    parts = cut_everything(graph) or (Part(tuple(graph.ops), ""),)
     bound = [p.role is not Role.INPUT for p in case.program.placeholders]
     return take_apart(case.program, graph, parts, bound, argument_views(case.program.module.graph))
 
@@ -106,6 +107,24 @@ def test_a_view_that_may_be_a_copy_is_made_before_what_is_written_afterwards() -
     assert "reshape" in nodes(whole, 0)
     for x in (torch.randn(3, 3), torch.randn(3, 3).t()):
         assert same(whole.module(x.clone()), [model(x)])
+
+
+def test_a_view_that_may_be_a_copy_is_in_a_part_of_its_device() -> None:
+    """Nothing before that writes there; in the first part, a graph would be given tensors of two devices."""
+    model = Model(
+        lambda s, x: (x.reshape(-1).sin(), (flat := s.far.reshape(-1)).cos(), s.far.add_(1), flat.exp()),
+        far=nn.Buffer(torch.randn(3, 3)),
+    )
+    case = case_of(model, torch.randn(3, 3))
+    program = placed(case.program)
+    graph = analyze(program)
+    whole = take_apart(program, graph, cut_everything(graph), [True, False], looks_at_arguments(program.module.graph))
+    values = [
+        [tensor.device for node in graph_of(whole, at).nodes for tensor in tensors_in(value_of(node))] for at in (0, 1)
+    ]
+    assert [set(map(str, each)) for each in values] == [{"cuda:0"}, {"cuda:1"}]
+    assert [name for at in (0, 1) for name in nodes(whole, at) if "reshape" in name] == ["reshape", "reshape_1"]
+    check_same(case, whole)
 
 
 def test_outputs_may_be_arguments_and_views_of_them() -> None:

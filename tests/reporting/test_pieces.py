@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autostream.ir import Candidate, OpGraph, Schedule
+from autostream.ir import Candidate, Op, OpGraph, Schedule
 from autostream.reporting.dump import dump
-from autostream.reporting.pieces import captured_share, time_us
+from autostream.reporting.pieces import captured_share, devices, time_us
 from autostream.reporting.report import Report
 
 GRAPH = OpGraph({}, (), {}, (), "cuda:0")
@@ -16,6 +16,13 @@ PIECE = Report("GraphModule", "s", "cuda graph", graph=GRAPH, chosen=CAPTURED)
 
 def whole(*parts: Report) -> Report:
     return Report("Net", "s", "graph breaks", parts=parts)
+
+
+def test_a_piece_runs_where_its_ops_do_beside_the_host() -> None:
+    places = ("cuda:1", "cpu", "cuda:0", "cuda:1")
+    ops = [Op(f"n{at}", "f", (), frozenset(), frozenset(), device=each) for at, each in enumerate(places)]
+    assert devices(replace(PIECE, graph=replace(GRAPH, ops={op.name: op for op in ops}))) == ("cuda:0", "cuda:1")
+    assert devices(Report("GraphModule", "s", "plain")) == ()
 
 
 def test_a_piece_takes_what_was_measured_or_else_what_was_predicted() -> None:

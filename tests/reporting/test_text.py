@@ -413,3 +413,12 @@ def test_each_piece_is_listed_with_its_end_and_how_much_of_them_is_captured() ->
         ["1", "10.0", "5", "ops on CUDA streams, uncaptured", "the model returns"],
         ["2", "the plain model", "the model returns"],
     ]
+
+
+def test_pieces_on_several_devices_are_listed_with_theirs() -> None:
+    graph = replace(DIAMOND, device="cuda:1", ops={n: replace(o, device="cuda:1") for n, o in DIAMOND.ops.items()})
+    first = Report("Net", "s", "cuda graph", graph=replace(DIAMOND, device="cuda:0"), ended="it is copied")
+    whole = Report("Net", "s", "sections", parts=(first, replace(first, graph=graph, ended="")))
+    head, _, *rows = render(whole).partition("Pieces\n")[2].split("\n\n")[0].splitlines()
+    assert head.split() == ["piece", "µs", "ops", "on", "runs", "as", "ends", "because"]
+    assert [row.split()[2] for row in rows] == ["cuda:0", "cuda:1"]

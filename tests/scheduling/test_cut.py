@@ -26,8 +26,17 @@ def drawn(edges: str, names: str = "", outputs: str = "") -> OpGraph:
 
 
 def words(parts: tuple[Part, ...]) -> list[str]:
-    """Parts as words, those that are captured in brackets."""
-    return [f"[{''.join(part.ops)}]" if part.captured else "".join(part.ops) for part in parts]
+    """Parts as words, those that are captured in brackets: round ones on the second device."""
+    brackets = {"": "{}", "cuda:0": "[{}]", "cuda:1": "({})"}
+    return [brackets[part.device].format("".join(part.ops)) for part in parts]
+
+
+def over_two(edges: str, second: str, copies: str, names: str = "") -> OpGraph:
+    """A graph of which these ops are on the second device; of the copies between devices, those that go there."""
+    graph = drawn(edges, names)
+    devices = {name: "cuda:1" if name in second else "cuda:0" for name in graph.ops}
+    crosses = {name: "peer" if name in copies else "" for name in graph.ops}
+    return replace(graph, ops={n: replace(o, device=devices[n], crosses=crosses[n]) for n, o in graph.ops.items()})
 
 
 def test_what_does_not_need_a_refused_op_comes_before_it() -> None:
@@ -135,6 +144,58 @@ def test_what_uses_a_literal_that_is_returned_is_not_captured() -> None:
     graph = reading(with_literals(drawn("a-b b-c"), literal("k")), "b", "k")
     returned = replace(graph.storages["k"], escapes=True)
     assert words(cut_everything(replace(graph, storages={**graph.storages, "k": returned}))) == ["[a]", "kb", "[c]"]
+
+
+def test_each_device_has_parts_of_its_own() -> None:
+    """Two stages of a pipeline, of which the second needs something of the middle of the first, too."""
+    graph = over_two("a-b b-C a-S C-d d-e S-e", second="CSde", copies="CS")
+    assert words(cut_everything(graph)) == ["[ab]", "CS", "(de)"]
+    assert words(cut_everything(over_two("a-b c-d", second="cd", copies=""))) == ["[ab]", "(cd)"]
+
+
+def test_what_another_device_waits_for_comes_first_and_a_copy_after_what_it_would_stall() -> None:
+    r"""Neither of b and d waits for the other.
+
+    cuda:0   a ── b ─────── f
+              \            /
+    cuda:1     C ─ d ─ B ─
+    """
+    graph = over_two("a-b a-C C-d d-B b-f B-f", second="Cd", copies="CB")
+    assert words(cut_everything(graph)) == ["[a]", "C", "(d)", "[b]", "B", "[f]"]
+
+
+def test_a_copy_to_an_idle_device_comes_before_all_else() -> None:
+    """An input is copied before the device that copies it is given b, which is first in the program."""
+    graph = over_two("b-f C-d d-B B-f", second="Cd", copies="CB", names="bCdBf")
+    assert words(cut_everything(graph)) == ["C", "(d)", "[b]", "B", "[f]"]
+
+
+def test_both_devices_have_what_they_can_before_the_host_waits() -> None:
+    graph = over_two("a-X X-b b-Y Y-c d-e", second="de", copies="")
+    assert words(cut_everything(graph)) == ["[a]", "(de)", "X", "[b]", "Y", "[c]"]
+
+
+def test_a_part_of_one_device_that_is_not_worth_a_graph_runs_plainly() -> None:
+    assert words(cut(over_two("a-b b-c c-d d-C C-e", second="Ce", copies="C"))) == ["[abcd]", "Ce"]
+
+
+@given(graph=random_graphs(), data=st.data())
+def test_no_part_has_ops_of_two_devices(graph: OpGraph, data: st.DataObject) -> None:
+    kinds = st.sampled_from([("", ""), ("peer", REFUSED), ("", REFUSED)])
+    devices = st.sampled_from(["cuda:0", "cuda:1", "cuda:2", "cpu"])
+    for name, each in graph.ops.items():
+        (crosses, refusal), device = data.draw(kinds), data.draw(devices)
+        refusal = refusal or (REFUSED if device == "cpu" else "")
+        placed = replace(each, device=device, crosses=crosses, uncapturable=refusal)
+        graph = replace(graph, ops={**graph.ops, name: placed})
+    for parts in filter(None, (cut_everything(graph), cut(graph))):
+        home = {name: at for at, part in enumerate(parts) for name in part.ops}
+        assert sorted(home) == sorted(graph.ops)
+        assert sum(len(part.ops) for part in parts) == len(graph.ops)
+        assert all(home[d.before] <= home[d.after] for d in graph.dependencies)
+        assert all(one.device != other.device for one, other in pairwise(parts))
+        for part in filter(lambda part: part.captured, parts):
+            assert {(graph.ops[n].device, graph.ops[n].uncapturable) for n in part.ops} == {(part.device, "")}
 
 
 @given(graph=random_graphs(), data=st.data())

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from autostream.errors import FastPathError, TraceError
-from autostream.ir import Role
-from autostream.tracing.export import Traced, trace
+from autostream.ir import Program, Role
+from autostream.tracing.export import Traced, check_one_device, program_of, trace
 from autostream.tracing.state import LiveState
 from autostream.tracing.tree import flatten, unflatten
 
@@ -720,3 +721,23 @@ def test_padding_that_eager_encoders_pack_is_refused() -> None:
         trace(encoder, tensors, structure)
     assert not encoder._forward_pre_hooks
     trace(encoder.train(), tensors, structure)
+
+
+def test_a_program_knows_all_of_its_devices() -> None:
+    """A number on the host is none; and of several, one is scheduled at a time."""
+
+    def over(*devices: str) -> Program:
+        graph = fx.Graph()
+        nodes = [graph.placeholder(f"x_{at}") for at in range(len(devices))]
+        graph.output(tuple(nodes))
+        with FakeTensorMode():
+            for node, device in zip(nodes, devices, strict=True):
+                node.meta["val"] = torch.empty(2, device=device)
+        return program_of(fx.GraphModule(nn.Module(), graph), ())
+
+    assert over("cuda:1", "cpu", "cuda:0").devices == ("cuda:0", "cuda:1")
+    assert (over("cuda:1", "cpu").device, over("cuda:1", "cpu").peers) == ("cuda:1", ())
+    assert over("cpu").devices == over().devices == ("cpu",)
+    check_one_device(over("cuda:1", "cpu"))
+    with pytest.raises(TraceError, match=r"several devices \(cuda:0, cuda:1\); one is scheduled at a time"):
+        check_one_device(over("cuda:1", "cuda:0"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.errors import TraceError
+from autostream.tracing import gradients
 from autostream.tracing.gradients import Halves, Tangent, trace_gradients
 from autostream.tracing.tree import flatten
 
@@ -161,3 +163,10 @@ def test_a_model_that_writes_to_its_input_is_refused() -> None:
 
     with pytest.raises(TraceError, match="writes to its input 0"):
         halves(Writing(4, 4), X.clone())
+
+
+def test_a_model_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = gradients.program_of
+    monkeypatch.setattr(gradients, "program_of", lambda *given: replace(made(*given), peers=("cuda:1",)))
+    with pytest.raises(TraceError, match=r"several devices \(cpu, cuda:1\)"):
+        halves(nn.Linear(4, 5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from autostream.errors import TraceError
 from autostream.ir import Program, Role
-from autostream.tracing import inductor
+from autostream.tracing import inductor, train_step
 from autostream.tracing.below_autograd import state_of
 from autostream.tracing.export import Traced
 from autostream.tracing.functions import module_of
@@ -261,3 +262,11 @@ def test_below_fusion_it_is_functional_and_copies_what_it_writes_at_the_end(opti
         torch.testing.assert_close(mine, other)
     written = [node for node in functional.graph.nodes if node.op == "call_function" and _writes(node)]
     assert {node.target for node in written} == {torch.ops.aten.copy_.default}
+
+
+def test_a_step_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = train_step.program_of
+    monkeypatch.setattr(train_step, "program_of", lambda *given: replace(made(*given), peers=("cuda:1",)))
+    step = step_of(nn.Linear(3, 3))
+    with pytest.raises(TraceError, match=r"several devices \(cpu, cuda:1\)"):
+        trace_step(step, *flatten((step.arguments(BATCH), {})))
