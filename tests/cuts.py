@@ -43,6 +43,17 @@ def _is_unknown(node: fx.Node) -> bool:
     return is_unknown(value) or any(is_unknown(size) for tensor in tensors_in(value) for size in tensor.shape)
 
 
+def over_devices(graph: OpGraph, devices: Callable[[Op], str], copies: Refused) -> OpGraph:
+    """The same, with ops on devices that are told, and those that copy between them."""
+    ops = {
+        name: replace(op, device=devices(op), crosses="peer", uncapturable=REFUSED)
+        if copies(op)
+        else replace(op, device=devices(op))
+        for name, op in graph.ops.items()
+    }
+    return replace(graph, ops=ops)
+
+
 def cut_everything(graph: OpGraph) -> tuple[Part, ...]:
     """The parts of a graph, worth it or not: one for each change between ops that can be captured and others."""
     with pytest.MonkeyPatch.context() as patch:
@@ -50,11 +61,19 @@ def cut_everything(graph: OpGraph) -> tuple[Part, ...]:
         return cut(graph)
 
 
-def let_be_cut(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
-    """Cut programs on the CPU wherever it can be, at these ops and those that depend on numbers of the device."""
+def let_be_cut(
+    monkeypatch: pytest.MonkeyPatch, refused: Refused, change: Callable[[OpGraph], OpGraph] = lambda graph: graph
+) -> None:
+    """Cut programs on the CPU wherever it can be, at these ops and those that depend on numbers of the device.
+
+    Args:
+        monkeypatch: undoes it.
+        refused: those ops.
+        change: makes of their graph the one that is cut.
+    """
 
     def sections_of(program: Program, bound: Any, options: Any, make_section: Any, stopwatch: Any) -> Sections | None:
-        graph = graph_with(program, refused)
+        graph = change(graph_with(program, refused))
         parts = cut_everything(graph)
         return Sections(program, graph, parts, bound, options, make_section) if len(parts) > 1 else None
 

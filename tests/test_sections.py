@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from autostream.sections import sections_of
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import Traced, Tracer, trace
 from autostream.tracing.tree import flatten
-from tests.cuts import REFUSED, let_be_cut, let_be_placed, moved, placed
+from tests.cuts import REFUSED, let_be_cut, let_be_placed, moved, over_devices, placed
 from tests.random_modules import TURNS, RandomModule, check, random_modules
 from tests.semantics import Model, check_same, same
 
@@ -394,3 +395,21 @@ def test_what_is_not_cut_runs_plainly_where_it_is_over_two_devices(options: dict
     same(run(t(4, 4)), plain(t(4, 4)))
     assert run.reports[0].mode == "plain"
     assert "several devices (cuda:0, cuda:1)" in run.reports[0].refusals[0].reason
+
+
+@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(module=random_modules(), turns=st.sampled_from(list(TURNS)), one_in=st.sampled_from([2, 3, 5]))
+def test_random_modules_are_the_same_over_whichever_devices(module: RandomModule, turns: str, one_in: int) -> None:
+    """As far as hazards go, any op may be anywhere."""
+
+    def number(op: Op) -> int:
+        return sum(op.name.encode())
+
+    with pytest.MonkeyPatch.context() as patch:
+        scattered = partial(
+            over_devices,
+            devices=lambda op: f"cuda:{number(op) // 7 % 3}",
+            copies=lambda op: number(op) % one_in == 0,
+        )
+        let_be_cut(patch, lambda op: number(op) % 11 == 0, scattered)
+        check(*module(), {}, TURNS[turns])

@@ -118,7 +118,7 @@ def test_a_view_that_may_be_a_copy_is_in_a_part_of_its_device() -> None:
     case = case_of(model, torch.randn(3, 3))
     program = placed(case.program)
     graph = analyze(program)
-    whole = take_apart(program, graph, cut_everything(graph), [True, False], looks_at_arguments(program.module.graph))
+    whole = take_apart(program, graph, cut_everything(graph), [True, False], argument_views(program.module.graph))
     values = [
         [tensor.device for node in graph_of(whole, at).nodes for tensor in tensors_in(value_of(node))] for at in (0, 1)
     ]
