@@ -103,7 +103,7 @@ def row(workload: str, seconds: float, seed: int) -> dict[str, Any]:
     with torch.no_grad():
         arena = _arena(workload)
         program, graph = arena.tuned.program, arena.tuned.priced.graph
-        with undone(arena.arguments, written(program, graph), program.device):
+        with undone(arena.arguments, written(program, graph), program.devices):
             found = explore(graph, arena.pinned, arena.known(), arena.look, seconds, seed)
             best, duels = champion(found.kept, arena.duels)
     ratio = spread([ours / theirs for ours, theirs in duels])
