@@ -10,7 +10,7 @@ import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,15 +44,19 @@ def split(
 
     compiling = partial(_compiling, refused)
     context: Any = torch._dynamo.optimize(backend, dynamic=None if take_numbers else False)
-    if _compiles_within(context, compiling):
-        return context(model)  # type: ignore[no-any-return]
+    within = _compiles_within(context, compiling)
     compiled = context(model)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with compiling():
+        with nullcontext() if within and _stance() == "default" else compiling():
             return compiled(*args, **kwargs)
 
     return run
+
+
+def _stance() -> str:
+    """How the user has Dynamo go about compiling (``torch.compiler.set_stance``): some ways lead past its callbacks."""
+    return getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "unknown")
 
 
 @contextmanager
@@ -70,14 +74,16 @@ def _compiling(refused: Callable[[str], None]) -> Iterator[None]:
 def _compiles_within(context: Any, compiling: Callable[[], AbstractContextManager[None]]) -> bool:
     """Have Dynamo enter a context where it compiles a frame, rather than at each call, which takes as long as Dynamo.
 
-    Private: the callback of its contexts (2.11 and 2.13). Where a version has none, nothing is done.
+    Private: the callback of its contexts (2.11 and 2.13). Where a version has none, nothing is done. Compilations of
+    several threads come one after another, since settings are the whole process's in some versions (2.11).
     """
+    lock = getattr(torch._dynamo.convert_frame, "compile_lock", None) or nullcontext()  # Dynamo's own: no other order
     compile_frame = getattr(context, "callback", None)
     if not callable(compile_frame) or not hasattr(compile_frame, _BACKEND):
         return False
 
     def callback(*args: Any, **kwargs: Any) -> Any:
-        with compiling():
+        with lock, compiling():
             return compile_frame(*args, **kwargs)
 
     setattr(callback, _BACKEND, getattr(compile_frame, _BACKEND))  # by it Dynamo finds what it has compiled

@@ -41,7 +41,6 @@ from autostream.kernels import Kernel
 from autostream.storages import layout_of, storage_of
 from autostream.tracing.channels_last import (
     Relaid,
-    StridesSeen,
     in_channels_last,
     is_channels_last,
     trains_convolutions,
@@ -309,7 +308,7 @@ def _functional(program: Program) -> fx.GraphModule:
     if trains_convolutions(module.graph) and GraphLowering.decide_layout_opt(module, is_inference=False):
         try:
             return _traced(module, Relaid(module), in_channels_last(table))
-        except StridesSeen as seen:
+        except Exception as seen:  # whatever an op makes of tensors that lie otherwise, the graph can be had as it is
             log.debug("convolutions stay as they were traced, not channels-last: %s", first_line(seen))
     return _traced(module, fx.Interpreter(module), table)
 
@@ -369,11 +368,23 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
         stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # constants, as Inductor does
         graphs = stack.enter_context(graphs_of_kernels(device))
         module.graph.output_node().meta["user_visible_output_idxs"] = range(len(_outputs(module)))
-        # Forward and backward alike, or gradients would copy what convolutions have written.
-        layouts = is_channels_last(module.graph) if trains_convolutions(module.graph) else None
-        compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=layouts)
+        compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=_layouts(module))
     (compiled,) = graphs
     return compiled
+
+
+def _layouts(module: fx.GraphModule) -> bool | None:
+    """Whether Inductor is to lay out convolutions; ``None`` where it may choose.
+
+    Forward and backward alike, or gradients would copy what convolutions have written.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    if not trains_convolutions(module.graph):
+        return None
+    if is_channels_last(module.graph):
+        return True
+    return None if GraphLowering.decide_layout_opt(module, is_inference=False) else False
 
 
 _OF_INDUCTORS_OWN = ("TypedStorage is deprecated", "Attempted to insert a get_attr Node")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -167,20 +168,26 @@ def custom(x: Tensor) -> Tensor:
     return x * memory_order(x.detach())
 
 
-def test_views_of_what_is_laid_out_become_copies() -> None:
-    program, tensors = step_of(flat)
+def attended(x: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def reinterpreted(x: Tensor) -> Tensor:
+    return x * (x.detach().view(torch.int64) > 0)
+
+
+@pytest.mark.parametrize("between", [flat, strided, dropped, custom, attended, reinterpreted])
+def test_what_may_look_at_strides_sees_those_of_the_trace(between: Callable[[Tensor], Tensor]) -> None:
+    program, tensors = step_of(between)
     functional = inductor._functional(program)
     assert is_channels_last(functional.graph)
     for ours, theirs in zip(results(functional, tensors), results(program.module, tensors), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("between", [strided, dropped, written, custom])
-def test_where_strides_could_be_seen_nothing_is_laid_out(
-    between: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    program, tensors = step_of(between)
-    with pytest.raises(StridesSeen):
+def test_where_it_would_have_to_be_the_same_memory_nothing_is_laid_out(caplog: pytest.LogCaptureFixture) -> None:
+    program, tensors = step_of(written)
+    with pytest.raises(StridesSeen, match="others need that memory"):
         inductor._traced(program.module, Relaid(program.module), in_channels_last({}))
     with caplog.at_level("DEBUG", logger="autostream"):
         functional = inductor._functional(program)
@@ -190,16 +197,31 @@ def test_where_strides_could_be_seen_nothing_is_laid_out(
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_an_output_lies_as_in_the_model() -> None:
-    def run(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def test_whatever_goes_wrong_with_other_strides_the_graph_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("expected a contiguous tensor")
+
+    monkeypatch.setattr(Relaid, "run_node", fails)
+    functional = inductor._functional(step_of()[0])
+    assert not is_channels_last(functional.graph)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_output_lies_as_in_the_model(twice: bool) -> None:
+    """Two that share memory would be two copies."""
+
+    def run(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y = torch.conv2d(x, weight)
         (gradient,) = torch.autograd.grad(y.sum(), [weight])
-        return y, gradient
+        return (y, gradient, y[1]) if twice else (y, gradient)
 
     arguments = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 2, 2, requires_grad=True)
     module = make_fx(run, tracing_mode="fake")(*arguments)
-    with pytest.raises(StridesSeen, match="output sees how convolution lies"):
-        inductor._traced(module, Relaid(module), in_channels_last({}))
+    with pytest.raises(StridesSeen) if twice else nullcontext():
+        relaid = inductor._traced(module, Relaid(module), in_channels_last({}))
+        outputs = relaid.graph.output_node().all_input_nodes
+        assert [node.meta["val"].stride() for node in outputs] == [each.stride() for each in run(*arguments)]
+        assert is_channels_last(relaid.graph)
 
 
 def test_a_forward_alone_and_a_backward_alone_train_no_convolutions() -> None:
@@ -211,6 +233,15 @@ def test_a_forward_alone_and_a_backward_alone_train_no_convolutions() -> None:
     assert not trains_convolutions(forward.graph)
     assert not trains_convolutions(backward.graph)
     assert trains_convolutions(step_of()[0].module.graph)
+
+
+def test_other_convolutions_of_a_step_do_not_matter() -> None:
+    def with_one_dimension(x: Tensor) -> Tensor:
+        return x * torch.conv1d(x.mean(2), x.new_ones(4, 4, 1)).unsqueeze(2)
+
+    functional = inductor._functional(step_of(with_one_dimension)[0])
+    assert is_channels_last(functional.graph)
+    assert len(calls(functional.graph, CONVOLUTION)) == 3
 
 
 @pytest.mark.parametrize("likes", [True, False])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,6 +42,15 @@ class Broken(nn.Module):
         print("between")
         y = y.relu() + 1 if y.abs().sum() > 0 else -y
         return {"y": y, "shape": tuple(y.shape)}
+
+
+class Model(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 class Recorder:
@@ -213,6 +225,42 @@ def test_settings_are_for_compiling_alone(recorder: Recorder, private: bool, mon
         assert bool(entered) is (turn == 0 or not private)
         assert (config.recompile_limit, config.suppress_errors) == before
     assert len(recorder.pieces) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stance", ["default", "eager_then_compile", "force_eager"])
+def test_whatever_stance_the_user_takes_numpys_numbers_are_its_own(recorder: Recorder, stance: Any) -> None:
+    """Traced, NumPy's calls would be PyTorch's. Some stances compile past the callback that has our settings."""
+
+    def draws(x: Tensor) -> Tensor:
+        return x + torch.from_numpy(np.random.rand(2, 2)) if x.sum() > 0 else x
+
+    run = split(Model(draws), recorder, print)
+    for how in ([run] * 4, [draws] * 4):
+        np.random.seed(0)
+        with torch.compiler.set_stance(stance):
+            results = [call(X) for call in how]
+        if how[0] is run:
+            ours = results
+    torch.testing.assert_close(ours, results, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_threads_that_compile_at_once_leave_the_settings_as_they_were(recorder: Recorder) -> None:
+    config, together = torch._dynamo.config, threading.Barrier(2)
+    before = config.recompile_limit, config.suppress_errors, config.trace_numpy
+
+    def compiles() -> None:
+        together.wait(30)
+        for _ in range(4):
+            split(Broken(), recorder, print)(X)
+
+    threads = [threading.Thread(target=compiles) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (config.recompile_limit, config.suppress_errors, config.trace_numpy) == before
 
 
 @torch.no_grad()
