@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -110,12 +110,15 @@ class Relaid(fx.Interpreter):
         """What a node computes."""
         if _cares_for_values_alone(n) or not any(map(self._has_moved, n.all_input_nodes)):
             return super().run_node(n)
+        if n.target in _VIEWS and not _any_in(self._written, n.all_input_nodes):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return aten.reshape.default(*args, **kwargs)  # a view where it can be one
         taken = self._shared if n.op == "output" else self._written if _may_alias(n) else frozenset()
 
         def back(source: fx.Node) -> Any:
             if not self._has_moved(source):
                 return self.env[source]
-            if any(storage_of(tensor) in taken for tensor in tensors_in(source.meta["val"])):
+            if _any_in(taken, [source]):
                 raise StridesSeen(f"{n.name} needs {source.name} as it was traced, and others need that memory")
             return pytree.tree_map(_laid_out_as, self.env[source], source.meta["val"])
 
@@ -128,11 +131,16 @@ class Relaid(fx.Interpreter):
         return list(map(layout_of, before)) != list(map(layout_of, now))
 
 
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
 _FOR_VALUES = {
     *("convolution", "convolution_backward", "cat", "constant_pad_nd", "clone", "copy_", "_to_copy", "detach", "alias"),
     *("permute", "transpose", "t", "expand", "squeeze", "unsqueeze", "slice", "select", "split", "split_with_sizes"),
     *("mm", "addmm", "bmm", "native_layer_norm", "native_layer_norm_backward"),
     *("native_group_norm", "native_group_norm_backward"),
+    *("hardtanh_backward", "hardsigmoid_backward", "hardswish_backward", "elu_backward", "leaky_relu_backward"),
+    *("softplus_backward", "mish_backward", "hardshrink_backward", "softshrink_backward", "log_sigmoid_backward"),
+    *("hardswish", "hardswish_", "threshold_", "masked_fill", "zero_", "fill_", "where"),
     *("mean", "sum", "amax", "amin", "max", "min", "var", "var_mean", "linalg_vector_norm"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
     *("avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
@@ -141,7 +149,8 @@ _FOR_VALUES = {
     *("_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training"),
     *("_batch_norm_with_update", "_batch_norm_with_update_functional", "batch_norm_backward"),
 }
-"""ATen ops, beside those element by element, that compute the same wherever elements lie, and are as fast."""
+"""ATen ops that compute the same wherever elements lie, and as fast; beside those with the tag ``pointwise``, which some
+that are element by element lack."""
 
 
 def _cares_for_values_alone(node: fx.Node) -> bool:
@@ -158,6 +167,10 @@ def _may_alias(node: fx.Node) -> bool:
     """Whether a call may write to its arguments or look at them later."""
     target = node.target
     return not isinstance(target, OpOverload) or any(given.alias_info is not None for given in target._schema.arguments)
+
+
+def _any_in(storages: Container[int], nodes: Iterable[fx.Node]) -> bool:
+    return any(storage_of(tensor) in storages for node in nodes for tensor in tensors_in(node.meta["val"]))
 
 
 def _laid_out_as(value: Any, traced: Any) -> Any:
