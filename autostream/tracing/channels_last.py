@@ -149,8 +149,8 @@ _FOR_VALUES = {
     *("_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training"),
     *("_batch_norm_with_update", "_batch_norm_with_update_functional", "batch_norm_backward"),
 }
-"""ATen ops that compute the same wherever elements lie, and as fast; beside those with the tag ``pointwise``, which some
-that are element by element lack."""
+"""ATen ops that compute the same wherever elements lie, and as fast; beside those that are tagged ``pointwise``, which
+not all are that compute element by element."""
 
 
 def _cares_for_values_alone(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import autostream
+from autostream.tracing import inductor
 from autostream.training import TrainStep
 
 pytestmark = [
@@ -50,6 +51,26 @@ def conv_net() -> nn.Module:
             return self.head(torch.cat([self.left(x), self.right(x)], 1).mean((2, 3)))  # type: ignore[no-any-return]
 
     return Branches()
+
+
+def wide_conv_net() -> nn.Module:
+    """Convolutions that Inductor lays out channels-last, and between them what looks at strides."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 128, 3, padding=1, bias=False), nn.BatchNorm2d(128), nn.Hardswish())
+            self.deep = nn.Sequential(nn.Conv2d(128, 128, 3, padding=1, groups=128), nn.Conv2d(128, 128, 1))
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(128, 128, 3, stride=2, padding=1))
+            self.head = nn.Linear(128, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            x = F.max_pool2d(x + self.deep(x), 3, 2, 1)
+            x = x + F.scaled_dot_product_attention(x, x, x)
+            return self.head(self.normed(x).view(len(x), 128, -1).mean(2))  # type: ignore[no-any-return]
+
+    return Wide()
 
 
 def encoder() -> nn.Module:
@@ -384,3 +405,22 @@ def test_gradients_of_gradients_come_from_the_numbers_that_were_drawn(kernels: s
         found[-1] += own.buffers()
     torch.testing.assert_close(*found, rtol=5e-3, atol=1e-3)
     assert {part.mode for report in fast.reports for part in report.parts} == {"cuda graph"}
+
+
+def test_convolutions_are_laid_out_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor is given says so, and training goes on as it does in eager mode."""
+    laid_out: list[bool | None] = []
+    layouts = inductor._layouts
+    monkeypatch.setattr(inductor, "_layouts", lambda module: (laid_out.append(layouts(module)), laid_out[-1])[1])
+    torch.manual_seed(0)
+    model = wide_conv_net().cuda().train()
+    start, plain = copy.deepcopy(model), copy.deepcopy(model)
+    ours, theirs = (SGD(each.parameters(), lr=1e-3, momentum=0.9) for each in (model, plain))
+    step, expected = autostream.train_step(model, ours, mse, kernels="inductor"), eager(plain, theirs)
+    x, y = on_gpu(8, 3, 32, 32), on_gpu(8, 8)
+    for number in range(STEPS):
+        batch = x / (1 + number % 2), y
+        torch.testing.assert_close(step(*batch), expected(*batch), rtol=0.02, atol=1e-3)
+    captured(step, "inductor")
+    assert laid_out == [True]
+    assert_close(model, plain, start, tolerance=0.05)
