@@ -188,6 +188,8 @@ class CapturedGraph:
         """
         again = CapturedGraph(self._run, tensors, self._flags, self.written, self.device, draws=self._draws, pool=pool)
         again.lend(self.lent)
+        if any(tensors[at] is static for at, static in self.static.items()):
+            again._home = self._home  # that is where they go back to, whichever of the two is the last to have them
         return again
 
     def lend(self, places: frozenset[int]) -> None:

@@ -373,6 +373,23 @@ def test_memory_of_a_graph_that_dies_comes_after_the_last_turn_in_its_pool(cuda:
     assert cuda.home.waits == [right]
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_memory_that_two_graphs_read_comes_after_the_last_turn_where_it_was_made(shared: bool, cuda: Cuda) -> None:
+    """Also if the graph that it was made for is gone before the other, which was captured on another stream."""
+    former, left, right = captured(twice, torch.ones(1)), Stream("left"), Stream("right")
+    with cuda.on(left):
+        again = former.recaptured([*former.static.values()] if shared else [torch.ones(1)], former.pool)
+    del former
+    gc.collect()
+    with cuda.on(right):
+        again(torch.ones(1))
+    cuda.home.waits.clear()
+    left.waits.clear()
+    del again
+    gc.collect()
+    assert (cuda.home.waits, left.waits) == (([right], []) if shared else ([], [right]))
+
+
 def test_a_pool_lives_as_long_as_a_graph_in_it(cuda: Cuda) -> None:
     pools, (a, b) = GraphPools(), together(2)
     pools[CPU] = a.pool
