@@ -317,6 +317,8 @@ class Scheduled:
         if not self._frozen(arguments):
             raise Stale
         self._expect(arguments)
+        if places.over:  # then it need not wait for what another thread prepares
+            raise Unsuitable(places.over)
         with preparing, torch.inference_mode(False), torch.no_grad():
             if found := places.find(arguments):  # another thread has been quicker
                 return found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import autostream
+from autostream import build
 from autostream.build import Scheduled
 from autostream.dispatch import Dispatcher
 from autostream.execution import places
@@ -238,6 +239,21 @@ def test_weights_that_move_in_every_call_are_not_captured_without_end(
     assert caplog.text.count("call after call") == 1
     reasons = [refusal.reason for report in fast.reports for refusal in report.refusals]
     assert any("call after call" in reason and "copy_" in reason for reason in reasons)
+
+
+@torch.no_grad()
+def test_a_call_that_goes_plainly_does_not_wait_for_what_is_prepared(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "MOST", 1)
+    model = linear()
+    fast = autostream.optimize(model)
+    fast(X)
+    former = moved(model)
+    monkeypatch.setattr(build, "preparing", None)  # nobody can take it
+    torch.testing.assert_close(fast(X), model(X))
+    assert captures.count == 1
+    assert former.data_ptr() != model.weight.data_ptr()
 
 
 class Adds(nn.Module):
