@@ -369,6 +369,93 @@ def test_the_first_captured_goes_for_one_that_calls_have_been_worth(
     assert found == [False, False, True, True]
 
 
+def at(weight: Tensor) -> list[Tensor]:
+    return [weight, torch.ones(4)]
+
+
+@pytest.fixture
+def lot(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Lot]]:
+    """Of the most captures and the calls that are worth one, with ones for weights."""
+
+    def made(most: int, worth: int) -> Lot:
+        monkeypatch.setattr(places, "MOST", most)
+        monkeypatch.setattr(places, "WORTH", worth)
+        return Lot(ONES)
+
+    with torch.no_grad():
+        yield made
+
+
+ONES, TWOS, THREES = (torch.full((4,), float(number)) for number in (1, 2, 3))
+
+
+def test_calls_between_moves_are_worth_a_capture_together(lot: Callable[[int, int], Lot]) -> None:
+    here = lot(1, 5).places
+    for calls, over in ((4, True), (2, False)):  # the first after a move settles it
+        for _ in range(calls):
+            assert here.find(at(ONES)) is not None
+        assert here.find(at(TWOS)) is None
+        assert bool(here.over) == over
+
+
+def test_no_more_captures_are_saved_up_than_there_were_at_first(lot: Callable[[int, int], Lot]) -> None:
+    here = lot(2, 2).places
+    for _ in range(20):
+        assert here.find(at(ONES)) is not None
+    for weight in (TWOS, THREES):
+        assert here.find(at(weight)) is None
+        assert not here.over
+        here.add(at(weight))
+    assert here.over
+
+
+def test_refused_calls_that_find_all_where_the_one_before_did_are_worth_a_capture_too(
+    lot: Callable[[int, int], Lot],
+) -> None:
+    here = lot(1, 3).places
+    assert all(here.refused(at(weight)) for weight in 4 * (TWOS, THREES)), "each finds another than the one before"
+    assert [bool(here.refused(at(THREES))) for _ in range(3)] == [True, True, False]
+    here.add(at(THREES))
+    assert here.over
+    assert here.find(at(THREES)) is not None
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_capture_that_failed_is_tried_again_after_as_many_calls_as_are_worth_one(
+    for_good: bool, lot: Callable[[int, int], Lot], captures: Captures
+) -> None:
+    """Unless nothing can be captured into the pool any more."""
+    here = lot(5, 3).places
+    captures.failure = torch.OutOfMemoryError("too little")
+    with pytest.raises(torch.OutOfMemoryError):
+        here.add(at(TWOS))
+    captures.failure = None
+    here.graph.pool.failed = for_good
+    assert "it fails: OutOfMemoryError: too little" in here.over
+    assert [bool(here.refused(at(TWOS))) for _ in range(1 + 3)] == [True, True, True, for_good]
+    if not for_good:
+        here.add(at(TWOS))
+        assert "call after call" in here.over, "it is no longer the failure"
+
+
+@torch.no_grad()
+def test_weights_that_stay_at_last_have_a_graph_again(
+    captures: Captures, replays: list[CapturedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "MOST", 3)
+    monkeypatch.setattr(places, "WORTH", 8)
+    model, former = linear(), []
+    fast = autostream.optimize(model)
+    for number in range(6):
+        former.append(moved(model))
+        torch.testing.assert_close(fast(X - number), model(X - number))
+    for _ in range(8):
+        fast(X)
+    del replays[:]
+    torch.testing.assert_close(fast(X), model(X))
+    assert (captures.count, len(replays)) == (3 + 1, 1)
+
+
 @torch.no_grad()
 def test_a_sparse_tensor_is_nowhere(captures: Captures) -> None:
     lot = Lot(torch.ones(4))
