@@ -72,8 +72,8 @@ class Places:
     """Runs calls of a captured graph wherever their bound tensors lie, capturing it again if that has been worth it.
 
     There are at most :data:`MOST` captures, and one more for :data:`WORTH` calls that found all where it was; after one
-    that failed, these are waited for. A graph goes when nobody has the memory that it reads any more, and one whose
-    outputs are lent goes for the next.
+    that failed, these are waited for. Of too many graphs one goes whose tensors nobody has any more, or else the first:
+    until then, others may come to lie there. One whose outputs are lent goes for the next.
 
     Args:
         graph: the first.
@@ -129,6 +129,8 @@ class Places:
             return None
         if found is None or not found.unmoved(arguments):
             return None
+        if not found.is_used():  # others lie there by now
+            found.is_used = still_there(self._those_bound(arguments))
         self._latest = found
         return found
 
@@ -158,9 +160,8 @@ class Places:
             torch.OutOfMemoryError: so it did, for want of memory.
         """
         former = self.graph  # its pool can be captured into while it lives
-        used = [(addresses, place) for addresses, place in self._known.items() if place.is_used()]
-        room = 1 if former.lent else MOST
-        self._known = dict(used[max(0, len(used) - room + 1) :])
+        others = 0 if former.lent else MOST - 1
+        self._known = self._kept(max(others, 1))  # what goes leaves its memory to the capture
         self._credit -= WORTH
         try:
             place = self._place(self._capture(former, _read(former, arguments), arguments), arguments)
@@ -168,7 +169,7 @@ class Places:
             self._credit, self._failure = 0, f"captured again where its weights lie now, it fails: {first_line(error)}"
             raise
         self._failure = ""
-        self._known = {**self._known, self._addresses(arguments): place}
+        self._known = {**self._kept(others), self._addresses(arguments): place}
         self._latest = place
         return place
 
@@ -176,6 +177,12 @@ class Places:
     def are_used(self) -> bool:
         """Whether anybody has the tensors that a graph reads."""
         return any(place.is_used() for place in self._known.values())
+
+    def _kept(self, most: int) -> dict[tuple[int, ...], Place]:
+        """As many places: the latest, then those whose tensors somebody has, then those that were captured last."""
+        worth = [(place is self._latest, place.is_used(), at) for at, place in enumerate(self._known.values())]
+        kept = {at for *_, at in sorted(worth, reverse=True)[:most]}
+        return {addresses: place for at, (addresses, place) in enumerate(self._known.items()) if at in kept}
 
     def _place(self, graph: CapturedGraph, arguments: Sequence[Tensor]) -> Place:
         return Place(self._variants(graph), self._those_bound(arguments))
