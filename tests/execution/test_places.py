@@ -242,6 +242,27 @@ def test_weights_that_move_in_every_call_are_not_captured_without_end(
 
 
 @torch.no_grad()
+def test_former_weights_are_held_no_longer_while_others_are_captured(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short way holds those of the call before."""
+    model = linear()
+    fast = autostream.optimize(model)
+    fast(X)
+    (entry,), held, add = fast._autostream._entries.values(), [], Places.add
+
+    def noting(self: Places, arguments: Any) -> Place:
+        held.append(entry._shortcut)
+        return add(self, arguments)
+
+    monkeypatch.setattr(Places, "add", noting)
+    assert entry._shortcut is not None
+    model.weight = nn.Parameter(model.weight * 2)
+    torch.testing.assert_close(fast(X), model(X))
+    assert held == [None]
+
+
+@torch.no_grad()
 def test_a_call_that_goes_plainly_does_not_wait_for_what_is_prepared(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
