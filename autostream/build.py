@@ -317,6 +317,8 @@ class Scheduled:
         if not self._frozen(arguments):
             raise Stale
         self._expect(arguments)
+        if reason := places.refused(arguments):  # without waiting for what another thread prepares
+            raise Unsuitable(reason)
         with preparing, torch.inference_mode(False), torch.no_grad():
             if found := places.find(arguments):  # another thread has been quicker
                 return found

@@ -252,6 +252,7 @@ class Dispatcher:
             except Stale:
                 if self._renewals >= self.options.max_signatures + self._calls // _WORTH:
                     proven()
+                    self._calls += 1  # what changes no more has a schedule again at some time
                     raise self._refused(_CHANGES) from None
                 self._renewals += 1
                 self._drop(entry)
@@ -458,7 +459,8 @@ _CHANGES = (
 )
 
 _WORTH = 1000
-"""Calls for each of which as many a stale schedule is made anew, beside the first few: that takes seconds."""
+"""Calls, scheduled or not, for each of which as many a stale schedule is made anew, beside the first few: that takes
+seconds."""
 
 _TOO_LITTLE_MEMORY = "there is too little memory to run it as scheduled"
 

@@ -116,7 +116,7 @@ def test_what_changes_in_every_call_is_not_scheduled_anew_without_end(
 def test_what_is_as_it_was_again_is_scheduled_and_so_is_another_after_many_calls(
     made: list[Scheduled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever way calls take; of those in the plain model none counts."""
+    """Whichever way calls take: in the plain model too, or it would never have a schedule again."""
     monkeypatch.setattr("autostream.dispatch._WORTH", 5)
     model = Model(by_number, scale=0.0)
     dispatch = dispatcher(model, max_signatures=1)
@@ -132,6 +132,8 @@ def test_what_is_as_it_was_again_is_scheduled_and_so_is_another_after_many_calls
     assert call(3.0) == 3
     made[-1]._run = lambda arguments: pytest.fail("it is known to have changed")  # type: ignore[method-assign]
     assert call(4.0) == 3
+    assert call(4.0) == 4
+    assert [call(4.0) for _ in range(3)] == [4] * 3
 
 
 @torch.no_grad()

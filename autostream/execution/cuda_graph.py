@@ -162,9 +162,11 @@ class CapturedGraph:
         self._returned = [index for index in self.static if written[index]]
         self._copy_in = copier([*self.static.values()])
         self._unmoved = Bound([tensors[index] for index in self.bound]).unmoved
-        self._graph, self._outputs = _captured(run, tensors, device, self.pool)
-        self._handouts = handouts_of(self._outputs, tensors)
-        self._lendable = lendable(self._outputs, tensors)
+        self._graph, outputs = _captured(run, tensors, device, self.pool)
+        self._handouts = handouts_of(outputs, tensors)
+        self._lendable = lendable(outputs, tensors)
+        # Others may be views of what is bound, which is not held.
+        self._outputs = [output if place in self._lendable else None for place, output in enumerate(outputs)]
         self.lend(frozenset())
         with self.pool.lock:  # calls come after the making of the static tensors too
             self.pool.begin_turn()
@@ -188,6 +190,8 @@ class CapturedGraph:
         """
         again = CapturedGraph(self._run, tensors, self._flags, self.written, self.device, draws=self._draws, pool=pool)
         again.lend(self.lent)
+        if any(tensors[at] is static for at, static in self.static.items()):
+            again._home = self._home  # that is where they go back to, whichever of the two is the last to have them
         return again
 
     def lend(self, places: frozenset[int]) -> None:

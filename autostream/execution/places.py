@@ -32,7 +32,8 @@ MOST = 64
 outputs; all else they share."""
 
 WORTH = 64
-"""For as many calls that find all where the one before did, there may be one capture more."""
+"""For as many calls that find all where the one before did, with a graph there or without, there may be one capture
+more."""
 
 
 class Place:
@@ -59,24 +60,20 @@ class Settled:
         bound: the tensors.
 
     Attributes:
-        calls: how many there have been since.
+        calls: how many have found them there since.
     """
 
     def __init__(self, place: Place, bound: Sequence[Tensor]) -> None:
-        self.place, self.unmoved, self.calls = place, place.unmoved, 0
+        self.place, self.launch, self.unmoved, self.calls = place, place.launch, place.unmoved, 0
         self._held = [tensor.detach() for tensor in bound]
-
-    def launch(self, arguments: Sequence[Tensor]) -> Sequence[Output]:
-        """Compute with the tensors that lie here, whichever the arguments are."""
-        self.calls += 1
-        return self.place.launch(arguments)
 
 
 class Places:
     """Runs calls of a captured graph wherever their bound tensors lie, capturing it again if that has been worth it.
 
-    There are at most :data:`MOST` captures, and one more for :data:`WORTH` calls that found all where it was. A graph
-    goes when nobody has the memory that it reads any more, and one whose outputs are lent goes for the next.
+    There are at most :data:`MOST` captures, and one more for :data:`WORTH` calls that found all where it was; after one
+    that failed, these are waited for. Of too many graphs one goes whose tensors nobody has any more, or else the first:
+    until then, others may come to lie there. One whose outputs are lent goes for the next.
 
     Args:
         graph: the first.
@@ -91,7 +88,8 @@ class Places:
         self._variants, self._capture, self._bound = variants, capture, graph.bound
         self._latest = self._place(graph, arguments)
         self._known = {self._addresses(arguments): self._latest}
-        self._left, self._failure = MOST - 1, ""
+        self._credit, self._failure = (MOST - 1) * WORTH, ""  # in calls
+        self._refused: tuple[int, ...] = ()
         self._settled: Settled | None = Settled(self._latest, self._those_bound(arguments))
 
     @property
@@ -108,7 +106,10 @@ class Places:
         if settled is None:
             return None
         outputs = settled.launch(arguments)
-        return outputs if settled.unmoved(arguments) else None
+        if not settled.unmoved(arguments):
+            return None
+        settled.calls += 1
+        return outputs
 
     def find(self, arguments: Sequence[Tensor]) -> Place | None:
         """The graph that reads these tensors where they are, if there is one."""
@@ -121,39 +122,54 @@ class Places:
             return latest
         self._settled = None
         if settled is not None:
-            self._left = min(MOST, self._left + settled.calls // WORTH)
+            self._credit = min(MOST * WORTH, self._credit + settled.calls)
         try:
             found = self._known.get(self._addresses(arguments))
         except RuntimeError:  # sparse tensors have no address
             return None
         if found is None or not found.unmoved(arguments):
             return None
+        if not found.is_used():  # others lie there by now
+            found.is_used = still_there(self._those_bound(arguments))
         self._latest = found
         return found
 
     @property
     def over(self) -> str:
-        """Why there are no more captures; nothing while there are."""
-        return self._failure or ("" if self._left > 0 else _MOVES)
+        """Why there is no capture now; nothing if there may be one."""
+        if self._credit < WORTH or (self._failure and self.graph.pool.failed):
+            return self._failure or _MOVES
+        return ""
+
+    def refused(self, arguments: Sequence[Tensor]) -> str:
+        """Why a call with these tensors, which no graph reads, gets none now; nothing if there may be a capture.
+
+        A refused call counts if the one before was refused with the same.
+        """
+        if self.over:
+            addresses = self._addresses(arguments)
+            self._credit += addresses == self._refused
+            self._refused = addresses
+        return self.over
 
     def add(self, arguments: Sequence[Tensor]) -> Place:
         """Capture the graph for the place where these tensors lie, which has none; without gradients or inference mode.
 
         Raises:
-            CaptureError: it failed, and there will be no more of them.
+            CaptureError: it failed.
             torch.OutOfMemoryError: so it did, for want of memory.
         """
         former = self.graph  # its pool can be captured into while it lives
-        used = [(addresses, place) for addresses, place in self._known.items() if place.is_used()]
-        room = 1 if former.lent else MOST
-        self._known = dict(used[max(0, len(used) - room + 1) :])
-        self._left -= 1
+        others = 0 if former.lent else MOST - 1
+        self._known = self._kept(max(others, 1))  # what goes leaves its memory to the capture
+        self._credit -= WORTH
         try:
             place = self._place(self._capture(former, _read(former, arguments), arguments), arguments)
         except (CaptureError, torch.OutOfMemoryError) as error:
-            self._failure = f"captured again where its weights lie now, it fails: {first_line(error)}"
+            self._credit, self._failure = 0, f"captured again where its weights lie now, it fails: {first_line(error)}"
             raise
-        self._known = {**self._known, self._addresses(arguments): place}
+        self._failure = ""
+        self._known = {**self._kept(others), self._addresses(arguments): place}
         self._latest = place
         return place
 
@@ -161,6 +177,12 @@ class Places:
     def are_used(self) -> bool:
         """Whether anybody has the tensors that a graph reads."""
         return any(place.is_used() for place in self._known.values())
+
+    def _kept(self, most: int) -> dict[tuple[int, ...], Place]:
+        """As many places: the latest, then those whose tensors somebody has, then those that were captured last."""
+        worth = [(place is self._latest, place.is_used(), at) for at, place in enumerate(self._known.values())]
+        kept = {at for *_, at in sorted(worth, reverse=True)[:most]}
+        return {addresses: place for at, (addresses, place) in enumerate(self._known.items()) if at in kept}
 
     def _place(self, graph: CapturedGraph, arguments: Sequence[Tensor]) -> Place:
         return Place(self._variants(graph), self._those_bound(arguments))

@@ -184,7 +184,7 @@ def copier_out(
 
 
 def handouts_of(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Handout]:
-    """How each output becomes the caller's. Holds none of the static tensors but for what outputs are views of.
+    """How each output becomes the caller's. Holds none of the static tensors, nor what is a view of them.
 
     Args:
         outputs: what the captured run returned.
@@ -246,14 +246,16 @@ def _argument(index: int) -> Handout:
 def _argument_view(owner: int, output: Tensor, static: Tensor) -> Handout:
     ahead = byte_offset(output) - byte_offset(static)
     detached = static.requires_grad and not output.requires_grad  # views of weights require gradients as those do
+    bare = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta")
+    layout = _lazy_as(output, bare)  # without its memory
 
     def view(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> Tensor:
         argument = arguments[owner].detach() if detached else arguments[owner]
-        if argument.dtype == output.dtype:
-            offset = argument.storage_offset() + ahead // output.element_size()
-            return _lazy_as(output, argument.as_strided(output.shape, output.stride(), offset))
-        offset = (byte_offset(argument) + ahead) // output.element_size()
-        return _view(argument.untyped_storage(), output, offset)
+        if argument.dtype == layout.dtype:
+            offset = argument.storage_offset() + ahead // layout.element_size()
+            return _lazy_as(layout, argument.as_strided(layout.shape, layout.stride(), offset))
+        offset = (byte_offset(argument) + ahead) // layout.element_size()
+        return _view(argument.untyped_storage(), layout, offset)
 
     return view
 
@@ -285,7 +287,7 @@ def _shared_copy(output: Tensor) -> Handout:
 
 def _view(storage: torch.UntypedStorage, like: Tensor, offset: int | torch.SymInt) -> Tensor:
     """A tensor over ``storage`` with the dtype, shape and strides of ``like``."""
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return _lazy_as(like, empty.set_(storage, offset, like.shape, like.stride()))
 
 

@@ -225,11 +225,18 @@ def test_whatever_a_graph_takes_for_granted_of_a_weight_is_compared(
 
 @pytest.mark.parametrize("lent", [frozenset[int](), frozenset({0, 1})])
 def test_a_graph_does_not_keep_what_it_reads_where_it_is(lent: frozenset[int], cuda: Cuda) -> None:
+    """Nor do views of that which it returns."""
+
+    def run(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return w * x, w + x, w, w[1:], w.view(torch.int32)
+
     weight = torch.nn.Parameter(torch.ones(2))
     is_there = still_there([weight])
-    graph = captured(lambda w, x: (w * x, w + x), weight, torch.ones(2), bound=[0])
+    with torch.no_grad():
+        graph = captured(run, weight, torch.ones(2), bound=[0])
     graph.lend(lent)
     assert graph.lent == lent
+    graph._graph.outputs = []  # type: ignore[attr-defined]  # a real one has none
     assert is_there()
     weight.data = torch.zeros(2)
     assert not is_there()
@@ -371,6 +378,23 @@ def test_memory_of_a_graph_that_dies_comes_after_the_last_turn_in_its_pool(cuda:
     del a
     gc.collect()
     assert cuda.home.waits == [right]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_memory_that_two_graphs_read_comes_after_the_last_turn_where_it_was_made(shared: bool, cuda: Cuda) -> None:
+    """Also if the graph that it was made for is gone before the other, which was captured on another stream."""
+    former, left, right = captured(twice, torch.ones(1)), Stream("left"), Stream("right")
+    with cuda.on(left):
+        again = former.recaptured([*former.static.values()] if shared else [torch.ones(1)], former.pool)
+    del former
+    gc.collect()
+    with cuda.on(right):
+        again(torch.ones(1))
+    cuda.home.waits.clear()
+    left.waits.clear()
+    del again
+    gc.collect()
+    assert (cuda.home.waits, left.waits) == (([right], []) if shared else ([], [right]))
 
 
 def test_a_pool_lives_as_long_as_a_graph_in_it(cuda: Cuda) -> None:

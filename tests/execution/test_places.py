@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import autostream
+from autostream import build
 from autostream.build import Scheduled
 from autostream.dispatch import Dispatcher
 from autostream.execution import places
 from autostream.execution.bound import still_there
 from autostream.execution.cuda_graph import CapturedGraph
-from autostream.execution.places import Places
+from autostream.execution.places import Place, Places
 from autostream.execution.slots import SlotTable
 from autostream.execution.static import static_copies
 from autostream.execution.variants import Variants
@@ -240,6 +241,42 @@ def test_weights_that_move_in_every_call_are_not_captured_without_end(
     assert any("call after call" in reason and "copy_" in reason for reason in reasons)
 
 
+@torch.no_grad()
+def test_former_weights_are_held_no_longer_while_others_are_captured(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short way holds those of the call before."""
+    model = linear()
+    fast = autostream.optimize(model)
+    fast(X)
+    (entry,), held, add = fast._autostream._entries.values(), [], Places.add
+
+    def noting(self: Places, arguments: Any) -> Place:
+        held.append(entry._shortcut)
+        return add(self, arguments)
+
+    monkeypatch.setattr(Places, "add", noting)
+    assert entry._shortcut is not None
+    model.weight = nn.Parameter(model.weight * 2)
+    torch.testing.assert_close(fast(X), model(X))
+    assert held == [None]
+
+
+@torch.no_grad()
+def test_a_call_that_goes_plainly_does_not_wait_for_what_is_prepared(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "MOST", 1)
+    model = linear()
+    fast = autostream.optimize(model)
+    fast(X)
+    former = moved(model)
+    monkeypatch.setattr(build, "preparing", None)  # nobody can take it
+    torch.testing.assert_close(fast(X), model(X))
+    assert captures.count == 1
+    assert former.data_ptr() != model.weight.data_ptr()
+
+
 class Adds(nn.Module):
     """Writes its input."""
 
@@ -290,9 +327,6 @@ def test_memory_stays_until_a_call_notices_that_the_weight_has_moved(
     assert is_there(), "a graph that reads it may be launched before anybody looks"
     fast(X)
     assert not is_there()
-    moved(model)
-    fast(X)
-    assert len(captures.alive) == 1, "what nobody else has goes with the next capture"
 
 
 # Apart from models
@@ -351,6 +385,157 @@ def test_the_first_captured_goes_for_one_that_calls_have_been_worth(
         assert lot.places.find([torch.ones(4), torch.ones(4)]) is None
     found = [lot.places.find(arguments) is not None for arguments in (first, *others)]
     assert found == [False, False, True, True]
+
+
+def at(weight: Tensor) -> list[Tensor]:
+    return [weight, torch.ones(4)]
+
+
+@pytest.fixture
+def lot(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Lot]]:
+    """Of the most captures and the calls that are worth one, with ones for weights."""
+
+    def made(most: int, worth: int) -> Lot:
+        monkeypatch.setattr(places, "MOST", most)
+        monkeypatch.setattr(places, "WORTH", worth)
+        return Lot(ONES)
+
+    with torch.no_grad():
+        yield made
+
+
+ONES, TWOS, THREES = (torch.full((4,), float(number)) for number in (1, 2, 3))
+
+
+def test_calls_between_moves_are_worth_a_capture_together(lot: Callable[[int, int], Lot]) -> None:
+    here = lot(1, 5).places
+    for calls, over in ((4, True), (2, False)):  # the first after a move settles it
+        for _ in range(calls):
+            assert here.find(at(ONES)) is not None
+        assert here.find(at(TWOS)) is None
+        assert bool(here.over) == over
+
+
+def test_no_more_captures_are_saved_up_than_there_were_at_first(lot: Callable[[int, int], Lot]) -> None:
+    here = lot(2, 2).places
+    for _ in range(20):
+        assert here.find(at(ONES)) is not None
+    for weight in (TWOS, THREES):
+        assert here.find(at(weight)) is None
+        assert not here.over
+        here.add(at(weight))
+    assert here.over
+
+
+def test_refused_calls_that_find_all_where_the_one_before_did_are_worth_a_capture_too(
+    lot: Callable[[int, int], Lot],
+) -> None:
+    here = lot(1, 3).places
+    assert all(here.refused(at(weight)) for weight in 4 * (TWOS, THREES)), "each finds another than the one before"
+    assert [bool(here.refused(at(THREES))) for _ in range(3)] == [True, True, False]
+    here.add(at(THREES))
+    assert here.over
+    assert here.find(at(THREES)) is not None
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_capture_that_failed_is_tried_again_after_as_many_calls_as_are_worth_one(
+    for_good: bool, lot: Callable[[int, int], Lot], captures: Captures
+) -> None:
+    """Unless nothing can be captured into the pool any more."""
+    here = lot(5, 3).places
+    captures.failure = torch.OutOfMemoryError("too little")
+    with pytest.raises(torch.OutOfMemoryError):
+        here.add(at(TWOS))
+    captures.failure = None
+    here.graph.pool.failed = for_good
+    assert "it fails: OutOfMemoryError: too little" in here.over
+    assert [bool(here.refused(at(TWOS))) for _ in range(1 + 3)] == [True, True, True, for_good]
+    if not for_good:
+        here.add(at(TWOS))
+        assert "call after call" in here.over, "it is no longer the failure"
+
+
+def passing(lot: Lot, memory: bytearray) -> Place:
+    """The place of a weight that is made for one call, in memory that others have had; it is captured if need be."""
+    weight = torch.frombuffer(memory, dtype=torch.float32)
+    arguments = at(weight)
+    place = lot.places.find(arguments) or lot.places.add(arguments)
+    weight.data = torch.empty(0)  # what was recorded holds on to the tensor, as a CUDA graph does not
+    return place
+
+
+def test_weights_that_are_made_anew_in_the_memory_of_former_ones_have_the_graphs_of_these(
+    lot: Callable[[int, int], Lot], captures: Captures
+) -> None:
+    here, blocks = lot(4, 100), [bytearray(16) for _ in range(3)]
+    first = [passing(here, block) for block in blocks]
+    for _ in range(3):
+        assert [passing(here, block) for block in blocks] == first
+    assert captures.count == 1 + 3
+
+
+def test_of_too_many_graphs_the_first_goes_that_reads_what_nobody_has(lot: Callable[[int, int], Lot]) -> None:
+    made, first, second = lot(4, 100), bytearray(16), bytearray(16)
+    here, place = made.places, passing(made, first)
+    passing(made, second)
+    here.add(at(TWOS))
+    again = torch.frombuffer(first, dtype=torch.float32)
+    assert here.find(at(again)) is place
+    assert here.find(at(TWOS)) is not None
+    here.add(at(THREES))
+    assert here.find(at(torch.frombuffer(second, dtype=torch.float32))) is None
+    for weight in (ONES, again, TWOS, THREES):
+        assert here.find(at(weight)) is not None
+
+
+def test_a_graph_that_goes_leaves_its_memory_to_the_next(
+    lot: Callable[[int, int], Lot], captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, again = [], Lot._again
+
+    def noting(*args: Any) -> CapturedGraph:
+        alive.append(len(captures.alive))
+        return again(*args)
+
+    monkeypatch.setattr(Lot, "_again", staticmethod(noting))
+    here = lot(3, 100).places
+    for weight in (TWOS, THREES, torch.zeros(4)):
+        assert here.find(at(weight)) is None
+        here.add(at(weight))
+    assert alive == [1, 2, 2]
+    assert len(captures.alive) == 3
+
+
+def test_after_a_capture_that_failed_there_are_the_graphs_of_before(
+    lot: Callable[[int, int], Lot], captures: Captures
+) -> None:
+    """What lends goes for the next, but only when that is there."""
+    here = lot(3, 100).places
+    here.graph.lend(frozenset({0}))
+    captures.failure = torch.OutOfMemoryError("too little")
+    with pytest.raises(torch.OutOfMemoryError):
+        here.add(at(TWOS))
+    assert here.are_used
+    assert here.find(at(ONES)) is not None
+
+
+@torch.no_grad()
+def test_weights_that_stay_at_last_have_a_graph_again(
+    captures: Captures, replays: list[CapturedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "MOST", 3)
+    monkeypatch.setattr(places, "WORTH", 8)
+    model, former = linear(), []
+    fast = autostream.optimize(model)
+    for number in range(6):
+        former.append(moved(model))
+        torch.testing.assert_close(fast(X - number), model(X - number))
+    for _ in range(8):
+        fast(X)
+    del replays[:]
+    torch.testing.assert_close(fast(X), model(X))
+    assert (captures.count, len(replays)) == (3 + 1, 1)
 
 
 @torch.no_grad()

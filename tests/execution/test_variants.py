@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.errors import CaptureError
+from autostream.execution import places
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.slots import Slots, SlotTable
 from autostream.execution.variants import Variants
@@ -210,7 +211,12 @@ def test_it_trains_as_it_would(captures: Captures) -> None:
 @torch.no_grad()
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("way", CALLS)
-def test_where_weights_have_moved_all_are_captured_again(way: str, captures: Captures) -> None:
+def test_where_weights_have_moved_all_are_captured_again(
+    way: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that are there for the former ones go together, where there may be one place."""
+    monkeypatch.setattr(places, "MOST", 1)
+    monkeypatch.setattr(places, "WORTH", 0)
     model, call = Net().eval(), CALLS[way]
     fast = autostream.optimize(model)
     slots = Slots(1, fast._autostream.slots)
