@@ -23,7 +23,7 @@ from autostream.tracing.constants import tensors_held
 from autostream.tracing.flat import FlatModel, check_draws, check_ordinary, tensors_in, watched
 from autostream.tracing.guards import unusual
 from autostream.tracing.reach import check_reach
-from autostream.tracing.replica import replica, with_ordinary_parameters
+from autostream.tracing.replica import abandon, replica, with_ordinary_parameters
 from autostream.tracing.tree import Structure
 
 if TYPE_CHECKING:
@@ -88,8 +88,13 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
     """
     check_ordinary(model)
     held = tensors_held(model)
-    flat = FlatModel(with_ordinary_parameters(_padding_refused(replica(model))), structure, held, "torch.export")
-    exported = _export(flat, tensors)
+    twin = with_ordinary_parameters(_padding_refused(replica(model)))
+    flat = FlatModel(twin, structure, held, "torch.export")
+    try:
+        exported = _export(flat, tensors)
+    except BaseException:
+        abandon(twin)
+        raise
     if _reached_originals(exported, model):
         flat = FlatModel(model, structure, held, "torch.export")
         exported = _export(flat, tensors)

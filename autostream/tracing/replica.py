@@ -39,6 +39,21 @@ def replica(model: nn.Module) -> nn.Module:
     return modules[id(model)]
 
 
+def abandon(twin: nn.Module) -> None:
+    """Take parameters and buffers from a replica that somebody may keep: PyTorch 2.11 keeps what it fails to export.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> twin = replica(model)
+        >>> abandon(twin)
+        >>> len(list(twin.parameters())), len(list(model.parameters()))
+        (0, 2)
+    """
+    for module in twin.modules():
+        module._parameters.clear()
+        module._buffers.clear()
+
+
 def _twin(value: Any, twins: Twins) -> Any:
     if id(value) in twins:
         return twins[id(value)]

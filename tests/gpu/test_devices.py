@@ -147,6 +147,7 @@ def test_each_stage_of_a_pipeline_is_captured_on_its_device() -> None:
 
 
 @two_gpus
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # as an error, Inductor's own would make it fall back
 def test_fused_kernels_are_captured_on_each_device() -> None:
     model = pipeline()
     fast = autostream.optimize(model, kernels="inductor")
@@ -155,7 +156,8 @@ def test_fused_kernels_are_captured_on_each_device() -> None:
             torch.testing.assert_close(fast(x(seed)), model(x(seed)), rtol=1e-3, atol=1e-3)
     (report,) = fast.reports
     assert captured(report) == DEVICES[:2], [part.refusals for part in report.parts]
-    assert {part.level for part in report.parts if part.mode == "cuda graph"} == {"inductor"}
+    fused = {part.level for part in report.parts if part.mode == "cuda graph"}
+    assert fused == {"inductor"}, [part.refusals for part in report.parts]
 
 
 @two_gpus

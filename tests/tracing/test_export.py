@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import threading
 import weakref
@@ -741,3 +742,22 @@ def test_a_program_knows_all_of_its_devices() -> None:
     check_one_device(over("cuda:1", "cpu"))
     with pytest.raises(TraceError, match=r"several devices \(cuda:0, cuda:1\); one is scheduled at a time"):
         check_one_device(over("cuda:1", "cuda:0"))
+
+
+def test_a_model_that_cannot_be_exported_is_not_kept_by_what_was_made_for_it() -> None:
+    """PyTorch 2.11 keeps that for good, and each time such a model is optimized, its weights would stay."""
+
+    class Breaking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x
+
+    def optimized_and_dropped() -> weakref.ref[Tensor]:
+        model = nn.Sequential(nn.Linear(2, 2), Breaking())
+        with pytest.raises(TraceError):
+            trace(model, *flatten(((torch.ones(2, 2),), {})))
+        assert len(list(model.parameters())) == 2
+        return weakref.ref(model[0].weight)
+
+    dropped = [optimized_and_dropped() for _ in range(2)]
+    gc.collect()
+    assert [weight() for weight in dropped] == [None, None]
