@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -245,22 +247,33 @@ def test_whatever_stance_the_user_takes_numpys_numbers_are_its_own(recorder: Rec
     torch.testing.assert_close(ours, results, rtol=0, atol=0)
 
 
-@torch.no_grad()
-def test_threads_that_compile_at_once_leave_the_settings_as_they_were(recorder: Recorder) -> None:
-    config, together = torch._dynamo.config, threading.Barrier(2)
-    before = config.recompile_limit, config.suppress_errors, config.trace_numpy
+def test_compilations_of_threads_come_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where settings are the whole process's, whoever ends last would leave those that it found: another thread's."""
+    monkeypatch.setattr(torch._dynamo.convert_frame, "compile_lock", threading.RLock(), raising=False)
+    inside, most, both = 0, 0, threading.Event()
 
-    def compiles() -> None:
-        together.wait(30)
-        for _ in range(4):
-            split(Broken(), recorder, print)(X)
+    @contextmanager
+    def compiling() -> Iterator[None]:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        yield
+        inside -= 1
 
-    threads = [threading.Thread(target=compiles) for _ in range(2)]
+    def compile_frame() -> None:
+        if inside == 2:
+            both.set()
+        both.wait(0.5)
+
+    setattr(compile_frame, dynamo._BACKEND, None)
+    context = SimpleNamespace(callback=compile_frame)
+    assert dynamo._compiles_within(context, compiling)
+    threads = [threading.Thread(target=context.callback) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (config.recompile_limit, config.suppress_errors, config.trace_numpy) == before
+    assert most == 1
 
 
 @torch.no_grad()
