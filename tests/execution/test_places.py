@@ -31,20 +31,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    return Captures(monkeypatch)
-
-
-@pytest.fixture
-def at_once() -> Iterator[None]:
-    """Without a collection of garbage: what nobody has is gone."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[CapturedGraph]:
     """The graphs that are replayed, one after the other."""
     seen, replay = [], CapturedGraph.replay

@@ -6,7 +6,7 @@ Captures are make-believe: whatever is scheduled runs on the CPU, recorded and r
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,21 +21,6 @@ from autostream.execution.slots import Slots, SlotTable
 from autostream.execution.variants import Variants
 from tests.captures import Captures
 from tests.replays import CPU
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    return Captures(monkeypatch)
-
-
-@pytest.fixture
-def at_once() -> Iterator[None]:
-    """Without a collection of garbage: what nobody has is gone."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
 
 HOME: Any = None
 
