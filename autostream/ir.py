@@ -107,7 +107,8 @@ class Op:
         elements: elements of its largest result, a measure of how many threads it can use.
         source: the user's source line, ``"model.py:12: y = self.conv(x)"``, or ``""``.
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
-        crosses: ``"host"`` if it copies between the host's memory and the device's, ``"peer"`` between two devices'.
+        crosses: ``"upload"`` if it copies from the host's memory to the device's, ``"download"`` if it copies back, and
+            ``"peer"`` if from one device to another.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 program ──▶ cut ──▶ part: a section of its own, scheduled and captured as a program is
              │      part: plain ops, on the caller's stream
+             │      part: long copies between the host and the device, beside the parts before (crossing.py)
              └──▶ …
 
 Numbers that were asked of the device (``.item()``) stay between plain ops, which take them from the host. Copies from
@@ -30,10 +31,9 @@ from autostream.execution.static import Output
 from autostream.ir import OpGraph, Program
 from autostream.options import Options
 from autostream.pieces import MakePiece, OptimizedPiece
-from autostream.pipeline import capture_refusals, price_program, versions
+from autostream.pipeline import capture_refusals, planned, price_program, versions
 from autostream.reporting.report import Report
 from autostream.scheduling.cut import Part, cut
-from autostream.scheduling.simulate import simulate
 from autostream.select import written
 from autostream.stopwatch import Stopwatch
 from autostream.tuning import on_copies, undone
@@ -101,7 +101,8 @@ class Sections:
                 setattr(running, section.name, _Called(made))
                 self._reports.append(partial(getattr, made, "reports"))
             else:
-                self._reports.append(partial(tuple, [_plain_report(section.program, options)]))
+                where = "beside the part before" if section.beside else "between sections"
+                self._reports.append(partial(tuple, [_plain_report(section.program, where, options)]))
         self._endings = [*(self._ending(part, after) for part, after in pairwise(parts)), ""]
         self._run = uncaptured(running, program.device, 1)
 
@@ -165,20 +166,9 @@ class _Called(nn.Module):
         return self._run(*values)
 
 
-def _plain_report(program: Program, options: Options) -> Report:
+def _plain_report(program: Program, where: str, options: Options) -> Report:
     """What is known of ops that run as they are: nothing was measured, so what they take is predicted."""
     priced = price_program(program, options, Stopwatch())
-    chosen, *_ = candidates_for(priced, replace(options, policy="sequential"), False, Stopwatch())
-    return Report(
-        model="",
-        signature="between sections",
-        mode="one stream",
-        level=program.level,
-        profile=priced.profile,
-        graph=priced.graph,
-        costs=priced.costs,
-        chosen=chosen,
-        timeline=simulate(chosen.schedule, priced.costs, priced.profile, captured=False),
-        candidates=(chosen,),
-        refusals=priced.refusals,
-    )
+    candidates = candidates_for(priced, replace(options, policy="sequential"), False, Stopwatch())[:1]
+    found = planned("", where, "one stream", program.level, priced, candidates, candidates[0])
+    return replace(found, refusals=priced.refusals)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.partial_graphs --out benchmarks/results/latest
 
-Each model is two times four branches, and something in between. The share is what a profiler sees: kernels and copies
-that ran in replays of CUDA graphs, of all that ran. Beside it stand the times of calls back to back.
+Each model is two times four branches, and something in between; in the last, a copy from the host runs beside the first
+branches, and one to the host beside the second. The share is what a profiler sees: kernels and copies that ran in
+replays of CUDA graphs, of all that ran. Beside it stand the times of calls back to back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here: on the CPU nothing is captured")
-    rows = [row(name) for name in BETWEEN]
+    rows = [row(name) for name in MODELS]
     save("partial_graphs", {"schema": 1, "stamp": stamp(), "rows": rows}, table(rows), options.out)
     return 0
 
@@ -51,8 +53,27 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What the second branches make of the sum of the first."""
-        middle = self.between(torch.stack([layer(x).relu() for layer in self.before]).sum(0))
-        return torch.stack([layer(middle).tanh() for layer in self.after]).sum(0)
+        return self.second(self.between(self.first(x)))
+
+    def first(self, x: Tensor) -> Tensor:
+        """The sum of the first branches."""
+        return torch.stack([layer(x).relu() for layer in self.before]).sum(0)
+
+    def second(self, x: Tensor) -> Tensor:
+        """The sum of the second."""
+        return torch.stack([layer(x).tanh() for layer in self.after]).sum(0)
+
+
+class Copying(Branches):
+    """Branches that need two copies of (rows, WIDTH) only later, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def forward(self, x: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """What the second branches make of the first and of a batch on the host, and there, what the first made."""
+        middle = self.first(x)
+        return self.second(middle + batch.to(x.device, non_blocking=True)), middle.cpu()
 
 
 BETWEEN: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -63,23 +84,40 @@ BETWEEN: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 """What no CUDA graph can hold."""
 
+COPIES = "copies from the host and to it"
+
+MODELS: Mapping[str, Callable[[], Branches]] = {
+    **{name: partial(Branches, between) for name, between in BETWEEN.items()},
+    COPIES: Copying,
+}
+"""By what they hold that no CUDA graph can."""
+
+
+def inputs(name: str, rows: int, device: torch.device | str) -> tuple[Tensor, ...]:
+    """A batch for a model; what it copies itself is on the host, pinned if there is a device."""
+    x, batch = torch.randn(rows, WIDTH, device=device), torch.randn(rows, WIDTH)
+    if name != COPIES:
+        return (x,)
+    return x, batch if x.device.type == "cpu" else batch.pin_memory()
+
 
 @torch.no_grad()
 def row(name: str) -> dict[str, Any]:
     """One model: the share, and median µs of a call as it is and optimized."""
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
-    model, x = Branches(BETWEEN[name]).to(device), torch.randn(ROWS, WIDTH, device=device)
+    model, args = MODELS[name]().to(device), inputs(name, ROWS, device)
     fast = autostream.optimize(model)
-    torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
-    fast(x)  # the first call may have compiled and captured
+    torch.testing.assert_close(fast(*args), model(*args), rtol=1e-3, atol=1e-3)
+    fast(*args)  # the first call may have compiled and captured
 
     def calls() -> None:
         for _ in range(CALLS):
-            fast(x)
+            fast(*args)
 
     share = share_in_graphs(profiled(calls, str(device)))
-    times = interleaved({"eager": lambda: model(x), "autostream": lambda: fast(x)}, clock_of(device), lambda turn: None)
+    ways = {"eager": partial(model, *args), "autostream": partial(fast, *args)}
+    times = interleaved(ways, clock_of(device), lambda turn: None)
     return {
         "between": name,
         "captured_share": round(share, 4),

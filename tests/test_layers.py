@@ -154,6 +154,7 @@ ONLY_IN = [
         {
             "execution.streams",
             "execution.capture",
+            "execution.crossing",
             "execution.cuda_graph",
             "execution.lending",
             "execution.transfer",

@@ -84,7 +84,7 @@ def dependence_of(node: fx.Node) -> str:
 
 
 def crosses(node: fx.Node) -> str:
-    """What a call copies a tensor between: ``"host"`` and device, or a device and its ``"peer"``; or ``""``.
+    """Where a call copies a tensor: ``"upload"`` to the device, ``"download"`` from it, to a ``"peer"``; or ``""``.
 
     Example:
         >>> graph = fx.Graph()
@@ -92,14 +92,17 @@ def crosses(node: fx.Node) -> str:
         >>> moved = graph.call_function(torch.ops.aten.to.device, (x, torch.device("meta"), torch.float32))
         >>> x.meta["val"], moved.meta["val"] = torch.empty(2), torch.empty(2, device="meta")
         >>> crosses(moved)
-        'host'
+        'upload'
     """
     if not isinstance(node.target, OpOverload) or base_name(node.target) not in _COPIES:
         return ""
-    places = {tensor.device for tensor in tensors_given(node) + tensors_in(value_of(node))}
+    results = tensors_in(value_of(node))
+    places = {tensor.device for tensor in tensors_given(node) + results}
     if len(places) < 2:
         return ""
-    return "host" if any(place.type == "cpu" for place in places) else "peer"
+    if all(place.type != "cpu" for place in places):
+        return "peer"
+    return "download" if any(tensor.device.type == "cpu" for tensor in results) else "upload"
 
 
 def _placement_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -> str:

@@ -5,22 +5,35 @@ What a part needs of earlier ones and of the program's arguments, it is given; w
     x ──▶ part_0 ──▶ getitem ──▶ part_1 ──▶ …        getitem: one for each value that part_0 returns
 
 Views of arguments and submodules are nobody's: each part that uses one makes its own.
+
+Copies beside other parts are no part's: they stand in the whole, and what they copy to is there before those parts::
+
+    x ──▶ reserve ──▶ part_0 ──▶ … ──▶ upload ──▶ part_2
+
+Copies beside other parts are calls of the whole's own (:mod:`autostream.execution.crossing`)::
+
+    x ──▶ reserve ──▶ part_0 ──▶ … ──▶ upload ──▶ part_2
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from autostream.excerpt import excerpt
+from autostream.execution import crossing
 from autostream.execution.lower import storages_of
-from autostream.ir import OpGraph, Placeholder, Program, Role
+from autostream.ir import Op, OpGraph, Placeholder, Program, Role
+from autostream.operators import base_name, bound_arguments
 from autostream.scheduling.cut import Part
 
 
@@ -34,12 +47,14 @@ class Section:
             captured, they may be numbers.
         bound: positions of its arguments that stay where they are from call to call.
         captured: whether in a CUDA graph.
+        beside: whether it is no submodule: its copies stand in the whole itself.
     """
 
     name: str
     program: Program
     bound: frozenset[int]
     captured: bool
+    beside: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +85,9 @@ def take_apart(
         looks: nodes that only look at arguments, or name submodules.
     """
     writer = _Writer(program, graph, parts, bound, looks)
-    sections = tuple(writer.section(at, part.captured) for at, part in enumerate(parts))
-    return Whole(writer.whole({section.name: section.program.module for section in sections}), sections)
+    sections = tuple(map(writer.section, range(len(parts))))
+    called = {section.name: section.program.module for section in sections if not section.beside}
+    return Whole(writer.whole(called), sections)
 
 
 class _Writer:
@@ -81,6 +97,7 @@ class _Writer:
         self, program: Program, graph: OpGraph, parts: Sequence[Part], bound: Sequence[bool], looks: Container[str]
     ) -> None:
         self._program, self._root = program, program.module
+        self._graph, self._parts = graph, parts
         self._given = {placeholder.name: placeholder for placeholder in program.placeholders}
         original = program.module.graph
         nodes = {node.name: node for node in original.nodes}
@@ -99,11 +116,14 @@ class _Writer:
             self._homes[node].add(at)
         self._output = original.output_node()
         self._whole = fx.Graph()
-        self._values: dict[fx.Node, fx.Node] = {}
-        for node in placeholders:
-            self._values[node] = self._whole.node_copy(node)
+        self._values = {node: self._whole.node_copy(node) for node in placeholders}
+        self._ends = [self._last]  # before the first part, then of each
 
-    def section(self, at: int, captured: bool) -> Section:
+    @property
+    def _last(self) -> fx.Node | None:
+        return next(iter(reversed(self._whole.nodes)), None)
+
+    def section(self, at: int) -> Section:
         """The next part, and a call of it in the whole."""
         nodes = [*self._common_to(self._own[at]), *self._own[at]]
         among = set(nodes)
@@ -111,17 +131,48 @@ class _Writer:
         arguments = sorted(taken, key=lambda node: node not in self._bound)
         results = [node for node in self._own[at] if self._leaves(node)]
         module = fx.GraphModule(self._root, excerpt(fx.Graph(), arguments, nodes, results), class_name="Section")
-        name = f"part_{at}"
-        call = self._whole.call_module(name, tuple(self._values[node] for node in arguments))
-        for place, node in enumerate(results):
-            self._values[node] = self._whole.call_function(operator.getitem, (call, place))
+        name, part = f"part_{at}", self._parts[at]
+        if part.beside:
+            for node in nodes:
+                self._values[node] = self._copied(node)
+        else:
+            call = self._whole.call_module(name, tuple(self._values[node] for node in arguments))
+            for place, node in enumerate(results):
+                self._values[node] = self._whole.call_function(operator.getitem, (call, place))
+        self._ends.append(self._last)
         program = replace(
             self._program,
             module=module,
             placeholders=tuple(self._placeholders(arguments)),
             outputs=tuple(node.name for node in results),
         )
-        return Section(name, program, frozenset(range(len(self._bound.intersection(arguments)))), captured)
+        bound = frozenset(range(len(self._bound.intersection(arguments))))
+        return Section(name, program, bound, part.captured, part.beside)
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        """What stands in the whole for a node of a part that runs beside others."""
+        op, target = self._graph.ops.get(node.name), node.target
+        if op is None or not isinstance(target, OpOverload):  # views
+            return self._whole.node_copy(node, self._values.__getitem__)
+        value: Tensor = node.meta["val"]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        if op.crosses == "download" or not op.allocates:
+            since = self._begun(op, crossing.mark, op.device)
+            given = (since, op.device, op.crosses, target, *args)
+            return self._whole.call_function(crossing.copy_beside, given, kwargs)
+        if base_name(target) in _UPLOADS and _has_known_layout(value):
+            place = self._begun(op, crossing.reserve, op.device, tuple(value.shape), value.stride(), value.dtype)
+            non_blocking = bound_arguments(node, target)["non_blocking"]
+            return self._whole.call_function(crossing.upload, (place, args[0], non_blocking))
+        return self._whole.node_copy(node, self._values.__getitem__)
+
+    def _begun(self, op: Op, begin: Callable[..., Any], *arguments: Any) -> fx.Node:
+        """A call at the end of the last part that an op needs something of."""
+        ops = list(self._graph.ops)
+        before = {ops[at] for at in self._graph.predecessors[ops.index(op.name)]}
+        end = max((at for at, part in enumerate(self._parts) if not before.isdisjoint(part.ops)), default=-1)
+        with self._whole.inserting_after(self._ends[end + 1]):
+            return self._whole.call_function(begin, arguments)
 
     def whole(self, sections: Mapping[str, fx.GraphModule]) -> fx.GraphModule:
         """The graph that calls the sections."""
@@ -151,6 +202,15 @@ class _Writer:
             found.update(new)
             pending += new
         return sorted(found, key=self._place.__getitem__)
+
+
+_UPLOADS = ("to", "_to_copy")
+
+
+def _has_known_layout(value: Tensor) -> bool:
+    """Whether memory for a tensor can be taken before anything is known of a call."""
+    numbers = (*value.shape, *value.stride()) if value.layout is torch.strided else (None,)
+    return all(isinstance(number, int) for number in numbers)
 
 
 def _first_part(parts: Sequence[Part], devices: Collection[str]) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import torch
 
@@ -57,9 +58,15 @@ def fork(device: str, count: int) -> Lanes:
     return Lanes(device, (caller, *sides[: count - 1]))
 
 
-def copy_stream(device_index: int) -> torch.cuda.Stream:
-    """The stream that copies from the host to a device run on, which no lane gets: the last of the side streams."""
-    return _pool(device_index, _SIDES)[-1]
+Copies = Literal["ahead", "upload", "download"]
+"""Copies between the host and a device that a stream has in turn; those ahead are of what nobody has asked for yet."""
+
+_COPIES: dict[Copies, int] = {"ahead": -1, "upload": -2, "download": -3}
+
+
+def copy_stream(device_index: int, copies: Copies = "ahead") -> torch.cuda.Stream:
+    """The stream that such copies run on: one of the last side streams, as lanes get the first."""
+    return _pool(device_index, _SIDES)[_COPIES[copies]]
 
 
 def capture_stream(device: str | torch.device) -> torch.cuda.Stream:

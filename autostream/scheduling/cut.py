@@ -23,6 +23,18 @@ A device runs all that it is given one after another, copies to it and from it a
 that nothing else is ready for, then what other devices wait for, then what they need not, and last what may make the
 host wait. Parts may then be more than the fewest.
 
+So they may where tensors of some size are copied between the host and a device. Such a copy runs beside what has been
+launched before it, as far as it needs nothing of that: so that is launched first, and what the copy does need is a part
+of its own, before all else.
+
+    x ──▶ UPLOAD ──▶ c ─╮               captured  a b
+    y ──▶ a ──▶ b ──────┴▶ d            beside    UPLOAD      while a and b run
+                                        captured  c d
+
+    a ──▶ b ──▶ DOWNLOAD                captured  a b
+          ╰───▶ c ──▶ d                 captured  c d
+                                        beside    DOWNLOAD    while c and d run
+
 Captured, a part has launches of its own: its replay, one that copies in what other parts computed and inputs, one for
 each block of memory that leaves it, and one that copies back what it wrote there. Of ops that are no more than these,
 nothing is saved by a graph: they run plainly.
@@ -39,7 +51,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 from autostream.ir import Op, OpGraph, Role, Storage
@@ -52,10 +63,12 @@ class Part:
     Attributes:
         ops: what is computed from literals, then all others; each in program order.
         device: which device's CUDA graph holds them; ``""`` where they run as they are.
+        beside: whether they are copies between the host and a device that need nothing of the part before.
     """
 
     ops: tuple[str, ...]
     device: str
+    beside: bool = False
 
     @property
     def captured(self) -> bool:
@@ -72,9 +85,9 @@ def cut(graph: OpGraph) -> tuple[Part, ...]:
         graph: its ops; those that have a reason in ``uncapturable`` are in no captured part.
 
     Returns:
-        Parts in the order in which they run, no two of a device side by side, nor two that are plain. Each op is in one
-        of them; in as many as need it, if it is in the host's memory and computed from literals. Nothing where no part
-        is worth a graph.
+        Parts in the order in which they run. Neighbours are of two devices, or one of them is plain, unless it is for
+        the sake of a copy. Each op is in one of them; in as many as need it, if it is in the host's memory and computed
+        from literals. Nothing where no part is worth a graph.
 
     Example:
         >>> from autostream.ir import Op
@@ -86,12 +99,13 @@ def cut(graph: OpGraph) -> tuple[Part, ...]:
     plain = _plain(graph)
     literals = [op for op in _literals(graph) if op not in plain]
     places = [at for at, op in enumerate(graph.ops) if op not in set(literals)]
-    parts = _in_turn(graph, places, _kinds(graph, places, plain))
-    weighed = [part if _is_worth_a_graph(graph, part) else replace(part, device="") for part in parts]
-    if not any(part.captured for part in weighed):
+    turns = _in_turn(graph, places, _kinds(graph, places, plain))
+    weighed = [(turn, part if _is_worth_a_graph(graph, part) else replace(part, device="")) for turn, part in turns]
+    if not any(part.captured for _, part in weighed):
         return ()
     return tuple(
-        replace(part, ops=(*_needed(graph, literals, part.ops), *part.ops)) for part in _merged(graph, weighed)
+        replace(part, ops=(*_needed(graph, literals, part.ops), *part.ops))
+        for part in _with_copies_beside(graph, literals, _merged(graph, weighed))
     )
 
 
@@ -140,11 +154,15 @@ class _Turn(IntEnum):
 
     COPY = 0
     """A copy from another device, if nothing else is ready for the device that it goes to."""
-    SENDS = 1
+    FETCHED = 1
+    """What a long copy to the host or from there waits for."""
+    SENDS = 2
     """What other devices wait for."""
-    STAYS = 2
-    WAITS = 3
-    """What may make the host wait, if there are several devices for which something else may be ready meanwhile."""
+    STAYS = 3
+    UPLOAD = 4
+    """A long copy from the host."""
+    WAITS = 5
+    """What may make the host wait, if something else may be ready meanwhile: for another device, or beside a copy."""
 
 
 class _Kind(NamedTuple):
@@ -163,19 +181,32 @@ def _kinds(graph: OpGraph, places: Sequence[int], plain: Container[str]) -> dict
     """The kind of each op at these places."""
     ops, kinds = list(graph.ops.values()), dict[int, _Kind]()
     several = len({ops[at].device for at in places if ops[at].name not in plain}) > 1
-    others = _Kind(_Turn.WAITS if several else _Turn.STAYS, "")
+    others = _Kind(_Turn.WAITS if several or any(map(_is_long, ops)) else _Turn.STAYS, "")
     to: dict[int, frozenset[str]] = {}  # the devices of an op and of those that come after it
     for at in reversed(places):
         op, after = ops[at], frozenset[str]().union(*(to[later] for later in graph.successors[at] if later in to))
         if op.name not in plain:
-            kinds[at] = _Kind(_Turn.SENDS if after - {op.device} else _Turn.STAYS, op.device)
+            turn = _Turn.SENDS if after - {op.device} else _Turn.STAYS
+            kinds[at] = _Kind(_Turn.FETCHED if _HOST in after else turn, op.device)
+        elif op.crosses == "peer":
+            kinds[at] = _Kind(_Turn.COPY, op.device)
         else:
-            kinds[at] = _Kind(_Turn.COPY, op.device) if op.crosses == "peer" else others
-        to[at] = after | ({kinds[at].device} - {""})
+            kinds[at] = _Kind(_Turn.UPLOAD, "") if op.crosses == "upload" and _is_long(op) else others
+        to[at] = after | ({_HOST} if _is_long(op) else {kinds[at].device} - {""})
     return kinds
 
 
-def _in_turn(graph: OpGraph, places: Sequence[int], kinds: Mapping[int, _Kind]) -> list[Part]:
+LONG_BYTES = 2**20
+"""Of a copy between the host and a device: it takes some 20 µs, more than the launch of one part more."""
+
+_HOST = "host"
+
+
+def _is_long(op: Op) -> bool:
+    return op.crosses in ("upload", "download") and op.bytes_written >= LONG_BYTES
+
+
+def _in_turn(graph: OpGraph, places: Sequence[int], kinds: Mapping[int, _Kind]) -> list[tuple[_Turn, Part]]:
     """Parts of one kind each, in the order in which they run."""
     names = list(graph.ops)
     missing = {at: sum(before in kinds for before in graph.predecessors[at]) for at in places}
@@ -188,7 +219,7 @@ def _in_turn(graph: OpGraph, places: Sequence[int], kinds: Mapping[int, _Kind]) 
     for at in places:
         if not missing[at]:
             add(at)
-    parts: list[Part] = []
+    parts: list[tuple[_Turn, Part]] = []
     while ready:
         kind = _next(ready)
         taken = []
@@ -202,7 +233,7 @@ def _in_turn(graph: OpGraph, places: Sequence[int], kinds: Mapping[int, _Kind]) 
                         add(later)
         del ready[kind]
         device = "" if kind.turn is _Turn.COPY else kind.device
-        parts.append(Part(tuple(names[at] for at in sorted(taken)), device))
+        parts.append((kind.turn, Part(tuple(names[at] for at in sorted(taken)), device)))
     return parts
 
 
@@ -242,11 +273,34 @@ def _names(storage: Storage) -> set[str]:
     return {storage.name, *storage.parts}
 
 
-def _merged(graph: OpGraph, parts: Iterable[Part]) -> tuple[Part, ...]:
+def _merged(graph: OpGraph, parts: Iterable[tuple[_Turn, Part]]) -> list[Part]:
     """The same with neighbours of a kind as one."""
     position = {name: at for at, name in enumerate(graph.ops)}
-    runs = ((device, [op for part in run for op in part.ops]) for device, run in groupby(parts, key=_DEVICE))
-    return tuple(Part(tuple(sorted(ops, key=position.__getitem__)), device) for device, ops in runs)
+    runs = (([part for _, part in run], kind) for kind, run in groupby(parts, key=_apart))
+    return [
+        Part(tuple(sorted((op for part in run for op in part.ops), key=position.__getitem__)), device)
+        for run, (device, _) in runs
+    ]
 
 
-_DEVICE = attrgetter("device")
+def _apart(part: tuple[_Turn, Part]) -> tuple[str, bool]:
+    """What neighbours differ in that are not made one: a copy begins when the part that it waits for has ended."""
+    turn, found = part
+    return found.device, found.captured and turn is _Turn.FETCHED
+
+
+def _with_copies_beside(graph: OpGraph, literals: Sequence[str], parts: Sequence[Part]) -> Iterable[Part]:
+    """The same parts, long copies that need nothing of the part before theirs apart."""
+    home, names = {op: at for at, part in enumerate(parts) for op in part.ops}, list(graph.ops)
+    before = {name: [names[each] for each in graph.predecessors[at]] for at, name in enumerate(names)}
+
+    def runs_beside(op: str, at: int) -> bool:
+        needs_none = all(home.get(earlier, at) < at - 1 for earlier in before[op])
+        return _is_long(graph.ops[op]) and needs_none and not _needed(graph, literals, (op,))
+
+    for at, part in enumerate(parts):
+        beside = [op for op in part.ops if at and not part.captured and runs_beside(op, at)]
+        if beside:
+            yield Part(tuple(beside), "", beside=True)
+        if others := tuple(op for op in part.ops if op not in beside):
+            yield replace(part, ops=others)

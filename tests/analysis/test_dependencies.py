@@ -665,7 +665,7 @@ def test_copies_between_the_host_and_the_device_are_ops_beside_what_needs_them_n
     there = tape.call(aten.copy_.default, copied, x, True)
     graph = analyze(tape.case([back, tape.call(aten.add.Tensor, there, relu)]).program)
     assert {op.name: op.crosses for op in graph.ops.values()} == {
-        "relu_default": "", "copy__default": "host", "copy__default_1": "host", "add_tensor": "",
+        "relu_default": "", "copy__default": "download", "copy__default_1": "upload", "add_tensor": "",
     }  # fmt: skip
     assert {(d.before, d.after) for d in graph.dependencies} == {
         ("relu_default", "copy__default"), ("relu_default", "add_tensor"), ("copy__default_1", "add_tensor"),

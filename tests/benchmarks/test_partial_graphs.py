@@ -10,14 +10,23 @@ import torch
 
 import autostream
 from benchmarks import partial_graphs
-from benchmarks.partial_graphs import BETWEEN, WIDTH, Branches, main, row, table
+from benchmarks.partial_graphs import COPIES, MODELS, WIDTH, inputs, main, row, table
 
 
-@pytest.mark.parametrize("between", BETWEEN)
-def test_a_model_computes_what_it_does_when_optimized(between: str) -> None:
-    model, x = Branches(BETWEEN[between]), torch.randn(8, WIDTH)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_what_it_does_when_optimized(name: str) -> None:
+    model, args = MODELS[name](), inputs(name, 8, "cpu")
     with torch.no_grad():
-        torch.testing.assert_close(autostream.optimize(model)(x), model(x))
+        torch.testing.assert_close(autostream.optimize(model)(*args), model(*args))
+
+
+def test_a_batch_that_the_model_copies_changes_what_it_computes() -> None:
+    model, (x, batch) = MODELS[COPIES](), inputs(COPIES, 8, "cpu")
+    with torch.no_grad():
+        (there, host), (other, same) = model(x, batch), model(x, batch + 1)
+    assert not torch.equal(there, other)
+    assert torch.equal(host, same)
+    assert there.shape == host.shape == (8, WIDTH)
 
 
 def test_the_table_says_what_is_captured() -> None:
@@ -35,7 +44,7 @@ def test_the_command_writes_and_prints_its_rows(
     monkeypatch.setattr(partial_graphs, "row", lambda name: {"between": name, **times})
     assert main(["--out", str(tmp_path)]) == 0
     saved = json.loads((tmp_path / "partial_graphs.json").read_text())
-    assert [row["between"] for row in saved["rows"]] == [*BETWEEN]
+    assert [row["between"] for row in saved["rows"]] == [*MODELS]
     assert (tmp_path / "partial_graphs.md").read_text() == capsys.readouterr().out
 
 

@@ -182,12 +182,12 @@ def test_more_work_of_the_same_shape_never_costs_less(flops: int, elements: int,
 
 def test_a_copy_from_the_host_takes_as_long_as_the_link_does_and_leaves_the_multiprocessors_alone() -> None:
     """10 MB over a link of 10 kB per µs, with 2 µs however small it is."""
-    copy = _op(target="aten.to.device", crosses="host", elements=10**7, bytes_read=10**7, bytes_written=10**7)
+    copy = _op(target="aten.to.device", crosses="upload", elements=10**7, bytes_read=10**7, bytes_written=10**7)
     cost = _price(copy, replace(GPU, link_bandwidth=1e4))
     assert cost.duration_us == 1002.0
     assert cost.sm_share == 1 / 100
     assert cost.bandwidth_share == pytest.approx(0.02, rel=0.01)
-    assert _price(_op(crosses="host")).duration_us == 2.0
+    assert _price(_op(crosses="upload")).duration_us == 2.0
 
 
 def test_a_copy_from_another_device_takes_as_long_as_the_link_between_the_two() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,10 @@ from autostream.analysis.argument_views import argument_views
 from autostream.analysis.dependencies import analyze
 from autostream.analysis.source import user_line
 from autostream.analysis.values import tensors_in, value_of
+from autostream.execution import crossing
 from autostream.execution.cutting import Whole, take_apart
 from autostream.ir import Op, Role
-from autostream.scheduling.cut import Part
+from autostream.scheduling.cut import LONG_BYTES, Part
 from autostream.tracing.export import trace
 from autostream.tracing.tree import flatten
 from tests.cuts import REFUSED, cut_everything, graph_with, placed
@@ -187,6 +189,83 @@ def test_literals_on_the_cpu_are_made_in_each_part_that_uses_them() -> None:
     assert nodes(whole, 1) == ["mul", "sin", "output"]
     assert nodes(whole, 2) == ["c_model_lifted_tensor_0", "sin", *made, "mul_1", "exp", "output"]
     assert torch.equal(whole.module(torch.tensor(2.0), tensors[0])[0], model(tensors[0]))
+
+
+def test_copies_beside_begin_behind_what_they_need() -> None:
+    """The upload of x begins before all else, the download of what part_0 makes behind that::
+
+    x (host) ──▶ upload ───────╮
+    y ──▶ part_0 ──┬───────────┴▶ part_2
+                   ╰──▶ download
+    """
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        for _ in range(5):
+            y = y.sin()
+        uploaded = x.to(torch.float64)
+        for _ in range(5):
+            uploaded = uploaded.cos()
+        return uploaded + y, y.to(torch.float32)
+
+    x, y = torch.randn(512, 512, dtype=torch.float16), torch.randn(1024, 1024, dtype=torch.float64)[::2, ::2]
+    case = case_of(function, x, y)
+    program = replace(case.program, device="cuda:0")
+    for node in program.module.graph.nodes:
+        on_host = node.name in ("tensors_0", "to_1")
+        for value in tensors_in(value_of(node)):
+            value.fake_device = torch.device("cpu" if on_host else "cuda:0")  # type: ignore[attr-defined]
+    graph = analyze(program)
+    whole = take_apart(program, graph, cut_everything(graph), [False, False], ())
+    assert [section.beside for section in whole.sections] == [False, True, False, True]
+    assert [name for name, _ in whole.module.named_children()] == ["part_0", "part_2"]
+    names = {node.name: node for node in whole.module.graph.nodes}
+    assert list(names) == [
+        *("tensors_0", "tensors_1", "reserve", "part_0", "getitem", "mark", "upload", "part_2", "getitem_1"),
+        *("copy_beside", "output"),
+    ]
+    assert names["reserve"].args == ("cuda:0", (512, 512), (512, 1), torch.float64)
+    assert names["upload"].args == (names["reserve"], names["tensors_0"], False)
+    assert names["part_2"].args == (names["upload"], names["getitem"])
+    given = (names["getitem"], torch.float32)
+    assert names["copy_beside"].args == (names["mark"], "cuda:0", "download", torch.ops.aten.to.dtype, *given)
+    assert [list(section.program.outputs) for section in whole.sections] == [["sin_4"], ["to"], ["add"], ["to_1"]]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_with_copies_beside_it_computes_the_same(model: str, data: Any) -> None:
+    """Any op may be said to copy: it is called in its place, and waits for what is over when it is begun."""
+    case = sample(model)
+    refused = data.draw(st.sets(st.sampled_from(list(case.graph.ops))))
+    copies = data.draw(st.sets(st.sampled_from(sorted(refused)))) if refused else set()
+    graph = graph_with(case.program, lambda op: op.name in refused)
+    ops = {
+        n: replace(op, crosses="download", bytes_written=LONG_BYTES) if n in copies else op
+        for n, op in graph.ops.items()
+    }
+    graph = replace(graph, ops=ops)
+    parts = cut_everything(graph) or (Part(tuple(graph.ops), ""),)
+    bound = [p.role is not Role.INPUT for p in case.program.placeholders]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crossing, "mark", mark := lambda device: "moment")
+        patch.setattr(crossing, "_beside", lambda since, device, copies: nullcontext())
+        whole = take_apart(case.program, graph, parts, bound, argument_views(case.program.module.graph))
+        check_same(case, whole)
+    nodes = list(whole.module.graph.nodes)
+    calls = {node.target: nodes.index(node) for node in nodes if node.op == "call_module"}
+    copied = [node for node in nodes if node.target is crossing.copy_beside]
+    assert len(copied) == sum(len(part.ops) for part in parts if part.beside)
+    names = [op for part in parts if part.beside for op in part.ops]
+    for node, op in zip(copied, names, strict=True):
+        begun = node.args[0]
+        assert isinstance(begun, fx.Node)
+        assert begun.target is mark
+        before = {d.before for d in graph.dependencies if d.after == op}
+        needed = [calls[f"part_{at}"] for at, part in enumerate(parts) if before & {*part.ops} and not part.beside]
+        assert all(call < nodes.index(begun) for call in needed)
+        later = [call for call in calls.values() if call > max(needed, default=-1)]
+        assert nodes.index(begun) < min(later)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autostream
 from autostream.reporting.pieces import captured_share
 from autostream.reporting.report import Report
+from benchmarks.partial_graphs import BETWEEN, WIDTH, Branches, Copying
 from tests.semantics import Model, check_same
 
 pytestmark = [
@@ -21,54 +22,26 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32"),  # as an error, Inductor's own would make it fall back
 ]
 
-SIZE = 512
+NUMBER, ON_HOST, SHAPE = "a number", "an op on the CPU", "a shape that depends on data"
 
 
-class Branches(nn.Module):
+def branches(between: str) -> Branches:
     """Four branches, something that no graph holds, four branches."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.before, self.after = (nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4)) for _ in range(2))
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        top = torch.stack([layer(x).relu() for layer in self.before]).sum(0)
-        middle = self.between(top)
-        return torch.stack([layer(middle).tanh() for layer in self.after]).sum(0)
-
-
-def number(x: Tensor) -> Tensor:
-    return x / (1 + x.abs().max().item())
-
-
-def on_host(x: Tensor) -> Tensor:
-    return x + x.mean(0).cpu().flip(0).to(x.device)
-
-
-def shape(x: Tensor) -> Tensor:
-    return x + x[x.sum(1).nonzero()[:, 0]].sum(0)
-
-
-BETWEEN = {"number": number, "on the host": on_host, "shape": shape}
-
-
-def branches(between: Callable[[Tensor], Tensor]) -> Branches:
     torch.manual_seed(0)
-    return Branches(between).cuda()
+    return Branches(BETWEEN[between]).cuda()
 
 
 def x(seed: int, rows: int = 1024) -> Tensor:
-    return torch.randn(rows, SIZE, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+    return torch.randn(rows, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
 
 
 def captured(report: Report) -> list[Report]:
     return [part for part in report.parts if part.mode == "cuda graph"]
 
 
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("between", [NUMBER, ON_HOST, SHAPE])
 def test_what_comes_before_and_after_is_captured(between: str) -> None:
-    model = branches(BETWEEN[between])
+    model = branches(between)
     fast = autostream.optimize(model)
     with torch.no_grad():
         for seed in range(5):
@@ -81,7 +54,7 @@ def test_what_comes_before_and_after_is_captured(between: str) -> None:
 
 
 def test_fused_kernels_are_captured_in_sections() -> None:
-    model = branches(number)
+    model = branches(NUMBER)
     fast = autostream.optimize(model, kernels="inductor")
     with torch.no_grad():
         for seed in range(3):
@@ -91,9 +64,9 @@ def test_fused_kernels_are_captured_in_sections() -> None:
     assert levels == ["inductor"] * 2, [part.refusals for part in report.parts]
 
 
-@pytest.mark.parametrize("between", ["number", "on the host"])
+@pytest.mark.parametrize("between", [NUMBER, ON_HOST])
 def test_gradients_come_through_sections(between: str) -> None:
-    model = branches(BETWEEN[between])
+    model = branches(between)
     twin = copy.deepcopy(model)
     fast = autostream.optimize(model)
     for seed in range(3):
@@ -125,7 +98,7 @@ def test_nobody_can_tell_it_from_the_model(function: Callable[..., Any]) -> None
 
 
 def test_weights_that_move_are_found() -> None:
-    model = branches(number)
+    model = branches(NUMBER)
     fast = autostream.optimize(model)
     with torch.no_grad():
         fast(x(0))
@@ -137,7 +110,7 @@ def test_weights_that_move_are_found() -> None:
 
 def test_a_training_step_with_a_number_is_captured_in_sections() -> None:
     """The loss is scaled by a number that is asked of the device."""
-    model = branches(number)
+    model = branches(NUMBER)
     twin = copy.deepcopy(model)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -175,7 +148,7 @@ def test_a_section_that_draws_leaves_the_generator_as_the_model_does() -> None:
 
 
 def test_streams_and_devices_are_as_before() -> None:
-    model, stream = branches(number), torch.cuda.Stream()
+    model, stream = branches(NUMBER), torch.cuda.Stream()
     fast = autostream.optimize(model)
     given = x(0)
     torch.cuda.synchronize()
@@ -185,3 +158,32 @@ def test_streams_and_devices_are_as_before() -> None:
     stream.synchronize()
     with torch.no_grad():
         torch.testing.assert_close(found, model(given), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_copies_run_beside_sections(pinned: bool) -> None:
+    """What the host copies to the device is copied beside the first branches; what is copied there, beside the second.
+
+    Whoever overwrites a batch when the call has returned changes nothing, as with the model itself; of a pinned one,
+    which the model copies without blocking, after the stream has come so far.
+    """
+    torch.manual_seed(0)
+    model = Copying().cuda()
+    fast = autostream.optimize(model)
+    batches = [torch.randn(1024, WIDTH, pin_memory=pinned) for _ in range(6)]
+    kept = [batch.clone() for batch in batches]
+    with torch.no_grad():
+        fast.prepare(x(0), batches[0])
+        found = []
+        for seed, batch in enumerate(batches):
+            found.append(fast(x(seed), batch))
+            if pinned:
+                torch.cuda.current_stream().synchronize()
+            batch.fill_(torch.nan)
+        for seed, (batch, (ours, host)) in enumerate(zip(kept, found, strict=True)):
+            theirs, there = model(x(seed), batch)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+            torch.testing.assert_close(host, there, rtol=0, atol=0)
+            assert host.is_pinned() == there.is_pinned()
+    (report,) = fast.reports
+    assert [part.mode == "cuda graph" for part in report.parts] == [True, False, True, False]

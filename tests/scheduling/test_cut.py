@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import Op, OpGraph, Role, Storage
-from autostream.scheduling.cut import Part, cut
+from autostream.scheduling.cut import LONG_BYTES, Part, cut
 from tests.cuts import REFUSED, cut_everything
 from tests.scheduling.graphs import graph_of, op, random_graphs
 
@@ -26,9 +26,18 @@ def drawn(edges: str, names: str = "", outputs: str = "") -> OpGraph:
 
 
 def words(parts: tuple[Part, ...]) -> list[str]:
-    """Parts as words, those that are captured in brackets: round ones on the second device."""
+    """Parts as words, those that are captured in brackets: round ones on the second device. Copies beside have a ~."""
     brackets = {"": "{}", "cuda:0": "[{}]", "cuda:1": "({})"}
-    return [brackets[part.device].format("".join(part.ops)) for part in parts]
+    return ["~" * part.beside + brackets[part.device].format("".join(part.ops)) for part in parts]
+
+
+def copying(
+    graph: OpGraph, uploads: Iterable[str] = (), downloads: Iterable[str] = (), size: int = LONG_BYTES
+) -> OpGraph:
+    """The same, where these copy between the host and the device."""
+    ways = {**dict.fromkeys(uploads, "upload"), **dict.fromkeys(downloads, "download")}
+    copies = {name: replace(graph.ops[name], crosses=way, bytes_written=size) for name, way in ways.items()}
+    return replace(graph, ops={**graph.ops, **copies})
 
 
 def over_two(edges: str, second: str, copies: str, names: str = "") -> OpGraph:
@@ -177,6 +186,58 @@ def test_both_devices_have_what_they_can_before_the_host_waits() -> None:
 
 def test_a_part_of_one_device_that_is_not_worth_a_graph_runs_plainly() -> None:
     assert words(cut(over_two("a-b b-c c-d d-C C-e", second="Ce", copies="C"))) == ["[abcd]", "Ce"]
+
+
+def test_a_long_upload_runs_beside_what_does_not_need_it() -> None:
+    r"""Were it short, it would come first, for a part less.
+
+    U ─ c ─╮
+    a ─ b ─┴ d
+    """
+    graph = drawn("U-c c-d a-b b-d", "Ucabd")
+    assert words(cut_everything(copying(graph, "U"))) == ["[ab]", "~U", "[cd]"]
+    assert words(cut_everything(copying(graph, "U", size=LONG_BYTES - 1))) == ["U", "[cabd]"]
+    assert words(cut_everything(copying(graph, "", "U"))) == ["[ab]", "~U", "[cd]"]
+
+
+def test_what_a_long_download_waits_for_is_a_part_of_its_own() -> None:
+    """It copies what a has computed, while b and c are."""
+    graph = drawn("a-D a-b b-c", "aDbc")
+    assert words(cut_everything(copying(graph, "", "D"))) == ["[a]", "[bc]", "~D"]
+    assert words(cut_everything(copying(graph, "", "D", LONG_BYTES - 1))) == ["[abc]", "D"]
+
+
+def test_uploads_come_before_what_makes_the_host_wait() -> None:
+    """The download of a is launched when all that needs the upload has been."""
+    graph = drawn("a-D U-b b-c", "aDUbc")
+    assert words(cut_everything(copying(graph, "U", "D"))) == ["[a]", "~U", "[bc]", "~D"]
+
+
+def test_a_long_copy_with_nothing_to_run_beside_is_an_op_like_others() -> None:
+    assert words(cut_everything(copying(drawn("U-a a-b"), "U"))) == ["U", "[ab]"]
+    assert words(cut_everything(copying(drawn("a-b b-D D-E"), "", "D"))) == ["[ab]", "DE"]
+    assert words(cut_everything(copying(drawn("X-U U-a b-c c-a", "XUbca"), "U"))) == ["[bc]", "XU", "[a]"], "X is first"
+
+
+def test_a_copy_of_what_is_computed_from_literals_is_an_op_like_others() -> None:
+    graph = reading(with_literals(drawn("U-c c-d a-b b-d", "Ucabd"), literal("k")), "U", "k")
+    assert words(cut_everything(copying(graph, "U"))) == ["[ab]", "kU", "[cd]"]
+
+
+@given(graph=random_graphs(), data=st.data())
+def test_copies_beside_need_nothing_of_the_part_before(graph: OpGraph, data: st.DataObject) -> None:
+    ways = {name: data.draw(st.sampled_from(["", "X", "upload", "download"])) for name in graph.ops}
+    graph = refusing(graph, [name for name, way in ways.items() if way])
+    uploads, downloads = ([n for n, each in ways.items() if each == way] for way in ("upload", "download"))
+    parts = cut_everything(copying(graph, uploads, downloads))
+    home = {name: at for at, part in enumerate(parts) for name in part.ops}
+    assert not parts or home.keys() == graph.ops.keys()
+    assert all(home[d.before] <= home[d.after] for d in graph.dependencies if parts)
+    for at, part in enumerate(parts):
+        if part.beside:
+            assert at > 0
+            assert {ways[name] for name in part.ops} <= {"upload", "download"}
+            assert all(home[d.before] < at - 1 for d in graph.dependencies if d.after in part.ops)
 
 
 @given(graph=random_graphs(), data=st.data())
