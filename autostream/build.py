@@ -7,9 +7,6 @@ trace ──▶ tune ───────────────────�
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,24 +18,25 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autostream.budget import exemption
-from autostream.errors import CaptureError, TargetError, first_line
-from autostream.execution.bound import Bound, Frozen, Writes
-from autostream.execution.cuda_graph import CapturedGraph, FlatFunction, GraphPool, GraphPools, return_unused
+from autostream.errors import CaptureError, TargetError
+from autostream.execution.bound import Frozen, Writes
+from autostream.execution.cuda_graph import GraphPools, return_unused
 from autostream.execution.lower import lower
 from autostream.execution.places import Place, Places
 from autostream.execution.slots import SlotTable
 from autostream.execution.static import Output
-from autostream.execution.variants import Variants
 from autostream.execution.watched import Unmatched, watch
 from autostream.ir import Candidate, Decision, OpGraph, Placeholder, Program, Role
 from autostream.options import Options
 from autostream.pieces import MakePiece
 from autostream.pipeline import planned, versions
+from autostream.preparing import preparing
+from autostream.recapture import Copies, at_places, pooled
 from autostream.reporting.report import Report
 from autostream.scheduling.peak import given_bytes
 from autostream.sections import Sections, sections_of
 from autostream.select import Execution, detached, has_integers, repeatable, written
-from autostream.shortcut import Run, Shortcut
+from autostream.shortcut import CapturedRun, Run, Shortcut, UncapturedRun
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
 from autostream.tracing.export import MODELS, Tracer, check_one_device, trace
@@ -46,18 +44,7 @@ from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
-from autostream.tuning import Tuned, tune, undone
-
-log = logging.getLogger(__name__)
-
-preparing = threading.RLock()
-"""One model is traced, measured and captured at a time: tracing patches ``nn.Module`` for all threads, measurements
-of two models disturb each other, and a process can capture one CUDA graph at a time."""
-
-# A fork waits for that: what is half traced would stay so in the new process, and the lock would never be released.
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(before=preparing.acquire, after_in_parent=preparing.release, after_in_child=preparing.release)
-
+from autostream.tuning import Tuned, tune
 
 RECORDS_GRADIENTS = "gradients are recorded: call it under torch.no_grad() or torch.inference_mode()"
 
@@ -131,12 +118,12 @@ class Scheduled:
                 check_one_device(traced.program)
                 tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
                 with stopwatch("select"):
-                    tuned = _pooled(tuned, arguments, pools)
+                    tuned = pooled(tuned, arguments, pools)
                 made = _as_one(tuned, _report(name_of(model), signature, tuned, options, stopwatch))
             self._program, self._graph = made.program, made.graph
             self._lowered, self._report = made.lowered, made.report
-            self._copies = _Copies(name_of(model))
-            self._execution = _at_places(made.execution, arguments, self._bound, self._slots, self._copies)
+            self._copies = Copies(name_of(model))
+            self._execution = at_places(made.execution, arguments, self._bound, self._slots, self._copies)
             self._frozen = Frozen(self._program.frozen, arguments, writes)
             self._structure = traced.structure
             self._columns = _COLUMNS if self._program.level == "aten" else (*_COLUMNS, _alignment)
@@ -203,11 +190,11 @@ class Scheduled:
             return None
         execution, held = self._execution, arguments[: len(arguments) - len(tensors)]
         if isinstance(execution, Places):
-            run: Run = _Captured(execution, self._frozen, not self._harmless, self.repeatable)
+            run: Run = CapturedRun(execution, self._frozen, not self._harmless, self.repeatable)
         elif _alignment in self._columns or self._metadata(arguments) != self._expected:
             return None
         else:
-            run = _Uncaptured(execution, self._frozen, held, self.repeatable)
+            run = UncapturedRun(execution, self._frozen, held, self.repeatable)
         signature = self._signature
         known = signature.training, signature.read
         shortcut = Shortcut(run, self._structure, call, tensors, held, self._state, watch, *known)
@@ -371,122 +358,6 @@ def _staying(
         stay and not (p.role is Role.INPUT and storage_of(argument) in copied)
         for stay, p, argument in zip(stays, placeholders, arguments, strict=True)
     )
-
-
-def _pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tuned:
-    """What was tuned, captured again in the pool of the model's other graphs; the first one's pool becomes theirs.
-
-    Candidates have pools of their own: what those that lose have taken would stay in a pool that others live in.
-    """
-    graph = tuned.selection.execution
-    if not isinstance(graph, CapturedGraph):
-        return tuned
-    pool = _host(graph, pools)
-    if pool is graph.pool:
-        return tuned
-    try:
-        read = [graph.static.get(at, argument) for at, argument in enumerate(arguments)]
-        pooled = _recaptured(graph, read, arguments, pool)
-    except (CaptureError, torch.OutOfMemoryError) as error:
-        _host(graph, pools)  # this one's is theirs from now on, if a capture into the other one is what failed
-        reason = f"captured into the pool of the model's other graphs, it fails: {first_line(error)}"
-        alone = Decision("", "memory of its own", reason)
-        return replace(tuned, refusals=(*tuned.refusals, alone))
-    return replace(tuned, selection=replace(tuned.selection, execution=pooled))
-
-
-def _host(graph: CapturedGraph, pools: GraphPools) -> GraphPool:
-    """The pool of the model's graphs; that of this one where there is none yet, or none that takes another graph."""
-    pool = pools.get(graph.device)
-    if pool is None or pool.failed:
-        pool = pools[graph.device] = graph.pool
-    return pool
-
-
-class _Copies:
-    """Why batches are copied in that come in slots; it is said once, for there are several slots.
-
-    Args:
-        model: its name.
-
-    Attributes:
-        refusals: the reason, if there is one.
-    """
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self.refusals: tuple[Decision, ...] = ()
-
-    def because(self, reason: str) -> None:
-        """Remember it."""
-        if not self.refusals:
-            self.refusals = (Decision("", "batches are copied in", reason),)
-            log.warning("%s: batches are copied in: %s", self._model, reason)
-
-
-def _at_places(
-    execution: Execution, arguments: Sequence[Tensor], bound: Sequence[bool], slots: SlotTable, copies: _Copies
-) -> FlatFunction | Places:
-    """What runs calls wherever their tensors lie. It does not know whose it is, so that it goes at once with that."""
-    if not isinstance(execution, CapturedGraph):
-        return execution
-    inputs = [at for at, stays in enumerate(bound) if not stays]
-
-    def variants(graph: CapturedGraph) -> Variants:
-        return Variants(graph, inputs, slots, partial(_recaptured, graph), copies.because)
-
-    return Places(execution, arguments, variants, _recaptured)
-
-
-def _recaptured(
-    graph: CapturedGraph, read: Sequence[Tensor], arguments: Sequence[Tensor], pool: GraphPool | None = None
-) -> CapturedGraph:
-    """A graph captured again; the arguments of the program, and the generators of random numbers, are as before.
-
-    Args:
-        graph: the former one.
-        read: what the other reads.
-        arguments: of a call, some of which are read.
-        pool: by default that of the former one.
-
-    Raises:
-        CaptureError: the capture failed.
-    """
-    with preparing, torch.inference_mode(False), torch.no_grad(), undone(arguments, graph.written, [str(graph.device)]):
-        return graph.recaptured(read, pool or graph.pool)
-
-
-def _no_guess(tensors: Sequence[Tensor]) -> None:
-    """Nothing is launched before it has been looked where the tensors are."""
-
-
-class _Captured:
-    """Captured graphs: a settled one reads memory that is held, so looking at the model's may wait until it runs."""
-
-    def __init__(self, places: Places, frozen: Frozen, looks_first: bool, repeatable: bool) -> None:
-        self.repeatable = repeatable
-        self.guess = _no_guess if looks_first else places.guess
-        self.find, self.holds = places.find, frozen
-
-
-class _Uncaptured:
-    """Ops that are launched one by one, with tensors that lie as they did."""
-
-    def __init__(
-        self, execution: Callable[..., Sequence[Output]], frozen: Frozen, held: Sequence[Tensor], repeatable: bool
-    ) -> None:
-        self.repeatable = repeatable
-        self.guess, self.holds = _no_guess, frozen
-        self._execution = execution
-        self._count, self._unmoved = len(held), Bound(held).unmoved
-
-    def find(self, tensors: Sequence[Tensor]) -> _Uncaptured | None:
-        """What runs them, if the model's own tensors lie as they did; inputs have been looked at."""
-        return self if self._unmoved(tensors[: self._count]) else None
-
-    def launch(self, tensors: Sequence[Tensor]) -> Sequence[Output]:
-        """Launch them all."""
-        return self._execution(*tensors)
 
 
 def program_of(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], report: Report) -> Program:

@@ -31,7 +31,6 @@ from autostream.build import (
     Scheduled,
     Stale,
     Unsuitable,
-    preparing,
 )
 from autostream.comparison import compared
 from autostream.differentiated import Differentiated
@@ -42,6 +41,7 @@ from autostream.ir import Decision
 from autostream.options import Options, disabled, paranoid
 from autostream.pieces import Pieces
 from autostream.pipeline import versions
+from autostream.preparing import preparing
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
 from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer

@@ -8,13 +8,15 @@ of a captured graph that nobody can see, for which the device does not wait, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from autostream.execution.bound import looks_alike
+from autostream.execution.bound import Bound, Frozen, looks_alike
+from autostream.execution.places import Places
+from autostream.execution.static import Output
 from autostream.storages import storage_of
 from autostream.tracing.guards import unusual_call
 from autostream.tracing.numerics import watch_numerics
@@ -147,3 +149,50 @@ class Shortcut:
             and state.contents_intact()
             and self._run.holds(tensors)
         )
+
+
+def _no_guess(tensors: Sequence[Tensor]) -> None:
+    """Nothing is launched before it has been looked where the tensors are."""
+
+
+class CapturedRun:
+    """Captured graphs: a settled one reads memory that is held, so looking at the model's may wait until it runs.
+
+    Args:
+        places: the graphs.
+        frozen: what they hold on to.
+        looks_first: whether running once too often may do harm.
+        repeatable: as of :class:`Run`.
+    """
+
+    def __init__(self, places: Places, frozen: Frozen, looks_first: bool, repeatable: bool) -> None:
+        self.repeatable = repeatable
+        self.guess = _no_guess if looks_first else places.guess
+        self.find, self.holds = places.find, frozen
+
+
+class UncapturedRun:
+    """Ops that are launched one by one, with tensors that lie as they did.
+
+    Args:
+        execution: launches them.
+        frozen: what they hold on to.
+        held: the model's tensors.
+        repeatable: as of :class:`Run`.
+    """
+
+    def __init__(
+        self, execution: Callable[..., Sequence[Output]], frozen: Frozen, held: Sequence[Tensor], repeatable: bool
+    ) -> None:
+        self.repeatable = repeatable
+        self.guess, self.holds = _no_guess, frozen
+        self._execution = execution
+        self._count, self._unmoved = len(held), Bound(held).unmoved
+
+    def find(self, tensors: Sequence[Tensor]) -> UncapturedRun | None:
+        """What runs them, if the model's own tensors lie as they did; inputs have been looked at."""
+        return self if self._unmoved(tensors[: self._count]) else None
+
+    def launch(self, tensors: Sequence[Tensor]) -> Sequence[Output]:
+        """Launch them all."""
+        return self._execution(*tensors)

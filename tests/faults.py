@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from autostream.api import OptimizedModule, optimize
-from autostream.build import preparing
 from autostream.execution.cuda_graph import _capturing
+from autostream.preparing import preparing
 from tests.semantics import same
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,17 +18,13 @@ from autostream.build import (
     Scheduled,
     Stale,
     Unsuitable,
-    _Captured,
-    _pooled,
     lowered,
-    preparing,
     program_of,
 )
 from autostream.costs.device import profile_named
 from autostream.errors import CaptureError, TargetError
 from autostream.execution import bound
-from autostream.execution.bound import Frozen, Writes
-from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools
+from autostream.execution.cuda_graph import GraphPools
 from autostream.ir import Decision, Program
 from autostream.options import Options
 from autostream.pipeline import plan
@@ -40,7 +34,6 @@ from autostream.tracing import inductor
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import flatten
-from autostream.tuning import Tuned
 from tests.captures import Captures
 from tests.semantics import Model, force_streams, same
 
@@ -293,93 +286,6 @@ def test_weights_and_bound_inputs_are_used_where_they_are(monkeypatch: pytest.Mo
     assert entry.static_inputs([x, y]) is None
 
 
-# Pools of captured graphs
-
-
-class Pool(GraphPool):
-    """A pool without memory."""
-
-    def __init__(self) -> None:
-        self.failed = False
-
-
-class Graph(CapturedGraph):
-    """A graph that scribbles on what it writes when it is captured again, if that does not fail."""
-
-    def __init__(self, *static: Tensor, written: Sequence[bool], pool: GraphPool) -> None:
-        self.device, self.written, self.pool = torch.device("cpu"), tuple(written), pool
-        self.static, self.bound, self.lent = dict(enumerate(static)), (), frozenset()
-        self.failure: Exception | None = None
-
-    def __del__(self) -> None:
-        pass
-
-    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool) -> CapturedGraph:
-        for tensor, is_written in zip(tensors, self.written, strict=True):
-            if is_written:
-                tensor.copy_(torch.rand_like(tensor))
-        if self.failure is not None:
-            pool.failed = isinstance(self.failure, CaptureError)
-            raise self.failure
-        return Graph(*tensors, written=self.written, pool=pool)
-
-
-def tuned(execution: Any) -> Tuned:
-    """What was tuned, as far as pools are concerned."""
-    nothing: Any = None
-    return Tuned(nothing, nothing, Selection(execution, nothing, ()), ())
-
-
-def test_the_first_graph_brings_the_pool_in_which_the_others_are_captured_again() -> None:
-    first, second = (Graph(t(2), written=[False], pool=Pool()) for _ in range(2))
-    pools = GraphPools()
-    assert _pooled(tuned(first), [t(2)], pools).selection.execution is first
-    found = _pooled(tuned(second), [t(2)], pools).selection.execution
-    assert isinstance(found, Graph)
-    assert found.pool is first.pool
-    assert found.static[0] is second.static[0]
-
-
-def test_capturing_again_puts_everything_back() -> None:
-    """The state is written where it is, by runs that draw."""
-    state, pools, first = t(4), GraphPools(), Graph(written=[], pool=Pool())
-    pools[first.device] = first.pool
-    generator = torch.get_rng_state()
-    _pooled(tuned(Graph(state, written=[True], pool=Pool())), [state], pools)
-    assert torch.equal(state, t(4))
-    assert torch.equal(torch.get_rng_state(), generator)
-
-
-@pytest.mark.parametrize(
-    ("failure", "host"), [(CaptureError("no way\nat all"), 1), (torch.OutOfMemoryError("no way\nat all"), 0)]
-)
-def test_a_graph_that_cannot_join_the_others_stays_where_it_is_and_says_why(failure: Exception, host: int) -> None:
-    """A pool in which a capture has failed takes no other: later ones join this one. What fails before is no reason."""
-    first, second, third = (Graph(t(2), written=[False], pool=Pool()) for _ in range(3))
-    pools = GraphPools()
-    _pooled(tuned(first), [t(2)], pools)
-    second.failure = failure
-    alone = _pooled(tuned(second), [t(2)], pools)
-    assert alone.selection.execution is second
-    (refusal,) = alone.refusals
-    assert refusal.choice == "memory of its own"
-    assert refusal.reason.endswith("Error: no way")
-    joined = _pooled(tuned(third), [t(2)], pools).selection.execution
-    assert isinstance(joined, Graph)
-    assert joined.pool is (first, second)[host].pool
-
-
-def test_a_pool_that_has_failed_since_is_not_tried() -> None:
-    """As by weights that have moved."""
-    first, second = (Graph(t(2), written=[False], pool=Pool()) for _ in range(2))
-    pools = GraphPools()
-    _pooled(tuned(first), [t(2)], pools)
-    first.pool.failed = True
-    alone = _pooled(tuned(second), [t(2)], pools)
-    assert (alone.selection.execution, alone.refusals) == (second, ())
-    assert pools[second.device] is second.pool
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("failure", [CaptureError("no way"), torch.OutOfMemoryError("no memory")])
 def test_where_it_cannot_be_captured_again_it_is_stale(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,12 +317,6 @@ def test_where_it_cannot_be_captured_once_more_the_others_stay(
     assert captures.count == 1
 
 
-def test_what_is_not_captured_needs_no_pool() -> None:
-    pools, given = GraphPools(), tuned(lambda x: (x,))
-    assert _pooled(given, [t(2)], pools) is given
-    assert not pools
-
-
 def signature() -> Any:
     tensors, structure = flatten(((t(3),), {}))
     return signature_of(structure, tensors, b"")
@@ -428,17 +328,6 @@ def test_the_plain_model() -> None:
     same(plain(t(3)), t(3).relu())
     assert (plain.report.model, plain.report.mode) == ("ReLU", "plain")
     assert plain.report.refusals == (Decision("", "plain", "it cannot be scheduled"),)
-
-
-@torch.no_grad()
-def test_one_model_is_prepared_at_a_time() -> None:
-    done = threading.Event()
-    with preparing:
-        thread = threading.Thread(target=lambda: (scheduled(nn.ReLU(), t(3)), done.set()))
-        thread.start()
-        assert not done.wait(0.2)
-    thread.join()
-    assert done.is_set()
 
 
 def test_a_model_that_asks_for_the_grad_mode_gets_that_of_its_call() -> None:
@@ -534,19 +423,6 @@ def test_optimizers_are_watched_only_for_who_freezes(
     monkeypatch.setattr(bound, "_watch_optimizers", lambda: watched.append(True))
     scheduled(nn.Linear(4, 4), t(3, 4), **(freezes if freezing else {}))
     assert watched == [True] * freezing
-
-
-@torch.no_grad()
-def test_a_short_way_sees_that_frozen_weights_have_changed() -> None:
-    weight = torch.ones(2)
-    places: Any = SimpleNamespace(guess=None, find=None)
-    run = _Captured(places, Frozen([0], [weight], Writes([weight])), looks_first=False, repeatable=True)
-    assert run.holds([weight])
-    weight.mul_(2)
-    assert not run.holds([weight])
-
-
-# What runs, to be read
 
 
 class Branches(nn.Module):

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from autostream import dispatch
-from autostream.build import Scheduled, preparing
+from autostream.build import Scheduled
 from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.execution.cuda_graph import GraphPools
 from autostream.options import Options
+from autostream.preparing import preparing
 from autostream.tracing import inductor
 from autostream.tracing.functions import module_of
 from autostream.tuning import Tuned
@@ -394,7 +395,7 @@ def test_all_signatures_and_pieces_of_a_model_share_pools_and_copies_of_it_do_no
         seen.append(pools)
         return tuned
 
-    monkeypatch.setattr("autostream.build._pooled", spy)
+    monkeypatch.setattr("autostream.build.pooled", spy)
 
     def pools_of(dispatch: Dispatcher, *calls: Tensor) -> list[GraphPools]:
         seen.clear()

@@ -232,7 +232,7 @@ def test_a_process_that_is_forked_while_others_prepare_and_call() -> None:
         import os, signal, threading, time
         import torch
         import autostream
-        from autostream.build import preparing
+        from autostream.preparing import preparing
 
         def refuse(*args):
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")

@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.dispatch import Dispatcher
-from autostream.shortcut import Changed, Shortcut
+from autostream.execution.bound import Frozen, Writes
+from autostream.shortcut import CapturedRun, Changed, Shortcut
 from autostream.tracing.state import LiveState, ModelWatch
 from autostream.tracing.tree import TENSOR, Structure
 
@@ -571,3 +573,13 @@ def test_a_key_that_is_no_constant_goes_the_long_way(ways: Ways) -> None:
     ours: list[Tensor] = []
     assert ways.took(lambda: ours.append(fast({frozenset([1]): X}))) == "long"
     torch.testing.assert_close(ours[0], X * 2)
+
+
+@torch.no_grad()
+def test_a_short_way_sees_that_frozen_weights_have_changed() -> None:
+    weight = torch.ones(2)
+    places: Any = SimpleNamespace(guess=None, find=None)
+    run = CapturedRun(places, Frozen([0], [weight], Writes([weight])), looks_first=False, repeatable=True)
+    assert run.holds([weight])
+    weight.mul_(2)
+    assert not run.holds([weight])
