@@ -51,7 +51,9 @@ def contest_of(row: Row, device: str) -> Callable[[], Contest]:
 def _contest(row: Row, device: str) -> Contest:
     place, dtype = torch.device(device), getattr(torch, row.dtype)
     if row.optimizer:
-        return Training(partial(zoo.prepare_training, zoo.TRAINING[row.workload], row.optimizer, place), dtype)
+        return Training(
+            partial(zoo.prepare_training, zoo.TRAINING[row.workload], row.batch, row.optimizer, place), dtype
+        )
     contest = Inference(zoo.prepare({**zoo.INFERENCE, **zoo.PARALLEL}[row.workload], row.batch, place, dtype))
     contest.require_checkable()
     return contest
@@ -76,8 +78,9 @@ SUITES: Mapping[str, Suite] = {
     "training": Suite(
         "cuda",
         tuple(
-            Row(workload.name, workload.batch, "bfloat16", optimizer)
+            Row(workload.name, batch, "bfloat16", optimizer)
             for workload in zoo.TRAINING.values()
+            for batch in workload.batches
             for optimizer in zoo.OPTIMIZERS
         ),
         ("eager", "cuda_graph", *_COMPILED, "autostream", ONE_STREAM),

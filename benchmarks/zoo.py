@@ -65,14 +65,14 @@ class TrainingWorkload:
         model: makes the model, in float32 and on the CPU.
         data: makes random inputs and targets for a batch size.
         loss: of a model and these, ``loss(model, *data)``: a float32 scalar.
-        batch: the batch size.
+        batches: the batch sizes it is measured with.
     """
 
     name: str
     model: Callable[[], nn.Module]
     data: Callable[[int], Tensors]
     loss: Callable[..., Tensor]
-    batch: int = 4
+    batches: tuple[int, ...] = (4,)
 
 
 def prepare(workload: Workload, batch: int, device: torch.device, dtype: torch.dtype) -> Subject:
@@ -92,7 +92,7 @@ def prepare(workload: Workload, batch: int, device: torch.device, dtype: torch.d
 
 
 def prepare_training(
-    workload: TrainingWorkload, optimizer: str, device: torch.device, dtype: torch.dtype
+    workload: TrainingWorkload, batch: int, optimizer: str, device: torch.device, dtype: torch.dtype
 ) -> TrainingSubject:
     """Make what a training step takes, as :func:`prepare` does; ``optimizer`` is a key of :data:`OPTIMIZERS`.
 
@@ -103,7 +103,7 @@ def prepare_training(
     """
     with _seeded():
         model = workload.model().train()
-        data = _moved(workload.data(workload.batch), device, dtype)
+        data = _moved(workload.data(batch), device, dtype)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -330,12 +330,12 @@ PARALLEL: Mapping[str, Workload] = {
 TRAINING: Mapping[str, TrainingWorkload] = {
     workload.name: workload
     for workload in (
-        TrainingWorkload("train_mlp12", lambda: nets.mlp(*[1024] * 13), _pairs(1024), _difference, batch=64),
+        TrainingWorkload("train_mlp12", lambda: nets.mlp(*[1024] * 13), _pairs(1024), _difference, (64,)),
         TrainingWorkload("train_encoder6", _encoder, _pairs(128, 512), _difference),
-        TrainingWorkload("train_bert_base", _bert_for_words, _words_twice, _word_entropy),
+        TrainingWorkload("train_bert_base", _bert_for_words, _words_twice, _word_entropy, (4, 32)),
         TrainingWorkload("train_resnet50", lambda: zoo.build("resnet50")[0], _classified_images, _class_entropy),
         TrainingWorkload("train_googlenet", lambda: zoo.build("googlenet")[0], _classified_images, _class_entropy),
-        TrainingWorkload("train_dlrm", _dlrm, _clicks, _click_entropy, batch=64),
+        TrainingWorkload("train_dlrm", _dlrm, _clicks, _click_entropy, (64,)),
     )
 }
 """Training workloads by name."""

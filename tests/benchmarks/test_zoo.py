@@ -127,7 +127,7 @@ def test_a_workload_takes_any_batch_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_training_workload_passes_its_own_checks_and_its_loss_is_no_matter_of_chance(name: str) -> None:
-    subject = prepare_training(TRAINING[name], "sgd", CPU, torch.float32)
+    subject = prepare_training(TRAINING[name], TRAINING[name].batches[0], "sgd", CPU, torch.float32)
     assert subject.model.training
     losses = [subject.loss(subject.model, *subject.data) for _ in range(2)]
     assert losses[0].dtype == torch.float32
@@ -137,7 +137,7 @@ def test_a_training_workload_passes_its_own_checks_and_its_loss_is_no_matter_of_
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_lowers_the_loss(optimizer: str) -> None:
-    subject = prepare_training(TRAINING["train_mlp12"], optimizer, CPU, torch.float32)
+    subject = prepare_training(TRAINING["train_mlp12"], 64, optimizer, CPU, torch.float32)
     losses = []
     for _ in range(3):
         loss = subject.loss(subject.model, *subject.data)
@@ -151,7 +151,10 @@ def test_an_optimizer_lowers_the_loss(optimizer: str) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: prepare(READER, 5, CPU, torch.float32), lambda: prepare_training(TRAIN_READER, "sgd", CPU, torch.float32)],
+    [
+        lambda: prepare(READER, 5, CPU, torch.float32),
+        lambda: prepare_training(TRAIN_READER, 4, "sgd", CPU, torch.float32),
+    ],
 )
 def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays(
     make: Callable[[], Subject | TrainingSubject],
@@ -175,7 +178,7 @@ def test_floating_point_is_cast_and_integers_are_not(dtype: torch.dtype) -> None
     subject = prepare(READER, 2, CPU, dtype)
     assert [arg.dtype for arg in (*subject.args, *subject.others)] == [torch.int64, dtype] * 2
     assert {parameter.dtype for parameter in subject.model.parameters()} == {dtype}
-    training = prepare_training(TRAIN_READER, "sgd", CPU, dtype)
+    training = prepare_training(TRAIN_READER, 4, "sgd", CPU, dtype)
     assert [x.dtype for x in training.data] == [torch.int64, dtype, dtype]
     assert {parameter.dtype for parameter in training.model.parameters()} == {dtype}
 
@@ -210,4 +213,4 @@ def test_losses_that_teach_nothing_are_refused(function: Callable[[Tensor, Tenso
         "broken", lambda: Function(function), two_numbers, lambda model, x: model(x).square().sum() + model(x).sum()
     )
     with pytest.raises(ValueError, match=f"^broken in torch.float32: {message}"):
-        prepare_training(workload, "sgd", CPU, torch.float32)
+        prepare_training(workload, 4, "sgd", CPU, torch.float32)
