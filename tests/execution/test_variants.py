@@ -18,7 +18,7 @@ from autostream.errors import CaptureError
 from autostream.execution import places
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.slots import Slots, SlotTable
-from autostream.execution.variants import Variants
+from autostream.execution.variants import MOST, OFTEN, Variants
 from tests.captures import Captures
 from tests.replays import CPU
 
@@ -281,3 +281,132 @@ def test_calls_that_record_gradients_have_their_batches_copied(captures: Capture
         twin(x(number)).sum().backward()
         torch.testing.assert_close(model.linear.weight.grad, twin.linear.weight.grad)
     assert captures.count == 2, "forward and backward"
+
+
+# Inputs that come where others have come before
+
+
+class Recaptured:
+    """Variants of a graph, w · a + b, that may read inputs where they are; and what was captured for that."""
+
+    def __init__(self, **options: Any) -> None:
+        self.weight = torch.full((4,), 2.0)
+        given = [self.weight, x(0), x(0)]
+        bound, written = [True, False, False], [False] * 3
+        self.graph = CapturedGraph(lambda w, a, b: (w * a + b,), given, bound, written, CPU, draws=False)
+        self.count = 0
+        self.reasons: list[str] = []
+        self.failure: Exception | None = None
+        options = {"may_stay": True, **options}
+        self.variants = Variants(self.graph, [1, 2], SlotTable(), self._captured, self.reasons.append, **options)
+
+    def _captured(self, read: Any, arguments: Any, staying: Any) -> CapturedGraph:
+        self.count += 1
+        if self.failure is not None:
+            raise self.failure
+        return self.graph.recaptured(read, self.graph.pool, staying)
+
+    def check(self, a: Tensor, b: Tensor) -> bool:
+        """Call twice with these inputs; return whether they were read where they are."""
+        (total,) = self.variants.launch([self.weight, a, b])
+        torch.testing.assert_close(total, expected := self.weight * a + b)
+        for static in self.graph.static.values():
+            static.fill_(torch.nan)
+        self.variants.launch([self.weight, a.add_(1), b])
+        torch.testing.assert_close(total, expected, msg="what was returned is the caller's")
+        return all(bool(static.isnan().all()) for static in self.graph.static.values())
+
+
+@torch.no_grad()
+def test_inputs_that_come_often_where_they_have_been_are_read_there(captures: Captures) -> None:
+    """And wherever else others come, they are copied."""
+    recaptured, a, b = Recaptured(), x(1), x(2)
+    for _ in range(OFTEN // 2 - 1):
+        assert not recaptured.check(a, b)
+    assert recaptured.count == 0
+    recaptured.check(a, b)
+    assert recaptured.count == 1
+    for _ in range(3):
+        assert recaptured.check(a, b)
+        assert not recaptured.check(x(3), b)
+        a.mul_(0.5)
+    assert recaptured.count == 1
+
+
+@torch.no_grad()
+def test_inputs_that_are_read_where_they_are_are_bound_as_weights_are(captures: Captures) -> None:
+    """So the graph holds none of them."""
+    recaptured, a, b = Recaptured(), x(1), x(2)
+    for _ in range(OFTEN):
+        recaptured.check(a, b)
+    graph = recaptured.variants.reading([recaptured.weight, a, b])
+    assert (graph.bound, graph.static) == ((0, 1, 2), {})
+
+
+@torch.no_grad()
+def test_there_are_only_so_many_graphs_for_inputs_where_they_are(captures: Captures) -> None:
+    recaptured, pairs = Recaptured(), [(x(n), x(n + 1)) for n in range(MOST + 1)]
+    for _ in range(OFTEN):
+        for a, b in pairs:
+            recaptured.check(a, b)
+    assert recaptured.count == MOST
+    assert [recaptured.check(a, b) for a, b in pairs] == [True] * MOST + [False]
+
+
+@torch.no_grad()
+def test_what_is_written_to_the_graphs_own_inputs_needs_no_other_graph(captures: Captures) -> None:
+    recaptured = Recaptured()
+    for _ in range(2 * OFTEN):
+        recaptured.variants.launch([recaptured.weight, *recaptured.graph.static.values()])
+    assert recaptured.count == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("why", ["may not stay", "not aligned", "lent", "weights elsewhere"])
+def test_inputs_are_copied_where_reading_them_there_would_be_wrong_or_of_no_use(why: str, captures: Captures) -> None:
+    recaptured = Recaptured(may_stay=why != "may not stay")
+    a, b = x(1, size=4).flatten()[1 if why == "not aligned" else 0 :][:12].view(3, 4), x(2)
+    if why == "lent":
+        recaptured.graph.lend(frozenset({0}))
+        assert recaptured.graph.lent
+    weight = recaptured.weight.clone() if why == "weights elsewhere" else recaptured.weight
+    for _ in range(2 * OFTEN):
+        recaptured.variants.launch([weight, a, b])
+    assert recaptured.count == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("failure", [CaptureError("no"), torch.OutOfMemoryError("no")])
+def test_where_inputs_cannot_be_read_where_they_are_they_are_copied(failure: Exception, captures: Captures) -> None:
+    recaptured, a, b = Recaptured(), x(1), x(2)
+    recaptured.failure = failure
+    for _ in range(2 * OFTEN):
+        assert not recaptured.check(a, b)
+    assert recaptured.count == 1
+    assert [reason.startswith("captured for the memory that batches come in") for reason in recaptured.reasons] == [
+        True
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
+@torch.no_grad()
+def test_on_a_gpu_inputs_are_read_where_they_come_often() -> None:
+    """Filled anew for each call; the graph keeps none of their memory, and others are copied as ever."""
+    model = Net().eval().cuda()
+    args = [torch.randn(2**16, 4, device="cuda") for _ in range(2)]
+    fast = autostream.optimize(model, tuple(args), cuda_graph=True)
+    static, _ = fast.static_inputs(*args)
+    for _ in range(2 * OFTEN):
+        for arg in args:
+            arg.normal_()
+        torch.testing.assert_close(fast(*args), model(*args))
+    for tensor in static:
+        tensor.fill_(torch.nan)
+    assert not fast(*args).isnan().any()
+    assert all(tensor.isnan().all() for tensor in static), "nothing was copied there"
+    others = [torch.randn_like(arg) for arg in args]
+    torch.testing.assert_close(fast(*others), model(*others))
+    size, before = args[0].nbytes, torch.cuda.memory_allocated()
+    args.clear()
+    assert torch.cuda.memory_allocated() <= before - 2 * size
