@@ -80,6 +80,18 @@ class Wrapper(WrapperFxCodegen):
         module = converter.generate()
         return FileBackedGraphModule(module, self.compile_graph(module)), None
 
+    def can_reuse(self, input_buffer: Any, output_buffer: Any = None) -> bool:
+        """Whether a kernel may write its result where an argument lies: only if nobody else ever reads that.
+
+        Inductor is content if nobody does afterwards, in its order. But then who reads it before comes before the
+        kernel in any order, and branches that are independent are so no longer.
+        """
+        if output_buffer is None:  # it is asked whether the memory may be given back
+            return bool(super().can_reuse(input_buffer))  # type: ignore[no-untyped-call]
+        readers = {user.get_name() for user in input_buffer.users or ()}
+        alone = len(readers) == 1 and readers <= set(output_buffer.get_operation_names())
+        return alone and bool(super().can_reuse(input_buffer, output_buffer))  # type: ignore[no-untyped-call]
+
     def make_zero_buffer(self, name: str) -> WrapperLine:
         """A line of ours in the place of one of Python."""
         return _Cleared(name)
