@@ -4,7 +4,7 @@
 
 Inductor can emit its fused program as an fx graph (``config.fx_wrapper``), here one of calls of our own
 (``kernel_graph.py``). Its reuse of memory is off, for it chains branches that are independent otherwise: what is
-reused is for the schedule to say. But a kernel may write where the one lies whose only reader it is.
+reused is for the schedule to say. But a kernel may write where a large buffer lies whose only reader it is.
 
 Where freezing is asked for, weights become constants, and what depends on constants alone is computed now. Whoever
 runs the program has to look whether these weights are still what they were (:attr:`autostream.ir.Program.frozen`).

@@ -26,7 +26,7 @@ def test_a_batch_that_the_model_copies_changes_what_it_computes() -> None:
         (there, host), (other, same) = model(x, batch), model(x, batch + 1)
     assert not torch.equal(there, other)
     assert torch.equal(host, same)
-    assert there.shape == host.shape == (8, WIDTH)
+    assert there.shape == host.shape == (32, WIDTH)
 
 
 def test_the_table_says_what_is_captured() -> None:

@@ -23,6 +23,7 @@ from torch._inductor.virtualized import V
 from autostream.kernels import Kernel
 from autostream.tracing import kernel_graph
 from autostream.tracing.kernel_graph import (
+    LARGE_BYTES,
     Converter,
     Definition,
     Wrapper,
@@ -303,9 +304,10 @@ def test_an_operator_that_returns_nothing_has_no_sizes_that_only_it_tells(
     assert left == [some]
 
 
-def read_by(*readers: str) -> Any:
-    """A buffer of Inductor's, and who reads it."""
-    return SimpleNamespace(users=[SimpleNamespace(get_name=lambda name=name: name) for name in readers])
+def read_by(*readers: str, rows: int = LARGE_BYTES // 512) -> Any:
+    """A buffer of Inductor's, 512 bytes a row, and who reads it."""
+    node = SimpleNamespace(get_size=lambda: [sympy.Integer(rows), 256], get_dtype=lambda: torch.float16)
+    return SimpleNamespace(users=[SimpleNamespace(get_name=lambda name=name: name) for name in readers], node=node)
 
 
 def kernel_of(*nodes: str) -> Any:
@@ -317,6 +319,7 @@ def kernel_of(*nodes: str) -> Any:
     [
         (read_by("a"), kernel_of("a"), True),
         (read_by("a", "a"), kernel_of("a"), True),
+        (read_by("a", rows=LARGE_BYTES // 512 - 1), kernel_of("a"), False),
         (read_by("a"), kernel_of("a", "b"), True),
         (read_by("a", "b"), kernel_of("b"), False),
         (read_by("a", "b"), kernel_of("a", "b"), False),
@@ -326,10 +329,12 @@ def kernel_of(*nodes: str) -> Any:
     ],
 )
 @pytest.mark.parametrize("inductor", [True, False])
-def test_a_kernel_writes_where_the_one_lies_whose_only_reader_it_is(
+def test_a_kernel_writes_where_the_large_one_lies_whose_only_reader_it_is(
     buffer: Any, kernel: Any, may: bool, inductor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads it before would have to come before the kernel, in any order; and Inductor may say no."""
+    """Whoever reads it before would have to come before the kernel, in any order; small ones save little; and Inductor
+    may say no.
+    """
     monkeypatch.setattr(PythonWrapperCodegen, "can_reuse", lambda *_: inductor)
     assert Wrapper.can_reuse(object.__new__(Wrapper), buffer, kernel) == (may and inductor)
 
