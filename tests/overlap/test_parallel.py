@@ -150,6 +150,8 @@ def test_autocast_is_that_of_the_call() -> None:
     [
         (lambda: Parallel(), "at least one module"),
         (lambda: Parallel(nn.ReLU(), 3), "modules, not 3"),  # type: ignore[arg-type]
+        (lambda: Parallel([nn.ReLU()]), r"modules, not \[ReLU\(\)\] of them: write Parallel\(\*modules\)"),  # type: ignore[arg-type]
+        (lambda: Parallel(nn.ModuleList([nn.ReLU()])), r"a ModuleList of them: write Parallel\(\*modules\)"),
         (lambda: Parallel(nn.ReLU(), nn.ReLU())((X,)), "2 modules and is given a tuple of 1 inputs"),
     ],
 )
@@ -158,7 +160,7 @@ def test_mistakes_are_told(make: Callable[[], object], message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("options", [{"streams": 0}, {"streams": "all"}, {"reduce": "sum"}])
+@pytest.mark.parametrize("options", [{"streams": 0}, {"streams": "all"}, {"reduce": "sum"}, {"reduce": sum}])
 def test_options_that_are_not_allowed_are_told(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="is not allowed"):
         Parallel(nn.ReLU(), **options)
