@@ -443,7 +443,9 @@ class _Places:
         self.names = tuple(tuple(names[id(each)] for each in group["params"]) for group in optimizer.param_groups)
         self._sizes = list(map(len, self.names))
         paths = [name.rpartition(".") for name in chain.from_iterable(self.names)]
-        self._dicts: list[dict[str, Any]] = [step.get_submodule(path)._parameters for path, _, _ in paths]
+        holders = [step.get_submodule(path)._parameters for path, _, _ in paths]
+        # TorchScript modules have something else there, which never changes.
+        self._dicts = [holder if isinstance(holder, dict) else dict(holder.items()) for holder in holders]
         self._keys = [key for _, _, key in paths]
         modules = list(step.modules())
         # Names lead to other parameters as soon as a submodule takes the place of another.
