@@ -351,7 +351,7 @@ class TrainingStep(Backward):
         try:
             _, groups = flatten(groups_of(self.optimizer, self._inputs))
         except TraceError as error:
-            return replace(setting, refusal=str(error))
+            return replace(setting, refusal=f"a hyperparameter of {type(self.optimizer).__name__}: {error}")
         return replace(setting, refusal=refusal, groups=groups)
 
     def _changed(self) -> set[str]:
