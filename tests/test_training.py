@@ -920,6 +920,17 @@ def test_data_in_parallel_runs_as_it_is() -> None:
     os._exit(0)
 
 
+def test_what_comes_beside_an_object_that_no_graph_returns_is_detached() -> None:
+    model, optimizer = small()
+    note = object()
+    step = train_step(model, optimizer, lambda model, x, y: (mse(model, x, y), note, [model(x)]), policy="sequential")
+    for _ in range(2):
+        loss, found, (outputs,) = step(*ROWS[0])
+        assert (loss.requires_grad, outputs.requires_grad, found is note) == (False, False, True)
+    assert modes(step) == ["forward and backward"]
+    assert "builtins.object is neither a tensor" in reasons(step)
+
+
 def test_strict_says_why_not() -> None:
     model = Branching()
     step = train_step(model, SGD(model.parameters(), lr=0.1), mse, strict=True)

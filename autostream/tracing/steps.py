@@ -43,7 +43,7 @@ from autostream.tracing.optimizers import (
     values,
 )
 from autostream.tracing.state import Entries, name_of
-from autostream.tracing.tree import Constant, Structure, flatten, unflatten
+from autostream.tracing.tree import Constant, Structure, flatten, map_tensors, unflatten
 
 Batch = tuple[Any, ...]
 Found = TypeVar("Found")
@@ -596,7 +596,6 @@ def _parts(batch: Batch, count: int) -> list[Batch]:
 
 def _detached(result: Any) -> Any:
     try:
-        tensors, structure = flatten(result)
-    except TraceError:  # it stays as it is
+        return map_tensors(Tensor.detach, result)
+    except TraceError:  # it contains itself, and stays as it is
         return result
-    return unflatten(structure, [tensor.detach() for tensor in tensors])
