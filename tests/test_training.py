@@ -657,7 +657,8 @@ def pickled(step: TrainStep) -> TrainStep:
 def test_a_copy_goes_on_by_itself(copied: Callable[[TrainStep], TrainStep], optimizer: Make) -> None:
     """With schedules and slots of its own, and the reason why its optimizer is in no graph."""
     model = normed().double()
-    step = train_step(model, optimizer(model.parameters(), lr=0.01), mse, average=copy.deepcopy(model))
+    own = optimizer(model.parameters(), lr=0.01)
+    step = train_step(model, own, mse, average=copy.deepcopy(model), policy="sequential")
     step(*ROWS[0])
     twin = copied(step)
     losses = []
