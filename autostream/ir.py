@@ -476,7 +476,8 @@ class Candidate:
         schedule: the plan.
         captured: whether it runs as a CUDA graph.
         predicted_us: makespan by the simulator, µs.
-        measured_us: median time of one run on the device, µs, or ``None`` where nothing was measured.
+        measured_us: median time of one run on the device, µs, or ``None`` where nothing was measured. Candidates of one
+            program are told at one pace of the device: that of the last rounds in which the best one was measured.
         refusal: why it was not measured or cannot run, or ``""``.
         limit: what it came up against, where that can be raised.
         memory_bytes: what it allocates at most, by its plan; libraries' workspaces come on top.

@@ -154,7 +154,7 @@ class _Contest:
             no_room = any(isinstance(cause, torch.OutOfMemoryError) for cause in (error, error.__cause__))
             self.refuse(place, first_line(error), Limit.DEVICE if no_room else None)
             return
-        self._measured(self.best, times[0])
+        self._set_pace(times[0])
         self._measured(place, times[1])
         ratio = times[1] / times[0]
         cheaper = _price(candidate) < _price(best)
@@ -170,7 +170,7 @@ class _Contest:
         ratio = times[1] / times[0]
         if ratio >= 1 - _GAIN:
             return False
-        self._measured(self.best, times[0])
+        self._set_pace(times[0])
         self.best, self.execution, self.behind = len(self.considered), rival, max(1.0, self.behind * ratio)
         self.considered.append(replace(variant, measured_us=times[1]))
         return True
@@ -184,8 +184,8 @@ class _Contest:
             times = interleaved([self.timer(sequential), self.timer(self.execution)])
         except (CaptureError, torch.OutOfMemoryError):
             return  # what was measured so far has to do
+        self._set_pace(times[1])
         self._measured(0, times[0])
-        self._measured(self.best, times[1])
         if times[1] >= times[0] * (1 - MARGIN):
             self.best, self.execution = 0, sequential
 
@@ -193,6 +193,14 @@ class _Contest:
         """A new execution, and what the best one and it took side by side, µs."""
         rival = self.make(candidate)
         return rival, interleaved([self.timer(self.execution), self.timer(rival)], hopeless)
+
+    def _set_pace(self, best_us: float) -> None:
+        """The best one takes so long now: what met it before, at another pace of the device, is told at this one."""
+        before = self.considered[self.best].measured_us
+        for place, candidate in enumerate(self.considered):
+            if before and candidate.measured_us is not None:
+                self._measured(place, candidate.measured_us / before * best_us)
+        self._measured(self.best, best_us)
 
     def _measured(self, place: int, time_us: float) -> None:
         self.considered[place] = replace(self.considered[place], measured_us=time_us)

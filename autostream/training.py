@@ -201,6 +201,7 @@ class TrainStep:
 
     def __init__(self, steps: Sequence[Backward], reason: str) -> None:
         self._step = steps[0]
+        self._reason = reason
         self.slots = SlotTable()
         self._ways = tuple(_Way(step, self.slots) for step in steps)
         self._apart = (Decision("", _APART, reason),) if reason else ()
@@ -291,3 +292,7 @@ class TrainStep:
     def __repr__(self) -> str:
         """What it is made of."""
         return f"{type(self).__name__}({self._step.model!r}, {self._step.optimizer!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the model, the optimizer and the options; schedules are made anew."""
+        return TrainStep, ([way.step for way in self._ways], self._reason)

@@ -276,6 +276,15 @@ def test_what_is_saved_is_not_copied_where_each_call_goes_back_before_the_next(m
     assert len(memory) == 1
 
 
+def test_a_backward_has_one_schedule_however_gradients_come() -> None:
+    fast = autostream.optimize(Net().double(), policy="sequential")
+    ones = torch.ones(5, 4, dtype=torch.float64)
+    for gradient in (ones, ones[:1].expand(5, 4), ones.t().contiguous().t(), ones.to_sparse()):
+        fast(t(5, 4)).backward(gradient)
+    (report,) = fast.reports
+    assert [part.half for part in report.parts] == ["forward", "backward"]
+
+
 def test_a_scaler_and_autocast_are_around_it() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     twin = copy.deepcopy(model)
@@ -543,6 +552,17 @@ def penalized(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: i
 def test_gradients_of_gradients_are_those_of_the_model_itself(make: Callable[[], nn.Module]) -> None:
     """It draws the same numbers once more, and what it writes once more are copies of its state."""
     assert modes(assert_trains_alike(make, penalized, policy="sequential")) == {"forward and backward"}
+
+
+def test_a_graph_that_is_kept_has_gradients_of_gradients_afterwards() -> None:
+    def kept(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        loss = fast(t(5, 4, seed=number)).square().sum()
+        loss.backward(retain_graph=True)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
+        return list(gradients)
+
+    assert modes(assert_trains_alike(Checkpointed, kept, policy="sequential")) == {"forward and backward"}
 
 
 def test_gradients_of_gradients_are_refused_where_weights_have_changed() -> None:

@@ -292,6 +292,22 @@ def test_each_mode_is_tried_by_itself() -> None:
     assert shapes(dispatch) == ["3", "4"]
 
 
+CENTRED = False
+
+
+def centred(model: nn.Module, x: Tensor) -> Tensor:
+    return x - x.mean(0) if CENTRED else x + 1
+
+
+@torch.no_grad()
+def test_so_is_each_value_of_what_it_reads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch, x = over(centred), torch.arange(3.0)
+    for value in (False, True):
+        monkeypatch.setitem(globals(), "CENTRED", value)
+        same(dispatch(x), centred(dispatch.model, x))
+    assert shapes(dispatch) == ["3", "4"]
+
+
 @torch.no_grad()
 def test_what_is_longer_than_all_buckets_runs_at_its_own_shape() -> None:
     dispatch = over(lambda s, x: x + 1)

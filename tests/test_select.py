@@ -176,6 +176,21 @@ def test_every_candidate_says_what_it_took_in_the_order_given(monkeypatch: pytes
     assert [candidate.schedule.streams for candidate in result.candidates] == [1, 8, 2]
 
 
+def test_times_of_candidates_are_told_at_one_pace_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It slows down with each one that is built: the second meets the first at half the pace, the third at a third."""
+    workshop = Workshop(monkeypatch, [100.0, 120.0, 130.0], [1, 2, 3])
+    monkeypatch.setattr(selection, "_timer", lambda execution, *_: lambda: execution.time_us * workshop.clock)
+    assert [candidate.measured_us for candidate in workshop.select().candidates] == [300.0, 360.0, 390.0]
+
+
+def test_so_they_are_where_the_best_one_meets_the_sequential_one_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third, which lost to the second, was faster than the sequential one is now."""
+    workshop = Workshop(monkeypatch, [100.0, 50.0, 75.0, 40.0], [1, 2, 3, 2])
+    monkeypatch.setattr(selection, "_timer", lambda execution, *_: lambda: execution.time_us * workshop.clock)
+    result = workshop.select(variants=[3])
+    assert [candidate.measured_us for candidate in result.candidates] == [500.0, 250.0, 375.0, 200.0]
+
+
 NO_MEMORY = torch.OutOfMemoryError("no\nway")
 NO_MEMORY_TO_CAPTURE = CaptureError("no\nway")
 NO_MEMORY_TO_CAPTURE.__cause__ = NO_MEMORY

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -647,6 +648,30 @@ def test_a_state_dict_taken_between_steps_continues_elsewhere() -> None:
         close(dict(model.state_dict()), dict(other.state_dict()))
 
 
+def pickled(step: TrainStep) -> TrainStep:
+    return pickle.loads(pickle.dumps(step))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.Adamax], ids=["whole", "in two parts"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_goes_on_by_itself(copied: Callable[[TrainStep], TrainStep], optimizer: Make) -> None:
+    """With schedules and slots of its own, and the reason why its optimizer is in no graph."""
+    model = normed().double()
+    own = optimizer(model.parameters(), lr=0.01)
+    step = train_step(model, own, mse, average=copy.deepcopy(model), policy="sequential")
+    step(*ROWS[0])
+    twin = copied(step)
+    losses = []
+    for each in (step, twin):
+        torch.manual_seed(0)
+        losses.append([each(*ROWS[0]) for _ in range(3)])
+    close(*losses)
+    assert modes(twin) == modes(step) == ["one stream"]
+    assert reasons(twin) == reasons(step)
+    assert twin.slots is not step.slots
+    assert all(way._autostream.slots is twin.slots for way in twin._ways)
+
+
 # What runs as it is
 
 
@@ -739,6 +764,19 @@ def test_what_no_graph_would_do_runs_as_it_is_and_the_report_says_why(reason: st
     step = assert_trains_alike(PLAIN[reason], policy="sequential")
     assert modes(step)[-1] == "plain"
     assert reason in reasons(step)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: nn.Sequential(torch.jit.script(model), nn.Tanh())])
+def test_torchscript_trains_as_it_is(make: Callable[[nn.Module], nn.Module]) -> None:
+    model = mlp().double()
+    ours, theirs = make(copy.deepcopy(model)), make(model)
+    step = train_step(ours, SGD(ours.parameters(), lr=0.1), mse, policy="sequential")
+    optimizer = SGD(theirs.parameters(), lr=0.1)
+    for _ in range(3):
+        close(step(*ROWS[0]), eager(theirs, optimizer, mse, ROWS[0]))
+    assert modes(step) == ["plain"]
+    assert "TorchScript cannot be traced" in reasons(step)
 
 
 EAGER = {
@@ -881,6 +919,17 @@ def test_data_in_parallel_runs_as_it_is() -> None:
     assert "averages gradients by hooks" in reasons(step)
     assert modes(step) == ["plain"]
     os._exit(0)
+
+
+def test_what_comes_beside_an_object_that_no_graph_returns_is_detached() -> None:
+    model, optimizer = small()
+    note = object()
+    step = train_step(model, optimizer, lambda model, x, y: (mse(model, x, y), note, [model(x)]), policy="sequential")
+    for _ in range(2):
+        loss, found, (outputs,) = step(*ROWS[0])
+        assert (loss.requires_grad, outputs.requires_grad, found is note) == (False, False, True)
+    assert modes(step) == ["forward and backward"]
+    assert "builtins.object is neither a tensor" in reasons(step)
 
 
 def test_strict_says_why_not() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autostream.errors import OptionError, TargetError, TraceError
+from autostream.errors import OptionError, TargetError, TraceError, shown
 from autostream.execution.runs import StreamRun
 from autostream.options import Options, disabled
 from autostream.overlap.children import Arguments, shared_buffers, side_by_side
@@ -66,13 +66,17 @@ class Parallel(nn.Module):
         reduce: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
-        odd = next((module for module in modules if not isinstance(module, nn.Module)), None)
-        if odd is not None or not modules:
-            raise TargetError(
-                f"Parallel takes modules, not {odd!r}" if modules else "Parallel takes at least one module"
-            )
+        if not modules:
+            raise TargetError("Parallel takes at least one module")
+        for module in modules:
+            if isinstance(module, (list, tuple, nn.ModuleList)):
+                raise TargetError(f"Parallel takes modules, not {shown(module)} of them: write Parallel(*modules)")
+            if not isinstance(module, nn.Module):
+                raise TargetError(f"Parallel takes modules, not {shown(module)}: make it an nn.Module")
         if reduce is not None and not callable(reduce):
             raise OptionError(f"reduce={reduce!r} is not allowed: use None or a function of {len(modules)} results")
+        if reduce is sum:  # of two results it would add up the rows of the first, and say nothing
+            raise OptionError("reduce=sum is not allowed: it takes one list; use lambda *results: sum(results)")
         self.branches = nn.ModuleList(modules)
         self.streams = Options(streams=streams).streams
         self.reduce = reduce

@@ -43,7 +43,7 @@ from autostream.tracing.optimizers import (
     values,
 )
 from autostream.tracing.state import Entries, name_of
-from autostream.tracing.tree import Constant, Structure, flatten, unflatten
+from autostream.tracing.tree import Constant, Structure, flatten, map_tensors, unflatten
 
 Batch = tuple[Any, ...]
 Found = TypeVar("Found")
@@ -351,7 +351,7 @@ class TrainingStep(Backward):
         try:
             _, groups = flatten(groups_of(self.optimizer, self._inputs))
         except TraceError as error:
-            return replace(setting, refusal=str(error))
+            return replace(setting, refusal=f"a hyperparameter of {type(self.optimizer).__name__}: {error}")
         return replace(setting, refusal=refusal, groups=groups)
 
     def _changed(self) -> set[str]:
@@ -443,7 +443,9 @@ class _Places:
         self.names = tuple(tuple(names[id(each)] for each in group["params"]) for group in optimizer.param_groups)
         self._sizes = list(map(len, self.names))
         paths = [name.rpartition(".") for name in chain.from_iterable(self.names)]
-        self._dicts: list[dict[str, Any]] = [step.get_submodule(path)._parameters for path, _, _ in paths]
+        holders = [step.get_submodule(path)._parameters for path, _, _ in paths]
+        # TorchScript modules have something else there, which never changes.
+        self._dicts = [holder if isinstance(holder, dict) else dict(holder.items()) for holder in holders]
         self._keys = [key for _, _, key in paths]
         modules = list(step.modules())
         # Names lead to other parameters as soon as a submodule takes the place of another.
@@ -594,7 +596,6 @@ def _parts(batch: Batch, count: int) -> list[Batch]:
 
 def _detached(result: Any) -> Any:
     try:
-        tensors, structure = flatten(result)
-    except TraceError:  # it stays as it is
+        return map_tensors(Tensor.detach, result)
+    except TraceError:  # it contains itself, and stays as it is
         return result
-    return unflatten(structure, [tensor.detach() for tensor in tensors])

@@ -167,6 +167,18 @@ def test_a_step_whose_loss_is_no_graph_has_those_of_its_model() -> None:
     assert [part.mode for part in report.parts] == ["cuda graph"] * 2
 
 
+def test_a_copy_of_a_captured_step_is_captured_by_itself() -> None:
+    ours, _, batches = twins("mlp", OPTIMIZERS["adamw"])
+    step = autostream.train_step(*ours, mse, kernels="eager")
+    for batch in batches:  # the first step makes the optimizer's state
+        step(*batch)
+    twin = copy.deepcopy(step)
+    losses = [[each(*batches[0]) for _ in range(3)] for each in (step, twin)]
+    torch.testing.assert_close(*losses, rtol=5e-3, atol=1e-5)
+    for each in (step, twin):
+        captured(each, "eager")
+
+
 @pytest.mark.parametrize("kernels", ["eager", "inductor"])
 @pytest.mark.parametrize("optimizer", CYCLED)
 def test_one_captured_step_takes_the_momentum_of_each_turn(optimizer: str, kernels: str) -> None:

@@ -65,6 +65,15 @@ def test_keywords_go_to_all() -> None:
     torch.testing.assert_close(compiled(input=X), Parallel(*linears())(X))
 
 
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, *, by: int) -> Tensor:
+        return x * by
+
+
+def test_so_they_do_where_inputs_are_dealt() -> None:
+    torch.testing.assert_close(Parallel(Scaled(), Scaled())((X, Y), by=3), (X * 3, Y * 3))
+
+
 def test_it_follows_another_in_a_sequence_nested_and_alone() -> None:
     a, b, c, d = linears(4)
     model = nn.Sequential(Parallel(a, nn.Sequential(b, nn.ReLU())), Parallel(c, Parallel(d, d, reduce=torch.add)))
@@ -125,6 +134,14 @@ def test_dynamo_makes_one_graph_of_it() -> None:
     torch.testing.assert_close(torch.export.export(both, (X,), strict=False).module()(X), both(X))
 
 
+def test_whoever_traces_it_sees_a_tuple_dealt() -> None:
+    a, b, c, d = linears(4)
+    model = nn.Sequential(Parallel(a, b), Parallel(c, d, reduce=torch.mm))
+    expected = c(a(X)) @ d(b(X))
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(X), expected)
+    torch.testing.assert_close(autostream.optimize(model, policy="path_cover", strict=True)(X), expected)
+
+
 def test_a_training_step_traces_through_it() -> None:
     def trained(make: Callable[[Any], nn.Module]) -> nn.Module:
         model = make(linears())
@@ -150,6 +167,8 @@ def test_autocast_is_that_of_the_call() -> None:
     [
         (lambda: Parallel(), "at least one module"),
         (lambda: Parallel(nn.ReLU(), 3), "modules, not 3"),  # type: ignore[arg-type]
+        (lambda: Parallel([nn.ReLU()]), r"modules, not \[ReLU\(\)\] of them: write Parallel\(\*modules\)"),  # type: ignore[arg-type]
+        (lambda: Parallel(nn.ModuleList([nn.ReLU()])), r"a ModuleList of them: write Parallel\(\*modules\)"),
         (lambda: Parallel(nn.ReLU(), nn.ReLU())((X,)), "2 modules and is given a tuple of 1 inputs"),
     ],
 )
@@ -158,7 +177,7 @@ def test_mistakes_are_told(make: Callable[[], object], message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("options", [{"streams": 0}, {"streams": "all"}, {"reduce": "sum"}])
+@pytest.mark.parametrize("options", [{"streams": 0}, {"streams": "all"}, {"reduce": "sum"}, {"reduce": sum}])
 def test_options_that_are_not_allowed_are_told(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="is not allowed"):
         Parallel(nn.ReLU(), **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -70,6 +71,12 @@ def test_a_number_in_the_state_is_a_refusal() -> None:
     run(step)
     step.optimizer.state[step.model.weight]["step"] = 1
     assert "the optimizer's state has a int (step)" in setting_of(step).refusal
+
+
+def test_a_hyperparameter_of_an_unknown_kind_is_a_refusal() -> None:
+    step = step_of()
+    step.optimizer.param_groups[0]["weight_decay"] = Fraction(1, 10)
+    assert "a hyperparameter of SGD: a value of type fractions.Fraction" in setting_of(step).refusal
 
 
 def test_a_counter_on_another_device_goes_where_its_parameter_is() -> None:
