@@ -376,8 +376,8 @@ def _as_ordinary_view(output: Any) -> Any:
 
 
 def _bytes_of(buffer: Any) -> int:
-    dtype: torch.dtype = buffer.get_dtype()
-    return math.prod(_numbers(buffer.get_size())) * dtype.itemsize
+    size: int = math.prod(_numbers(buffer.get_size())) * buffer.get_dtype().itemsize
+    return size
 
 
 def _numbers(sizes: Sequence[Any]) -> list[Any]:
