@@ -123,8 +123,7 @@ class Scheduled:
             self._program, self._graph = made.program, made.graph
             self._lowered, self._report = made.lowered, made.report
             self._copies = Copies(name_of(model))
-            run_us = None if signature.aliases else made.run_us
-            self._execution = at_places(made.execution, arguments, self._bound, self._slots, self._copies, run_us)
+            self._execution = at_places(made.execution, arguments, self._bound, self._slots, self._copies)
             self._frozen = Frozen(self._program.frozen, arguments, writes)
             self._structure = traced.structure
             self._columns = _COLUMNS if self._program.level == "aten" else (*_COLUMNS, _alignment)
@@ -329,7 +328,6 @@ class _Made:
         execution: runs it.
         lowered: what runs, to be read.
         report: what is known now.
-        run_us: what a run takes, measured or predicted, if it is one graph.
     """
 
     program: Program
@@ -337,20 +335,17 @@ class _Made:
     execution: Execution
     lowered: Callable[[], GraphModule]
     report: Callable[[], Report]
-    run_us: float | None
 
 
 def _as_one(tuned: Tuned, report: Report) -> _Made:
     program, graph, selection = tuned.program, tuned.priced.graph, tuned.selection
-    chosen = selection.chosen
-    lowered = partial(lower, program, graph, chosen.schedule)
-    run_us = chosen.predicted_us if chosen.measured_us is None else chosen.measured_us
-    return _Made(program, graph, selection.execution, lowered, lambda: report, run_us)
+    lowered = partial(lower, program, graph, selection.chosen.schedule)
+    return _Made(program, graph, selection.execution, lowered, lambda: report)
 
 
 def _in_sections(sections: Sections, program: Program, model: str, signature: Signature, stopwatch: Stopwatch) -> _Made:
     report = partial(sections.report, model, str(signature), stopwatch)
-    return _Made(program, sections.graph, sections, lambda: sections.module, report, None)
+    return _Made(program, sections.graph, sections, lambda: sections.module, report)
 
 
 def _staying(

@@ -6,7 +6,7 @@ tuned ──▶ pooled ──▶ at places: a graph for each set of weights (pla
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,9 +24,6 @@ from autostream.select import Execution
 from autostream.tuning import Tuned, undone
 
 log = logging.getLogger(__name__)
-
-SHORT_US = 100.0
-"""In longer runs it hardly shows that inputs are copied, which takes some µs of the device and of the host."""
 
 
 def pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tuned:
@@ -47,7 +44,7 @@ def pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tune
         return tuned
     try:
         read = [graph.static.get(at, argument) for at, argument in enumerate(arguments)]
-        again = _recaptured(graph, read, arguments, pool=pool)
+        again = _recaptured(graph, read, arguments, pool)
     except (CaptureError, torch.OutOfMemoryError) as error:
         _host(graph, pools)  # this one's is theirs from now on, if a capture into the other one is what failed
         reason = f"captured into the pool of the model's other graphs, it fails: {first_line(error)}"
@@ -78,12 +75,7 @@ class Copies:
 
 
 def at_places(
-    execution: Execution,
-    arguments: Sequence[Tensor],
-    bound: Sequence[bool],
-    slots: SlotTable,
-    copies: Copies,
-    run_us: float | None,
+    execution: Execution, arguments: Sequence[Tensor], bound: Sequence[bool], slots: SlotTable, copies: Copies
 ) -> FlatFunction | Places:
     """What runs calls wherever their tensors lie. It does not know whose it is, so that it goes at once with that.
 
@@ -92,17 +84,14 @@ def at_places(
         arguments: that it was made for.
         bound: which of these stay where they are from call to call.
         slots: where others may be.
-        copies: is told why they are copied though they need not be.
-        run_us: what a run takes, if that is known and inputs share no memory: where it is short, those that come where
-            others have come before are worth a graph that reads them there.
+        copies: is told why they are copied though they are in a slot.
     """
     if not isinstance(execution, CapturedGraph):
         return execution
     inputs = [at for at, stays in enumerate(bound) if not stays]
-    may_stay = run_us is not None and run_us <= SHORT_US
 
     def variants(graph: CapturedGraph) -> Variants:
-        return Variants(graph, inputs, slots, partial(_recaptured, graph), copies.because, may_stay=may_stay)
+        return Variants(graph, inputs, slots, partial(_recaptured, graph), copies.because)
 
     return Places(execution, arguments, variants, _recaptured)
 
@@ -116,12 +105,7 @@ def _host(graph: CapturedGraph, pools: GraphPools) -> GraphPool:
 
 
 def _recaptured(
-    graph: CapturedGraph,
-    read: Sequence[Tensor],
-    arguments: Sequence[Tensor],
-    staying: Collection[int] = (),
-    *,
-    pool: GraphPool | None = None,
+    graph: CapturedGraph, read: Sequence[Tensor], arguments: Sequence[Tensor], pool: GraphPool | None = None
 ) -> CapturedGraph:
     """A graph captured again; the arguments of the program, and the generators of random numbers, are as before.
 
@@ -129,11 +113,10 @@ def _recaptured(
         graph: the former one.
         read: what the other reads.
         arguments: of a call, some of which are read.
-        staying: the places of those that it is to read where they are, besides those that the former one does.
         pool: by default that of the former one.
 
     Raises:
         CaptureError: the capture failed.
     """
     with preparing, torch.inference_mode(False), torch.no_grad(), undone(arguments, graph.written, [str(graph.device)]):
-        return graph.recaptured(read, pool or graph.pool, staying)
+        return graph.recaptured(read, pool or graph.pool)

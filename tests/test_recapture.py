@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,14 +11,9 @@ from torch import Tensor
 
 from autostream.errors import CaptureError
 from autostream.execution.cuda_graph import CapturedGraph, GraphPool, GraphPools
-from autostream.execution.places import Places
-from autostream.execution.slots import SlotTable
-from autostream.execution.variants import OFTEN
-from autostream.recapture import SHORT_US, Copies, at_places, pooled
+from autostream.recapture import pooled
 from autostream.select import Selection
 from autostream.tuning import Tuned
-from tests.captures import Captures
-from tests.replays import CPU
 
 
 def t(*shape: int) -> Tensor:
@@ -43,7 +38,7 @@ class Graph(CapturedGraph):
     def __del__(self) -> None:
         pass
 
-    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool, staying: Collection[int] = ()) -> CapturedGraph:
+    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool) -> CapturedGraph:
         for tensor, is_written in zip(tensors, self.written, strict=True):
             if is_written:
                 tensor.copy_(torch.rand_like(tensor))
@@ -113,20 +108,3 @@ def test_what_is_not_captured_needs_no_pool() -> None:
     pools, given = GraphPools(), tuned(lambda x: (x,))
     assert pooled(given, [t(2)], pools) is given
     assert not pools
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("run_us", "captured"), [(SHORT_US, 2), (SHORT_US + 1, 1), (None, 1)])
-def test_inputs_of_short_runs_are_read_where_they_come_often(
-    run_us: float | None, captured: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captures, given = Captures(monkeypatch), t(4)
-    graph = CapturedGraph(lambda x: (2 * x,), [t(4)], [False], [False], CPU, draws=False)
-    run = at_places(graph, [given], [False], SlotTable(), Copies("net"), run_us)
-    assert isinstance(run, Places)
-    for _ in range(OFTEN):
-        place = run.find([given.add_(1)])
-        assert place is not None
-        (doubled,) = place.launch([given])
-        torch.testing.assert_close(doubled, 2 * given)
-    assert captures.count == captured

@@ -15,7 +15,7 @@ A call is one *turn*: it begins behind the end of the last one, whichever graph,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import itemgetter
 from weakref import WeakValueDictionary
@@ -178,19 +178,17 @@ class CapturedGraph:
             if self.pool.stream != self._home:
                 self._home.wait_stream(self.pool.stream)
 
-    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool, staying: Collection[int] = ()) -> CapturedGraph:
+    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool) -> CapturedGraph:
         """The same run, captured with other tensors or into another pool; it runs on them a few times.
 
         Args:
             tensors: arguments of the run, like those of this graph.
             pool: to compute in.
-            staying: the places of those that are to be bound besides.
 
         Raises:
             CaptureError: as of the class.
         """
-        bound = [is_bound or at in staying for at, is_bound in enumerate(self._flags)]
-        again = CapturedGraph(self._run, tensors, bound, self.written, self.device, draws=self._draws, pool=pool)
+        again = CapturedGraph(self._run, tensors, self._flags, self.written, self.device, draws=self._draws, pool=pool)
         again.lend(self.lent)
         if any(tensors[at] is static for at, static in self.static.items()):
             again._home = self._home  # that is where they go back to, whichever of the two is the last to have them
