@@ -207,8 +207,8 @@ class _Calls(TorchFunctionMode):
             return GPU if device.holds(args[0]) else func(*args)
         if func is torch.empty_like and kwargs.get("device") == GPU:
             return device.empty_like(args[0])
-        if func is torch.empty_strided and torch.device(kwargs.pop("device", "cpu")) == GPU:
-            return device.empty_like(func(*args, **kwargs))
+        if func is torch.empty_strided and torch.device(kwargs.get("device", "cpu")) == GPU:
+            return device.empty_like(func(*args, **{**kwargs, "device": "cpu"}))
         if func is torch.empty_like and kwargs.get("pin_memory"):
             return device.empty_pinned(args[0])
         if func is Tensor.pin_memory:

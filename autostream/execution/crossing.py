@@ -52,7 +52,7 @@ def upload(place: Place, source: Tensor, non_blocking: bool) -> Tensor:
 def copy_beside(
     since: torch.cuda.Event, device: str, copies: Copies, copy: Callable[..., Tensor], /, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The same by an op that takes no memory of the device: to the host, or to what is there already."""
+    """The same by an op whose result takes no memory of the device: to the host, or to what is there already."""
     with _beside(since, device, copies):
         return copy(*args, **kwargs)
 

@@ -6,11 +6,8 @@ What a part needs of earlier ones and of the program's arguments, it is given; w
 
 Views of arguments and submodules are nobody's: each part that uses one makes its own.
 
-Copies beside other parts are no part's: they stand in the whole, and what they copy to is there before those parts::
-
-    x ──▶ reserve ──▶ part_0 ──▶ … ──▶ upload ──▶ part_2
-
-Copies beside other parts are calls of the whole's own (:mod:`autostream.execution.crossing`)::
+Copies beside other parts stand in the whole itself (:mod:`~autostream.execution.crossing`). What they wait for ends
+before those parts, and new memory that they copy to is taken there::
 
     x ──▶ reserve ──▶ part_0 ──▶ … ──▶ upload ──▶ part_2
 """
@@ -157,22 +154,23 @@ class _Writer:
         value: Tensor = node.meta["val"]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
         if op.crosses == "download" or not op.allocates:
-            since = self._begun(op, crossing.mark, op.device)
+            since = self._begun(node, op, crossing.mark)
             given = (since, op.device, op.crosses, target, *args)
             return self._whole.call_function(crossing.copy_beside, given, kwargs)
         if base_name(target) in _UPLOADS and _has_known_layout(value):
-            place = self._begun(op, crossing.reserve, op.device, tuple(value.shape), value.stride(), value.dtype)
+            place = self._begun(node, op, crossing.reserve, tuple(value.shape), value.stride(), value.dtype)
             non_blocking = bound_arguments(node, target)["non_blocking"]
             return self._whole.call_function(crossing.upload, (place, args[0], non_blocking))
         return self._whole.node_copy(node, self._values.__getitem__)
 
-    def _begun(self, op: Op, begin: Callable[..., Any], *arguments: Any) -> fx.Node:
-        """A call at the end of the last part that an op needs something of."""
+    def _begun(self, node: fx.Node, op: Op, begin: Callable[..., Any], *arguments: Any) -> fx.Node:
+        """A call at the end of the last part that a copy needs something of: an op, or what is none, such as memory."""
         ops = list(self._graph.ops)
         before = {ops[at] for at in self._graph.predecessors[ops.index(op.name)]}
-        end = max((at for at, part in enumerate(self._parts) if not before.isdisjoint(part.ops)), default=-1)
-        with self._whole.inserting_after(self._ends[end + 1]):
-            return self._whole.call_function(begin, arguments)
+        needed = {at for at, part in enumerate(self._parts) if not before.isdisjoint(part.ops)}
+        needed = needed.union(*(self._homes[source] for source in node.all_input_nodes))
+        with self._whole.inserting_after(self._ends[1 + max(needed, default=-1)]):
+            return self._whole.call_function(begin, (op.device, *arguments))
 
     def whole(self, sections: Mapping[str, fx.GraphModule]) -> fx.GraphModule:
         """The graph that calls the sections."""

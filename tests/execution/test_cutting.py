@@ -231,6 +231,39 @@ def test_copies_beside_begin_behind_what_they_need() -> None:
     assert [list(section.program.outputs) for section in whole.sections] == [["sin_4"], ["to"], ["add"], ["to_1"]]
 
 
+def flattened(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Given another layout, the flat tensor is a copy, which no op makes."""
+    flat = y.reshape(-1)
+    for _ in range(5):
+        x = x.sin()
+    return x, flat.to(torch.float64)
+
+
+def halves(x: Tensor, y: Tensor) -> Tensor:
+    """Memory that two ops are the first to use is made by none."""
+    both = torch.empty(2 * len(x), len(x), dtype=x.dtype, device=x.device)
+    for _ in range(5):
+        x = x.sin()
+    both[: len(x)].copy_(y)
+    both[len(x) :].copy_(x)
+    for _ in range(5):
+        both = both.cos()
+    return both
+
+
+@pytest.mark.parametrize(("function", "copy"), [(flattened, "to"), (halves, "copy_")])
+def test_a_copy_beside_waits_for_what_no_op_has_made(function: Callable[..., Any], copy: str) -> None:
+    """That is made in the first part, so the copy begins behind it."""
+    case = case_of(function, torch.randn(512, 512), torch.randn(512, 512))
+    graph = graph_with(case.program, lambda op: op.name == copy)
+    one = replace(graph.ops[copy], crosses="download" if copy == "to" else "upload", bytes_written=LONG_BYTES)
+    graph = replace(graph, ops={**graph.ops, copy: one})
+    whole = take_apart(case.program, graph, cut_everything(graph), [False, False], ())
+    assert whole.sections[1].beside
+    assert "copy_beside" in (names := [node.name for node in whole.module.graph.nodes])
+    assert names.index("part_0") < names.index("mark") < names.index("copy_beside")
+
+
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -250,7 +283,8 @@ def test_with_copies_beside_it_computes_the_same(model: str, data: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crossing, "mark", mark := lambda device: "moment")
         patch.setattr(crossing, "_beside", lambda since, device, copies: nullcontext())
-        whole = take_apart(case.program, graph, parts, bound, argument_views(case.program.module.graph))
+        looks = argument_views(case.program.module.graph)
+        whole = take_apart(case.program, graph, parts, bound, looks)
         check_same(case, whole)
     nodes = list(whole.module.graph.nodes)
     calls = {node.target: nodes.index(node) for node in nodes if node.op == "call_module"}
@@ -261,6 +295,8 @@ def test_with_copies_beside_it_computes_the_same(model: str, data: Any) -> None:
         begun = node.args[0]
         assert isinstance(begun, fx.Node)
         assert begun.target is mark
+        sources = [source for source in node.all_input_nodes if source.name not in looks]
+        assert all(nodes.index(source) <= nodes.index(begun) for source in sources), "it is there by then"
         before = {d.before for d in graph.dependencies if d.after == op}
         needed = [calls[f"part_{at}"] for at, part in enumerate(parts) if before & {*part.ops} and not part.beside]
         assert all(call < nodes.index(begun) for call in needed)
