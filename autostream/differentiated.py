@@ -42,6 +42,7 @@ class Differentiated:
         structure: of ``(args, kwargs)``.
         tensors: the flat example inputs.
         signature: what this is made for.
+        bound_inputs: positions of inputs that stay where they are from call to call.
         options: how to schedule.
         make_piece: makes what runs the graph of the backward, some of whose inputs stay where they are.
         make_section: makes what runs a part of the forward, where a CUDA graph cannot hold the whole.
@@ -59,6 +60,7 @@ class Differentiated:
         structure: Structure,
         tensors: Sequence[Tensor],
         signature: Signature,
+        bound_inputs: frozenset[int],
         options: Options,
         make_piece: MakePiece,
         make_section: MakePiece,
@@ -69,13 +71,14 @@ class Differentiated:
         self._device = torch.device(halves.forward.program.device)
         with torch.no_grad(), _uncast(self._device):
             call = model, structure, tensors, signature
-            self._forward = Scheduled(*call, frozenset(), options, own, tracer, make_section=make_section)
+            self._forward = Scheduled(*call, bound_inputs, options, own, tracer, make_section=make_section)
         lent = self._forward.lend(frozenset(place for place in halves.saved if place >= len(halves.tangents)))
         self._lent = sorted(lent)
         self._copied = [place for place in halves.saved if place not in lent]
         self._lending, self._lock = Lending(self._device), threading.Lock()
-        # State, what is copied, what is lent, tangents: the first and the third stay where they are.
-        kept = [at for at, value in enumerate(halves.needed) if value < len(halves.state)]
+        # State and inputs, what is copied, what is lent, tangents: the third stays where it is, and some of the first.
+        staying = {*range(len(halves.state)), *(len(halves.state) + at for at in bound_inputs)}
+        kept = [at for at, value in enumerate(halves.needed) if value in staying]
         first = len(halves.needed) + len(self._copied)
         self._backward = make_piece(
             halves.backward([*self._copied, *self._lent]), frozenset([*kept, *range(first, first + len(lent))])

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autostream.build import (
-    RECORDS_GRADIENTS,
     Plain,
     Refused,
     Refusing,
@@ -239,8 +238,6 @@ class Dispatcher:
     def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._shortcut = None
         tensors, structure, signature, watch = self._signature(args, kwargs)
-        if signature.gradients and self.bound_inputs is not None:
-            raise self._refused(RECORDS_GRADIENTS)
         full = signature not in self._entries and len(self._entries) >= self.options.max_signatures
         if full and (signature.gradients or not self._tracer.may_renew or self._reads_another(signature)):
             what = signature.unlike(next(reversed(self._entries))) or "batches or settings"
@@ -398,7 +395,7 @@ class Dispatcher:
             bound_inputs = self.bound_inputs or frozenset()
             call = self.model, structure, tensors, signature
             if signature.gradients:
-                return Differentiated(*call, self.options, self._piece, self._section)
+                return Differentiated(*call, bound_inputs, self.options, self._piece, self._section)
             make_section = self._section if self._tracer.may_cut else None
             entry = Scheduled(*call, bound_inputs, self.options, self._pools, self._tracer, self.slots, make_section)
             log.info("%s, %s: %s", self._name, signature, entry.report.mode)
@@ -407,7 +404,7 @@ class Dispatcher:
             if self.options.strict or isinstance(error, OptionError | TargetError):
                 raise
             whole = isinstance(error, TraceError) and not isinstance(error, FastPathError)
-            if whole and self._tracer.may_split and self.bound_inputs is None and not signature.gradients:
+            if whole and self._tracer.may_split and self.bound_inputs is None:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # not what its frames hold
                 choose = (self.options.policy, self.options.cuda_graph) == ("auto", "auto")
                 return Pieces(self.model, signature, str(error), self._piece, choose=choose)

@@ -105,11 +105,14 @@ class Pieces:
         turns = self._turns
         if turns is None:
             if self._steady > _STEADY:
-                self._turns = Turns(self._run, self._model, self._devices)
+                self._turns = Turns(
+                    self._run, self._model, self._devices, _IN_A_ROW if self._signature.gradients else 0
+                )
         elif turns.verdict:
             pieces_us, plain_us = turns.verdict
             self._turns, self._devices = None, set()
-            said = f"calls take {pieces_us:.0f} µs in pieces and {plain_us:.0f} as it is (medians of {ROUNDS} each)"
+            what = "calls, and what is done until the next, take" if self._signature.gradients else "calls take"
+            said = f"{what} {pieces_us:.0f} µs in pieces and {plain_us:.0f} as it is (medians of {ROUNDS} each)"
             log.info("%s: %s", name_of(self._model), said)
             if plain_us < pieces_us:
                 self._refusals = {**self._refusals, said: Decision("", "plain", said)}
@@ -170,6 +173,9 @@ _NO_PIECE = (
 
 _STEADY = 4
 """Calls that make no piece before any is timed: pieces have then been called with all that they were captured for."""
+
+_IN_A_ROW = 8
+"""Calls that record gradients are timed by so many, for one step of training may make several."""
 
 _MOST_ALIKE = 8
 """Numbers are constants of pieces, which is of use where blocks of a model differ in them. One that changes from call

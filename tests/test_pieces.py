@@ -289,3 +289,102 @@ def test_once_no_pieces_come_calls_are_made_by_turns_and_the_faster_is_kept(
 @torch.no_grad()
 def test_pieces_that_were_asked_for_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Both(monkeypatch, 30.0, 20.0).ways(18) == ["pieces"] * 18
+
+
+# Calls that record gradients
+
+DYNAMOS_OWN = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+"""It looks at every tensor that it is given."""
+
+
+class Branching(nn.Module):
+    """A branch on data between layers, one of which is there before and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.other = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        y = self.second(y).sin() if y.sum() > 0 else self.other(y).cos()
+        return self.second(y) * self.first(x)
+
+
+def trained(model: nn.Module, run: Callable[[Tensor], Tensor], **backward: Any) -> list[Tensor | None]:
+    """Gradients after steps on both branches, each of two calls before their backward."""
+    found: list[Tensor | None] = []
+    for seed in range(6):
+        model.zero_grad()
+        losses = [run(t(3, 4) + seed - 3 + turn).square().sum() for turn in range(2)]
+        (losses[0] + losses[1]).backward(**backward)
+        found += [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+    return found
+
+
+def same_gradients(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        zero = one if other is None else other if one is None else None
+        if zero is None:
+            torch.testing.assert_close(one, other)
+        else:
+            assert not zero.any()
+
+
+@DYNAMOS_OWN
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("backward", [{}, {"create_graph": True}, {"retain_graph": True}])
+def test_forward_and_backward_of_each_piece_are_scheduled(backward: dict[str, bool]) -> None:
+    model, plain = Branching(), Branching()
+    fast = autostream.optimize(model, policy="critical_path")
+    same_gradients(trained(model, fast, **backward), trained(plain, plain, **backward))
+    (report,) = fast.reports
+    assert report.mode == "graph breaks"
+    assert {part.mode for part in report.parts} == {"forward and backward"}
+    assert all([half.half for half in part.parts][:1] == ["forward"] for part in report.parts)
+
+
+def test_where_dynamo_fails_calls_that_record_gradients_run_as_they_are() -> None:
+    """Its own warning is an error here."""
+    model, plain = Branching(), Branching()
+    fast = autostream.optimize(model, policy="critical_path")
+    same_gradients(trained(model, fast), trained(plain, plain))
+    assert "Dynamo cannot trace it either" in " ".join(refusal.reason for refusal in fast.reports[0].refusals)
+
+
+@DYNAMOS_OWN
+def test_a_step_with_a_branch_on_data_is_scheduled_in_pieces() -> None:
+    model, plain = Branching(), Branching()
+    optimizers = [torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, plain)]
+    step = autostream.train_step(model, optimizers[0], lambda own, x: own(x).square().mean(), policy="critical_path")
+    for seed in range(6):
+        x = t(3, 4) + seed - 3
+        found = step(x)
+        optimizers[1].zero_grad()
+        loss = plain(x).square().mean()
+        loss.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(found, loss.detach())
+    same(list(model.parameters()), list(plain.parameters()))
+    assert "graph breaks" in [report.mode for report in step.reports]
+
+
+@DYNAMOS_OWN
+def test_calls_that_record_gradients_are_timed_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that is done until the next one; others are timed alone."""
+    made: list[int] = []
+
+    class Noted(turns.Turns):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(args[3])
+
+    monkeypatch.setattr("autostream.pieces.Turns", Noted)
+    for gradients, in_a_row in ((b"1", 8), (b"", 0)):
+        pieces = Pieces(Branching(), replace(signature(), gradients=gradients), "no graph", Piece, choose=True)
+        pieces._devices = {torch.device("cpu")}
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        with torch.set_grad_enabled(bool(gradients)):
+            for _ in range(8):
+                pieces(torch.ones(3, 4))
+        assert made.pop() == in_a_row

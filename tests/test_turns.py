@@ -83,3 +83,31 @@ def test_calls_of_other_threads_are_made_in_our_way_and_not_timed() -> None:
     go.set()
     timed.join()
     assert both(False) == "plain", "only the first was timed"
+
+
+def test_calls_in_a_row_are_timed_with_what_is_done_until_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step makes two calls, and its backward takes longer in our way."""
+    clock, done = Clock(monkeypatch), []
+    both = Turns(clock.taking(10, "ours"), clock.taking(20, "plain"), [], 4)  # type: ignore[arg-type]
+    while both.verdict is None:
+        done.append(both("x"))
+        done.append(both("x"))
+        clock.seconds += (60 if done[-1] == "ours" else 20) / 1e6
+    assert both.verdict == pytest.approx((40, 30))
+    assert done[:-2] == (["ours"] * 4 + ["plain"] * 4) * ROUNDS
+
+
+def test_a_call_in_a_row_that_fails_is_not_counted() -> None:
+    fails, done = iter([True]), []
+
+    def ours() -> str:
+        if next(fails, False):
+            raise ValueError("mine")
+        return "ours"
+
+    both = Turns(ours, lambda: "plain", [], 2)
+    with pytest.raises(ValueError, match="mine"):
+        both()
+    while both.verdict is None:
+        done.append(both())
+    assert done[:-1] == (["ours"] * 2 + ["plain"] * 2) * ROUNDS
