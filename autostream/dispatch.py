@@ -33,7 +33,7 @@ from autostream.build import (
 )
 from autostream.comparison import compared
 from autostream.differentiated import Differentiated
-from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.errors import BranchError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
@@ -404,6 +404,8 @@ class Dispatcher:
             if self.options.strict or isinstance(error, OptionError | TargetError):
                 raise
             whole = isinstance(error, TraceError) and not isinstance(error, FastPathError)
+            if signature.gradients:  # pieces of what no backward can be traced of are no better
+                whole = isinstance(error, BranchError)
             if whole and self._tracer.may_split and self.bound_inputs is None:
                 log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # not what its frames hold
                 choose = (self.options.policy, self.options.cuda_graph) == ("auto", "auto")

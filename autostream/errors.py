@@ -5,6 +5,7 @@
     ├── TargetError (ValueError)    a model, TARGET or input specification cannot be used
     ├── CostError (ValueError)      costs or a device profile cannot be used
     ├── TraceError                  a model cannot be turned into a dataflow graph
+    │   ├── BranchError             … for it goes by values of tensors; pieces of it can
     │   └── FastPathError           … and pieces of it would not compute the same either
     ├── FusionError                 a program's ops cannot be fused into kernels
     ├── ScheduleError               a schedule failed verification; it was not executed
@@ -36,6 +37,10 @@ class CostError(AutostreamError, ValueError):
 
 class TraceError(AutostreamError):
     """A model cannot be turned into a dataflow graph; the message says why."""
+
+
+class BranchError(TraceError):
+    """What a model does next depends on values of tensors; the message says where. What lies between can be traced."""
 
 
 class FastPathError(TraceError):

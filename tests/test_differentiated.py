@@ -445,7 +445,6 @@ def backward_only(fast: Any, model: Any, optimizer: torch.optim.Optimizer, numbe
 
 
 PLAIN: dict[str, Callable[[], nn.Module]] = {
-    "data-dependent": partial(Branching, 4, 4),
     "an output shares memory": partial(Views, 4, 4),
     "a state that is put back": partial(Checkpointed, 0.5),
     "a gradient is sparse": Sparse,

@@ -752,7 +752,6 @@ def another_mask(number: int, model: Any, optimizer: Any) -> None:
 
 PLAIN = {
     "backward hooks": Scene(mlp, between=hooked_backward),
-    "data-dependent": Scene(Branching),
     "layout torch.sparse": Scene(Sparse, partial(SGD, lr=0.1), batches=TOKENS),
     "a state that is put back": Scene(partial(Checkpointed, 0.5)),
     "mul) a tensor that is not registered": Scene(Masked, between=another_mask),

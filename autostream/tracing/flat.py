@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
-from autostream.errors import FastPathError, TraceError, first_line
+from autostream.errors import BranchError, FastPathError, TraceError, first_line
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, holders, host_generators, untouched
@@ -151,7 +151,10 @@ class FlatModel(nn.Module):
         if isinstance(error, TraceError):
             reason, _, _ = str(error).partition("\n")  # torch.fx adds pages to errors in graphs that it interprets
             return type(error)(f"{reason}{_blamed(error)}")
-        return TraceError(f"{self._tracer} cannot trace {name_of(self.model)}: {first_line(error)}{_blamed(error)}")
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # tracing has imported it by now
+
+        kind = BranchError if isinstance(error, GuardOnDataDependentSymNode) else TraceError
+        return kind(f"{self._tracer} cannot trace {name_of(self.model)}: {first_line(error)}{_blamed(error)}")
 
     @contextmanager
     def _unasked(self) -> Iterator[None]:
