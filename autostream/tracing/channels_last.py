@@ -88,14 +88,15 @@ class _Relaid(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self._shared = _shared_by_outputs(module)
-        self._written = {storage_of(tensor) for node in module.graph.nodes for tensor in _written(node)}
+        self._writes = Counter(storage for node in module.graph.nodes for storage in _written(node))  # to come
         self._laid_out: dict[fx.Node, Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if written := set(map(storage_of, _written(n))):  # copies of it are no longer the same
+        if written := _written(n):  # copies of it are no longer the same
             known = self._laid_out.items()
             self._laid_out = {node: copy for node, copy in known if storage_of(node.meta["val"]) not in written}
+            self._writes -= Counter(written)
         return result
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -105,10 +106,10 @@ class _Relaid(fx.Interpreter):
             return (*map(self._channels_last, read), *args[len(read) :]), kwargs
         if _cares_for_values_alone(n) or not any(map(self._has_moved, n.all_input_nodes)):
             return args, kwargs
-        if n.target in _VIEWS and not _any_in(self._written, n.all_input_nodes):
+        if n.target in _VIEWS and not _any_in(self._writes, n.all_input_nodes):
             return args, kwargs
         returned = n.op == "output" or n.target is as_traced
-        taken = self._shared if returned else self._written if _may_alias(n) else frozenset()
+        taken = self._shared if returned else self._writes if _may_alias(n) else frozenset()
 
         def back(source: fx.Node) -> Any:
             if not self._has_moved(source):
@@ -193,9 +194,10 @@ def _shared_by_outputs(module: fx.GraphModule) -> frozenset[int]:
     return frozenset(storage for storage, times in count.items() if times > 1)
 
 
-def _written(node: fx.Node) -> list[Tensor]:
+def _written(node: fx.Node) -> list[int]:
+    """The storages that a call writes to."""
     if not isinstance(node.target, OpOverload):
         return []
     bound = bound_arguments(node, node.target)
     written = fx.map_arg([bound[name] for name in written_names(node.target)], lambda source: source.meta["val"])
-    return [tensor for value in written for tensor in tensors_in(value)]
+    return [storage_of(tensor) for value in written for tensor in tensors_in(value)]

@@ -179,6 +179,10 @@ def flat(x: Tensor) -> Tensor:
     return x.view(2, -1).sin().view(x.shape)
 
 
+def rectified(x: Tensor) -> Tensor:
+    return flat(x.relu_())
+
+
 def strided(x: Tensor) -> Tensor:
     return x * x.as_strided((2, 4, 6, 5), (120, 1, 20, 4))
 
@@ -216,7 +220,7 @@ def reinterpreted(x: Tensor) -> Tensor:
     return x * (x.detach().view(torch.int64) > 0)
 
 
-@pytest.mark.parametrize("between", [flat, strided, dropped, custom, attended, reinterpreted])
+@pytest.mark.parametrize("between", [flat, rectified, strided, dropped, custom, attended, reinterpreted])
 def test_what_may_look_at_strides_sees_those_of_the_trace(between: Callable[[Tensor], Tensor]) -> None:
     program, tensors = step_of(between)
     functional = inductor._functional(program)
