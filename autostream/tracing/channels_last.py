@@ -41,7 +41,7 @@ class StridesSeen(Exception):  # noqa: N818 - a notice between modules, not an e
 def laid_out(module: fx.GraphModule) -> fx.GraphModule:
     """A graph traced again, with all that convolutions over two dimensions and their gradients read channels-last.
 
-    What it returns lies as it did, and so does what :func:`as_traced` marks.
+    What it returns lies as it did, and so does what :func:`as_traced` marks; what :func:`as_other` does, lies as that.
 
     Args:
         module: of ATen ops; nodes have their values of the trace in ``meta["val"]``. It stays as it is.
@@ -65,6 +65,13 @@ def laid_out(module: fx.GraphModule) -> fx.GraphModule:
 def as_traced(tensor: Tensor) -> Tensor:
     """In a graph that is to be laid out, marks what lies as in the trace from there on: others will see it."""
     return tensor
+
+
+def as_other(tensor: Tensor, other: Tensor) -> Tensor:
+    """In a graph that is to be laid out, marks what is to lie as a tensor of that shape does: they will meet."""
+    if layout_of(tensor) == layout_of(other):
+        return tensor
+    return torch.empty_strided(other.shape, other.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def trains_convolutions(graph: fx.Graph) -> bool:
@@ -116,12 +123,12 @@ class _Relaid(fx.Interpreter):
                 return self.env[source]
             if _any_in(taken, [source]):
                 raise StridesSeen(f"{n.name} needs {source.name} as it was traced, and others need that memory")
-            return pytree.tree_map(_laid_out_as, self.env[source], source.meta["val"])
+            return pytree.tree_map(_as_other, self.env[source], source.meta["val"])
 
         return fx.map_arg((n.args, n.kwargs), back)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(aten.reshape.default if target in _VIEWS else target, args, kwargs)
+        return (aten.reshape.default if target in _VIEWS else target)(*args, **kwargs)
 
     def _channels_last(self, source: fx.Node) -> Tensor:
         """The same for the same: a convolution shares its input and its weight with its gradients."""
@@ -162,7 +169,7 @@ not all are that compute element by element."""
 
 
 def _cares_for_values_alone(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target is operator.getitem:
+    if node.op != "call_function" or node.target in (operator.getitem, as_other):
         return node.op != "output"
     target = node.target
     if not isinstance(target, OpOverload) or draws(target, bound_arguments(node, target)):  # in the order of memory
@@ -181,10 +188,8 @@ def _any_in(storages: Container[int], nodes: Iterable[fx.Node]) -> bool:
     return any(storage_of(tensor) in storages for node in nodes for tensor in tensors_in(node.meta["val"]))
 
 
-def _laid_out_as(value: Any, traced: Any) -> Any:
-    if not isinstance(value, Tensor) or layout_of(value) == layout_of(traced):
-        return value
-    return torch.empty_strided(traced.shape, traced.stride(), dtype=value.dtype, device=value.device).copy_(value)
+def _as_other(value: Any, other: Any) -> Any:
+    return as_other(value, other) if isinstance(value, Tensor) else value
 
 
 def _shared_by_outputs(module: fx.GraphModule) -> frozenset[int]:

@@ -30,7 +30,7 @@ from autostream.ir import Placeholder, Role
 from autostream.operators import bound_arguments, is_unknown, written_names
 from autostream.storages import storage_of
 from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
-from autostream.tracing.channels_last import as_traced
+from autostream.tracing.channels_last import as_other, as_traced
 from autostream.tracing.export import Traced, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
 from autostream.tracing.replica import replica
@@ -193,18 +193,27 @@ def _joint(twin: nn.Module, model: nn.Module, tensors: Sequence[Tensor], structu
 
 
 def _laid_out(joint: _Joint, lay_out: LayOut) -> _Joint:
-    """The same, laid out; outputs lie as they did once the forward is over, and so do tangents."""
+    """The same, laid out; outputs lie as they did once the forward is over, and so do tangents when they come."""
     marked = replace(joint, module=fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph)))
     graph = marked.module.graph
     outputs, tangents, _ = marked.parts
+    end = graph.output_node()
+    for output, tangent in zip(compress(outputs, joint.differentiable), tangents, strict=True):
+        users = [user for user in tangent.users if user is not end]
+        with graph.inserting_after(tangent):
+            _mark(tangent, graph.call_function(as_other, (tangent, output)), users)
     with graph.inserting_before(min(tangents)):
         for output in outputs:
-            mark = graph.call_function(as_traced, (output,))
-            mark.meta = dict(output.meta)
-            for user in (*tangents, graph.output_node()):
-                user.replace_input_with(output, mark)
+            _mark(output, graph.call_function(as_traced, (output,)), [*tangents, end])
     module = lay_out(marked.module)
     return replace(joint, module=module) if module else joint
+
+
+def _mark(node: fx.Node, mark: fx.Node, users: Iterable[fx.Node]) -> None:
+    """Have these users take the mark of a node in its place."""
+    mark.meta = dict(node.meta)
+    for user in users:
+        user.replace_input_with(node, mark)
 
 
 @contextmanager
