@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -96,13 +96,13 @@ class _Relaid(fx.Interpreter):
         super().__init__(module)
         self._shared = _shared_by_outputs(module)
         self._writes = Counter(storage for node in module.graph.nodes for storage in _written(node))  # to come
-        self._laid_out: dict[fx.Node, Tensor] = {}
+        self._copies: dict[tuple[fx.Node, Callable[..., Any]], Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if written := _written(n):  # copies of it are no longer the same
-            known = self._laid_out.items()
-            self._laid_out = {node: copy for node, copy in known if storage_of(node.meta["val"]) not in written}
+            known = self._copies.items()
+            self._copies = {key: copies for key, copies in known if not _any_in(written, [key[0]])}
             self._writes -= Counter(written)
         return result
 
@@ -110,31 +110,30 @@ class _Relaid(fx.Interpreter):
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         if n.target in _CONVOLUTIONS and args[0].dim() == 4:
             read: Any = n.args[: _CONVOLUTIONS[n.target]]
-            return (*map(self._channels_last, read), *args[len(read) :]), kwargs
+            return (*(self._once(_channels_last, source) for source in read), *args[len(read) :]), kwargs
         if _cares_for_values_alone(n) or not any(map(self._has_moved, n.all_input_nodes)):
             return args, kwargs
         if n.target in _VIEWS and not _any_in(self._writes, n.all_input_nodes):
             return args, kwargs
-        returned = n.op == "output" or n.target is as_traced
-        taken = self._shared if returned else self._writes if _may_alias(n) else frozenset()
+        taken = self._shared if n.op == "output" else self._writes if _may_alias(n) else frozenset()
 
         def back(source: fx.Node) -> Any:
             if not self._has_moved(source):
                 return self.env[source]
             if _any_in(taken, [source]):
                 raise StridesSeen(f"{n.name} needs {source.name} as it was traced, and others need that memory")
-            return pytree.tree_map(_as_other, self.env[source], source.meta["val"])
+            return self._once(_back, source)
 
         return fx.map_arg((n.args, n.kwargs), back)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return (aten.reshape.default if target in _VIEWS else target)(*args, **kwargs)
 
-    def _channels_last(self, source: fx.Node) -> Tensor:
+    def _once(self, make: Callable[[Any, Any], Any], source: fx.Node) -> Any:
         """The same for the same: a convolution shares its input and its weight with its gradients."""
-        if source not in self._laid_out:
-            self._laid_out[source] = self.env[source].contiguous(memory_format=torch.channels_last)
-        return self._laid_out[source]
+        if (source, make) not in self._copies:
+            self._copies[source, make] = make(self.env[source], source.meta["val"])
+        return self._copies[source, make]
 
     def _has_moved(self, source: fx.Node) -> bool:
         """Whether a node's tensors lie otherwise than in the trace."""
@@ -188,8 +187,14 @@ def _any_in(storages: Container[int], nodes: Iterable[fx.Node]) -> bool:
     return any(storage_of(tensor) in storages for node in nodes for tensor in tensors_in(node.meta["val"]))
 
 
-def _as_other(value: Any, other: Any) -> Any:
-    return as_other(value, other) if isinstance(value, Tensor) else value
+def _channels_last(value: Tensor, _: Tensor) -> Tensor:
+    return value.contiguous(memory_format=torch.channels_last)
+
+
+def _back(values: Any, traced: Any) -> Any:
+    return pytree.tree_map(
+        lambda value, was: as_other(value, was) if isinstance(value, Tensor) else value, values, traced
+    )
 
 
 def _shared_by_outputs(module: fx.GraphModule) -> frozenset[int]:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch._inductor import compile_fx
 from torch._inductor.graph import GraphLowering
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 
 from autostream.ir import Program
 from autostream.tracing import channels_last, inductor
@@ -151,6 +152,32 @@ def test_what_is_marked_lies_as_it_did_and_the_rest_does_not() -> None:
     assert not calls(graph, as_traced)
 
 
+def test_what_is_moved_back_is_so_once_for_all_that_need_it() -> None:
+    """Queries, keys and values are one tensor; what comes after a write is another copy."""
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        y = torch.conv2d(x, weight)
+        first = F.scaled_dot_product_attention(y, y, y)
+        return first + memory_order(y.mul_(2)) + memory_order(y)
+
+    arguments = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 2, 2)
+    module = laid_out(graph_of(run, *arguments))
+    assert len(calls(module.graph, aten.copy_.default)) == 2
+    torch.testing.assert_close(module(*arguments), run(*arguments))
+
+
+def test_autocast_has_been_and_is_not_again() -> None:
+    """What a model computes without it, in a call with it, stays as it was traced."""
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.conv2d(x, weight).sum((2, 3)).mm(weight[:, :, 0, 0])
+
+    traced = graph_of(run, torch.randn(1, 3, 5, 5), torch.randn(2, 3, 2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = laid_out(traced).graph
+    assert {node.meta["val"].dtype for node in calls(graph, aten.mm.default)} == {torch.float32}
+
+
 def test_the_users_lines_are_kept() -> None:
     program, _ = step_of()
     graph = laid_out(program.module).graph
@@ -213,7 +240,7 @@ def custom(x: Tensor) -> Tensor:
 
 
 def attended(x: Tensor) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    return F.scaled_dot_product_attention(x, x, x)
 
 
 def reinterpreted(x: Tensor) -> Tensor:
