@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autostream.errors import TraceError
 from autostream.ir import Role
-from autostream.tracing import gradients
+from autostream.tracing import gradients, inductor
 from autostream.tracing.below_autograd import state_of
-from autostream.tracing.channels_last import laid_out
+from autostream.tracing.channels_last import is_channels_last, laid_out
 from autostream.tracing.gradients import Halves, Tangent, trace_gradients
 from autostream.tracing.tree import flatten
+from tests.execution.programs import case_of
+from tests.tracing.test_channels_last import CONVOLUTION, GRADIENTS, calls, is_laid_out
 
 aten = torch.ops.aten
 
@@ -204,28 +206,18 @@ def features(*laid_out: str) -> tuple[nn.Module, Tensor]:
     return model, (x.contiguous(memory_format=torch.channels_last) if "input" in laid_out else x).requires_grad_()
 
 
-def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
-    return graph.find_nodes(op="call_function", target=target)
-
-
 def values_of(nodes: Sequence[Any]) -> list[Tensor]:
     return [node.meta["val"] for node in nodes]
 
 
-def is_laid_out(value: Tensor) -> bool:
-    return value.is_contiguous(memory_format=torch.channels_last)
-
-
-def there_and_back(found: Halves, model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and gradients for tangents of ones."""
+def left_by_the_forward(found: Halves, model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and what the backward takes, tangents of ones among it."""
     program, state = found.forward.program, state_of(model)
     with torch.no_grad():
         left = program.module(*(x if p.role is Role.INPUT else state[p.target] for p in program.placeholders))
-        values = [*state.values(), x]
-        tangents = [like.laid_out(torch.ones(like.shape, dtype=like.dtype)) for like in found.tangents if like]
-        saved = [left[place] for place in found.saved]
-        gradients = found.backward(found.saved)(*(values[at] for at in found.needed), *saved, *tangents)
-    return list(left[: len(found.tangents)]), list(gradients)
+    values, saved = [*state.values(), x], [left[place] for place in found.saved]
+    tangents = [like.laid_out(torch.ones(like.shape, dtype=like.dtype)) for like in found.tangents if like]
+    return list(left[: len(found.tangents)]), [*(values[at].detach() for at in found.needed), *saved, *tangents]
 
 
 def assert_the_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
@@ -240,7 +232,8 @@ def test_halves_that_are_laid_out_return_what_the_model_does(given: tuple[str, .
     plain = copy.deepcopy(model)
     tensors, structure = flatten(((x,), {}))
     found = trace_gradients(model, tensors, structure, laid_out)
-    outputs, gradients = there_and_back(found, model, x)
+    outputs, taken = left_by_the_forward(found, model, x)
+    gradients = found.backward(found.saved)(*taken)
     expected = plain(x)
     assert_the_same(outputs, expected)
     assert_the_same(gradients, torch.autograd.grad(expected[0].sum() + expected[1].sum(), [*plain.parameters(), x]))
@@ -266,13 +259,30 @@ def test_what_is_laid_out_for_the_forward_is_saved() -> None:
     saved = {found.forward.program.outputs[place] for place in found.saved}
     assert {node.name for node in clones} <= saved
     assert "0.weight" not in given(found, 1)
-    read = [*calls(forward, aten.convolution.default), *calls(backward, aten.convolution_backward.default)]
+    read = [*calls(forward, CONVOLUTION), *calls(backward, GRADIENTS)]
     assert len(read) == 2 + 4, "each gradient for itself"
     assert all(is_laid_out(value) for node in read for value in values_of(node.args[:2]))
     assert calls(backward, aten.clone.default) == []
     ((tangent),) = [node for node in backward.find_nodes(op="placeholder") if node.name == "empty_like_1"]
     assert [user.target for user in tangent.users] == [aten.copy_.default]
     assert len(calls(backward, aten.copy_.default)) == 1 + 3
+
+
+def test_below_fusion_nothing_that_is_saved_is_laid_out_again() -> None:
+    """Nothing is copied but what is laid out above it: the map as others see it, and as ``argmax`` does, for one."""
+    model, x = features()
+    tensors, structure = flatten(((x,), {}))
+    found = trace_gradients(model, tensors, structure, laid_out)
+    _, taken = left_by_the_forward(found, model, x)
+    programs = found.forward.program, case_of(found.backward(found.saved), *taken).program
+    forward, backward = (inductor._functional(program).graph for program in programs)
+    assert is_channels_last(forward)
+    gradients = calls(backward, GRADIENTS)
+    assert len(gradients) == 4
+    assert all(map(is_laid_out, (value for node in gradients for value in values_of(node.args[:3]))))
+    assert {read.op for node in gradients for read in node.args[1:3]} == {"placeholder"}  # type: ignore[union-attr]
+    assert [len(calls(graph, aten.clone.default)) for graph in (forward, backward)] == [3, 0]
+    assert [len(calls(graph, aten.copy.default)) for graph in (forward, backward)] == [1 + 1, 1 + 3]
 
 
 def test_what_cannot_be_laid_out_stays_as_it_was() -> None:
