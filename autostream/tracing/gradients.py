@@ -7,7 +7,7 @@
 
 Both have the very ops that eager calls dispatch, in their order: what autograd computes in a backward, such as a part
 of the model that is checkpointed, is computed there. Saved are values in between; views are made of them again, and
-numbers asked of them again.
+numbers asked of them again. Where layouts are decided on, it is for both together: only then come copies between ops.
 """
 
 from __future__ import annotations

@@ -238,6 +238,7 @@ def test_halves_that_are_laid_out_return_what_the_model_does(given: tuple[str, .
     assert_the_same(outputs, expected)
     assert_the_same(gradients, torch.autograd.grad(expected[0].sum() + expected[1].sum(), [*plain.parameters(), x]))
     assert_the_same(list(model.buffers()), list(plain.buffers()))
+    assert found.sources == trace_gradients(model, tensors, structure).sources
     results = found.forward.program.module.graph.output_node().args[0]
     saved = values_of([results[place] for place in found.saved])  # type: ignore[index]
     assert [value for value in saved if value.dim() == 4 and not is_laid_out(value)] == []
