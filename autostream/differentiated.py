@@ -28,8 +28,7 @@ from autostream.pipeline import versions
 from autostream.repetition import Before, Repetition
 from autostream.reporting.report import Report
 from autostream.tracing.export import Tracer
-from autostream.tracing.gradients import as_it_is, trace_gradients
-from autostream.tracing.inductor import laid_out
+from autostream.tracing.gradients import trace_gradients
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
@@ -66,8 +65,7 @@ class Differentiated:
         make_piece: MakePiece,
         make_section: MakePiece,
     ) -> None:
-        lay_out = as_it_is if options.kernels == "eager" else partial(laid_out, options=options.inductor_options)
-        halves = trace_gradients(model, tensors, structure, lay_out)
+        halves = trace_gradients(model, tensors, structure)
         tracer = Tracer(lambda *_: halves.forward, may_split=False, may_cut=True, may_try=False, may_renew=True)
         own = GraphPools()  # no other graph's turn may come between the two halves' in memory that is lent
         self._device = torch.device(halves.forward.program.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +26,6 @@ from autostream.api import OptimizedModule
 from autostream.build import Scheduled
 from autostream.errors import TraceError
 from autostream.execution.lending import Lending
-from autostream.tracing.channels_last import laid_out
 from tests.semantics import force_streams
 
 Body = Callable[[Any, Any, torch.optim.Optimizer, int], Any]
@@ -258,50 +256,6 @@ def test_so_it_does_where_what_is_saved_is_overwritten_by_the_next_call(
     if name == "two forwards":
         with pytest.raises(AssertionError):
             assert_trains_alike(*BODIES[name], policy="sequential")
-
-
-class Images(nn.Module):
-    """Returns images, which its backward needs, and what is computed of them once more there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Conv2d(3, 4, 3, padding=1, stride=2, bias=False) for _ in range(2))
-        self.norm, self.last = nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.norm(self.left(x)).relu_() + checkpoint(self.right, x, use_reentrant=False)
-        return [x.exp(), self.last(x)]
-
-
-def of_images(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Any]:
-    """Inputs come in two layouts, and gradients too; what is seen lies as in the model."""
-    optimizer.zero_grad()
-    x = t(2, 3, 6, 8, seed=number).requires_grad_()
-    first, second = fast(x.contiguous(memory_format=torch.channels_last) if number == 1 else x)
-    (first.tanh().sum() + second.square().permute(0, 2, 3, 1).contiguous().sum()).backward()
-    seen = [first, second, x.grad, *(p.grad for p in model.parameters())]
-    optimizer.step()
-    return [*seen, *(torch.tensor(value.stride()) for value in seen)]
-
-
-@pytest.mark.parametrize("scheduled", [Scheduled, InOnePlace])
-def test_so_it_does_where_convolutions_are_laid_out(
-    scheduled: type[Scheduled], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Mapping[str, Any]] = []
-
-    def lay_out(module: GraphModule, options: Mapping[str, Any]) -> GraphModule:
-        given.append(options)
-        return laid_out(module)
-
-    monkeypatch.setattr(differentiated, "laid_out", lay_out)
-    monkeypatch.setattr(differentiated, "Scheduled", scheduled)
-    settings = {"max_autotune": True}
-    fast = assert_trains_alike(Images, of_images, steps=3, policy="sequential", inductor_options=settings)
-    assert modes(fast) == {"forward and backward"}
-    assert given == [settings, settings], "for inputs of two layouts"
-    assert_trains_alike(Images, of_images, steps=1, policy="sequential", kernels="eager")
-    assert len(given) == 2, "where nothing will be fused, nothing is laid out"
 
 
 def test_what_is_saved_is_not_copied_where_each_call_goes_back_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

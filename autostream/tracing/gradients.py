@@ -7,16 +7,15 @@
 
 Both have the very ops that eager calls dispatch, in their order: what autograd computes in a backward, such as a part
 of the model that is checkpointed, is computed there. Saved are values in between; views are made of them again, and
-numbers asked of them again. Where layouts are decided on, it is for both together: only then come copies between ops.
+numbers asked of them again.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, compress
 
 import torch
@@ -30,7 +29,6 @@ from autostream.ir import Placeholder, Role
 from autostream.operators import bound_arguments, is_unknown, written_names
 from autostream.storages import storage_of
 from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
-from autostream.tracing.channels_last import as_other, as_traced
 from autostream.tracing.export import Traced, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
 from autostream.tracing.replica import replica
@@ -97,24 +95,13 @@ class Halves:
     trained: tuple[int, ...]
 
 
-LayOut = Callable[[fx.GraphModule], fx.GraphModule | None]
-"""Traces a graph again, whose tensors then lie otherwise in between; ``None`` where it stays as it is."""
-
-
-def as_it_is(_: fx.GraphModule) -> None:
-    """Lays out nothing."""
-
-
-def trace_gradients(
-    model: nn.Module, tensors: Sequence[Tensor], structure: Structure, lay_out: LayOut = as_it_is
-) -> Halves:
+def trace_gradients(model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> Halves:
     """Trace a call that records gradients, and its backward, without computing anything or changing a tensor.
 
     Args:
         model: any module.
         tensors: the flat tensors of its arguments.
         structure: the structure of ``(args, kwargs)`` that they were taken from.
-        lay_out: for both halves together, so that what is saved lies as both like it.
 
     Raises:
         TraceError: it cannot be traced; the message says why.
@@ -123,7 +110,7 @@ def trace_gradients(
     joint = _joint(replica(model), model, tensors, structure)
     if reached_originals(joint.module, model):
         joint = _joint(model, model, tensors, structure)
-    return _taken_apart(_laid_out(joint, lay_out), model, tensors)
+    return _taken_apart(joint, model, tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +122,6 @@ class _Joint:
     outputs: int
     differentiable: tuple[bool, ...]
     trained: tuple[int, ...]
-
-    @property
-    def parts(self) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-        """The nodes that it returns: outputs, what stands for tangents, gradients."""
-        results: list[fx.Node] = list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
-        end = self.outputs + sum(self.differentiable)
-        return results[: self.outputs], results[self.outputs : end], results[end:]
 
 
 class _ThereAndBack(nn.Module):
@@ -192,30 +172,6 @@ def _joint(twin: nn.Module, model: nn.Module, tensors: Sequence[Tensor], structu
     return _Joint(module, flat.result.structure, len(differentiable), tuple(differentiable), tuple(trained))
 
 
-def _laid_out(joint: _Joint, lay_out: LayOut) -> _Joint:
-    """The same, laid out; outputs lie as they did once the forward is over, and so do tangents when they come."""
-    marked = replace(joint, module=fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph)))
-    graph = marked.module.graph
-    outputs, tangents, _ = marked.parts
-    end = graph.output_node()
-    for output, tangent in zip(compress(outputs, joint.differentiable), tangents, strict=True):
-        users = [user for user in tangent.users if user is not end]
-        with graph.inserting_after(tangent):
-            _mark(tangent, graph.call_function(as_other, (tangent, output)), users)
-    with graph.inserting_before(min(tangents)):
-        for output in outputs:
-            _mark(output, graph.call_function(as_traced, (output,)), [*tangents, end])
-    module = lay_out(marked.module)
-    return replace(joint, module=module) if module else joint
-
-
-def _mark(node: fx.Node, mark: fx.Node, users: Iterable[fx.Node]) -> None:
-    """Have these users take the mark of a node in its place."""
-    mark.meta = dict(node.meta)
-    for user in users:
-        user.replace_input_with(node, mark)
-
-
 @contextmanager
 def _uncast() -> Iterator[None]:
     """No autocast inside: users go back outside of it."""
@@ -242,7 +198,11 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
     graph = joint.module.graph
     _ask_copies(graph)
     placeholders = list(graph.find_nodes(op="placeholder"))
-    outputs, tangents, gradients = joint.parts
+    results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    count = sum(joint.differentiable)
+    outputs = results[: joint.outputs]
+    tangents = results[joint.outputs : joint.outputs + count]
+    gradients = results[joint.outputs + count :]
     nodes = list(graph.nodes)
     end = min(map(nodes.index, tangents))
     first, second = nodes[:end], [node for node in nodes[end:-1] if node not in tangents]

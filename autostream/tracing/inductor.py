@@ -39,7 +39,12 @@ from autostream.errors import FusionError, OptionError, first_line
 from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.storages import layout_of, storage_of
-from autostream.tracing import channels_last
+from autostream.tracing.channels_last import (
+    Relaid,
+    in_channels_last,
+    is_channels_last,
+    trains_convolutions,
+)
 from autostream.tracing.draws import draw_in_order, drawing_as_eager, draws_of
 from autostream.tracing.flat import tensors_in
 from autostream.tracing.matvec import with_rows
@@ -297,47 +302,27 @@ def _missing() -> Iterator[str]:
                 yield f"{module}.{name}"
 
 
-def laid_out(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.GraphModule | None:
-    """A graph with convolutions and their gradients laid out alike, for parts of it that will be fused.
-
-    Args:
-        module: of ATen ops, as :func:`autostream.tracing.channels_last.laid_out` takes it. It stays as it is.
-        options: of ``torch._inductor.config``, as :func:`fuse` takes them.
-
-    Returns:
-        ``None`` where it is better left as it is, or nothing can be fused.
-    """
-    convolutions = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
-    if not convolutions or obstacle(convolutions[0].meta["val"].device.type):
-        return None
-    with with_settings(options):
-        return _laid_out(module)
-
-
-def _laid_out(module: fx.GraphModule) -> fx.GraphModule | None:
-    from torch._inductor.graph import GraphLowering
-
-    if not channels_last.trains_convolutions(module.graph):
-        return None
-    try:
-        if GraphLowering.decide_layout_opt(module, is_inference=False):
-            return channels_last.laid_out(module)
-    except Exception as seen:  # whatever an op makes of tensors that lie otherwise, the graph can be had as it is
-        log.debug("convolutions stay as they were traced, not channels-last: %s", first_line(seen))
-    return None
-
-
 def _functional(program: Program) -> fx.GraphModule:
     """A program's graph in the ops that Inductor lowers; what it writes to its arguments it copies there at the end."""
-    from torch._functorch.aot_autograd import aot_export_module
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
 
-    module = _laid_out(program.module) or program.module
-    table = with_rows(drawing_as_eager(select_decomp_table()))
+    module, table = program.module, with_rows(drawing_as_eager(select_decomp_table()))
+    if trains_convolutions(module.graph) and GraphLowering.decide_layout_opt(module, is_inference=False):
+        try:
+            return _traced(module, Relaid(module), in_channels_last(table))
+        except Exception as seen:  # whatever an op makes of tensors that lie otherwise, the graph can be had as it is
+            log.debug("convolutions stay as they were traced, not channels-last: %s", first_line(seen))
+    return _traced(module, fx.Interpreter(module), table)
+
+
+def _traced(module: fx.GraphModule, run: fx.Interpreter, table: Mapping[Any, Any]) -> fx.GraphModule:
+    from torch._functorch.aot_autograd import aot_export_module
+
     values = [value.detach() for value in _arguments(module)]
     traced: Any
     with _fake_mode(values), torch.no_grad():
-        traced, signature = aot_export_module(_Interpreted(module), values, trace_joint=False, decompositions=table)
+        traced, signature = aot_export_module(_Interpreted(run), values, trace_joint=False, decompositions=dict(table))
     written = signature.user_inputs_to_mutate
     arguments = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
     results = {node.name: node for node in _outputs(traced)}
@@ -354,9 +339,9 @@ def _functional(program: Program) -> fx.GraphModule:
 class _Interpreted(nn.Module):
     """A graph run node by node, so that what is traced keeps the user's lines."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, interpreter: fx.Interpreter) -> None:
         super().__init__()
-        self._interpreter = fx.Interpreter(module)
+        self._interpreter = interpreter
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         with preserve_node_meta():
@@ -396,8 +381,13 @@ def _layouts(module: fx.GraphModule) -> bool | None:
 
     Forward and backward alike, or gradients would copy what convolutions have written.
     """
-    graph = module.graph
-    return channels_last.is_channels_last(graph) if channels_last.trains_convolutions(graph) else None
+    from torch._inductor.graph import GraphLowering
+
+    if not trains_convolutions(module.graph):
+        return None
+    if is_channels_last(module.graph):
+        return True
+    return None if GraphLowering.decide_layout_opt(module, is_inference=False) else False
 
 
 _OF_INDUCTORS_OWN = ("TypedStorage is deprecated", "Attempted to insert a get_attr Node")

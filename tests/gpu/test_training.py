@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import autostream
-from autostream.ir import Program
-from autostream.storages import layout_of
 from autostream.tracing import inductor
 from autostream.training import TrainStep
 
@@ -438,42 +436,3 @@ def test_convolutions_are_laid_out_forward_and_backward(monkeypatch: pytest.Monk
     captured(step, "inductor")
     assert laid_out == [True]
     assert_close(model, plain, start, tolerance=0.05)
-
-
-def test_so_they_are_where_calls_record_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward reads what the forward saved as it lies, and what is seen lies as in eager mode."""
-    graphs: list[fx.Graph] = []
-    functional = inductor._functional
-
-    def noting(program: Program) -> fx.GraphModule:
-        module = functional(program)
-        graphs.append(module.graph)
-        return module
-
-    monkeypatch.setattr(inductor, "_functional", noting)
-    torch.manual_seed(0)
-    model = wide_conv_net().cuda().train()
-    plain = copy.deepcopy(model)
-    fast = autostream.optimize(model, kernels="inductor")
-    for number in range(3):
-        x = on_gpu(8, 3, 32, 32) / (1 + number)
-        seen = []
-        for each, own in ((fast, model), (plain, plain)):
-            each.zero_grad()
-            given = x.clone().requires_grad_()
-            output = each(given)
-            output.square().sum().backward()
-            seen.append([output, given.grad, *(parameter.grad for parameter in own.parameters())])
-        for ours, theirs in zip(*seen, strict=True):
-            largest = theirs.abs().max().item()
-            torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.01 * largest)
-            assert layout_of(ours) == layout_of(theirs)
-    (report,) = fast.reports
-    assert [part.mode for part in report.parts] == ["cuda graph"] * 2, [part.refusals for part in report.parts]
-    forward, backward = graphs
-    convolutions = forward.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
-    gradients = backward.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default)
-    assert len(convolutions) == 4
-    assert {node.args[1].op for node in gradients} == {"placeholder"}
-    read = [*(node.args[:2] for node in convolutions), *(node.args[:3] for node in gradients)]
-    assert all(each.meta["val"].is_contiguous(memory_format=torch.channels_last) for some in read for each in some)

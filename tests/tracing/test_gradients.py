@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from autostream.errors import TraceError
-from autostream.ir import Role
-from autostream.tracing import gradients, inductor
-from autostream.tracing.below_autograd import state_of
-from autostream.tracing.channels_last import is_channels_last, laid_out
+from autostream.tracing import gradients
 from autostream.tracing.gradients import Halves, Tangent, trace_gradients
 from autostream.tracing.tree import flatten
-from tests.execution.programs import case_of
-from tests.tracing.test_channels_last import CONVOLUTION, GRADIENTS, calls, is_laid_out
-
-aten = torch.ops.aten
 
 X = torch.randn(3, 4)
 
@@ -178,118 +170,3 @@ def test_a_model_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gradients, "program_of", lambda *given: replace(made(*given), peers=("cuda:1",)))
     with pytest.raises(TraceError, match=r"several devices \(cpu, cuda:1\)"):
         halves(nn.Linear(4, 5))
-
-
-# Both halves laid out together
-
-
-class Features(nn.Module):
-    """Two convolutions: a classifier's output, a map of features that its backward needs, and one without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.second, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = self.norm(self.first(x)).relu_()
-        y = torch.tanh(x + self.second(x))
-        return self.last(y.mean((2, 3))), y.exp(), y.argmax(1)
-
-
-def features(*laid_out: str) -> tuple[nn.Module, Tensor]:
-    """A model and its input, of which these are channels-last."""
-    torch.manual_seed(0)
-    model, x = Features().double(), torch.randn(2, 2, 6, 5, dtype=torch.float64)
-    if "weights" in laid_out:
-        model.to(memory_format=torch.channels_last)
-    return model, (x.contiguous(memory_format=torch.channels_last) if "input" in laid_out else x).requires_grad_()
-
-
-def values_of(nodes: Sequence[Any]) -> list[Tensor]:
-    return [node.meta["val"] for node in nodes]
-
-
-def left_by_the_forward(found: Halves, model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and what the backward takes, tangents of ones among it."""
-    program, state = found.forward.program, state_of(model)
-    with torch.no_grad():
-        left = program.module(*(x if p.role is Role.INPUT else state[p.target] for p in program.placeholders))
-    values, saved = [*state.values(), x], [left[place] for place in found.saved]
-    tangents = [like.laid_out(torch.ones(like.shape, dtype=like.dtype)) for like in found.tangents if like]
-    return list(left[: len(found.tangents)]), [*(values[at].detach() for at in found.needed), *saved, *tangents]
-
-
-def assert_the_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    torch.testing.assert_close(list(ours), list(theirs), rtol=1e-10, atol=1e-12)
-    assert [each.stride() for each in ours] == [each.stride() for each in theirs]
-
-
-@pytest.mark.parametrize("given", [(), ("input",), ("weights",), ("input", "weights")])
-def test_halves_that_are_laid_out_return_what_the_model_does(given: tuple[str, ...]) -> None:
-    """With its strides too; what is saved lies as convolutions like it."""
-    model, x = features(*given)
-    plain = copy.deepcopy(model)
-    tensors, structure = flatten(((x,), {}))
-    found = trace_gradients(model, tensors, structure, laid_out)
-    outputs, taken = left_by_the_forward(found, model, x)
-    gradients = found.backward(found.saved)(*taken)
-    expected = plain(x)
-    assert_the_same(outputs, expected)
-    assert_the_same(gradients, torch.autograd.grad(expected[0].sum() + expected[1].sum(), [*plain.parameters(), x]))
-    assert_the_same(list(model.buffers()), list(plain.buffers()))
-    assert found.sources == trace_gradients(model, tensors, structure).sources
-    results = found.forward.program.module.graph.output_node().args[0]
-    saved = values_of([results[place] for place in found.saved])  # type: ignore[index]
-    assert [value for value in saved if value.dim() == 4 and not is_laid_out(value)] == []
-
-
-def test_what_is_laid_out_for_the_forward_is_saved() -> None:
-    """The input and both weights are, once; the backward lays out the map's gradient, and what it returns as it was.
-
-    x, weight ── clone ── conv ──▶ …     saved: clones     map's ── copy ──▶ … ── copy ──▶ of the input and both weights
-    """
-    model, x = features()
-    tensors, structure = flatten(((x,), {}))
-    found = trace_gradients(model, tensors, structure, laid_out)
-    forward, backward = found.forward.program.module.graph, found.backward(found.saved).graph
-    clones = calls(forward, aten.clone.default)
-    assert [node.args[0].name for node in clones] == [  # type: ignore[union-attr]
-        *("input_0", "parameter_first_weight", "parameter_second_weight")
-    ]
-    saved = {found.forward.program.outputs[place] for place in found.saved}
-    assert {node.name for node in clones} <= saved
-    assert "0.weight" not in given(found, 1)
-    read = [*calls(forward, CONVOLUTION), *calls(backward, GRADIENTS)]
-    assert len(read) == 2 + 4, "each gradient for itself"
-    assert all(is_laid_out(value) for node in read for value in values_of(node.args[:2]))
-    assert calls(backward, aten.clone.default) == []
-    ((tangent),) = [node for node in backward.find_nodes(op="placeholder") if node.name == "empty_like_1"]
-    assert [user.target for user in tangent.users] == [aten.copy_.default]
-    assert len(calls(backward, aten.copy_.default)) == 1 + 3
-
-
-def test_below_fusion_nothing_that_is_saved_is_laid_out_again() -> None:
-    """Nothing is copied but what is laid out above it: the map as others see it, and as ``argmax`` does, for one."""
-    model, x = features()
-    tensors, structure = flatten(((x,), {}))
-    found = trace_gradients(model, tensors, structure, laid_out)
-    _, taken = left_by_the_forward(found, model, x)
-    programs = found.forward.program, case_of(found.backward(found.saved), *taken).program
-    forward, backward = (inductor._functional(program).graph for program in programs)
-    assert is_channels_last(forward)
-    gradients = calls(backward, GRADIENTS)
-    assert len(gradients) == 4
-    assert all(map(is_laid_out, (value for node in gradients for value in values_of(node.args[:3]))))
-    assert {read.op for node in gradients for read in node.args[1:3]} == {"placeholder"}  # type: ignore[union-attr]
-    assert [len(calls(graph, aten.clone.default)) for graph in (forward, backward)] == [3, 0]
-    assert [len(calls(graph, aten.copy.default)) for graph in (forward, backward)] == [1 + 1, 1 + 3]
-
-
-def test_what_cannot_be_laid_out_stays_as_it_was() -> None:
-    model, x = features()
-    tensors, structure = flatten(((x,), {}))
-    found, expected = (trace_gradients(model, tensors, structure, *how) for how in ((lambda _: None,), ()))
-    assert found.forward.program.module.code == expected.forward.program.module.code
-    assert found.backward(found.saved).code == expected.backward(expected.saved).code
-    assert found.tangents == expected.tangents

@@ -30,9 +30,7 @@ from autostream.errors import FusionError, OptionError
 from autostream.ir import Program, Role
 from autostream.kernels import Kernel
 from autostream.tracing import fingerprint, fusion, inductor, kernel_graph
-from autostream.tracing.gradients import trace_gradients
 from autostream.tracing.inductor import NEEDED, check_level, check_settings, evaluate, fuse, obstacle
-from autostream.tracing.tree import flatten
 from tests.execution.programs import Case, case_of, fused_case
 
 aten = torch.ops.aten
@@ -71,31 +69,6 @@ def test_a_functional_graph_keeps_the_users_lines() -> None:
     module = inductor._functional(program_of(learning, torch.randn(4, 6), torch.randn(6)))
     relu = next(node for node in module.graph.nodes if node.target is aten.relu.default)
     assert "return (x - mean).relu_()" in relu.stack_trace
-
-
-@pytest.mark.parametrize(
-    ("device", "layer", "options", "lays_out"),
-    [
-        ("cuda", nn.Conv2d(2, 4, 3), {}, True),
-        ("cuda", nn.Conv2d(2, 4, 3), {"layout_optimization": False}, False),
-        ("cuda", nn.Linear(5, 4), {}, False),
-        ("cpu", nn.Conv2d(2, 4, 3), {}, False),
-    ],
-)
-def test_only_what_can_be_fused_and_has_convolutions_is_laid_out(
-    device: str, layer: nn.Module, options: dict[str, bool], lays_out: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inductor, "obstacle", lambda _: "" if device == "cuda" else "no GPU")
-    given: list[fx.GraphModule] = []
-
-    def lay_out(module: fx.GraphModule) -> fx.GraphModule | None:
-        given.append(module)
-        return inductor.laid_out(module, options)
-
-    tensors, structure = flatten(((torch.randn(1, 2, 5, 5),), {}))
-    forward = trace_gradients(layer, tensors, structure, lay_out).forward.program.module
-    assert len(given) == 1
-    assert bool(forward.graph.find_nodes(op="call_function", target=aten.clone.default)) is lays_out
 
 
 def test_composites_become_what_inductor_lowers() -> None:
