@@ -4,7 +4,7 @@
 
 Inductor can emit its fused program as an fx graph (``config.fx_wrapper``), here one of calls of our own
 (``kernel_graph.py``). Its reuse of memory is off, for it chains branches that are independent otherwise: what is
-reused is for the schedule to say. But a kernel may write where a large buffer lies whose only reader it is.
+reused is for the schedule to say.
 
 Where freezing is asked for, weights become constants, and what depends on constants alone is computed now. Whoever
 runs the program has to look whether these weights are still what they were (:attr:`autostream.ir.Program.frozen`).
@@ -60,8 +60,8 @@ SETTINGS: Mapping[str, Any] = {
     "triton.cudagraphs": False,
     # Each would make one chain of independent branches.
     "allow_buffer_reuse": False,
+    "inplace_buffers": False,
     "memory_planning": False,
-    "inplace_buffers": True,  # where that makes no chain (kernel_graph.Wrapper.can_reuse)
     # Lines of Python, which no fx graph can hold; what asserts check is checked once, when the model is traced.
     "size_asserts": False,
     "nan_asserts": False,
@@ -100,10 +100,8 @@ NEEDED: Mapping[str, Sequence[str]] = {
         "FileBackedGraphModule",
     ],
     "torch._inductor.codegen.wrapper": ["WrapperLine.codegen_fx"],
-    "torch._inductor.scheduler": ["BaseSchedulerNode.get_operation_names", "NodeUser.get_name"],
     "torch._inductor.codegen.wrapper_fxir": [
         "WrapperFxCodegen._generate",
-        "WrapperFxCodegen.can_reuse",
         "WrapperFxCodegen.compile_graph",
         "WrapperFxCodegen.get_fx_graph_inputs",
         "WrapperFxCodegen.get_graph_outputs",
@@ -120,7 +118,6 @@ NEEDED: Mapping[str, Sequence[str]] = {
         "FxConverter._generate_kernel_definition",
         "FxConverter._generate_outputs",
         "FxConverter._generate_reinterpret_helper",
-        "FxConverter._generate_reuse",
         "FxConverter._generate_subgm_getattrs",
         "FxConverter._generate_triton_call",
         "FxConverter._generate_unbacked_symbol_defs",

@@ -13,7 +13,6 @@ there is something to fuse, having seen that this PyTorch has all that is used h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,9 +38,6 @@ from autostream.kernels import Kernel
 aten = torch.ops.aten
 
 _REINTERPRET = torch.ops.inductor._reinterpret_tensor.default
-
-LARGE_BYTES = 2**24
-"""Of a buffer: writing in place saves as much memory, and takes a few percent longer than writing elsewhere."""
 
 
 @contextmanager
@@ -83,19 +79,6 @@ class Wrapper(WrapperFxCodegen):
         )
         module = converter.generate()
         return FileBackedGraphModule(module, self.compile_graph(module)), None
-
-    def can_reuse(self, input_buffer: Any, output_buffer: Any = None) -> bool:
-        """Whether a kernel may write its result where an argument lies: a large one that nobody else ever reads.
-
-        Inductor is content if nobody does afterwards, in its order. But then who reads it before comes before the
-        kernel in any order, and branches that are independent are so no longer.
-        """
-        if output_buffer is None:  # it is asked whether the memory may be given back
-            return bool(super().can_reuse(input_buffer))  # type: ignore[no-untyped-call]
-        readers = {user.get_name() for user in input_buffer.users or ()}
-        alone = len(readers) == 1 and readers <= set(output_buffer.get_operation_names())
-        may = alone and _bytes_of(input_buffer.node) >= LARGE_BYTES
-        return may and bool(super().can_reuse(input_buffer, output_buffer))  # type: ignore[no-untyped-call]
 
     def make_zero_buffer(self, name: str) -> WrapperLine:
         """A line of ours in the place of one of Python."""
@@ -373,11 +356,6 @@ def _as_ordinary_view(output: Any) -> Any:
     if not output.users:
         output.graph.erase_node(output)
     return call(aten.as_strided.default, (begin, size, stride))
-
-
-def _bytes_of(buffer: Any) -> int:
-    size: int = math.prod(_numbers(buffer.get_size())) * buffer.get_dtype().itemsize
-    return size
 
 
 def _numbers(sizes: Sequence[Any]) -> list[Any]:

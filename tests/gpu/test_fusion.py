@@ -432,38 +432,6 @@ def test_what_is_fused_stays_where_there_is_no_memory_to_compare_it(
     assert "could not be measured beside it: OutOfMemoryError: CUDA out of memory" in decision.reason
 
 
-class Branching(nn.Module):
-    """The first convolution's result is added to and read on; each of the others' has one reader, its activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right = (nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.first(x)
-        return self.left(first.relu()).relu() + self.right(first.sigmoid()).tanh()
-
-
-@torch.no_grad()
-def test_a_kernel_writes_where_its_argument_lies_unless_that_has_another_reader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("autostream.tracing.kernel_graph.LARGE_BYTES", 0)
-    torch.manual_seed(0)
-    model, x = Branching().cuda(), torch.randn(4, 16, 8, 8, device="cuda")
-    fast = autostream.optimize(model, kernels="inductor", policy="critical_path", memory_budget=math.inf)
-    for _ in range(3):
-        torch.testing.assert_close(fast(x.normal_()), model(x), rtol=1e-3, atol=1e-4)
-    (report,) = fast.reports
-    assert report.graph
-    ops = list(report.graph.ops.values())
-    convolutions = [op for op in ops if "convolution" in op.target and not op.target.startswith("triton_")]
-    convolved = {storage for op in convolutions for storage in op.writes}
-    rewritten = convolved & {storage for op in ops for storage in op.reads & op.writes}
-    assert len(convolved) == 3
-    assert 1 <= len(rewritten) < 3
-
-
 def test_a_kernel_says_what_it_writes(towers: Towers) -> None:
     """By poisoning: whatever a kernel is not said to write stays as it was."""
     from autostream.tracing.export import trace

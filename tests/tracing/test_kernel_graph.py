@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor.codegen import common
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen, ReuseLine, WrapperLine
+from torch._inductor.codegen.wrapper import WrapperLine
 from torch._inductor.codegen.wrapper_fxir import FxConverter
 from torch._inductor.utils import LineContext
 from torch._inductor.virtualized import V
@@ -23,7 +22,6 @@ from torch._inductor.virtualized import V
 from autostream.kernels import Kernel
 from autostream.tracing import kernel_graph
 from autostream.tracing.kernel_graph import (
-    LARGE_BYTES,
     Converter,
     Definition,
     Wrapper,
@@ -159,25 +157,6 @@ def test_a_view_that_is_written_stays_and_one_of_a_buffer_too() -> None:
     assert nothing is None
 
 
-def test_what_is_written_where_its_argument_lies_is_the_same_tensor() -> None:
-    """Or a view of it, where it has another layout."""
-
-    def buffer(name: str, *size: int) -> Any:
-        stride = [math.prod(size[at + 1 :]) for at in range(len(size))]
-        facts = {"name": name, "size": [*size], "stride": stride, "offset": 0, "dtype": torch.float16, "device": GPU}
-        return SimpleNamespace(**{f"get_{key}": lambda value=value: value for key, value in facts.items()})
-
-    made, old, same, other = converter(), buffer("buf0", 2, 3), buffer("buf1", 2, 3), buffer("buf2", 3, 2)
-    made._generate_allocate(SimpleNamespace(node=old))
-    handler: Any = SimpleNamespace(removed_buffers=(), get_output_names=list)
-    with V.set_graph_handler(handler):
-        made._generate_reuse(ReuseLine(None, old, same))  # type: ignore[arg-type]
-        made._generate_reuse(ReuseLine(None, same, other))  # type: ignore[arg-type]
-    taken, view = made.gm.graph.nodes
-    assert made.buffer_to_node["buf2"] is view
-    assert (view.target, view.args) == (torch.ops.inductor._reinterpret_tensor.default, (taken, [3, 2], [2, 1], 0))
-
-
 def test_two_calls_of_one_kernel_are_of_the_same_kernel() -> None:
     made = converter()
     x, out = made.gm.graph.placeholder("x"), made.gm.graph.placeholder("out")
@@ -302,46 +281,6 @@ def test_an_operator_that_returns_nothing_has_no_sizes_that_only_it_tells(
     for line in (nothing, never, some):
         calling._generate_unbacked_symbol_defs(line)
     assert left == [some]
-
-
-def read_by(*readers: str, rows: int = LARGE_BYTES // 512) -> Any:
-    """A buffer of Inductor's, 512 bytes a row, and who reads it."""
-    node = SimpleNamespace(get_size=lambda: [sympy.Integer(rows), 256], get_dtype=lambda: torch.float16)
-    return SimpleNamespace(users=[SimpleNamespace(get_name=lambda name=name: name) for name in readers], node=node)
-
-
-def kernel_of(*nodes: str) -> Any:
-    return SimpleNamespace(get_operation_names=lambda: {*nodes})
-
-
-@pytest.mark.parametrize(
-    ("buffer", "kernel", "may"),
-    [
-        (read_by("a"), kernel_of("a"), True),
-        (read_by("a", "a"), kernel_of("a"), True),
-        (read_by("a", rows=LARGE_BYTES // 512 - 1), kernel_of("a"), False),
-        (read_by("a"), kernel_of("a", "b"), True),
-        (read_by("a", "b"), kernel_of("b"), False),
-        (read_by("a", "b"), kernel_of("a", "b"), False),
-        (read_by("a"), kernel_of("b"), False),
-        (read_by("a", "OUTPUT"), kernel_of("a"), False),
-        (read_by(), kernel_of("a"), False),
-    ],
-)
-@pytest.mark.parametrize("inductor", [True, False])
-def test_a_kernel_writes_where_the_large_one_lies_whose_only_reader_it_is(
-    buffer: Any, kernel: Any, may: bool, inductor: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever reads it before would have to come before the kernel, in any order; small ones save little; and Inductor
-    may say no.
-    """
-    monkeypatch.setattr(PythonWrapperCodegen, "can_reuse", lambda *_: inductor)
-    assert Wrapper.can_reuse(object.__new__(Wrapper), buffer, kernel) == (may and inductor)
-
-
-def test_inductor_is_not_asked_by_us_whether_memory_may_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PythonWrapperCodegen, "can_reuse", lambda wrapper, buffer, output=None: output is None)
-    assert Wrapper.can_reuse(object.__new__(Wrapper), read_by("a", "b"))
 
 
 def test_inductor_writes_our_graphs_only_meanwhile() -> None:
