@@ -114,7 +114,7 @@ class Pieces:
             what = "calls, and what is done until the next, take" if self._signature.gradients else "calls take"
             said = f"{what} {pieces_us:.0f} µs in pieces and {plain_us:.0f} as it is (medians of {ROUNDS} each)"
             log.info("%s: %s", name_of(self._model), said)
-            if plain_us < pieces_us:
+            if plain_us < pieces_us * (1 + _MARGIN):
                 self._refusals = {**self._refusals, said: Decision("", "plain", said)}
                 self._give_up()
 
@@ -176,6 +176,9 @@ _STEADY = 4
 
 _IN_A_ROW = 8
 """Calls that record gradients are timed by so many, for one step of training may make several."""
+
+_MARGIN = 0.05
+"""What pieces have to gain to stay: plain calls in a row may hide some of what one alone takes."""
 
 _MOST_ALIKE = 8
 """Numbers are constants of pieces, which is of use where blocks of a model differ in them. One that changes from call
