@@ -130,6 +130,9 @@ class Options:
         return cls(**options)
 
 
+_DECAY = 0.999
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions(Options):
     """What a user may choose for a training step besides.
@@ -159,7 +162,7 @@ class StepOptions(Options):
     microbatches: int = 1
     max_norm: float | None = None
     average: nn.Module | None = None
-    decay: float = 0.999
+    decay: float = _DECAY
     scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
@@ -170,6 +173,8 @@ class StepOptions(Options):
             raise _refusal("max_norm", self.max_norm, "None or a finite number above 0, such as 1.0")
         if not (_positive(self.decay) or self.decay == 0) or isinstance(self.decay, bool) or self.decay > 1:
             raise _refusal("decay", self.decay, "a number from 0 to 1, such as 0.999")
+        if self.average is None and self.decay != _DECAY:
+            raise OptionError(f"decay={self.decay!r} is of an average: give average=copy.deepcopy(model), too")
 
 
 def disabled() -> bool:

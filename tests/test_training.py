@@ -1099,6 +1099,7 @@ def test_microbatches_have_no_outputs() -> None:
         ({"microbatches": True}, "microbatches=True is not allowed"),
         ({"max_norm": -1}, "max_norm=-1 is not allowed"),
         ({"decay": 2}, "decay=2 is not allowed"),
+        ({"decay": 0.9}, "decay=0.9 is of an average: give average="),
         ({"average": nn.Linear(2, 2)}, "average has to be a copy of the model"),
         ({"scaler": 2.0}, "scaler has to be a torch.amp.GradScaler"),
         ({"polices": "auto"}, "did you mean 'policy'"),

@@ -94,7 +94,7 @@ def cut(graph: OpGraph) -> tuple[Part, ...]:
         >>> ops = [Op(name, "f", (name,), frozenset(), frozenset({name})) for name in ("a", "b", "c")]
         >>> whole = OpGraph({op.name: op for op in ops}, (), {}, (), "cuda:0")
         >>> cut(whole)
-        (Part(ops=('a', 'b', 'c'), device='cuda:0'),)
+        (Part(ops=('a', 'b', 'c'), device='cuda:0', beside=False),)
     """
     plain = _plain(graph)
     literals = [op for op in _literals(graph) if op not in plain]
