@@ -436,3 +436,26 @@ def test_convolutions_are_laid_out_forward_and_backward(monkeypatch: pytest.Monk
     captured(step, "inductor")
     assert laid_out == [True]
     assert_close(model, plain, start, tolerance=0.05)
+
+
+def test_fused_gradients_of_convolutions_and_of_their_input_are_the_models() -> None:
+    torch.manual_seed(0)
+    model = wide_conv_net().cuda().train()
+    plain = copy.deepcopy(model)
+    fast = autostream.optimize(model, kernels="inductor")
+    for number in range(3):
+        x = on_gpu(8, 3, 32, 32) / (1 + number)
+        seen = []
+        for run, own in ((fast, model), (plain, plain)):
+            run.zero_grad()
+            given = x.clone().requires_grad_()
+            output = run(given)
+            output.square().sum().backward()
+            named = [(name, parameter.grad) for name, parameter in own.named_parameters()]
+            seen.append([("output", output), ("input", given.grad), *named])
+        for (name, ours), (_, theirs) in zip(*seen, strict=True):
+            # What is largest in a window may be another element by rounding alone, and its gradient go elsewhere.
+            off = ((ours - theirs).norm() / theirs.norm()).item()
+            assert off <= 0.1, f"{name} of call {number} is off by {off:.2f}"
+    (report,) = fast.reports
+    assert [part.level for part in report.parts] == ["inductor"] * 2, [part.refusals for part in report.parts]
