@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from torch import nn
 
 from autostream.errors import OptionError
 from autostream.options import (
@@ -75,7 +76,8 @@ def test_every_option_is_tested_and_all_by_default_are_allowed() -> None:
 
 @pytest.mark.parametrize(("name", "value"), pairs(ALLOWED))
 def test_what_is_allowed_is_kept(name: str, value: object) -> None:
-    kept = getattr(StepOptions.parse({name: value}), name)
+    others = {"average": nn.Linear(1, 1)} if name == "decay" else {}
+    kept = getattr(StepOptions.parse({name: value, **others}), name)
     assert (kept, type(kept)) == (value, type(value))
 
 
