@@ -70,6 +70,8 @@ class Pieces:
         self._steady = 0
         """Calls in a row that made no piece."""
         self._turns: Turns | None = None
+        self._in_a_row = _IN_A_ROW[bool(signature.gradients) :]
+        """How many calls are timed as one, in this contest and those after it."""
 
         self._make_piece = make_piece
         self._split = partial(split, model, partial(_piece_of, weakref.ref(self)), self._refuse)
@@ -102,21 +104,24 @@ class Pieces:
     def _choose(self) -> None:
         """Have calls made by turns, or end that and keep the faster."""
         self._steady += 1
-        turns = self._turns
+        turns, (in_a_row, *later) = self._turns, self._in_a_row
         if turns is None:
             if self._steady > _STEADY:
-                self._turns = Turns(
-                    self._run, self._model, self._devices, _IN_A_ROW if self._signature.gradients else 0
-                )
+                self._turns = Turns(self._run, self._model, self._devices, in_a_row)
         elif turns.verdict:
             pieces_us, plain_us = turns.verdict
-            self._turns, self._devices = None, set()
-            what = "calls, and what is done until the next, take" if self._signature.gradients else "calls take"
-            said = f"{what} {pieces_us:.0f} µs in pieces and {plain_us:.0f} as it is (medians of {ROUNDS} each)"
+            what = f"{in_a_row} calls in a row, and what is done between them, take" if in_a_row else "calls alone take"
+            each = " each" if in_a_row else ""
+            said = f"{what} {pieces_us:.0f} µs{each} in pieces and {plain_us:.0f} as it is (medians of {ROUNDS})"
             log.info("%s: %s", name_of(self._model), said)
-            if plain_us < pieces_us * (1 + _MARGIN):
+            self._turns = None
+            if plain_us < pieces_us * (1 - _NOISE if in_a_row else 1):
                 self._refusals = {**self._refusals, said: Decision("", "plain", said)}
                 self._give_up()
+            if later and self._run is not self._model:
+                self._in_a_row = tuple(later)
+            else:
+                self._devices = set()
 
     def _piece(self, module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
         made = self._make_piece(module, bound_inputs)
@@ -174,11 +179,12 @@ _NO_PIECE = (
 _STEADY = 4
 """Calls that make no piece before any is timed: pieces have then been called with all that they were captured for."""
 
-_IN_A_ROW = 8
-"""Calls that record gradients are timed by so many, for one step of training may make several."""
+_IN_A_ROW = (0, 8)
+"""Calls are timed alone, then by so many, with all that is done until the next: a loop may hide some of what one call
+takes. Those that record gradients are timed in a row only: a step of training may make several, and has a backward."""
 
-_MARGIN = 0.05
-"""What pieces have to gain to stay: plain calls in a row may hide some of what one alone takes."""
+_NOISE = 0.03
+"""What calls in a row may take longer in pieces: where somebody waits between them, little else is to be seen."""
 
 _MOST_ALIKE = 8
 """Numbers are constants of pieces, which is of use where blocks of a model differ in them. One that changes from call
