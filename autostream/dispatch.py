@@ -403,10 +403,7 @@ class Dispatcher:
         except Exception as error:
             if self.options.strict or isinstance(error, OptionError | TargetError):
                 raise
-            whole = isinstance(error, TraceError) and not isinstance(error, FastPathError)
-            if signature.gradients:  # pieces of what no backward can be traced of are no better
-                whole = isinstance(error, BranchError)
-            if whole and self._tracer.may_split and self.bound_inputs is None:
+            if self._tracer.may_split and self.bound_inputs is None and _has_pieces(error, signature):
                 log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # not what its frames hold
                 choose = (self.options.policy, self.options.cuda_graph) == ("auto", "auto")
                 return Pieces(self.model, signature, str(error), self._piece, choose=choose)
@@ -445,6 +442,13 @@ class Dispatcher:
     @property
     def _name(self) -> str:
         return name_of(self.model)
+
+
+def _has_pieces(error: Exception, signature: Signature) -> bool:
+    """Whether pieces may do what cannot be traced whole: of what no backward can be traced of, they are no better."""
+    if signature.gradients:
+        return isinstance(error, BranchError)
+    return isinstance(error, TraceError) and not isinstance(error, FastPathError)
 
 
 _BETTER_ALONE = (

@@ -4,8 +4,8 @@
     way    ours  as is ours  as is    as is │ the faster
 
 For what must not be called only to be timed, since nobody knows what else a call of it does. Each of these calls is
-timed from an idle device to its results, so that host and device both count. What a call costs that records gradients
-shows in its backward, too, so of those there are several in a row, each with all that is done until the next one::
+timed from an idle device to its results, so that host and device both count. What a loop hides of that, and what a
+backward adds to it, several calls in a row tell, with all that is done until the next ones::
 
     call   1 … 8    9 … 16   17 …
     way    ours     as is    ours

@@ -30,6 +30,9 @@ from autostream.execution.cpu_streams import Record, Wait, _hostile_order
 
 GPU = torch.device("cuda", 0)
 
+ORDERS = range(6)
+"""Seeds of :meth:`Device.run`: each of a few queues runs ahead once; then random ones."""
+
 
 class Stream:
     """A queue of steps."""

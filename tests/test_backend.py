@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from importlib.metadata import entry_points
 from typing import Any
@@ -16,6 +15,7 @@ from autostream.backend import autostream
 from autostream.errors import OptionError
 from autostream.explaining import reports_of
 from autostream.tracing import inductor
+from tests.data_branches import DYNAMOS_OWN, Branching, same_gradients, trained
 from tests.semantics import CONFIGURATIONS, Model, force_streams, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -118,32 +118,11 @@ def test_training_through_it(made: list[OptimizedModule]) -> None:
     assert "gradients are recorded on a CPU" in made[0].reports[0].refusals[0].reason
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+@DYNAMOS_OWN
 def test_forward_and_backward_of_each_piece_are_scheduled(made: list[OptimizedModule]) -> None:
-    """A parameter in two pieces gets the gradients of both; what only the other branch needs gets none."""
-
-    class Breaks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.other = (nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x).tanh()
-            y = self.second(y).sin() if y.sum() > 0 else self.other(y).cos()
-            return self.second(y) * self.first(x)
-
-    model = Breaks()
-    plain = copy.deepcopy(model)
+    model, plain = Branching(), Branching()
     fast = torch.compile(model, backend="autostream", options={"policy": "critical_path"})
-    for seed in range(6):
-        x = t(3, 4) + seed - 3
-        for run, own in ((fast, model), (plain, plain)):
-            own.zero_grad()
-            losses = [run(x + turn).square().sum() for turn in range(2)]
-            sum(losses).backward()  # type: ignore[union-attr]
-        grads = [[None if p.grad is None else p.grad for p in own.parameters()] for own in (model, plain)]
-        for ours, theirs in zip(*grads, strict=True):
-            assert (ours is None or not ours.any()) if theirs is None else torch.allclose(ours, theirs)  # type: ignore[arg-type]
+    same_gradients(trained(model, fast), trained(plain, plain))
     assert {report.mode for module in made for report in module.reports} == {"forward and backward"}
 
 

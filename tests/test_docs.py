@@ -92,6 +92,12 @@ def test_every_cause_has_its_advice() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_chapter_stands_twice(page: Path) -> None:
+    chapters = re.findall(r"^## .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(chapters) == len(set(chapters))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if target.startswith("http"):

@@ -18,6 +18,7 @@ from autostream.pieces import Pieces
 from autostream.reporting.report import Report
 from autostream.tracing.signature import signature_of
 from autostream.tracing.tree import flatten
+from tests.data_branches import DYNAMOS_OWN, Branching, same_gradients, trained
 from tests.semantics import Model, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -315,43 +316,6 @@ def test_pieces_that_were_asked_for_stay(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # Calls that record gradients
-
-DYNAMOS_OWN = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-"""It looks at every tensor that it is given."""
-
-
-class Branching(nn.Module):
-    """A branch on data between layers, one of which is there before and after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.other = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x).tanh()
-        y = self.second(y).sin() if y.sum() > 0 else self.other(y).cos()
-        return self.second(y) * self.first(x)
-
-
-def trained(model: nn.Module, run: Callable[[Tensor], Tensor], **backward: Any) -> list[Tensor | None]:
-    """Gradients after steps on both branches, each of two calls before their backward."""
-    found: list[Tensor | None] = []
-    for seed in range(6):
-        model.zero_grad()
-        losses = [run(t(3, 4) + seed - 3 + turn).square().sum() for turn in range(2)]
-        (losses[0] + losses[1]).backward(**backward)
-        found += [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
-    return found
-
-
-def same_gradients(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        zero = one if other is None else other if one is None else None
-        if zero is None:
-            torch.testing.assert_close(one, other)
-        else:
-            assert not zero.any()
 
 
 @DYNAMOS_OWN

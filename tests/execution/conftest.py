@@ -1,4 +1,4 @@
-"""What tests of captured graphs share."""
+"""What tests of captured graphs share, and those of copies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.captures import Captures
+from tests.make_believe import ORDERS, Device
 
 
 @pytest.fixture
@@ -22,3 +23,15 @@ def at_once() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest) -> int:
+    """In which a make-believe device runs its queues."""
+    return int(request.param)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    with Device.installed(monkeypatch) as device:
+        yield device

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from autostream.execution.crossing import Place, copy_beside, mark, reserve, upload
-from tests.make_believe import Device
-
-ORDERS = range(6)
-"""Each queue runs ahead once; then random ones."""
-
-
-@pytest.fixture(params=ORDERS)
-def order(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    with Device.installed(monkeypatch) as device:
-        yield device
+from tests.make_believe import ORDERS, Device
 
 
 def x(value: float) -> Tensor:

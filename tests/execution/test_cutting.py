@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from autostream.analysis.source import user_line
 from autostream.analysis.values import tensors_in, value_of
 from autostream.execution import crossing
 from autostream.execution.cutting import Whole, take_apart
-from autostream.ir import Op, Role
+from autostream.ir import Op, OpGraph, Role
 from autostream.scheduling.cut import LONG_BYTES, Part
 from autostream.tracing.export import trace
 from autostream.tracing.tree import flatten
@@ -31,9 +31,14 @@ from tests.semantics import Model
 def taken_apart(case: Case, refused: Callable[[Op], bool]) -> Whole:
     """A program, cut at these ops and those that depend on numbers of the device."""
     graph = graph_with(case.program, refused)
-    parts = cut_everything(graph) or (Part(tuple(graph.ops), ""),)
+    return in_parts(case, graph, cut_everything(graph))
+
+
+def in_parts(case: Case, graph: OpGraph, parts: Sequence[Part]) -> Whole:
+    """These parts of a program; one that runs as it is, where there are none."""
     bound = [p.role is not Role.INPUT for p in case.program.placeholders]
-    return take_apart(case.program, graph, parts, bound, argument_views(case.program.module.graph))
+    looks = argument_views(case.program.module.graph)
+    return take_apart(case.program, graph, parts or (Part(tuple(graph.ops), ""),), bound, looks)
 
 
 def named(*names: str) -> Callable[[Op], bool]:
@@ -278,15 +283,13 @@ def test_with_copies_beside_it_computes_the_same(model: str, data: Any) -> None:
         for n, op in graph.ops.items()
     }
     graph = replace(graph, ops=ops)
-    parts = cut_everything(graph) or (Part(tuple(graph.ops), ""),)
-    bound = [p.role is not Role.INPUT for p in case.program.placeholders]
+    parts = cut_everything(graph)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crossing, "mark", mark := lambda device: "moment")
         patch.setattr(crossing, "_beside", lambda since, device, copies: nullcontext())
-        looks = argument_views(case.program.module.graph)
-        whole = take_apart(case.program, graph, parts, bound, looks)
+        whole = in_parts(case, graph, parts)
         check_same(case, whole)
-    nodes = list(whole.module.graph.nodes)
+    nodes, looks = list(whole.module.graph.nodes), argument_views(case.program.module.graph)
     calls = {node.target: nodes.index(node) for node in nodes if node.op == "call_module"}
     copied = [node for node in nodes if node.target is crossing.copy_beside]
     assert len(copied) == sum(len(part.ops) for part in parts if part.beside)

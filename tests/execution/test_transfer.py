@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,20 +13,6 @@ from autostream.execution import streams
 from autostream.execution.slots import Memory, Slots, SlotTable, new_memory
 from autostream.execution.transfer import Transfer
 from tests.make_believe import GPU, Device
-
-ORDERS = range(5)
-"""Each queue runs ahead once; then random ones."""
-
-
-@pytest.fixture(params=ORDERS)
-def order(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    with Device.installed(monkeypatch) as device:
-        yield device
 
 
 def x(value: float) -> Tensor:
