@@ -169,7 +169,8 @@ class _Writer:
         before = {ops[at] for at in self._graph.predecessors[ops.index(op.name)]}
         needed = {at for at, part in enumerate(self._parts) if not before.isdisjoint(part.ops)}
         needed = needed.union(*(self._homes[source] for source in node.all_input_nodes))
-        with self._whole.inserting_after(self._ends[1 + max(needed, default=-1)]):
+        ended = range(len(self._ends) - 1)  # what is taken for the copy alone is in its own part
+        with self._whole.inserting_after(self._ends[1 + max(needed.intersection(ended), default=-1)]):
             return self._whole.call_function(begin, (op.device, *arguments))
 
     def whole(self, sections: Mapping[str, fx.GraphModule]) -> fx.GraphModule:

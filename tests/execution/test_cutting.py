@@ -269,6 +269,24 @@ def test_a_copy_beside_waits_for_what_no_op_has_made(function: Callable[..., Any
     assert names.index("part_0") < names.index("mark") < names.index("copy_beside")
 
 
+def test_memory_that_is_taken_for_a_copy_alone_is_taken_in_its_place() -> None:
+    """And the copy waits for nothing that comes before."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(5):
+            x = x.sin()
+        return x, torch.empty(512, 512).copy_(y)
+
+    case = case_of(function, torch.randn(512, 512), torch.randn(512, 512))
+    graph = graph_with(case.program, lambda op: op.name == "copy_")
+    copied = replace(graph.ops["copy_"], crosses="download", bytes_written=LONG_BYTES)
+    assert len(copied.nodes) == 2
+    graph = replace(graph, ops={**graph.ops, "copy_": copied})
+    whole = in_parts(case, graph, cut_everything(graph))
+    names = [node.name for node in whole.module.graph.nodes]
+    assert names.index("mark") < names.index("part_0") < names.index("empty") < names.index("copy_beside")
+
+
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
