@@ -77,7 +77,8 @@ class Cell:
         call_us, device_us: of each round; see :mod:`autostream.bench.clock`. What cannot be queued in all rounds has no
             ``device_us``.
         host_us, latency_us: quartiles, and the 99th percentile of the latency.
-        schedule: what autostream chose, with the bytes that its plan allocates, and those of weights and inputs.
+        schedule: what autostream chose, with the bytes that its plan allocates, and those of weights and inputs, and
+            the seconds that preparing it took, by stage.
     """
 
     status: Status
@@ -207,6 +208,8 @@ def _schedule(reports: tuple[Report, ...]) -> dict[str, Any]:
         facts |= {"policy": schedule.policy, "streams": schedule.streams, "waits": schedule.wait_count}
         facts["predicted_us"] = round(report.chosen.predicted_us, 2)
         facts["planned_bytes"] = report.chosen.memory_bytes
+    if report.seconds:
+        facts["seconds"] = {stage: round(seconds, 2) for stage, seconds in report.seconds.items()}
     if report.refusals:
         facts["refusals"] = sorted({refusal.reason for refusal in report.refusals})[:3]
     return facts

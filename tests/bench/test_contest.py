@@ -241,6 +241,7 @@ def test_a_cell_has_what_autostream_chose() -> None:
         "mode": report.mode, "ops": 2, "policy": "sequential", "streams": 1, "waits": 0,
         "predicted_us": round(report.chosen.predicted_us, 2),
         "given_bytes": 4 * (16 + 4 + 4), "planned_bytes": 2 * 16,
+        "seconds": {stage: round(seconds, 2) for stage, seconds in report.seconds.items()},
         **({"refusals": schedule["refusals"]} if report.refusals else {}),
     }  # fmt: skip
     json.dumps(schedule)
