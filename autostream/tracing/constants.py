@@ -140,8 +140,12 @@ def _refuse_question(name: str, asking: FrameType) -> None:
         asking = asking.f_back
     module = str(asking.f_globals.get("__name__"))
     torchs = module.partition(".")[0] == "torch" and module != "torch.fx.interpreter"
-    if not torchs and module != "autostream.tracing.steps":
+    if not torchs and module not in _STEPS:
         raise FastPathError(f"the model asks ({name}) what may change from call to call")
+
+
+_STEPS = {f"autostream.tracing.{name}" for name in ("steps", "parameters", "lines")}
+"""The modules that training steps are made of."""
 
 
 _ATTRIBUTES = ("requires_grad", "is_leaf", "grad_fn", "grad", "_version", "retains_grad")

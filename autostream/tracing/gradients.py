@@ -31,9 +31,9 @@ from autostream.storages import storage_of
 from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
 from autostream.tracing.export import Traced, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
+from autostream.tracing.lines import keep_lines
 from autostream.tracing.replica import replica
 from autostream.tracing.state import name_of
-from autostream.tracing.steps import keep_lines
 from autostream.tracing.tree import TENSOR, Structure
 
 

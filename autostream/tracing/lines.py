@@ -9,8 +9,10 @@ from __future__ import annotations
 import linecache
 import os
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.traceback import set_stack_trace
 
 _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<eval_with_key>")
@@ -42,3 +44,19 @@ def note_line(frame: FrameType | None, outermost: CodeType) -> None:
         path, number = frame.f_code.co_filename, frame.f_lineno
         code = linecache.getline(path, number, frame.f_globals).strip()
         set_stack_trace([f'File "{path}", line {number}, in {frame.f_code.co_name}\n    {code}\n'])
+
+
+def keep_lines(loss: Tensor) -> None:
+    """Let what a backward computes have the user's lines of what was computed forward.
+
+    Args:
+        loss: computed in anomaly mode, in which autograd notes lines.
+    """
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node: Any = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+            if lines := node.metadata.get("traceback_"):
+                node.register_prehook(lambda gradients, lines=lines: set_stack_trace(lines))

@@ -12,9 +12,7 @@ So whatever schedules, runs, compares and reports modules does so with steps.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
 from operator import attrgetter
@@ -23,13 +21,14 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.fx.traceback import set_stack_trace
-from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
 from autostream.errors import TargetError, TraceError
 from autostream.options import StepOptions
 from autostream.storages import storage_of
+from autostream.tracing.batches import Batch, detached, loss_in, parts_of, summed, tensors_of
 from autostream.tracing.functions import check_loss
+from autostream.tracing.lines import keep_lines
 from autostream.tracing.optimizers import (
     Input,
     Numbers,
@@ -42,10 +41,18 @@ from autostream.tracing.optimizers import (
     update,
     values,
 )
-from autostream.tracing.state import Entries, name_of
-from autostream.tracing.tree import Constant, Structure, flatten, map_tensors, unflatten
+from autostream.tracing.parameters import (
+    Holders,
+    OptimizerState,
+    clear_gradients,
+    parameters_of,
+    set_aside,
+    set_gradients,
+    take_gradients,
+)
+from autostream.tracing.state import name_of
+from autostream.tracing.tree import Constant, Structure, flatten, unflatten
 
-Batch = tuple[Any, ...]
 Found = TypeVar("Found")
 
 
@@ -112,13 +119,13 @@ class Backward(nn.Module):
         self.options = options or StepOptions()
         self.average = self.options.average
         # Objects that stay: an attribute that becomes another looks like a model that was configured otherwise.
-        self._places = _Places(self, optimizer)
+        self._holders = Holders(self, optimizer)
         self._setting: _Memory[Setting] = _Memory()
 
     @property
     def parallel(self) -> bool:
         """Whether gradients are averaged over processes by hooks in the model."""
-        return self._places.parallel
+        return self._holders.parallel
 
     def _get_name(self) -> str:
         return f"{name_of(self.model)}, {super()._get_name()}"  # type: ignore[no-untyped-call]
@@ -135,8 +142,8 @@ class Backward(nn.Module):
         Raises:
             TargetError: the loss is not a scalar that depends on a parameter, or the batch has no equal parts.
         """
-        parameters = _parameters(self.optimizer)
-        with _set_aside(chain(self.parameters(), parameters)):
+        parameters = parameters_of(self.optimizer)
+        with set_aside(chain(self.parameters(), parameters)):
             results = []
             for loss, result in self._losses(batch, numbers):
                 if not loss.requires_grad:
@@ -144,8 +151,8 @@ class Backward(nn.Module):
                 loss.backward()  # type: ignore[no-untyped-call]
                 results.append(result)
             gradients = [parameter.grad for parameter in compress(parameters, setting.trained)]
-        _clear_gradients(parameters)
-        return _summed(results), gradients
+        clear_gradients(parameters)
+        return summed(results), gradients
 
     def traced(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
         """The same for a tracer: it changes nothing but tensors.
@@ -162,11 +169,11 @@ class Backward(nn.Module):
         Raises:
             TargetError: the optimizer has a parameter that neither the model nor the loss has any more.
         """
-        parameters = _parameters(self.optimizer)
-        if not self._places.hold(self.optimizer, parameters):
-            self._places.look(self, self.optimizer)
+        parameters = parameters_of(self.optimizer)
+        if not self._holders.hold(self.optimizer, parameters):
+            self._holders.look(self, self.optimizer)
         setting = self._setting(self._seen(parameters), lambda: self._looked_up(parameters))
-        if any(map(_REQUIRES_GRADIENTS, _tensors_of(batch))):
+        if any(map(_REQUIRES_GRADIENTS, tensors_of(batch))):
             reason = "a tensor of the batch requires gradients, and a graph would compute none"
             setting = replace(setting, refusal=reason)
         return batch, setting, self._numbers(parameters)
@@ -174,10 +181,10 @@ class Backward(nn.Module):
     def complete(self, outputs: Any) -> Any:
         """Do what is left of a step after :meth:`forward`, or after a run of its program; returns the result."""
         result, gradients = outputs
-        parameters = _parameters(self.optimizer)
-        _take_gradients(parameters, gradients)
+        parameters = parameters_of(self.optimizer)
+        take_gradients(parameters, gradients)
         self._step(parameters)
-        _clear_gradients(parameters)
+        clear_gradients(parameters)
         self._follow()
         return result
 
@@ -187,18 +194,18 @@ class Backward(nn.Module):
         Args:
             evaluate: does what :meth:`forward` does, or a run of its program.
         """
-        parameters, results = _parameters(self.optimizer), []
+        parameters, results = parameters_of(self.optimizer), []
 
         def closure() -> Tensor:
             with torch.no_grad():
                 result, gradients = evaluate()
-            _take_gradients(parameters, gradients)
+            take_gradients(parameters, gradients)
             self._clip(parameters)
             results.append(result)
-            return _loss_of(result)
+            return loss_in(result)
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
-        _clear_gradients(parameters)
+        clear_gradients(parameters)
         self._follow()
         return results[0]
 
@@ -235,25 +242,25 @@ class Backward(nn.Module):
                 found = torch.autograd.grad(loss, trained, allow_unused=True)
                 gradients = list(map(_sum, gradients, found))
                 results.append(result)
-        summed = _summed(results)
-        used = chain(self.parameters(), flatten((batch, summed))[0])
-        _set_gradients(trained, gradients, {storage_of(tensor) for tensor in used})
-        return summed, groups
+        result = summed(results)
+        used = chain(self.parameters(), flatten((batch, result))[0])
+        set_gradients(trained, gradients, {storage_of(tensor) for tensor in used})
+        return result, groups
 
     def _losses(self, batch: Batch, numbers: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
         """Of each part of a batch its share of the loss, scaled to be differentiated, and the result to return."""
         check_loss(self.loss_fn, len(batch))
-        for part in _parts(batch, self.options.microbatches):
+        for part in parts_of(batch, self.options.microbatches):
             with torch.enable_grad():
                 result = self.loss_fn(self.model, *part)
-                loss = _loss_of(result)
+                loss = loss_in(result)
                 if self.options.microbatches > 1:
                     if result is not loss:
                         raise TargetError("with microbatches, loss_fn has to return the loss alone")
                     loss = result = loss / self.options.microbatches
                 if self.options.scaler is not None:
                     loss = loss * numbers[0]
-            yield loss, _detached(result)
+            yield loss, detached(result)
 
     def _clip(self, parameters: Sequence[Tensor]) -> None:
         if self.options.max_norm is not None:
@@ -271,18 +278,18 @@ class Backward(nn.Module):
 
     def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
         """What a setting is made of: to compare it takes a tenth of the time."""
-        names = self._places.names
+        names = self._holders.names
         return [names, *parameters, *map(_REQUIRES_GRADIENTS, parameters), self._refusal(parameters)]
 
     def _looked_up(self, parameters: Sequence[Tensor]) -> Setting:
         """The setting."""
         trained = bytes(map(_REQUIRES_GRADIENTS, parameters))
-        return Setting(self._places.names, trained, self._refusal(parameters))
+        return Setting(self._holders.names, trained, self._refusal(parameters))
 
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
         if any(map(_HOOKS, parameters)) or any(map(_LATER_HOOKS, parameters)):
             return "a parameter has hooks on its gradient, which a graph would not call"
-        return self._places.hooked()
+        return self._holders.hooked()
 
 
 class TrainingStep(Backward):
@@ -295,7 +302,7 @@ class TrainingStep(Backward):
         self, model: nn.Module, loss_fn: nn.Module, optimizer: Optimizer, options: StepOptions | None = None
     ) -> None:
         super().__init__(model, loss_fn, optimizer, options)
-        self.state = _State()
+        self.state = OptimizerState()
         self._as_tensor = Numbers()
         self._values: list[Any] = []
         self._varying: set[str] = set()
@@ -315,7 +322,7 @@ class TrainingStep(Backward):
         self._clip(parameters)
         assert setting.groups, "a setting of such a step has them unless it is refused"
         update(self.optimizer, unflatten(setting.groups, ()), numbers[0], by_group, self.state.of(parameters))
-        _clear_gradients(parameters)
+        clear_gradients(parameters)
         self._follow()
         return result
 
@@ -367,38 +374,6 @@ class TrainingStep(Backward):
         return super()._refusal(parameters) or obstacle(self.optimizer)
 
 
-class _State(nn.Module):
-    """An optimizer's state as buffers: ``exp_avg_3`` is ``exp_avg`` of its fourth parameter."""
-
-    def renew(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> str:
-        """Look the state up; returns why it cannot be part of a graph, or ``""``.
-
-        Counters that the optimizer keeps on the host go to the device, where a graph needs them.
-        """
-        found: dict[str, Tensor] = {}
-        for at, parameter in enumerate(parameters):
-            values = optimizer.state.get(parameter, {})
-            for name, value in values.items():
-                if isinstance(value, Tensor):
-                    if value.device != parameter.device:
-                        value = values[name] = value.to(parameter.device)
-                    found[f"{name}_{at}"] = value
-                elif value is not None:
-                    return f"the optimizer's state has a {type(value).__name__} ({name}), and a graph takes tensors"
-        self._buffers.clear()
-        self._buffers.update(found)
-        return ""
-
-    def of(self, parameters: Sequence[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
-        """The buffers by parameter and name."""
-        state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-        for key, value in self._buffers.items():
-            name, _, at = key.rpartition("_")
-            assert value is not None
-            state[parameters[int(at)]][name] = value
-        return state
-
-
 class _Memory(Generic[Found]):
     """What was found by looking at objects, for as long as they are the same ones."""
 
@@ -413,189 +388,12 @@ class _Memory(Generic[Found]):
         return known[1]
 
 
-class _Places:
-    """Where the modules of a step hold the parameters of its optimizer.
-
-    Args:
-        step: the step.
-        optimizer: its optimizer.
-
-    Attributes:
-        names: of the parameters in the step, by group.
-
-    Raises:
-        TargetError: they do not hold one of them.
-    """
-
-    def __init__(self, step: nn.Module, optimizer: Optimizer) -> None:
-        self.look(step, optimizer)
-
-    def look(self, step: nn.Module, optimizer: Optimizer) -> None:
-        """Find them where they are now."""
-        names = {id(parameter): name for name, parameter in step.named_parameters()}
-        parameters = _parameters(optimizer)
-        if strangers := [parameter for parameter in parameters if id(parameter) not in names]:
-            shapes = ", ".join("x".join(map(str, stranger.shape)) or "scalar" for stranger in strangers[:3])
-            raise TargetError(
-                f"{len(strangers)} of the optimizer's {len(parameters)} parameters (of shape {shapes}) are not the "
-                "model's: make the optimizer of model.parameters()"
-            )
-        self.names = tuple(tuple(names[id(each)] for each in group["params"]) for group in optimizer.param_groups)
-        self._sizes = list(map(len, self.names))
-        paths = [name.rpartition(".") for name in chain.from_iterable(self.names)]
-        holders = [step.get_submodule(path)._parameters for path, _, _ in paths]
-        # TorchScript modules have something else there, which never changes.
-        self._dicts = [holder if isinstance(holder, dict) else dict(holder.items()) for holder in holders]
-        self._keys = [key for _, _, key in paths]
-        modules = list(step.modules())
-        # Names lead to other parameters as soon as a submodule takes the place of another.
-        children = [module._modules for module in modules if isinstance(module._modules, dict)]
-        self._modules = Entries(
-            (names for names in children for _ in names),
-            chain.from_iterable(children),
-            chain.from_iterable(map(dict.values, children)),
-        )
-        self._hooks = [hooks for module in modules for hooks in (module._backward_hooks, module._backward_pre_hooks)]
-        self.parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
-
-    def hold(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the optimizer's parameters, in the groups and the places where they were."""
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        return (
-            sizes == self._sizes
-            and all(map(operator.is_, map(dict.get, self._dicts, self._keys), parameters))
-            and self._modules.unchanged()
-        )
-
-    def hooked(self) -> str:
-        """Why the modules do more in a backward than a graph of it would, or ``""``."""
-        if self.parallel:
-            return "DistributedDataParallel averages gradients by hooks, which a graph would not call"
-        if any(self._hooks) or nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
-            return "a submodule has backward hooks, which a graph would not call"
-        return ""
-
-
 _REQUIRES_GRADIENTS = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks")
 _LATER_HOOKS = attrgetter("_post_accumulate_grad_hooks")
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@contextmanager
-def _set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """No parameter has a gradient inside at first; afterwards each has what it had before."""
-    before = {parameter: parameter.grad for parameter in parameters}
-    _clear_gradients(before)
-    try:
-        yield
-    finally:
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
-
-
-def _take_gradients(parameters: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    trained = (parameter for parameter in parameters if parameter.requires_grad)
-    for parameter, gradient in zip(trained, gradients, strict=True):
-        parameter.grad = gradient
-
-
-def _clear_gradients(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def _set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], taken: set[int]) -> None:
-    """Give parameters their gradients, each in memory of its own that lies as the parameter's, as autograd does.
-
-    What comes after writes to them: two may be one tensor, or a number that is seen as many.
-    """
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
-        if gradient is not None and (storage_of(gradient) in taken or _strides(gradient) != _strides(parameter)):
-            gradient = torch.empty_like(parameter).copy_(gradient)
-        if gradient is not None:
-            taken.add(storage_of(gradient))
-        parameter.grad = gradient
-
-
-def keep_lines(loss: Tensor) -> None:
-    """Let what a backward computes have the user's lines of what was computed forward."""
-    pending, seen = [loss.grad_fn], set()
-    while pending:
-        node: Any = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [following for following, _ in node.next_functions]
-            if lines := node.metadata.get("traceback_"):
-                node.register_prehook(lambda gradients, lines=lines: set_stack_trace(lines))
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
     if earlier is None or later is None:
         return later if earlier is None else earlier
     return earlier + later
-
-
-def _summed(results: Sequence[Any]) -> Any:
-    """The result of a step from those of its microbatches: their losses, or what a single one returned."""
-    return results[0] if len(results) == 1 else sum(results[1:], results[0])
-
-
-def _loss_of(result: Any) -> Tensor:
-    loss = result[0] if isinstance(result, (tuple, list)) and result else result
-    if not isinstance(loss, Tensor):
-        kind = type(loss).__name__
-        raise TargetError(
-            f"loss_fn returned a {kind}: let it return the loss, a scalar tensor, or a tuple that begins with it"
-        )
-    if loss.numel() != 1:
-        shape = "x".join(map(str, loss.shape))
-        raise TargetError(f"loss_fn returned a loss of shape {shape}: let it return a scalar, such as loss.mean()")
-    return loss
-
-
-def _tensors_of(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch; none of one that cannot be opened, whose step runs as it is."""
-    try:
-        return flatten(batch)[0]
-    except TraceError:
-        return []
-
-
-def _parts(batch: Batch, count: int) -> list[Batch]:
-    """A batch in equal parts along the first dimension of its tensors; what has not as many rows is part of all.
-
-    Raises:
-        TargetError: there are no equal parts, or the batch has an object that cannot be opened.
-
-    Example:
-        >>> _parts((torch.arange(4), torch.ones(2), 0.5), 2)
-        [(tensor([0, 1]), tensor([1., 1.]), 0.5), (tensor([2, 3]), tensor([1., 1.]), 0.5)]
-    """
-    if count == 1:
-        return [batch]
-    try:
-        tensors, structure = flatten(batch)
-    except TraceError as error:
-        raise TargetError(f"a batch has no {count} equal parts: {error}") from error
-    rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
-    if rows % count:
-        raise TargetError(f"a batch of {rows} has no {count} equal parts: choose another number of microbatches")
-    split = [tensor.chunk(count) if tensor.dim() and len(tensor) == rows else [tensor] * count for tensor in tensors]
-    return [unflatten(structure, [parts[at] for parts in split]) for at in range(count)]
-
-
-def _detached(result: Any) -> Any:
-    try:
-        return map_tensors(Tensor.detach, result)
-    except TraceError:  # it contains itself, and stays as it is
-        return result

@@ -14,13 +14,14 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from autostream.tracing.batches import Batch
 from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
 from autostream.tracing.export import Traced, Tracer, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary
 from autostream.tracing.optimizers import lists_apart
 from autostream.tracing.replica import replica
 from autostream.tracing.state import name_of
-from autostream.tracing.steps import Backward, Batch, Setting
+from autostream.tracing.steps import Backward, Setting
 from autostream.tracing.tree import Structure
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 from autostream.tracing.export import trace
-from autostream.tracing.lines import note_line
+from autostream.tracing.lines import keep_lines, note_line
 from autostream.tracing.tree import flatten
 
 
@@ -73,3 +73,15 @@ def test_what_calls_the_model_is_not_the_models_line() -> None:
     with preserve_node_meta():
         calls_the_model()
         assert "stack_trace" not in get_current_meta()
+
+
+def test_gradients_have_the_lines_of_what_they_are_gradients_of() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):  # it notes lines
+        loss = weight.exp().sum()
+    seen: list[str] = []
+    with preserve_node_meta():
+        keep_lines(loss)
+        weight.register_hook(lambda gradient: seen.append("".join(get_current_meta()["stack_trace"])))
+        loss.backward()
+    assert "loss = weight.exp().sum()" in seen[0]

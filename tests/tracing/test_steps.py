@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from autostream.errors import TargetError
 from autostream.tracing.functions import module_of
-from autostream.tracing.steps import Backward, Setting, TrainingStep, _parts, _set_gradients
+from autostream.tracing.steps import Backward, Setting, TrainingStep
 from autostream.tracing.tree import unflatten
 
 
@@ -77,14 +76,6 @@ def test_a_hyperparameter_of_an_unknown_kind_is_a_refusal() -> None:
     step = step_of()
     step.optimizer.param_groups[0]["weight_decay"] = Fraction(1, 10)
     assert "a hyperparameter of SGD: a value of type fractions.Fraction" in setting_of(step).refusal
-
-
-def test_a_counter_on_another_device_goes_where_its_parameter_is() -> None:
-    model = nn.Linear(3, 2, device="meta")
-    step = step_of(Adam, model)
-    step.optimizer.state[model.weight] = {"step": torch.zeros(())}
-    setting_of(step)
-    assert step.optimizer.state[model.weight]["step"].device.type == "meta"
 
 
 # Settings
@@ -159,34 +150,6 @@ def test_hooks_on_all_modules_are_seen() -> None:
         handle.remove()
 
 
-# Where the parameters are
-
-
-def test_parameters_are_named_by_group() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    optimizer = SGD([{"params": model[1].parameters()}, {"params": []}, {"params": [model[0].weight]}], lr=0.1)
-    step = TrainingStep(model, module_of(mse), optimizer)
-    assert setting_of(step).names == (("model.1.weight", "model.1.bias"), (), ("model.0.weight",))
-    optimizer.param_groups[1]["params"] = [optimizer.param_groups[0]["params"].pop()]
-    assert setting_of(step).names == (("model.1.weight",), ("model.1.bias",), ("model.0.weight",))
-    model[0], model[1] = model[1], model[0]
-    assert setting_of(step).names == (("model.0.weight",), ("model.0.bias",), ("model.1.weight",))
-
-
-def test_a_parameter_that_the_model_exchanges_is_missed() -> None:
-    step = step_of()
-    step.model.weight = nn.Parameter(torch.ones(2, 3))
-    with pytest.raises(TargetError, match=r"1 of the optimizer's 2 parameters \(of shape 2x3\) are not the model's"):
-        setting_of(step)
-
-
-def test_so_is_a_submodule_that_is_exchanged() -> None:
-    step = step_of(model=nn.Sequential(nn.Linear(3, 2)))
-    step.model[0] = nn.Linear(3, 2)
-    with pytest.raises(TargetError, match="2 of the optimizer's 2 parameters"):
-        setting_of(step)
-
-
 # As they are
 
 
@@ -222,41 +185,10 @@ def test_the_name_is_the_models() -> None:
     assert step_of()._get_name() == "Linear, TrainingStep"
 
 
-# Parts of batches, and gradients
-
-
-def test_parts_are_equal_and_what_has_no_rows_is_part_of_all() -> None:
-    x = torch.arange(6)
-    batch = ({"x": x, "weight": torch.tensor(2.0)}, "mean", (x,))
-    parts = _parts(batch, 3)
-    assert [part[0]["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
-    assert [part[2][0].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
-    assert {(part[0]["weight"].item(), part[1]) for part in parts} == {(2.0, "mean")}
-    assert _parts(batch, 1) == [batch]
-
-
 @dataclass
 class Rows:
     x: Tensor
     y: Tensor
-
-
-def test_parts_of_dataclasses_are_dataclasses() -> None:
-    rows = Rows(torch.arange(4), torch.arange(4) + 1)
-    assert [part[0].y.tolist() for part in _parts((rows,), 2)] == [[1, 2], [3, 4]]
-    assert type(_parts((rows,), 2)[0][0]) is Rows
-
-
-def test_tensors_with_another_number_of_rows_are_part_of_all() -> None:
-    class_weights = torch.ones(2)
-    parts = _parts((torch.tensor(0.5), torch.ones(4, 3), class_weights, torch.ones(4)), 2)
-    assert [[len(tensor) for tensor in part[1:]] for part in parts] == [[2, 2, 2]] * 2
-    assert all(part[2] is class_weights for part in parts)
-
-
-def test_what_cannot_be_opened_has_no_parts() -> None:
-    with pytest.raises(TargetError, match=r"no 2 equal parts: a value of type builtins\.object is neither a tensor"):
-        _parts((torch.ones(4), object()), 2)
 
 
 def test_a_tensor_of_a_dataclass_may_require_gradients() -> None:
@@ -264,18 +196,3 @@ def test_a_tensor_of_a_dataclass_may_require_gradients() -> None:
     assert step.arguments((Rows(*BATCH),))[1].refusal == ""
     assert "requires gradients" in step.arguments((Rows(BATCH[0].clone().requires_grad_(), BATCH[1]),))[1].refusal
     assert step.arguments((object(),))[1].refusal == ""
-
-
-def test_gradients_lie_as_their_parameters_and_share_no_memory() -> None:
-    shared = torch.ones(2, 3)
-    parameters = [torch.zeros(2, 3) for _ in range(5)]
-    gradients = [shared, shared, torch.ones(3, 2).t(), torch.ones(1, 1).expand(2, 3), None]
-    given = torch.ones(2, 3)
-    _set_gradients(parameters, [*gradients[:4], None], {given.untyped_storage()._cdata})
-    found = [parameter.grad for parameter in parameters]
-    assert found[0] is shared
-    assert found[4] is None
-    assert len({gradient.data_ptr() for gradient in found[:4]}) == 4
-    assert all(gradient.stride() == (3, 1) and gradient.eq(1).all() for gradient in found[:4])
-    _set_gradients(parameters[:1], [given], {given.untyped_storage()._cdata})
-    assert parameters[0].grad is not given

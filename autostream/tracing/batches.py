@@ -1,0 +1,87 @@
+"""A batch in parts, and what a loss function returns for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from autostream.errors import TargetError, TraceError
+from autostream.tracing.tree import flatten, map_tensors, unflatten
+
+Batch = tuple[Any, ...]
+"""What a step is called with."""
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch; none of one that cannot be opened, whose step runs as it is."""
+    try:
+        return flatten(batch)[0]
+    except TraceError:
+        return []
+
+
+def parts_of(batch: Batch, count: int) -> list[Batch]:
+    """A batch in equal parts along the first dimension of its tensors; what has not as many rows is part of all.
+
+    Raises:
+        TargetError: there are no equal parts, or the batch has an object that cannot be opened.
+
+    Example:
+        >>> import torch
+        >>> parts_of((torch.arange(4), torch.ones(2), 0.5), 2)
+        [(tensor([0, 1]), tensor([1., 1.]), 0.5), (tensor([2, 3]), tensor([1., 1.]), 0.5)]
+    """
+    if count == 1:
+        return [batch]
+    try:
+        tensors, structure = flatten(batch)
+    except TraceError as error:
+        raise TargetError(f"a batch has no {count} equal parts: {error}") from error
+    rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+    if rows % count:
+        raise TargetError(f"a batch of {rows} has no {count} equal parts: choose another number of microbatches")
+    split = [tensor.chunk(count) if tensor.dim() and len(tensor) == rows else [tensor] * count for tensor in tensors]
+    return [unflatten(structure, [parts[at] for parts in split]) for at in range(count)]
+
+
+def loss_in(result: Any) -> Tensor:
+    """The loss in what a loss function returned: that itself, or the first of a tuple.
+
+    Raises:
+        TargetError: it is no tensor, or no scalar.
+
+    Example:
+        >>> import torch
+        >>> loss_in((torch.tensor(0.5), "outputs"))
+        tensor(0.5000)
+    """
+    loss = result[0] if isinstance(result, (tuple, list)) and result else result
+    if not isinstance(loss, Tensor):
+        kind = type(loss).__name__
+        raise TargetError(
+            f"loss_fn returned a {kind}: let it return the loss, a scalar tensor, or a tuple that begins with it"
+        )
+    if loss.numel() != 1:
+        shape = "x".join(map(str, loss.shape))
+        raise TargetError(f"loss_fn returned a loss of shape {shape}: let it return a scalar, such as loss.mean()")
+    return loss
+
+
+def detached(result: Any) -> Any:
+    """What a loss function returned, without gradients."""
+    try:
+        return map_tensors(Tensor.detach, result)
+    except TraceError:  # it contains itself, and stays as it is
+        return result
+
+
+def summed(results: Sequence[Any]) -> Any:
+    """The result of a step from those of its parts: the sum of their losses, or what a single one returned.
+
+    Example:
+        >>> summed([0.5, 0.25]), summed([("loss", "outputs")])
+        (0.75, ('loss', 'outputs'))
+    """
+    return results[0] if len(results) == 1 else sum(results[1:], results[0])
