@@ -150,6 +150,7 @@ ONLY_IN = [
             "tracing.kernel_graph",
             "tracing.kernel_json",
             "tracing.out_variants",
+            "tracing.scalars",
         },
     ),
     (

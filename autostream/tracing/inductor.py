@@ -49,6 +49,7 @@ from autostream.tracing.draws import draw_in_order, drawing_as_eager, draws_of
 from autostream.tracing.flat import tensors_in
 from autostream.tracing.matvec import with_rows
 from autostream.tracing.out_variants import write_into_given_memory
+from autostream.tracing.scalars import compute_once
 from autostream.tracing.tamed import undisturbed
 
 log = logging.getLogger(__name__)
@@ -329,6 +330,7 @@ def _traced(module: fx.GraphModule, run: fx.Interpreter, table: Mapping[Any, Any
             copy = traced.graph.call_function(aten.copy_.default, (arguments[argument], results[result]))
             copy.meta["val"] = arguments[argument].meta["val"]
     output.args = (_outputs(traced)[len(written) :],)
+    compute_once(traced.graph)
     traced.recompile()
     return traced  # type: ignore[no-any-return]
 
