@@ -149,6 +149,7 @@ ONLY_IN = [
             "tracing.inductor",
             "tracing.kernel_graph",
             "tracing.kernel_json",
+            "tracing.kernel_values",
             "tracing.out_variants",
             "tracing.scalars",
         },

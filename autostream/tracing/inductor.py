@@ -24,21 +24,18 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
 from operator import attrgetter
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses import FakeTensorMode
+from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import FusionError, OptionError, first_line
 from autostream.ir import Program, Role
-from autostream.kernels import Kernel
-from autostream.storages import layout_of, storage_of
+from autostream.storages import storage_of
 from autostream.tracing.channels_last import (
     Relaid,
     in_channels_last,
@@ -46,7 +43,14 @@ from autostream.tracing.channels_last import (
     trains_convolutions,
 )
 from autostream.tracing.draws import draw_in_order, drawing_as_eager, draws_of
-from autostream.tracing.flat import tensors_in
+from autostream.tracing.kernel_values import (
+    arguments_of,
+    fake_mode_of,
+    kinds,
+    named_as,
+    outputs_of,
+    shared,
+)
 from autostream.tracing.matvec import with_rows
 from autostream.tracing.out_variants import write_into_given_memory
 from autostream.tracing.scalars import compute_once
@@ -223,7 +227,7 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
             drawn = draws_of(functional.graph)
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
             with torch._C._DisableAutocast():
-                fused = _named(_compiled(functional, torch.device(program.device), constants), program)
+                fused = named_as(_compiled(functional, torch.device(program.device), constants), program)
                 draw_in_order(fused.graph, drawn)
                 write_into_given_memory(fused)
         return _checked(program, fused, frozenset(constants))
@@ -258,20 +262,20 @@ def fused_before(program: Program, module: fx.GraphModule) -> Program:
         FusionError: they are not the kernels of such a program.
     """
     with torch._C._DisableAutocast():
-        return _checked(program, _named(module, program), frozenset())
+        return _checked(program, named_as(module, program), frozenset())
 
 
 def _checked(program: Program, fused: fx.GraphModule, frozen: frozenset[int]) -> Program:
-    if _shared(fused) != _shared(program.module):
+    if shared(fused) != shared(program.module):
         raise FusionError("fused, outputs would share other memory with arguments or each other than the model's do")
-    if _kinds(fused) != _kinds(program.module):
+    if kinds(fused) != kinds(program.module):
         raise FusionError("fused, outputs would have other types, shapes or strides than the model's do")
     if _hands_out_constants(fused):
         raise FusionError(
             "frozen, an output would be a constant, and whoever writes to it would change it for the next call: "
             "leave 'freezing' out of inductor_options"
         )
-    outputs = tuple(node.name for node in _outputs(fused))
+    outputs = tuple(node.name for node in outputs_of(fused))
     return replace(program, module=fused, outputs=outputs, level="inductor", frozen=frozen)
 
 
@@ -317,19 +321,19 @@ def _functional(program: Program) -> fx.GraphModule:
 def _traced(module: fx.GraphModule, run: fx.Interpreter, table: Mapping[Any, Any]) -> fx.GraphModule:
     from torch._functorch.aot_autograd import aot_export_module
 
-    values = [value.detach() for value in _arguments(module)]
+    values = [value.detach() for value in arguments_of(module)]
     traced: Any
-    with _fake_mode(values), torch.no_grad():
+    with fake_mode_of(values), torch.no_grad():
         traced, signature = aot_export_module(_Interpreted(run), values, trace_joint=False, decompositions=dict(table))
     written = signature.user_inputs_to_mutate
     arguments = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
-    results = {node.name: node for node in _outputs(traced)}
+    results = {node.name: node for node in outputs_of(traced)}
     output = traced.graph.output_node()
     with traced.graph.inserting_before(output):
         for result, argument in written.items():
             copy = traced.graph.call_function(aten.copy_.default, (arguments[argument], results[result]))
             copy.meta["val"] = arguments[argument].meta["val"]
-    output.args = (_outputs(traced)[len(written) :],)
+    output.args = (outputs_of(traced)[len(written) :],)
     compute_once(traced.graph)
     traced.recompile()
     return traced  # type: ignore[no-any-return]
@@ -354,8 +358,8 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
 
     from autostream.tracing.kernel_graph import graphs_of_kernels
 
-    values = _arguments(module)
-    mode = _fake_mode(values)
+    values = arguments_of(module)
+    mode = fake_mode_of(values)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings())
@@ -369,7 +373,7 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # constants, as Inductor does
         graphs = stack.enter_context(graphs_of_kernels(device))
-        module.graph.output_node().meta["user_visible_output_idxs"] = range(len(_outputs(module)))
+        module.graph.output_node().meta["user_visible_output_idxs"] = range(len(outputs_of(module)))
         compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=_layouts(module))
     (compiled,) = graphs
     return compiled
@@ -400,9 +404,9 @@ def _freezable(program: Program, functional: fx.GraphModule, tensors: Sequence[T
     """
     placeholders = functional.graph.find_nodes(op="placeholder")
     written = {node.args[0] for node in functional.graph.find_nodes(op="call_function", target=aten.copy_.default)}
-    values = _arguments(program.module)
+    values = arguments_of(program.module)
     kept = {storage_of(value) for node, value in zip(placeholders, values, strict=True) if node in written}
-    kept |= {storage_of(node.meta["val"]) for node in _outputs(program.module)}
+    kept |= {storage_of(node.meta["val"]) for node in outputs_of(program.module)}
     return {
         at: tensor
         for at, (item, value, tensor) in enumerate(zip(program.placeholders, values, tensors, strict=True))
@@ -421,7 +425,7 @@ def _frozen(module: fx.GraphModule, constants: Mapping[int, Tensor]) -> fx.Graph
     from torch._inductor.graph import GraphLowering
 
     module = copy.deepcopy(module)
-    values = _arguments(module)
+    values = arguments_of(module)
     placeholders = module.graph.find_nodes(op="placeholder")
     with module.graph.inserting_after(placeholders[-1]):
         for at, tensor in constants.items():
@@ -441,113 +445,4 @@ def _frozen(module: fx.GraphModule, constants: Mapping[int, Tensor]) -> fx.Graph
 
 def _hands_out_constants(module: fx.GraphModule) -> bool:
     constants = {storage_of(node.meta["val"]) for node in module.graph.find_nodes(op="get_attr")}
-    return any(storage_of(node.meta["val"]) in constants for node in _outputs(module))
-
-
-def _named(module: fx.GraphModule, program: Program) -> fx.GraphModule:
-    """Call placeholders as the program does, return the tensors that it does, and give each node its value."""
-    values = _arguments(program.module)
-    for node, placeholder in zip(module.graph.find_nodes(op="placeholder"), program.placeholders, strict=True):
-        node.name = node.target = placeholder.name
-    _tell_apart(module.graph, program)
-    with _fake_mode(values), torch.no_grad():
-        evaluate(module, values)
-    module.recompile()
-    return module
-
-
-def _tell_apart(graph: fx.Graph, program: Program) -> None:
-    """Return one tensor for each name, and another one for another: Inductor goes by memory alone.
-
-    Where it looks at memory once more for what it has returned already, that one is returned; where it returns one
-    tensor, or an argument, for what was a view of it, a view is made.
-    """
-    output = graph.output_node()
-    results: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
-    before = dict(zip(program.outputs, _outputs(program.module), strict=True))
-    arguments = _arguments(program.module)
-    tensors: dict[str, fx.Node] = {}
-    for name, result in zip(program.outputs, results, strict=True):
-        if name in tensors:
-            continue
-        view = result in tensors.values() or (result.op == "placeholder" and not _is_argument(before[name], arguments))
-        with graph.inserting_before(output):
-            tensors[name] = graph.call_function(aten.alias.default, (result,)) if view else result
-    output.args = (tuple(tensors[name] for name in program.outputs),)
-    for unused in dict.fromkeys(results):
-        if not unused.users and unused.op != "placeholder":
-            graph.erase_node(unused)
-
-
-def _is_argument(node: fx.Node, arguments: Sequence[Any]) -> bool:
-    """Whether a node returns one of the arguments itself, as ``x.float()`` does if that is its type, and no view."""
-    storage = storage_of(node.meta["val"])
-
-    @cache  # what is written in place may be read twice by each of many ops
-    def called(node: fx.Node) -> Any:
-        """Its value, once more for what may be in the same memory."""
-        value = node.meta["val"]
-        if node.op != "call_function" or all(storage_of(tensor) != storage for tensor in tensors_in(value)):
-            return value
-        args: Any
-        kwargs: Any
-        args, kwargs = fx.map_arg((node.args, node.kwargs), called)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    with _fake_mode([node.meta["val"]]), torch.no_grad():
-        value = called(node)
-    return any(value is argument for argument in arguments)
-
-
-def evaluate(module: fx.GraphModule, values: Sequence[Tensor]) -> None:
-    """Give each node of a graph of kernels its fake value, without running any.
-
-    Args:
-        module: the graph.
-        values: fake tensors for its placeholders; their mode is the current one.
-    """
-    for node, value in zip(module.graph.find_nodes(op="placeholder"), values, strict=True):
-        node.meta["val"] = value
-    mode = _fake_mode(values)
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            node.meta["val"] = mode.from_tensor(getattr(module, node.target))
-        elif node.op == "call_function":
-            node.meta["val"] = _value(node)
-
-
-def _value(node: fx.Node) -> Any:
-    if isinstance(node.target, Kernel):
-        return None
-    args: Any
-    kwargs: Any
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    if node.target is torch.ops.inductor._reinterpret_tensor.default:
-        tensor, size, stride, offset = args
-        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-    return kwargs["out"] if "out" in kwargs else node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _shared(module: fx.GraphModule) -> list[int]:
-    """For each argument and output, the first of them that lies in the same memory."""
-    values = [*_arguments(module), *(node.meta["val"] for node in _outputs(module))]
-    storages = list(map(storage_of, values))
-    return [storages.index(storage) for storage in storages]
-
-
-def _kinds(module: fx.GraphModule) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]:
-    """Type, shape and layout of each output: a sum over zeros, say, may come back as one row that is expanded."""
-    values = [node.meta["val"] for node in _outputs(module)]
-    return [(value.dtype, value.shape, layout_of(value)) for value in values]
-
-
-def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
-    return tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
-
-
-def _arguments(module: fx.GraphModule) -> list[Any]:
-    return [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-
-
-def _fake_mode(values: Sequence[Any]) -> FakeTensorMode:
-    return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
+    return any(storage_of(node.meta["val"]) in constants for node in outputs_of(module))

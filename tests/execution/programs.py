@@ -18,7 +18,7 @@ from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.tracing.export import trace
 from autostream.tracing.functions import module_of
-from autostream.tracing.inductor import evaluate
+from autostream.tracing.kernel_values import evaluate
 from autostream.tracing.steps import TrainingStep
 from autostream.tracing.train_step import trace_step
 from autostream.tracing.tree import flatten

@@ -28,9 +28,8 @@ from torch._subclasses import FakeTensorMode
 from autostream.analysis.dependencies import analyze
 from autostream.errors import FusionError, OptionError
 from autostream.ir import Program, Role
-from autostream.kernels import Kernel
 from autostream.tracing import fingerprint, fusion, inductor, kernel_graph
-from autostream.tracing.inductor import NEEDED, check_level, check_settings, evaluate, fuse, obstacle
+from autostream.tracing.inductor import NEEDED, check_level, check_settings, fuse, obstacle
 from tests.execution.programs import Case, case_of, fused_case
 
 aten = torch.ops.aten
@@ -78,51 +77,6 @@ def test_composites_become_what_inductor_lowers() -> None:
     targets = {str(node.target) for node in inductor._functional(program).graph.nodes if node.op == "call_function"}
     assert "aten.convolution.default" in targets
     assert not targets & {"aten.conv2d.default", "aten.batch_norm.default", "aten.dropout.default"}
-
-
-# Values of a graph of kernels
-
-
-def test_values_are_found_without_launching_a_kernel() -> None:
-    def fail(*args: object) -> None:
-        raise AssertionError("launched")
-
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    options = {"dtype": torch.float32, "device": torch.device("cpu")}
-    buffer = graph.call_function(aten.empty_strided.default, ([4, 6], [6, 1]), options)
-    view = graph.call_function(torch.ops.inductor._reinterpret_tensor.default, (buffer, [2, 3], [6, 1], 13))
-    kernel = graph.call_function(Kernel("k", fail, frozenset({1}), frozenset({1})), (x, view))
-    product = graph.call_function(aten.mm.out, (x, x), {"out": view})
-    graph.output((buffer,))
-    with FakeTensorMode() as mode:
-        evaluate(fx.GraphModule(nn.Module(), graph), [mode.from_tensor(torch.ones(2, 2))])
-    value = view.meta["val"]
-    assert (value.shape, value.stride(), value.storage_offset()) == ((2, 3), (6, 1), 13)
-    assert value.untyped_storage()._cdata == buffer.meta["val"].untyped_storage()._cdata
-    assert product.meta["val"] is value
-    assert kernel.meta["val"] is None
-
-
-def test_a_view_begins_where_its_argument_does() -> None:
-    """An argument may lie anywhere in its storage."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    view = graph.call_function(torch.ops.inductor._reinterpret_tensor.default, (x, [2], [1], 1))
-    graph.output((view,))
-    module = fx.GraphModule(nn.Module(), graph)
-    given = torch.arange(8.0)[3:]
-    with FakeTensorMode() as mode:
-        evaluate(module, [mode.from_tensor(given)])
-    assert view.meta["val"].storage_offset() == 4
-    assert module(given)[0].tolist() == [4.0, 5.0]
-
-
-def test_who_shares_memory_is_told_by_value() -> None:
-    case = fused_case()
-    assert inductor._shared(case.program.module) == [0, 1, 2, 3, 4]
-    program = program_of(lambda x: (x[1:], y := x + 1, y.t()), torch.ones(3, 3))
-    assert inductor._shared(program.module) == [0, 0, 2, 2]
 
 
 # What is fused
@@ -326,19 +280,6 @@ def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkey
     assert {tensor.untyped_storage()._cdata for tensor in (first, third, fifth)} == {x.untyped_storage()._cdata}
     again = inductor.fused_before(replace(program_of(model, torch.ones(3)), device="cuda:0"), fused.module)
     assert again.outputs == fused.outputs
-
-
-def test_what_is_written_again_and_again_is_looked_at_once() -> None:
-    """Each write reads the one before twice, which would be 2⁶⁴ looks otherwise."""
-
-    def doubled(x: Tensor) -> Tensor:
-        for _ in range(64):
-            x.add_(x)
-        return x
-
-    module = program_of(doubled, torch.ones(3)).module
-    (output,) = inductor._outputs(module)
-    assert inductor._is_argument(output, inductor._arguments(module))
 
 
 @pytest.mark.usefixtures("triton")

@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensorMode
 
 from autostream.ir import Placeholder, Program, Role
 from autostream.kernels import Kernel
-from autostream.tracing.inductor import evaluate
 from autostream.tracing.kernel_json import (
     Unwritable,
     argument_from_json,
@@ -24,6 +23,7 @@ from autostream.tracing.kernel_json import (
     operator_to_json,
     to_json,
 )
+from autostream.tracing.kernel_values import evaluate
 from tests.kernel_graphs.recordings import NAMES, program_of, read, recorded
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
 from autostream.tracing import out_variants
-from autostream.tracing.inductor import evaluate
+from autostream.tracing.kernel_values import evaluate
 from autostream.tracing.out_variants import write_into_given_memory
 from tests.kernel_graphs.recordings import program_of, read
 
