@@ -19,6 +19,7 @@ from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.tracing.dynamo import ending_of, is_refusal, split, without_numbers
+from autostream.tracing.saved_tensors import hooks_are_set
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import name_of
 from autostream.turns import ROUNDS, Turns
@@ -45,7 +46,7 @@ class Pieces:
     """A model that Dynamo splits at graph breaks, each piece scheduled for itself; or, if that fails, the plain model.
 
     Where the faster is to be kept, calls of a model on a GPU are made in pieces and as it is, by turns, once no new
-    pieces come.
+    pieces come. Where saved tensors have hooks, pieces stay: a checkpoint needs its two calls to save the same.
 
     Args:
         model: the live model.
@@ -81,6 +82,9 @@ class Pieces:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
         self._called = True
+        if self._devices and hooks_are_set():
+            log.info("%s stays in pieces: %s", name_of(self._model), _COMPARED)
+            self._devices, self._turns = set(), None
         try:
             outputs = (self._turns or self._run)(*args, **kwargs)
         except Exception as error:
@@ -185,6 +189,11 @@ takes. Those that record gradients are timed in a row only: a step of training m
 
 _NOISE = 0.03
 """What calls in a row may take longer in pieces: where somebody waits between them, little else is to be seen."""
+
+_COMPARED = (
+    "hooks of saved tensors are set, as checkpoints do, which compare what a call saves with what it saves when it is "
+    "made once more: both have to be made in one way"
+)
 
 _MOST_ALIKE = 8
 """Numbers are constants of pieces, which is of use where blocks of a model differ in them. One that changes from call

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils.checkpoint import checkpoint
 
 import autostream
 from autostream import turns
@@ -375,3 +376,26 @@ def test_calls_that_record_gradients_are_timed_in_a_row(monkeypatch: pytest.Monk
             for _ in range(8):
                 pieces(torch.ones(3, 4))
         assert made.pop() == in_a_row
+
+
+@DYNAMOS_OWN
+def test_a_checkpoint_computes_once_more_in_the_way_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second call ends early, with an exception: by turns, it would be the first of those made as the model is."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    model, plain = Branching(), Branching()
+    fast = autostream.optimize(model, policy="critical_path")
+
+    def checkpointed(x: Tensor) -> Any:
+        return checkpoint(fast, x, use_reentrant=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("autostream.dispatch.Pieces", on_what_takes_itself_for_a_gpu)
+        for _ in range(4):
+            same_gradients(trained(model, checkpointed), trained(plain, plain))
+    assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+def on_what_takes_itself_for_a_gpu(*args: Any, **kwargs: Any) -> Pieces:
+    pieces = Pieces(*args, **{**kwargs, "choose": True})
+    pieces._devices = {torch.device("cpu")}
+    return pieces
