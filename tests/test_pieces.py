@@ -200,10 +200,56 @@ def test_blocks_that_differ_in_a_number_have_pieces_of_their_own() -> None:
 def test_pieces_that_are_the_same_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autostream.pieces._MOST_ALIKE", 1)
     pieces = Pieces(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), signature(), "no graph", Piece)
-    for _ in range(3):
+    for _ in range(2):
         torch._dynamo.reset()
         same(pieces(torch.ones(3)), torch.full((3,), 2.0))
-    assert (pieces.report.mode, len(pieces.report.parts)) == ("graph breaks", 6)
+    assert (pieces.report.mode, len(pieces.report.parts)) == ("graph breaks", 4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("often", "mode"), [(1, "plain"), (2, "plain"), (12, "graph breaks")])
+def test_pieces_that_are_made_again_too_often_come_to_an_end(
+    often: int, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model looks at a number that no piece computes with, and that is another after so many calls."""
+
+    def looks(s: Model, x: Tensor) -> Tensor:
+        s.last = s.number
+        return x + 1 if x.sum() > 0 else x - 1
+
+    made = []
+
+    def make(module: nn.Module, bound: frozenset[int]) -> Piece:
+        made.append(module)
+        return Piece(module, bound)
+
+    model = Model(looks, number=0, last=0)
+    pieces = Pieces(model, signature(), "no graph", make)
+    for call in range(130):
+        model.number = call // often
+        same(pieces(torch.ones(3)), torch.full((3,), 2.0))
+        assert model.last == model.number
+    assert pieces.report.mode == mode
+    assert len(made) < 15
+    if mode == "plain":
+        assert "a number that counts calls" in pieces.report.refusals[-1].reason
+        assert "count in a tensor" in caplog.text
+
+
+@torch.no_grad()
+def test_experts_have_pieces_of_their_own() -> None:
+    """Which of them is called is a number of the device's."""
+
+    def expert(s: Model, x: Tensor) -> Tensor:
+        chosen = int(x[0])
+        return s.scales[chosen] * (x + 1)
+
+    model = Model(expert, scales=[torch.tensor(float(at)) for at in range(18)])
+    pieces = Pieces(model, signature(), "no graph", Piece)
+    for at in [*range(18), *range(18)]:
+        x = torch.full((3,), float(at))
+        same(pieces(x), at * (x + 1))
+    assert pieces.report.mode == "graph breaks"
 
 
 @torch.no_grad()
@@ -314,6 +360,14 @@ def test_what_calls_in_a_row_hide_counts_and_a_few_percent_are_noise(
 @torch.no_grad()
 def test_pieces_that_were_asked_for_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Both(monkeypatch, 30.0, 20.0).ways(18) == ["pieces"] * 18
+
+
+@torch.no_grad()
+def test_on_the_cpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.pieces.Turns", lambda *args: pytest.fail("timed"))
+    pieces = Pieces(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), signature(), "no graph", Piece, choose=True)
+    for _ in range(8):
+        same(pieces(torch.ones(3)), torch.full((3,), 2.0))
 
 
 # Calls that record gradients
