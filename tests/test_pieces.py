@@ -358,6 +358,34 @@ def test_what_calls_in_a_row_hide_counts_and_a_few_percent_are_noise(
 
 
 @torch.no_grad()
+def test_a_piece_that_comes_late_has_the_timing_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other branch is come to while the first is timed: in the call that makes it, a piece is captured."""
+    both = Both(monkeypatch, 20.0, 30.0, choose=True)
+    assert both.ways(8) == ["pieces"] * 5 + BY_TURNS[:3]
+    both.pieces(torch.full((3,), -1.0))  # as it is
+    same(both.pieces(torch.full((3,), -1.0)), torch.full((3,), -2.0))
+    assert both.ways(14) == ["pieces"] * 4 + BY_TURNS
+
+
+@torch.no_grad()
+def test_what_looks_like_a_refusal_is_the_models_where_that_runs_as_it_is() -> None:
+    """So it is not called again."""
+
+    def fails(s: Model, x: Tensor) -> Tensor:
+        s.calls.append(1)
+        raise TorchDynamoException("the model's own")
+
+    model = Model(fails, calls=[])
+    pieces = Pieces(model, signature(), "no graph", Piece)
+    with pytest.raises(TorchDynamoException):
+        pieces(t(3))
+    model.calls.clear()
+    with pytest.raises(TorchDynamoException):
+        pieces(t(3))
+    assert model.calls == [1]
+
+
+@torch.no_grad()
 def test_pieces_that_were_asked_for_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Both(monkeypatch, 30.0, 20.0).ways(18) == ["pieces"] * 18
 
