@@ -481,3 +481,20 @@ def on_what_takes_itself_for_a_gpu(*args: Any, **kwargs: Any) -> Pieces:
     pieces = Pieces(*args, **{**kwargs, "choose": True})
     pieces._devices = {torch.device("cpu")}
     return pieces
+
+
+@pytest.mark.gpu
+@DYNAMOS_OWN
+@pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "checkpointed"])
+def test_gradients_are_the_models_in_pieces_by_turns_and_afterwards(wrapped: bool) -> None:
+    """The calls of eight rounds decide which way is kept; those of a checkpoint are made in pieces throughout."""
+    model, plain = Branching().cuda(), Branching().cuda()
+    fast = autostream.optimize(model, kernels="eager")
+
+    def ours(x: Tensor) -> Any:
+        return checkpoint(fast, x.cuda(), use_reentrant=False) if wrapped else fast(x.cuda())
+
+    for _ in range(10):
+        same_gradients(trained(model, ours), trained(plain, lambda x: plain(x.cuda())))
+    modes = [report.mode for report in fast.reports]
+    assert modes == ["graph breaks"] or (modes == ["plain"] and not wrapped)
