@@ -423,6 +423,24 @@ def test_where_dynamo_fails_calls_that_record_gradients_run_as_they_are() -> Non
 
 
 @DYNAMOS_OWN
+def test_what_a_model_checkpoints_draws_the_same_numbers_once_more() -> None:
+    """In Dynamo's form of a checkpoint it would not."""
+
+    class Checkpointing(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return checkpoint(lambda y: torch.dropout(self.other(y).sin(), 0.5, True), y, use_reentrant=False)
+
+    model, plain = Checkpointing(), Checkpointing()
+    fast, found = autostream.optimize(model, policy="critical_path"), []
+    for own, run in ((model, fast), (plain, plain)):
+        torch.manual_seed(1)
+        found.append(trained(own, run))
+    same_gradients(*found)
+    assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+@DYNAMOS_OWN
 def test_a_step_with_a_branch_on_data_is_scheduled_in_pieces() -> None:
     model, plain = Branching(), Branching()
     optimizers = [torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, plain)]
