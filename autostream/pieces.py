@@ -19,6 +19,7 @@ from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.tracing.dynamo import ending_of, is_refusal, split, without_numbers
+from autostream.tracing.saved_tensors import hooks_are_set
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import name_of
 from autostream.turns import ROUNDS, Turns
@@ -45,7 +46,7 @@ class Pieces:
     """A model that Dynamo splits at graph breaks, each piece scheduled for itself; or, if that fails, the plain model.
 
     Where the faster is to be kept, calls of a model on a GPU are made in pieces and as it is, by turns, once no new
-    pieces come.
+    pieces come. Where saved tensors have hooks, pieces stay: a checkpoint needs its two calls to save the same.
 
     Args:
         model: the live model.
@@ -64,8 +65,11 @@ class Pieces:
         self._pieces: list[tuple[OptimizedPiece, str]] = []
         """With the reason why each ends where it does."""
         self._alike = defaultdict[str, set[str]](set)
-        """The code of pieces that differ in numbers only, by that code without them."""
-        self._called = False
+        """The code of pieces that differ in numbers only, by that code without them; of those before this call."""
+        self._new: set[str] = set()
+        """The code of pieces that this call has made."""
+        self._calls = self._again = 0
+        """How many there were, and how many of them made a piece that an earlier one had made."""
         self._devices = {device for *_, device in signature.tensors if device.type == "cuda"} if choose else set()
         self._steady = 0
         """Calls in a row that made no piece."""
@@ -80,7 +84,10 @@ class Pieces:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        self._called = True
+        self._calls += 1
+        if self._devices and hooks_are_set():
+            log.info("%s stays in pieces: %s", name_of(self._model), _COMPARED)
+            self._devices, self._turns = set(), None
         try:
             outputs = (self._turns or self._run)(*args, **kwargs)
         except Exception as error:
@@ -89,11 +96,13 @@ class Pieces:
             self._refuse(first_line(error))
             self._give_up()
             return self._model(*args, **kwargs)
+        if self._new:
+            self._note_new()
+        if self._again > _MOST_ALIKE + self._calls // _WORTH:
+            self._run_plainly(_AGAIN)
         if any(len(codes) > _MOST_ALIKE for codes in self._alike.values()):
             if self._takes_numbers:
-                self._refusals = {**self._refusals, _NUMBERS: Decision("", "plain", _NUMBERS)}
-                log.warning("%s runs plainly: %s", name_of(self._model), _NUMBERS)
-                self._give_up()
+                self._run_plainly(_NUMBERS)
             else:
                 self._takes_numbers = True
                 self._start_again(self._split(take_numbers=True))
@@ -127,14 +136,26 @@ class Pieces:
         made = self._make_piece(module, bound_inputs)
         self._steady, self._turns = 0, None
         self._pieces.append((made, _ending(module)))
-        self._alike[without_numbers(module.code)].add(module.code)
+        self._new.add(module.code)
         return made
+
+    def _note_new(self) -> None:
+        new, self._new = self._new, set()
+        alike = [(code, self._alike[without_numbers(code)]) for code in new]
+        self._again += any(code in codes for code, codes in alike)
+        for code, codes in alike:
+            codes.add(code)
+
+    def _run_plainly(self, reason: str) -> None:
+        self._refusals = {**self._refusals, reason: Decision("", "plain", reason)}
+        log.warning("%s runs plainly: %s", name_of(self._model), reason)
+        self._give_up()
 
     def _give_up(self) -> None:
         self._start_again(self._model)
 
     def _start_again(self, run: Callable[..., Any]) -> None:
-        self._run, self._pieces, self._steady, self._turns = run, [], 0, None
+        self._run, self._pieces, self._steady, self._turns, self._again = run, [], 0, None, 0
         self._alike.clear()
 
     def _refuse(self, reason: str) -> None:
@@ -154,7 +175,7 @@ class Pieces:
         )
 
     def _mode(self) -> str:
-        if not self._called:
+        if not self._calls:
             return "not run yet"
         return "graph breaks" if self._pieces else "plain"
 
@@ -186,11 +207,25 @@ takes. Those that record gradients are timed in a row only: a step of training m
 _NOISE = 0.03
 """What calls in a row may take longer in pieces: where somebody waits between them, little else is to be seen."""
 
+_COMPARED = (
+    "hooks of saved tensors are set, as checkpoints do, which compare what a call saves with what it saves when it is "
+    "made once more: both have to be made in one way"
+)
+
 _MOST_ALIKE = 8
 """Numbers are constants of pieces, which is of use where blocks of a model differ in them. One that changes from call
 to call makes a piece anew each time: after so many, pieces take numbers; and after as many more, all is given up."""
 
 _NUMBERS = "its pieces hold a number that changes from call to call, such as one of .item(): keep it a tensor"
+
+_WORTH = 8
+"""Calls for each of which one may make a piece that is there already, beside the first few: it does where Dynamo looks
+at a number which no piece computes with, such as one that counts calls, and finds another."""
+
+_AGAIN = (
+    "its pieces are made anew in call after call, and compute the same, since something that it reads in Python "
+    "changes, such as a number that counts calls (self.calls += 1): count in a tensor, or outside of the model"
+)
 
 
 def _ending(module: GraphModule) -> str:

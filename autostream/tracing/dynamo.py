@@ -40,6 +40,8 @@ def split(
     def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if "_lower_version_count_by_1(" in module.code:  # Dynamo's own, which fails at tensors of inference mode
             raise TraceError("the model gives a tensor other memory (.data = …), which a piece would not")
+        if "tag_activation_checkpoint(" in module.code:  # it does not put the generators' states back
+            raise TraceError("the model checkpoints a part, which would draw other random numbers in the backward")
         return compile_piece(module, bound_inputs(example_inputs))
 
     compiling = partial(_compiling, refused)

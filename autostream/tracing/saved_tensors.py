@@ -49,3 +49,18 @@ def hooks_set_aside() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def hooks_are_set() -> bool:
+    """Whether somebody looks at what autograd saves, such as a checkpoint, which compares it with what it saves later.
+
+    Where this version of PyTorch does not tell, somebody may.
+
+    Example:
+        >>> with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        ...     inside = hooks_are_set()
+        >>> inside, hooks_are_set()
+        (True, False)
+    """
+    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None

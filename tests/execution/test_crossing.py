@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ def test_an_upload_may_come_before_what_was_launched_since_its_memory_was_taken(
         assert last == 1.0
         taken.tensor.fill_(math.nan)
     assert firsts == {True, False}
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_the_host_waits_as_long_as_it_was_told(non_blocking: bool, device: Device, monkeypatch: Any) -> None:
+    """Else whoever fills the source again, once a copy that blocks is over, would write into the copy."""
+    told: list[dict[str, Any]] = []
+    copies = Tensor.copy_
+    monkeypatch.setattr(Tensor, "copy_", lambda *args, **kwargs: told.append(kwargs) or copies(*args, **kwargs))
+    upload(place(), x(1.0), non_blocking)
+    assert told == [{"non_blocking": non_blocking}]
 
 
 def test_an_upload_comes_after_what_used_its_memory_before(device: Device, order: int) -> None:

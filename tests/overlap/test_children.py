@@ -132,6 +132,11 @@ def test_a_child_that_writes_to_its_input_is_named() -> None:
             run(tuple(children), (given(torch.ones(2)),) * 2)  # type: ignore[arg-type]
 
 
+def test_nobody_counts_writes_to_tensors_of_inference_mode() -> None:
+    with torch.inference_mode():
+        assert call((nn.ReLU(),), 0, (given(torch.ones(2)),), 0).tolist() == [1.0, 1.0]
+
+
 class Notes(nn.Module):
     """Puts what it finds where the caller sees it, or in the place of what was there."""
 

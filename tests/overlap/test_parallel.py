@@ -261,6 +261,15 @@ def test_children_of_several_devices_and_the_cpu() -> None:
 
 
 @pytest.mark.gpu
+def test_what_side_streams_would_not_carry_runs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sparse tensors, whose memory is not one block, and calls that somebody looks into."""
+    monkeypatch.setattr(parallel, "side_by_side", lambda *args: pytest.fail("side by side"))
+    both, x = Parallel(nn.Identity(), nn.Identity()).cuda(), torch.eye(4, device="cuda")
+    assert [y.layout for y in both(x.to_sparse())] == [torch.sparse_coo] * 2
+    assert all(torch.equal(y, x) for y in vmap(both)(x))
+
+
+@pytest.mark.gpu
 def test_it_forks_in_a_capture_of_ones_own() -> None:
     both, x = Parallel(*linears(width=64), reduce=torch.mm).cuda(), torch.randn(64, 64, device="cuda")
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -272,6 +281,12 @@ def test_it_forks_in_a_capture_of_ones_own() -> None:
             y = both(x)
         graph.replay()
         torch.testing.assert_close(y, both(x))
+
+
+def test_inputs_of_any_kind_reach_the_modules() -> None:
+    """Of what holds tensors nobody knows where, no copies can be made."""
+    unknown = object()
+    assert Parallel(nn.Identity(), nn.Identity())(unknown) == (unknown, unknown)
 
 
 def test_disabled_it_runs_modules_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autostream.errors import TraceError
 from autostream.tracing import saved_tensors
-from autostream.tracing.saved_tensors import hooks_set_aside
+from autostream.tracing.saved_tensors import hooks_are_set, hooks_set_aside
 
 
 def saves() -> None:
@@ -64,3 +64,13 @@ def test_a_version_that_cannot_is_told_what_it_lacks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(saved_tensors, "_NEEDED", needed)
     with pytest.raises(TraceError, match=r"^torch .* has no _nothing_of_this_name, which sets"), hooks_set_aside():
         raise AssertionError("it began")
+
+
+def test_they_are_set_where_somebody_looks_or_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Hooks("outer", []):
+        assert hooks_are_set()
+        with hooks_set_aside():
+            assert not hooks_are_set()
+    assert not hooks_are_set()
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    assert hooks_are_set(), "nobody can tell"
