@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,8 +12,10 @@ from autostream.api import OptimizedModule
 from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError
 from autostream.options import Options
-from autostream.tracing.dynamo import bound_inputs
+from autostream.tracing.dynamo import aot_eager, bound_inputs, draws_again
 from autostream.tracing.inductor import check_level
+
+log = logging.getLogger(__name__)
 
 
 def autostream(
@@ -40,6 +43,11 @@ def autostream(
     try:
         chosen = Options.parse(dict(options or {}))
         check_level(chosen.kernels, [example_inputs[at] for at in bound])
+        if draws_again(module):
+            log.warning(
+                "a graph is not scheduled: it checkpoints a part, whose random numbers are AOTAutograd's to keep"
+            )
+            return aot_eager(module, example_inputs)
         return OptimizedModule(Dispatcher(module, chosen, bound))
     except OptionError as error:
         return _refusing(str(error))

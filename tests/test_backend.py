@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autostream.api import OptimizedModule
 from autostream.backend import autostream
@@ -173,6 +175,29 @@ def test_a_wrong_option_is_told_in_one_line_at_each_call(options: dict[str, Any]
         with pytest.raises(OptionError, match=f"^{re.escape(message)}") as raised:
             fast(t(3))
         assert "\n" not in str(raised.value)
+
+
+@DYNAMOS_OWN
+def test_a_part_that_is_checkpointed_draws_what_the_model_draws(
+    made: list[OptimizedModule], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dynamo leaves it to the backend to put the generators' states back for the backward."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(), nn.Linear(4, 4))
+
+    def function(x: Tensor) -> Tensor:
+        return checkpoint(layers, x, use_reentrant=False).sin()
+
+    def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
+        x = t(3, 4).requires_grad_()
+        torch.manual_seed(1)
+        function(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    fast = torch.compile(function, backend="autostream")
+    same(gradient(fast), gradient(function))
+    assert "it checkpoints a part" in caplog.text
+    assert not made
 
 
 @pytest.fixture

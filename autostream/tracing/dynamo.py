@@ -40,7 +40,7 @@ def split(
     def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if "_lower_version_count_by_1(" in module.code:  # Dynamo's own, which fails at tensors of inference mode
             raise TraceError("the model gives a tensor other memory (.data = …), which a piece would not")
-        if "tag_activation_checkpoint(" in module.code:  # it does not put the generators' states back
+        if draws_again(module):
             raise TraceError("the model checkpoints a part, which would draw other random numbers in the backward")
         return compile_piece(module, bound_inputs(example_inputs))
 
@@ -53,6 +53,20 @@ def split(
         with nullcontext() if within and _stance() == "default" else compiling():
             return compiled(*args, **kwargs)
 
+    return run
+
+
+def draws_again(module: GraphModule) -> bool:
+    """Whether a graph of Dynamo's has a checkpoint, whose backward draws other random numbers than its forward has.
+
+    Dynamo does not put the generators' states back, which it leaves to AOTAutograd.
+    """
+    return "tag_activation_checkpoint(" in module.code
+
+
+def aot_eager(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph of Dynamo's as AOTAutograd has it run, forward and backward, op by op."""
+    run: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")(module, [*example_inputs])
     return run
 
 
