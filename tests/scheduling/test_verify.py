@@ -409,6 +409,13 @@ class TestAdversarial:
         with pytest.raises(ScheduleError, match="'ghost' is released behind 'c', but 0 ops allocate it"):
             verify(graph, released_at(Schedule("drawn", 2, (A, B, C)), "ghost", 2))
 
+    def test_a_storage_that_two_ops_allocate_is_not_released(self) -> None:
+        b = self.graph.ops["b"]
+        twice = replace(b, writes=b.writes | {"a"}, allocates=b.allocates | {"a"})
+        graph = replace(self.graph, ops={**self.graph.ops, "b": twice})
+        with pytest.raises(ScheduleError, match="'a' is released behind 'c', but 2 ops allocate it"):
+            verify(graph, released_at(Schedule("drawn", 2, (A, B, C)), "a", 2))
+
     @pytest.mark.parametrize("role", [role for role in Role if role is not Role.INTERMEDIATE])
     def test_what_the_caller_owns_is_not_released(self, role: Role) -> None:
         graph = replace(self.graph, storages={"a": replace(self.graph.storages["a"], role=role)})
