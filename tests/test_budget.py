@@ -50,6 +50,8 @@ def test_it_says_what_is_needed_and_what_there_is() -> None:
         "needs 15.1 MB, the budget is 12.1 MB: 2.1 MB more than the 10.0 MB of one stream (memory_budget)"
     )
     assert excess(large, ALONE, 12 * MB, 5 * MB) == "needs 15.1 MB, the budget is 12.0 MB (memory_budget)"
+    hopeless = excess(large, ALONE, 12 * MB, 5 * MB, at_least=True)
+    assert hopeless == "needs at least 15.1 MB, the budget is 12.0 MB (memory_budget)"
 
 
 @pytest.mark.parametrize("budget", [1.1, math.inf])

@@ -362,6 +362,12 @@ def shrinks(s: Model, x: Tensor) -> torch.Size:
     return x.shape
 
 
+def gives_a_result_other_memory(s: Model, x: Tensor) -> Tensor:
+    y = x + 1
+    y.data = x * 2
+    return y + 1
+
+
 SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "control flow that depends on data": (
         lambda: (Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), t(3), {}),
@@ -392,6 +398,7 @@ SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
         lambda: (Model(writes_breaks_and_raises), t(2, 3).abs(), {}),
         "data-dependent",
     ),
+    "a result that is given other memory": (lambda: (Model(gives_a_result_other_memory), t(3), {}), "(.data = …)"),
 }
 
 
@@ -524,7 +531,7 @@ PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "another default dtype": (lambda: (Model(makes_doubles), t(3), {}), "default dtype"),
     "an input that is given other memory": (
         lambda: (Model(gives_other_memory), t(3), {}),
-        "or the memory of a tensor in place",
+        "gives a tensor other memory",
     ),
     "vmap inside": (lambda: (Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x)), t(3, 4), {}), "Batched"),
     "lazy parameters": (lambda: (nn.LazyLinear(3), t(3), {}), "hooks"),

@@ -51,14 +51,13 @@ def postponed(graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: f
     footprint = Footprint(graph)
     freed = footprint.freed(timeline)
     order = [launch.op for launch in schedule.launches]
-    place = {op: at for at, op in enumerate(order)}
     moment: dict[str, float] = {}
     for op in reversed(order):
         moment[op] = start[op]
         needed = min((moment[after] for after in graph.digraph.successors(op)), default=None)
         if needed is not None and footprint.taken[op] > freed[op]:
             moment[op] = max(start[op], needed - LEAD * edge_us - (end[op] - start[op]))
-    late = tuple(sorted(order, key=lambda op: (moment[op], place[op])))
+    late = tuple(sorted(order, key=moment.__getitem__))  # at one moment, as they were launched
     return Assignment(schedule.policy, schedule.streams, late, dict(schedule.stream_of), schedule.decisions)
 
 

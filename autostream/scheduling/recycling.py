@@ -58,7 +58,6 @@ def wait_for_memory(
     later = delayed(schedule, timeline, edge_us, slack)
     start, end = later.starts, later.ends
     freed = Footprint(graph).freed(later)
-    place = {launch.op: at for at, launch in enumerate(schedule.launches)}
     done = [_Stream() for _ in range(schedule.streams)]
     clock_of = {FORK: [_NEVER] * schedule.streams}
     clocks = [[_NEVER] * schedule.streams for _ in range(schedule.streams)]
@@ -74,7 +73,7 @@ def wait_for_memory(
         unknown = [op for op in waits if not follows(op, known)]
         return tuple(op for op in unknown if not any(follows(op, clock_of[other]) for other in unknown if other != op))
 
-    for launch in sorted(schedule.launches, key=lambda launch: (start[launch.op], place[launch.op])):
+    for launch in sorted(schedule.launches, key=lambda launch: start[launch.op]):
         clock = [max(seen) for seen in zip(clocks[launch.stream], *(clock_of[op] for op in launch.waits), strict=True)]
         added: dict[int, str] = {}
         for stream, other in enumerate(done):

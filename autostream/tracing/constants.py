@@ -72,7 +72,7 @@ class Constants(TorchFunctionMode):
         """Call the function.
 
         Raises:
-            TraceError: it uses or writes such a tensor.
+            TraceError: it uses or writes such a tensor, or gives one other memory, which no op of a graph does.
             FastPathError: it asks what a tensor is to autograd, adds to its backward, or has changed the default
                 dtype.
         """
@@ -86,6 +86,8 @@ class Constants(TorchFunctionMode):
             raise FastPathError("the model sets the default dtype, which the ops of a graph would not see")
         if func in _BACKWARD:
             raise FastPathError(f"the model calls {func.__name__}, which a graph would not")
+        if func in _REPLACING:
+            raise TraceError("the model gives a tensor other memory (.data = …), which a graph would not")
         self.requires |= func in _REQUIRING
         writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
         written = [*tree_leaves(kwargs.get("out")), *tree_leaves(args[0] if writes and args else None)]
@@ -157,6 +159,7 @@ _QUESTIONS = {
 
 _REQUIRING = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _BACKWARD = {Tensor.backward, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
+_REPLACING = {Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
 def _is_real(tensor: object) -> bool:

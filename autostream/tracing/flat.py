@@ -139,7 +139,7 @@ class FlatModel(nn.Module):
         if structure != self._structure or any(new is not old for new, old in zip(after, tensors, strict=True)):
             raise TraceError("the model changes a container (list, dict, …) that it is given")
         if list(map(_layout, given)) != layouts:
-            raise TraceError("the model changes the shape or the memory of a tensor in place (resize_, .data = …)")
+            raise TraceError("the model changes the shape or the memory of a tensor in place (resize_, set_)")
         outputs, output_structure = flatten(result)
         if self.constants.requires and (list(map(_REQUIRED, given)) != required or any(map(_REQUIRED, outputs))):
             raise FastPathError("the model says of a tensor that it requires gradients, and a caller can see that")

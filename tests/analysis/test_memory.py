@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autostream.analysis.dependencies import analyze
 from autostream.ir import Placeholder, Role, Storage
@@ -106,6 +108,14 @@ def test_memory_that_no_op_resizes_may_be_placed(tape: Tape, level: str, placeab
         relu.name: False,
         "in0": False,
     }
+
+
+def test_memory_of_a_size_that_varies_has_a_block_of_its_own(tape: Tape) -> None:
+    taken = tape.call(aten.empty.memory_format, [6, 4], device="cpu")
+    filled = tape.call(aten.fill_.Scalar, taken, 1.0)
+    varying = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False).from_tensor(torch.zeros(6, 4))
+    taken.meta["val"] = filled.meta["val"] = varying
+    assert not analyze(replace(tape.case([filled]).program, level="inductor")).storages[taken.name].placeable
 
 
 def test_memory_of_another_device_stays_where_it_is(tape: Tape) -> None:

@@ -175,11 +175,23 @@ class TestWhatStaysWhole:
             lambda tape, whole, filled: tape.call(aten.broadcast_tensors.default, [whole, tape.input(2, 4)]),
             lambda tape, whole, filled: tape.number(aten.sym_size.int, whole, 0, value=2),
             lambda tape, whole, filled: tape.call(torch.relu, filled.args[0]),
+            lambda tape, whole, filled: tape.call(torch.ops.prims.exp.default, filled.args[0]),
             lambda tape, whole, filled: tape.call(aten.dropout.default, whole, 0.5, False).meta.update(
                 val=torch.ones(2, 4)
             ),
         ],
-        ids=["may copy", "turned", "resized", "outside of a look", "after", "of two", "number", "opaque", "idle"],
+        ids=[
+            "may copy",
+            "turned",
+            "resized",
+            "outside of a look",
+            "after",
+            "of two",
+            "number",
+            "opaque",
+            "not of ATen",
+            "idle",
+        ],
     )
     def test_where_fake_values_do_not_say_all(self, tape: Tape, more: Callable[..., fx.Node]) -> None:
         whole = tape.call(aten.zeros.default, [2, 4])

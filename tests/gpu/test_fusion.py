@@ -17,10 +17,12 @@ from torch import Tensor, fx, nn
 
 import autostream
 from autostream import tuning, zoo
+from autostream.analysis.dependencies import analyze
 from autostream.dispatch import Dispatcher
 from autostream.ir import Program
 from autostream.kernels import Kernel
 from autostream.reporting.report import Report
+from autostream.scheduling.structure import width
 from autostream.tracing import inductor
 from autostream.tuning import Tuned
 from tests.threads import in_threads
@@ -462,6 +464,20 @@ def test_a_kernel_says_what_it_writes(towers: Towers) -> None:
         (result,) = Watching(program.module).run(*arguments)
         torch.testing.assert_close(result, towers(x), rtol=1e-4, atol=1e-5)
     assert launched
+
+
+def test_branches_share_no_buffer_and_no_kernel_writes_where_it_reads(towers: Towers) -> None:
+    """Inductor's own reuse would make a chain of them."""
+    from autostream.tracing.export import trace
+    from autostream.tracing.inductor import fuse
+    from autostream.tracing.tree import flatten
+
+    tensors, structure = flatten(((torch.randn(64, 256, device="cuda"),), {}))
+    program = fuse(trace(towers, tensors, structure).program)
+    kernels = [node.target for node in program.module.graph.nodes if isinstance(node.target, Kernel)]
+    assert kernels
+    assert all(kernel.written == kernel.overwritten for kernel in kernels)
+    assert width(analyze(program)) >= len(towers.towers)
 
 
 # Kept between processes

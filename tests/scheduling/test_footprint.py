@@ -69,6 +69,8 @@ def test_what_no_op_allocates_is_there_from_the_first_to_the_last() -> None:
     graph = replace(DIAMOND, ops=ops, storages={**storages, "m": m}, prelude=("m",))
     footprint = Footprint(graph)
     assert footprint.live_bytes(timeline(TIMES)) == 4096 + 3 * 1024, "to the end, when b, c and d are there"
+    assert [size // 1024 for _, size in footprint.in_use(timeline(TIMES))] == [4, 5, 6, 7, 5]
+    assert footprint.taken == {"a": 0, "b": 1024, "c": 1024, "d": 1024}, "a writes what was taken before"
     assert footprint.freed(timeline(TIMES)) == {"a": 0, "b": 0, "c": 0, "d": 2048}
     schedule = synchronize(graph, Assignment("by hand", 1, tuple("abcd"), dict.fromkeys("abcd", 0)))
     assert peak_bytes(graph, place_releases(graph, schedule)) == 4096 + 3 * 1024

@@ -19,6 +19,13 @@ from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_gra
 
 def test_nothing_takes_nothing() -> None:
     assert peak_bytes(graph_of(""), Schedule("mine", 1, ())) == 0
+    assert pools(graph_of(""), Schedule("mine", 1, ())) == ()
+
+
+def test_memory_is_taken_before_the_fork_even_where_nothing_is_launched() -> None:
+    graph = OpGraph({}, (), {"m": Storage("m", Role.INTERMEDIATE, 512, ("m",), escapes=True)}, ("m",), "cuda:0")
+    assert peak_bytes(graph, Schedule("mine", 1, ())) == 512
+    assert pools(graph, Schedule("mine", 1, ())) == (Pool(0, 512, ("m",)),)
 
 
 def test_a_storage_is_there_until_the_launch_that_releases_it() -> None:
@@ -93,6 +100,8 @@ def test_what_holds_the_memory_is_told_by_stream_and_size() -> None:
     )
     found = pools(graph, Schedule("mine", 2, launches))
     assert found == (Pool(0, 310, ("c", "d", "b")), Pool(1, 80, ("e",)))
+    swapped = tuple(replace(launch, stream=1 - launch.stream) for launch in launches)
+    assert [pool.stream for pool in pools(graph, Schedule("mine", 2, swapped))] == [1, 0], "the largest first"
     earlier = (*launches[:3], Launch("c", 0, releases=("b",)), Launch("d", 0, releases=("c",)))
     assert pools(graph, Schedule("mine", 2, earlier))[0] == Pool(0, 260, ("c", "d"))
 

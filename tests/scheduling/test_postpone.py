@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ EDGE_US = 2.0
 LENGTH = 8
 
 
-def copied(length: int = LENGTH) -> tuple[OpGraph, Costs]:
+def copied(length: int = LENGTH, convolution_us: float = 10.0) -> tuple[OpGraph, Costs]:
     """A chain of convolutions, each with a copy of its weight in another layout, four times as large as what flows.
 
     c0 ── c1 ── c2 ── …
@@ -35,7 +36,7 @@ def copied(length: int = LENGTH) -> tuple[OpGraph, Costs]:
     graph = graph_of(edges, names, outputs=[f"c{length - 1}"])
     storages = {n: replace(s, bytes=4096 if n[0] == "w" else s.bytes) for n, s in graph.storages.items()}
     graph = replace(graph, storages=storages)
-    return graph, costs_of(graph, {name: 1.0 if name[0] == "w" else 10.0 for name in names})
+    return graph, costs_of(graph, {name: 1.0 if name[0] == "w" else convolution_us for name in names})
 
 
 def eager(graph: OpGraph, costs: Costs, streams: int = 2) -> Schedule:
@@ -57,9 +58,13 @@ def test_copies_of_weights_are_launched_when_they_are_needed() -> None:
     assert [op for op in order if op[0] == "c"] == [f"c{at}" for at in range(LENGTH)]
 
 
-def test_the_lead_is_kept() -> None:
-    """Each copy would end ``LEAD`` edges before its convolution starts; the first ones cannot."""
-    graph, costs = copied()
+@pytest.mark.parametrize("convolution_us", [10.0, 4.0])
+def test_the_lead_is_kept(convolution_us: float) -> None:
+    """Each copy would end ``LEAD`` edges before its convolution starts; the first ones cannot.
+
+    That is shorter than one convolution, or longer.
+    """
+    graph, costs = copied(convolution_us=convolution_us)
     schedule = eager(graph, costs)
     timeline = simulate(schedule, costs, PROFILE)
     start = {piece.op: piece.start_us for piece in timeline.slices}
@@ -72,9 +77,9 @@ def test_the_lead_is_kept() -> None:
 
 
 def test_what_frees_as_much_as_it_takes_stays_where_it_is() -> None:
-    """A branch that nothing hurries: d and e turn 1 KiB into 1 KiB, and only b adds some."""
-    graph = graph_of("a-b b-d d-e a-c c-f e-f", names="abdecf", outputs="f")
-    costs = costs_of(graph, {**dict.fromkeys("abdef", 1.0), "c": 50.0})
+    """A branch that nothing hurries, beside c and g: d and e turn 1 KiB into 1 KiB, and only b adds some."""
+    graph = graph_of("a-b b-d d-e a-c c-g g-f e-f", names="abdecgf", outputs="f")
+    costs = costs_of(graph, {**dict.fromkeys("abdef", 1.0), **dict.fromkeys("cg", 25.0)})
     schedule = eager(graph, costs)
     timeline = simulate(schedule, costs, PROFILE)
     assert postponed(graph, schedule, timeline, EDGE_US).order == tuple(launch.op for launch in schedule.launches)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autostream.ir import FORK, Launch, OpGraph, Role, Schedule
+from autostream.ir import FORK, Arena, Launch, OpGraph, Role, Schedule
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from tests.scheduling.brute_force import assignments, conflict_graphs, is_releasable, is_safe_release, schedules
@@ -104,6 +104,11 @@ class TestDrawn:
         graph = graph_of("", names="a")
         graph = replace(graph, ops={"a": op("a", allocates=frozenset())})
         assert releases(graph, Launch("a", 0)) == {}
+
+    def test_what_lies_in_the_arena_is_left_alone(self) -> None:
+        """It has no block of its own."""
+        schedule = Schedule("drawn", 1, (Launch("a", 0), Launch("b", 0)), arena=Arena(1024, {"a": 0}))
+        assert [launch.releases for launch in place_releases(graph_of("a-b"), schedule).launches] == [(), ("b",)]
 
     def test_everything_else_is_passed_on_and_older_releases_are_replaced(self) -> None:
         before = Schedule("mine", 2, (Launch("a", 1, (FORK,)), Launch("b", 0, ("a",), releases=("a",))), ("a",))

@@ -409,6 +409,13 @@ class TestAdversarial:
         with pytest.raises(ScheduleError, match="'ghost' is released behind 'c', but 0 ops allocate it"):
             verify(graph, released_at(Schedule("drawn", 2, (A, B, C)), "ghost", 2))
 
+    def test_a_storage_that_two_ops_allocate_is_not_released(self) -> None:
+        b = self.graph.ops["b"]
+        twice = replace(b, writes=b.writes | {"a"}, allocates=b.allocates | {"a"})
+        graph = replace(self.graph, ops={**self.graph.ops, "b": twice})
+        with pytest.raises(ScheduleError, match="'a' is released behind 'c', but 2 ops allocate it"):
+            verify(graph, released_at(Schedule("drawn", 2, (A, B, C)), "a", 2))
+
     @pytest.mark.parametrize("role", [role for role in Role if role is not Role.INTERMEDIATE])
     def test_what_the_caller_owns_is_not_released(self, role: Role) -> None:
         graph = replace(self.graph, storages={"a": replace(self.graph.storages["a"], role=role)})
@@ -448,6 +455,24 @@ class TestArena:
 
     def test_no_arena_is_right_whatever_its_size(self) -> None:
         self.verify({}, size=0)
+
+    def test_taking_memory_is_an_access_even_if_nothing_is_written(self) -> None:
+        """
+        0:  a          b only takes memory, where a writes
+        1:  b
+        """
+        graph = graph_of("", names="ab")
+        storages = {name: replace(storage, placeable=True) for name, storage in graph.storages.items()}
+        ops = {**graph.ops, "b": replace(graph.ops["b"], writes=frozenset())}
+        launches = (Launch("a", 0), Launch("b", 1, (FORK,)))
+        beside = Schedule("drawn", 2, launches, ("b",), arena=Arena(1024, {"a": 0, "b": 0}))
+        with pytest.raises(ScheduleError, match="'b' must come after 'a'"):
+            verify(replace(graph, ops=ops, storages=storages), beside)
+
+    def test_the_last_byte_of_a_storage_may_be_the_arenas_last(self) -> None:
+        self.verify({"a": 0}, size=1024)
+        with pytest.raises(ScheduleError, match="its 1024 bytes are not all within the 1023 that there are"):
+            self.verify({"a": 0}, size=1023)
 
     @pytest.mark.parametrize(
         ("offsets", "message"),
