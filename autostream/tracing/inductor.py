@@ -62,6 +62,7 @@ aten = torch.ops.aten
 
 SETTINGS: Mapping[str, Any] = {
     "fx_wrapper": True,
+    "cpp_wrapper": False,
     "triton.cudagraphs": False,
     # Each would make one chain of independent branches.
     "allow_buffer_reuse": False,
