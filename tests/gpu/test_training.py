@@ -14,7 +14,12 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import autostream
+from autostream.kernels import Kernel
 from autostream.tracing import inductor
+from autostream.tracing.functions import module_of
+from autostream.tracing.steps import TrainingStep
+from autostream.tracing.train_step import trace_step
+from autostream.tracing.tree import flatten
 from autostream.training import TrainStep
 
 pytestmark = [
@@ -436,6 +441,23 @@ def test_convolutions_are_laid_out_forward_and_backward(monkeypatch: pytest.Monk
     captured(step, "inductor")
     assert laid_out == [True]
     assert_close(model, plain, start, tolerance=0.05)
+
+
+def test_powers_that_adam_corrects_by_are_computed_once_for_each_parameter() -> None:
+    """Not by every thread of an update, which takes float64 longer than the update takes."""
+    model = mlp().cuda()
+    step = TrainingStep(model, module_of(mse), AdamW(model.parameters(), lr=1e-3))
+    batch = on_gpu(16, 64), on_gpu(16, 8)
+    with torch.no_grad():
+        step(*step.arguments(batch))
+        tensors, structure = flatten((step.arguments(batch), {}))
+        program = inductor.fuse(trace_step(step, tensors, structure).program)
+    launches = [node for node in program.module.graph.nodes if isinstance(node.target, Kernel)]
+    powers = [node for node in launches if "libdevice.pow" in node.target.content]
+    assert len(powers) == len(list(model.parameters()))
+    for node in powers:
+        written = [node.args[at].meta["val"] for at in node.target.written]
+        assert {tensor.numel() for tensor in written} == {1}
 
 
 def test_fused_gradients_of_convolutions_and_of_their_input_are_the_models() -> None:
