@@ -42,14 +42,14 @@ from autostream.pieces import Pieces
 from autostream.pipeline import versions
 from autostream.preparing import preparing
 from autostream.reporting.report import Report
-from autostream.shortcut import Changed, Shortcut
+from autostream.shortcut import AsIs, Changed, Shortcut
 from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.inductor import check_level
 from autostream.tracing.numerics import order_attention
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
-from autostream.tracing.tree import Structure, flatten, unflatten
+from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
 from autostream.tracing.trial import check_call, check_devices
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Dispatcher:
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
         self._proven: WeakSet[Entry] = WeakSet()
         self._bypasses: dict[str, Report] = {}
-        self._shortcut: Shortcut | None = None
+        self._shortcut: Shortcut | AsIs | None = None
         self._dropped = False
         self._calls = self._renewals = 0
         self._watch = ModelWatch(model)
@@ -269,11 +269,24 @@ class Dispatcher:
             else:
                 proven()
                 self._calls += 1
-                if isinstance(entry, Scheduled) and not kwargs and watch is self._watch and not self._paranoid:
-                    self._shortcut = entry.shortcut(args, structure, watch)
+                if not kwargs and watch is self._watch and not self._paranoid:
+                    self._shortcut = self._short_way(entry, args, structure, signature)
                 return outputs
             del entry, proven  # what comes next may need their memory
         raise self._refused("the model's state changes while it is called")
+
+    def _short_way(
+        self, entry: Entry, args: tuple[Any, ...], structure: Structure, signature: Signature
+    ) -> Shortcut | AsIs | None:
+        """For calls like one that was done by position, where there is one."""
+        watch = self._watch
+        if isinstance(entry, Scheduled):
+            return entry.shortcut(args, structure, watch)
+        (call, _) = structure.children or ()
+        tensors = tensors_like(call, args)
+        if isinstance(entry, Differentiated) or not entry.as_is or not tensors or torch.is_grad_enabled():
+            return None
+        return AsIs(self.model, call, tensors, watch, signature.training, signature.read)
 
     def _reads_another(self, signature: Signature) -> bool:
         """Whether a schedule is there but for numbers that functions read elsewhere: the next will be others again."""

@@ -3,7 +3,8 @@
 Most calls differ from the last in the values of their tensors alone. Finding that out the long way (a nested value
 flattened, a signature made and looked up, each weight fetched) takes longer on the host than a small model takes on the
 device. Here it takes one look at the arguments and the settings before the run, and one at the model: during the replay
-of a captured graph that nobody can see, for which the device does not wait, and otherwise before the run.
+of a captured graph that nobody can see, for which the device does not wait, and otherwise before the run. What runs as
+it is needs less: it is never wrong.
 """
 
 from __future__ import annotations
@@ -149,6 +150,60 @@ class Shortcut:
             and state.contents_intact()
             and self._run.holds(tensors)
         )
+
+
+class AsIs:
+    """The short way of calls that the model itself does: that is right whatever has changed.
+
+    So all that is looked at is whether the call may have a schedule: one of another signature may.
+
+    Args:
+        model: the model.
+        call: the structure of the positional arguments of a call that it did; there were no others.
+        args: their tensors.
+        watch: on the model's modules.
+        training: their modes.
+        read: what their functions read elsewhere.
+
+    Attributes:
+        repeatable: no: what the model does may be seen.
+    """
+
+    repeatable = False
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        call: Structure,
+        args: Sequence[Tensor],
+        watch: ModelWatch,
+        training: bytes,
+        read: Read = (),
+    ) -> None:
+        self._model = model
+        self._call = None if all(child is TENSOR for child in call.children or ()) else call
+        self._alike = looks_alike(args)
+        self._same_numerics = watch_numerics()
+        self._watch, self._training, self._read = watch, training, read
+
+    def fits(self, args: tuple[Any, ...]) -> Sequence[Any] | None:
+        """These arguments, if a call with them, as things are now, is like the one before."""
+        tensors = args if self._call is None else tensors_like(self._call, args)
+        watch = self._watch
+        alike = (
+            tensors is not None
+            and self._alike(tensors)
+            and not torch.is_grad_enabled()
+            and self._same_numerics()
+            and watch.intact()
+            and watch.training() == self._training
+            and watch.read() == self._read
+        )
+        return args if alike else None
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        """What the model returns for arguments that fit."""
+        return self._model(*args)
 
 
 def _no_guess(tensors: Sequence[Tensor]) -> None:

@@ -31,6 +31,7 @@ from autostream.pipeline import plan
 from autostream.select import Selection
 from autostream.storages import storage_of
 from autostream.tracing import inductor
+from autostream.tracing.kernel_values import named_as
 from autostream.tracing.signature import signature_of
 from autostream.tracing.state import ModelWatch
 from autostream.tracing.tree import flatten
@@ -60,7 +61,7 @@ def freezes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ) -> tuple[Program, tuple[Decision, ...]]:
         functional = inductor._functional(program)
         constants = inductor._freezable(program, functional, tensors)
-        module = inductor._named(inductor._frozen(functional, constants), program)
+        module = named_as(inductor._frozen(functional, constants), program)
         outputs = tuple(node.name for node in module.graph.output_node().args[0])
         return replace(program, module=module, outputs=outputs, frozen=frozenset(constants)), ()
 

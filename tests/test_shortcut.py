@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autostream
 from autostream.dispatch import Dispatcher
@@ -208,6 +210,103 @@ def test_gradients_modes_and_settings_go_the_long_way(ways: Ways) -> None:
         assert ours[-1][1].dtype == torch.bfloat16
         fast(X)
         assert ways.took(lambda: torch.vmap(fast)(torch.randn(2, 3, 4))) == "long"
+
+
+FACTOR = 2
+
+
+class Untraceable(nn.Module):
+    """Asks what a graph would not: calls of it run as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor, options: dict[str, Any] | None = None) -> Any:
+        self.calls += 1
+        twice = x * (1 if x.requires_grad else FACTOR)
+        if x.isnan().any():
+            raise torch.OutOfMemoryError("none left")
+        return self.layer(x) + self.calls, twice
+
+
+def as_is() -> tuple[Any, Untraceable]:
+    """A model that is done by itself, after two calls."""
+    model = Untraceable().eval()
+    fast = autostream.optimize(model)
+    with torch.no_grad():
+        for _ in range(2):
+            fast(X)
+    assert [report.mode for report in fast.reports] == ["plain"]
+    return fast, model
+
+
+@torch.no_grad()
+def test_what_runs_as_it_is_has_a_short_way_too_and_each_call_is_one_call(ways: Ways) -> None:
+    fast, model = as_is()
+    calls = model.calls
+    for number in range(1, 4):
+        x, found = torch.randn(3, 4), []
+        assert ways.took(lambda x=x, found=found: found.append(fast(x))) == "short"
+        assert model.calls == calls + number
+        torch.testing.assert_close(found[0], (model.layer(x) + model.calls, x * 2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.train(),
+        lambda model: setattr(model, "layer", nn.Linear(4, 4)),
+        lambda model: model.layer.register_forward_hook(lambda *_: None) and model.add_module("more", nn.ReLU()),
+    ],
+    ids=["mode", "module", "more modules"],
+)
+@torch.no_grad()
+def test_a_model_that_may_have_a_schedule_now_is_looked_at(change: Callable[[Any], object], ways: Ways) -> None:
+    fast, model = as_is()
+    assert ways.took(lambda: fast(X)) == "short"
+    change(model)
+    assert ways.took(lambda: fast(X)) == "long"
+
+
+def test_so_are_calls_that_may(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, _ = as_is()
+    assert ways.took(lambda: fast(X)) == "long", "it records gradients"
+    with torch.no_grad():
+        for call in (lambda: fast(torch.randn(5, 4)), lambda: fast(x=X), lambda: fast(X, {"other": 1})):
+            fast(X)
+            assert ways.took(lambda: fast(X)) == "short"
+            assert ways.took(call) == "long"
+        fast(X)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ways.took(lambda: fast(X)) == "long"
+        fast(X)
+        with sdpa_kernel(SDPBackend.MATH):
+            assert ways.took(lambda: fast(X)) == "long"
+        fast(X)
+        assert ways.took(lambda: fast(X)) == "short"
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3)
+        assert ways.took(lambda: fast(X)) == "long"
+
+
+@torch.no_grad()
+def test_structured_arguments_of_what_runs_as_it_is_are_handed_on(ways: Ways) -> None:
+    fast, _ = as_is()
+    options = {"tensor": torch.ones(2), "number": 3}
+    for _ in range(2):
+        fast(X, options)
+    assert ways.took(lambda: fast(X, options)) == "short"
+    assert ways.took(lambda: fast(X, {**options, "number": 4})) == "long"
+
+
+@torch.no_grad()
+def test_a_model_without_memory_is_called_once(ways: Ways) -> None:
+    fast, model = as_is()
+    calls = model.calls
+    with pytest.raises(torch.OutOfMemoryError):
+        fast(X * torch.nan)
+    assert model.calls == calls + 1
+    assert ways.took(lambda: fast(X)) == "long"
 
 
 def test_no_short_way_while_gradients_could_be_recorded(ways: Ways) -> None:
