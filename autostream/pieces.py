@@ -121,7 +121,7 @@ class Pieces:
             pieces_us, plain_us = turns.verdict
             what = f"{in_a_row} calls in a row, and what is done between them, take" if in_a_row else "calls alone take"
             each = " each" if in_a_row else ""
-            said = f"{what} {pieces_us:.0f} µs{each} in pieces and {plain_us:.0f} as it is (medians of {ROUNDS})"
+            said = f"{what} {pieces_us:.0f} µs{each} in pieces and {plain_us:.0f} as it is (second best of {ROUNDS})"
             log.info("%s: %s", name_of(self._model), said)
             self._turns = None
             if plain_us < pieces_us * (1 - _NOISE if in_a_row else 1):

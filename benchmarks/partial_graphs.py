@@ -30,6 +30,9 @@ WIDTH, ROWS, BRANCHES = 512, 1024, 4
 CALLS = 10
 """Under the profiler."""
 
+SETTLED = 200
+"""Calls after which nothing is compiled any more, or tried in pieces and plainly by turns."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
@@ -112,7 +115,8 @@ def row(name: str) -> dict[str, Any]:
     model, args = MODELS[name]().to(device), inputs(name, ROWS, device)
     fast = autostream.optimize(model)
     torch.testing.assert_close(fast(*args), model(*args), rtol=1e-3, atol=1e-3)
-    fast(*args)  # the first call may have compiled and captured
+    for _ in range(SETTLED):
+        fast(*args)
 
     def calls() -> None:
         for _ in range(CALLS):

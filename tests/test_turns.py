@@ -26,7 +26,7 @@ class Clock:
         return run
 
 
-def test_the_ways_take_turns_and_the_medians_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ways_take_turns_and_what_they_take_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     both = Turns(clock.taking(30, "ours"), clock.taking(20, "plain"), [])  # type: ignore[arg-type]
     done = []
@@ -36,10 +36,14 @@ def test_the_ways_take_turns_and_the_medians_tell(monkeypatch: pytest.MonkeyPatc
     assert both.verdict == pytest.approx((30, 20))
 
 
-def test_one_slow_call_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, slow = Clock(monkeypatch), iter([1e6])
-    both = Turns(lambda: clock.taking(next(slow, 10), "")(), clock.taking(20, ""), [])  # type: ignore[arg-type,operator]
-    for _ in range(2 * ROUNDS):
+@pytest.mark.parametrize("calls", [0, 4], ids=["alone", "in a row"])
+def test_what_comes_between_some_calls_does_not_decide(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most rounds of one way are longer by it, and one round of the other is shorter by chance."""
+    clock, each = Clock(monkeypatch), max(calls, 1)
+    ours = iter([1e6] * each * (ROUNDS - 2) + [10.0] * each * 3)
+    plain = iter([1.0] * each + [20.0] * each * (ROUNDS - 1))
+    both = Turns(lambda: clock.taking(next(ours), "")(), lambda: clock.taking(next(plain), "")(), [], calls)  # type: ignore[operator]
+    while both.verdict is None:
         both()
     assert both.verdict == pytest.approx((10, 20))
 
