@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,7 @@ class Dispatcher:
         self._proven: WeakSet[Entry] = WeakSet()
         self._bypasses: dict[str, Report] = {}
         self._shortcut: Shortcut | AsIs | None = None
+        self._as_is: WeakKeyDictionary[Entry, AsIs] = WeakKeyDictionary()
         self._dropped = False
         self._calls = self._renewals = 0
         self._watch = ModelWatch(model)
@@ -269,7 +270,8 @@ class Dispatcher:
             else:
                 proven()
                 self._calls += 1
-                if not kwargs and watch is self._watch and not self._paranoid:
+                stays = watch is self._watch and self._entries.get(signature) is entry
+                if not kwargs and stays and not self._paranoid:
                     self._shortcut = self._short_way(entry, args, structure, signature)
                 return outputs
             del entry, proven  # what comes next may need their memory
@@ -282,11 +284,14 @@ class Dispatcher:
         watch = self._watch
         if isinstance(entry, Scheduled):
             return entry.shortcut(args, structure, watch)
+        if isinstance(entry, Differentiated) or not entry.as_is or torch.is_grad_enabled() or signature.aliases:
+            return None
         (call, _) = structure.children or ()
         tensors = tensors_like(call, args)
-        if isinstance(entry, Differentiated) or not entry.as_is or not tensors or torch.is_grad_enabled():
-            return None
-        return AsIs(self.model, call, tensors, watch, signature.training, signature.read)
+        known = self._as_is.get(entry)
+        if tensors and (known is None or known.fits(args) is None):
+            known = self._as_is[entry] = AsIs(self.model, call, tensors, watch, signature.training, signature.read)
+        return known if tensors else None
 
     def _reads_another(self, signature: Signature) -> bool:
         """Whether a schedule is there but for numbers that functions read elsewhere: the next will be others again."""

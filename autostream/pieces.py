@@ -229,7 +229,8 @@ at a number which no piece computes with, such as one that counts calls, and fin
 
 _AGAIN = (
     "its pieces are made anew in call after call, and compute the same, since something that it reads in Python "
-    "changes, such as a number that counts calls (self.calls += 1): count in a tensor, or outside of the model"
+    "changes, such as a number that counts calls (self.calls += 1), or since TorchDynamo is reset: count in a tensor, "
+    "or outside of the model"
 )
 
 

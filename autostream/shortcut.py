@@ -19,7 +19,7 @@ from autostream.execution.bound import Bound, Frozen, looks_alike
 from autostream.execution.places import Places
 from autostream.execution.static import Output
 from autostream.storages import storage_of
-from autostream.tracing.guards import unusual_call
+from autostream.tracing.guards import traced_by_fx, unusual_call
 from autostream.tracing.numerics import watch_numerics
 from autostream.tracing.reads import Read
 from autostream.tracing.state import LiveState, ModelWatch
@@ -92,6 +92,7 @@ class Shortcut:
         self._run = run
         self._structure = structure
         self._call = None if all(child is TENSOR for child in call.children or ()) else call
+        # Of a model that may be written to: inputs share no memory with it.
         self._own = frozenset() if run.repeatable else frozenset(map(storage_of, held))
         self._alone = len(args) == 1 and not self._own
         self._alike = looks_alike(args)
@@ -114,7 +115,7 @@ class Shortcut:
             and not torch.is_grad_enabled()
             and not unusual_call()
             and self._same_numerics()
-            and (self._alone or self._apart(tensors))
+            and (self._alone or (_apart(tensors) and self._own.isdisjoint(map(storage_of, tensors))))
         )
         return tensors if alike else None
 
@@ -132,11 +133,6 @@ class Shortcut:
             self.outdated = True
             raise Changed
         return outputs[0] if self._structure is TENSOR else unflatten(self._structure, outputs)
-
-    def _apart(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether inputs share no memory with each other, nor with a model that may be written to."""
-        storages = set(map(storage_of, tensors))
-        return len(storages) == len(tensors) and self._own.isdisjoint(storages)
 
     def _intact(self, tensors: Sequence[Tensor]) -> bool:
         watch, state = self._watch, self._state
@@ -194,7 +190,9 @@ class AsIs:
             tensors is not None
             and self._alike(tensors)
             and not torch.is_grad_enabled()
+            and not traced_by_fx()
             and self._same_numerics()
+            and (len(tensors) == 1 or _apart(tensors))
             and watch.intact()
             and watch.training() == self._training
             and watch.read() == self._read
@@ -204,6 +202,11 @@ class AsIs:
     def __call__(self, args: Sequence[Any]) -> Any:
         """What the model returns for arguments that fit."""
         return self._model(*args)
+
+
+def _apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors share no memory with each other."""
+    return len(set(map(storage_of, tensors))) == len(tensors)
 
 
 def _no_guess(tensors: Sequence[Tensor]) -> None:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import autostream
 from autostream.dispatch import Dispatcher
 from autostream.execution.bound import Frozen, Writes
-from autostream.shortcut import CapturedRun, Changed, Shortcut
+from autostream.shortcut import AsIs, CapturedRun, Changed, Shortcut
 from autostream.tracing.state import LiveState, ModelWatch
 from autostream.tracing.tree import TENSOR, Structure
 
@@ -213,6 +213,8 @@ def test_gradients_modes_and_settings_go_the_long_way(ways: Ways) -> None:
 
 
 FACTOR = 2
+DURING: list[Callable[[], object]] = []
+"""What happens in another thread while a model runs."""
 
 
 class Untraceable(nn.Module):
@@ -225,6 +227,8 @@ class Untraceable(nn.Module):
     def forward(self, x: Tensor, options: dict[str, Any] | None = None) -> Any:
         self.calls += 1
         twice = x * (1 if x.requires_grad else FACTOR)
+        for call in DURING:
+            call()
         if x.isnan().any():
             raise torch.OutOfMemoryError("none left")
         return self.layer(x) + self.calls, twice
@@ -297,6 +301,86 @@ def test_structured_arguments_of_what_runs_as_it_is_are_handed_on(ways: Ways) ->
         fast(X, options)
     assert ways.took(lambda: fast(X, options)) == "short"
     assert ways.took(lambda: fast(X, {**options, "number": 4})) == "long"
+
+
+class Unlike(nn.Module):
+    """Two inputs that must not be one."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x is y:
+            torch.is_inference(x)  # which no graph does
+        return x.sin() * y.cos()
+
+
+@torch.no_grad()
+def test_two_inputs_that_are_one_tell_nothing_of_two(ways: Ways) -> None:
+    fast, other = autostream.optimize(Unlike()), torch.randn(3, 4)
+    for _ in range(2):
+        fast(X, X)
+    assert [report.mode for report in fast.reports] == ["plain"]
+    for _ in range(2):
+        fast(X, other)
+    assert [report.mode for report in fast.reports] == ["one stream", "plain"]
+    assert ways.took(lambda: fast(X, X)) == "long"
+
+
+@torch.no_grad()
+def test_what_runs_as_it_is_goes_the_long_way_with_inputs_in_one_memory(ways: Ways) -> None:
+    fast = autostream.optimize(Untraceable().eval())
+    fast._autostream.model.forward = lambda x, y: (x + y, x.requires_grad)[0]
+    both = torch.randn(2, 3, 4)
+    for _ in range(2):
+        fast(X, both[0])
+    assert ways.took(lambda: fast(X, both[1])) == "short"
+    assert ways.took(lambda: fast(*both)) == "long"
+
+
+@torch.no_grad()
+def test_outer_models_that_fx_traces_find_the_module_in_them() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fast, _ = as_is()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.fast(torch.ones(3, 4))[1]
+
+    outer = Outer()
+    outer(X)
+    traced = torch.fx.symbolic_trace(outer)
+    torch.testing.assert_close(traced(X), outer(X))
+
+
+@torch.no_grad()
+def test_what_was_forgotten_meanwhile_has_no_short_way(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by another thread, which moves the model."""
+    fast, _ = as_is()
+    fast._autostream.forget()
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "DURING", [fast._autostream.forget])
+        fast(X)
+    assert fast.reports == ()
+    assert ways.took(lambda: fast(X)) == "long"
+    assert [report.mode for report in fast.reports] == ["plain"]
+
+
+@torch.no_grad()
+def test_each_signature_keeps_its_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, _ = as_is()
+    other = torch.randn(5, 4)
+    fast(other)
+    made: list[AsIs] = []
+    original = AsIs.__init__
+
+    def counted(self: AsIs, *args: Any) -> None:
+        made.append(self)
+        original(self, *args)
+
+    monkeypatch.setattr(AsIs, "__init__", counted)
+    for _ in range(3):
+        fast(X)
+        fast(other)
+    assert made == []
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def split(
         if "_lower_version_count_by_1(" in module.code:  # Dynamo's own, which fails at tensors of inference mode
             raise TraceError("the model gives a tensor other memory (.data = …), which a piece would not")
         if draws_again(module):
-            raise TraceError("the model checkpoints a part, which would draw other random numbers in the backward")
+            raise TraceError("the model checkpoints a part, whose backward, if any, would draw other random numbers")
         return compile_piece(module, bound_inputs(example_inputs))
 
     compiling = partial(_compiling, refused)
@@ -61,7 +61,8 @@ def draws_again(module: GraphModule) -> bool:
 
     Dynamo does not put the generators' states back, which it leaves to AOTAutograd.
     """
-    return "tag_activation_checkpoint(" in module.code
+    graphs = (graph for graph in module.modules() if isinstance(graph, GraphModule))
+    return any("tag_activation_checkpoint(" in graph.code for graph in graphs)
 
 
 def aot_eager(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
