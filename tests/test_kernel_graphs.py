@@ -32,7 +32,7 @@ from autostream.scheduling.structure import width
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.select import written
-from autostream.tracing.inductor import evaluate
+from autostream.tracing.kernel_values import evaluate
 from tests.execution.programs import random_schedule
 from tests.kernel_graphs.record import MODELS
 from tests.kernel_graphs.recordings import DEVICE, FOLDER, NAMES, Recording, program_of, read, recorded, text_of
