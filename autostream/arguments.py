@@ -115,7 +115,8 @@ def memory(text: str) -> int | float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?B|[KMG]iB|)", text, re.ASCII)
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed: use a ratio to one stream such as 1.1 or 2x, or bytes such as 64MiB or 100000000"
+            f"{text!r} is not allowed: use a ratio to one stream such as 1.1 or 2x, bytes such as 64MiB or 100000000, "
+            "or inf for no limit"
         )
     size = float(found[1]) * _UNITS[found[2]]
     if isinf(size):

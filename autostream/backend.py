@@ -12,7 +12,7 @@ from autostream.api import OptimizedModule
 from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError
 from autostream.options import Options
-from autostream.tracing.dynamo import aot_eager, bound_inputs, draws_again
+from autostream.tracing.dynamo import aot_eager, bound_inputs, drawn_again
 from autostream.tracing.inductor import check_level
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,8 @@ def autostream(
     try:
         chosen = Options.parse(dict(options or {}))
         check_level(chosen.kernels, [example_inputs[at] for at in bound])
-        if draws_again(module):
-            log.warning(
-                "a graph is not scheduled: it checkpoints a part, whose random numbers are AOTAutograd's to keep"
-            )
+        if reason := drawn_again(module):
+            log.warning("a graph is not scheduled, but left to AOTAutograd: %s", reason)
             return aot_eager(module, example_inputs)
         return OptimizedModule(Dispatcher(module, chosen, bound))
     except OptionError as error:

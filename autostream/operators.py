@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +39,23 @@ def written_names(target: OpOverload) -> tuple[str, ...]:
         ('out',)
     """
     return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_arguments(node: fx.Node, target: OpOverload) -> list[fx.Node]:
+    """The nodes that a call writes to, by its schema, those in lists among them.
+
+    Example:
+        >>> from torch import fx, ops
+        >>> graph = fx.Graph()
+        >>> x, y = graph.placeholder("x"), graph.placeholder("y")
+        >>> add = ops.aten._foreach_add_.List
+        >>> written_arguments(graph.call_function(add, ([x], [y])), add)
+        [x]
+    """
+    bound = bound_arguments(node, target)
+    written = (bound[name] for name in written_names(target))
+    several = (value if isinstance(value, (list, tuple)) else (value,) for value in written)
+    return [source for source in chain.from_iterable(several) if source is not None]
 
 
 def is_unknown(value: object) -> bool:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -33,6 +34,8 @@ MAX_STREAMS = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What a user may choose. Every value is validated when the object is made.
+
+    Numbers of other kinds, such as NumPy's and fractions, become Python's own.
 
     Attributes:
         streams: how many to schedule over, the caller's among them; ``"auto"`` tries several numbers.
@@ -81,6 +84,8 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            object.__setattr__(self, option.name, _pythons_own(getattr(self, option.name)))
         if self.streams != "auto" and not _whole_number(self.streams, 1, MAX_STREAMS):
             raise _refusal("streams", self.streams, f'"auto" or a whole number from 1 to {MAX_STREAMS}')
         for name, allowed in (("policy", PolicyName), ("costs", CostSource), ("kernels", KernelLevel)):
@@ -237,6 +242,16 @@ def cache_folder() -> Path:
     if found.startswith("~"):
         raise FileNotFoundError(f"there is no home directory for {folder}: set AUTOSTREAM_CACHE_DIR")
     return Path(found)
+
+
+def _pythons_own(value: Any) -> Any:
+    """A number as an ``int`` or a ``float``, anything else as it is; so is a fraction that is too large for either."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:
+        return value
 
 
 def _whole_number(value: object, low: int, high: int | None) -> bool:

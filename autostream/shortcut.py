@@ -91,7 +91,7 @@ class Shortcut:
     ) -> None:
         self._run = run
         self._structure = structure
-        self._call = None if all(child is TENSOR for child in call.children or ()) else call
+        self._call = _nested(call)
         # Of a model that may be written to: inputs share no memory with it.
         self._own = frozenset() if run.repeatable else frozenset(map(storage_of, held))
         self._alone = len(args) == 1 and not self._own
@@ -177,7 +177,7 @@ class AsIs:
         read: Read = (),
     ) -> None:
         self._model = model
-        self._call = None if all(child is TENSOR for child in call.children or ()) else call
+        self._call = _nested(call)
         self._alike = looks_alike(args)
         self._same_numerics = watch_numerics()
         self._watch, self._training, self._read = watch, training, read
@@ -202,6 +202,11 @@ class AsIs:
     def __call__(self, args: Sequence[Any]) -> Any:
         """What the model returns for arguments that fit."""
         return self._model(*args)
+
+
+def _nested(call: Structure) -> Structure | None:
+    """The structure of positional arguments, unless they are tensors themselves: then there is nothing to take out."""
+    return None if all(child is TENSOR for child in call.children or ()) else call
 
 
 def _apart(tensors: Sequence[Tensor]) -> bool:

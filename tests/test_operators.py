@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autostream.operators import bound_arguments, draws, is_unknown, written_names
+from autostream.operators import bound_arguments, draws, is_unknown, written_arguments, written_names
 
 aten = torch.ops.aten
 
@@ -33,6 +34,16 @@ def test_arguments_by_position_by_name_and_by_default() -> None:
 )
 def test_what_is_written(target: Any, written: tuple[str, ...]) -> None:
     assert written_names(target) == written
+
+
+def test_what_is_written_may_be_in_a_list_or_left_out() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    target: Any = SimpleNamespace(
+        _schema=torch._C.parse_schema("ours::f(Tensor x, Tensor(a!)[] ys, Tensor(b!)? z) -> ()")
+    )
+    assert written_arguments(graph.call_function(print, (x, [x, y], None)), target) == [x, y]
+    assert written_arguments(graph.call_function(print, (x, []), {"z": y}), target) == [y]
 
 
 @pytest.mark.parametrize(

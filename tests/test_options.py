@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import FrozenInstanceError, fields
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -53,7 +56,10 @@ REFUSED = {
     "strict": [1, 0, "auto", None],
     "max_signatures": [0, -1, 1.5, True, "8", None],
     "tuning_seconds": [0, 0.0, -1.0, 10**400, math.nan, math.inf, True, "10", None],
-    "memory_budget": [0, 0.0, -1, -0.5, math.nan, -math.inf, 4e9, 101.0, 1, 2, 100, 10**400, True, "1.1", None],
+    "memory_budget": [
+        *[0, 0.0, -1, -0.5, math.nan, -math.inf, 4e9, 101.0, 1, 2, 100, 10**400, True, "1.1", None],
+        *[Fraction(10**400, 3), Decimal("1.1"), np.bool_(True), 1.5 + 0j],
+    ],
     "seed": [-1, 1.5, True, "0", None],
     "microbatches": [0, -1, 2.0, True, None],
     "max_norm": [0, -1.0, math.inf, math.nan, True, "1"],
@@ -89,6 +95,33 @@ def test_what_is_not_allowed_is_refused_with_what_is(name: str, value: object) -
     assert message.startswith(f"{name}={value!r} is not allowed: use ")
     some = ALLOWED[name][0]
     assert f'"{some}"' in message or str(some) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("memory_budget", np.int64(2**30), 2**30),
+        ("memory_budget", np.float32(1.5), 1.5),
+        ("memory_budget", np.float64(1.5), 1.5),
+        ("memory_budget", np.float16("inf"), math.inf),
+        ("memory_budget", Fraction(3, 2), 1.5),
+        ("streams", np.int8(3), 3),
+        ("seed", np.uint16(0), 0),
+        ("tuning_seconds", np.int64(10), 10),
+        ("decay", np.float32(0.5), 0.5),
+    ],
+)
+def test_numbers_of_other_kinds_become_pythons_own(name: str, value: Any, kept: float) -> None:
+    others = {"average": nn.Linear(1, 1)} if name == "decay" else {}
+    found = getattr(StepOptions.parse({name: value, **others}), name)
+    assert (found, type(found)) == (kept, type(kept))
+
+
+def test_and_are_told_of_as_those_are() -> None:
+    with pytest.raises(OptionError, match=r"^memory_budget=2 is not allowed: use a ratio as a float, such as"):
+        Options(memory_budget=np.int64(2))
+    with pytest.raises(OptionError, match=r"^memory_budget=4000000000.0 is not allowed: .* or int\(4e\+09\) for bytes"):
+        Options(memory_budget=np.float32(4e9))  # type: ignore[arg-type]
 
 
 def test_settings_of_inductor_belong_to_its_kernels() -> None:

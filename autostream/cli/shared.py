@@ -26,7 +26,7 @@ _PLANNED_FOR = f"""plan for this: cpu, cuda, cuda:N, or a GPU that need not be h
 a FILE.json in which it was measured (default: the GPU if there is one)"""
 
 _BUDGET = """the most memory: a ratio to what one stream, weights and inputs take together, 1.1 or 2x, or bytes that
-a schedule may allocate beside them, 64MiB (default: 1.1)"""
+a schedule may allocate beside them, 64MiB; inf is no limit (default: 1.1)"""
 
 
 def _either(values: object) -> str:

@@ -1,4 +1,4 @@
-"""Lowering: from a schedule to an fx graph with stream and event nodes, the only code that edits an fx graph.
+"""Lowering: from a schedule to an fx graph with stream and event nodes, which no other code writes.
 
 What is printed is what runs, in this order::
 

@@ -1,9 +1,8 @@
 """From a lowered graph to something that a caller can call.
 
 uncaptured, CUDA    StreamRun       real streams, forked from and joined to the caller's current one
-uncaptured, CPU     ThreadedProgram (cpu_streams.py): a thread for each stream
+uncaptured, CPU     ThreadedProgram (cpu_streams.py): a thread for each stream; of one stream, the graph's own code
 captured            CapturedGraph   (cuda_graph.py): a StreamRun captured once, then replayed
-one stream          LoweredRun      plain code
 """
 
 from __future__ import annotations

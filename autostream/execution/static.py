@@ -191,9 +191,7 @@ def handouts_of(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Han
         static: what it was given.
     """
     owners = {storage_of(tensor): index for index, tensor in enumerate(static)}
-    count: dict[int, int] = {}
-    for tensor in {id(output): output for output in outputs if output is not None}.values():
-        count[storage_of(tensor)] = count.get(storage_of(tensor), 0) + 1
+    count = Counter(storage_of(tensor) for tensor in {id(each): each for each in outputs if each is not None}.values())
     first: dict[int, int] = {}
     plan: list[Handout] = []
     for place, output in enumerate(outputs):

@@ -1,4 +1,4 @@
-"""Streams and events: what lowered graphs call, and the only code that touches either.
+"""Streams and events: what lowered graphs call, and which streams there are for what.
 
 A lowered graph prints like this; between the calls stand the model's own ops::
 

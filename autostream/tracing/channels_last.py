@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from autostream.operators import base_name, bound_arguments, draws, written_names
+from autostream.operators import base_name, bound_arguments, draws, written_arguments
 from autostream.storages import layout_of, storage_of
 from autostream.tracing.flat import tensors_in
 
@@ -187,8 +187,5 @@ def _shared_by_outputs(module: fx.GraphModule) -> frozenset[int]:
 
 
 def _written(node: fx.Node) -> list[Tensor]:
-    if not isinstance(node.target, OpOverload):
-        return []
-    bound = bound_arguments(node, node.target)
-    written = fx.map_arg([bound[name] for name in written_names(node.target)], lambda source: source.meta["val"])
-    return [tensor for value in written for tensor in tensors_in(value)]
+    sources = written_arguments(node, node.target) if isinstance(node.target, OpOverload) else ()
+    return [tensor for source in sources for tensor in tensors_in(source.meta["val"])]

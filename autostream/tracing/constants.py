@@ -146,8 +146,8 @@ def _refuse_question(name: str, asking: FrameType) -> None:
         raise FastPathError(f"the model asks ({name}) what may change from call to call")
 
 
-_STEPS = {f"autostream.tracing.{name}" for name in ("steps", "parameters", "lines")}
-"""The modules that training steps are made of."""
+_STEPS = {f"autostream.tracing.{name}" for name in ("steps", "lines")}
+"""Where training steps ask."""
 
 
 _ATTRIBUTES = ("requires_grad", "is_leaf", "grad_fn", "grad", "_version", "retains_grad")

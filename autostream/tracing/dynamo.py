@@ -40,8 +40,8 @@ def split(
     def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if "_lower_version_count_by_1(" in module.code:  # Dynamo's own, which fails at tensors of inference mode
             raise TraceError("the model gives a tensor other memory (.data = …), which a piece would not")
-        if draws_again(module):
-            raise TraceError("the model checkpoints a part, whose backward, if any, would draw other random numbers")
+        if reason := drawn_again(module):
+            raise TraceError(reason)
         return compile_piece(module, bound_inputs(example_inputs))
 
     compiling = partial(_compiling, refused)
@@ -56,13 +56,14 @@ def split(
     return run
 
 
-def draws_again(module: GraphModule) -> bool:
-    """Whether a graph of Dynamo's has a checkpoint, whose backward draws other random numbers than its forward has.
+def drawn_again(module: GraphModule) -> str:
+    """Why the backward of a graph of Dynamo's would draw other random numbers than its forward has, or ``""``.
 
-    Dynamo does not put the generators' states back, which it leaves to AOTAutograd.
+    Where a part is checkpointed, Dynamo leaves it to AOTAutograd to put the generators' states back.
     """
     graphs = (graph for graph in module.modules() if isinstance(graph, GraphModule))
-    return any("tag_activation_checkpoint(" in graph.code for graph in graphs)
+    found = any("tag_activation_checkpoint(" in graph.code for graph in graphs)
+    return "a part is checkpointed, whose backward, if any, would draw other random numbers" if found else ""
 
 
 def aot_eager(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from torch.func import functional_call
 from autostream.errors import TraceError
 from autostream.excerpt import excerpt
 from autostream.ir import Placeholder, Role
-from autostream.operators import bound_arguments, is_unknown, written_names
+from autostream.operators import is_unknown, written_arguments
 from autostream.storages import storage_of
 from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
 from autostream.tracing.export import Traced, check_one_device, ordinary, program_of
@@ -319,9 +319,4 @@ def _is_written(module: fx.GraphModule, name: str) -> bool:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an op writes to."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    arguments = bound_arguments(node, node.target)
-    written = (arguments[name] for name in written_names(node.target))
-    return [value for value in written if isinstance(value, fx.Node)]
+    return written_arguments(node, node.target) if isinstance(node.target, OpOverload) else []

@@ -14,7 +14,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
 from autostream.errors import TargetError, TraceError
-from autostream.storages import storage_of
+from autostream.storages import layout_of, storage_of
 from autostream.tracing.state import Entries
 
 
@@ -163,12 +163,8 @@ def set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.layout is not torch.strided:
             raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
-        if gradient is not None and (storage_of(gradient) in taken or _strides(gradient) != _strides(parameter)):
+        if gradient is not None and (storage_of(gradient) in taken or layout_of(gradient) != layout_of(parameter)):
             gradient = torch.empty_like(parameter).copy_(gradient)
         if gradient is not None:
             taken.add(storage_of(gradient))
         parameter.grad = gradient
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autostream.storages import storage_of
+from autostream.storages import byte_offset, storage_of
 from autostream.tracing.numerics import numerics
 from autostream.tracing.reads import Read, unlike
 from autostream.tracing.tree import Structure, constants_of
@@ -85,9 +85,5 @@ def _aliases(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     # Offsets matter only relative to the tensor shared with: its own place in memory is not the program's business.
     firsts = [storages.index(storage) for storage in storages]
     return tuple(
-        (first, _byte_offset(t) - _byte_offset(tensors[first])) for first, t in zip(firsts, tensors, strict=True)
+        (first, byte_offset(t) - byte_offset(tensors[first])) for first, t in zip(firsts, tensors, strict=True)
     )
-
-
-def _byte_offset(tensor: Tensor) -> int:
-    return int(tensor.storage_offset()) * tensor.element_size()

@@ -156,10 +156,12 @@ def test_what_autograd_would_see_otherwise_is_refused(run: Callable[..., Any], r
         halves(function(run), X.clone())
 
 
-def test_a_model_that_writes_to_its_input_is_refused() -> None:
+@pytest.mark.parametrize("write", [lambda x: x.view(-1).add_(1), lambda x: torch._foreach_add_([x.view(-1)], 1.0)])
+def test_a_model_that_writes_to_its_input_is_refused(write: Callable[[Tensor], object]) -> None:
     class Writing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return self.weight.sum() * x.view(-1).add_(1)
+            write(x)
+            return self.weight.sum() * x
 
     with pytest.raises(TraceError, match="writes to its input 0"):
         halves(Writing(4, 4), X.clone())

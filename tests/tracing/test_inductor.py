@@ -247,6 +247,39 @@ def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pyt
     fuse(replace(program_of(lambda x: (x + 1).as_strided((1, 3), (1, 1)), torch.ones(1, 3)), device="cuda:0"))
 
 
+class Convolutions(nn.Module):
+    """Two, both of which are returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        return y, self.second(y)
+
+
+def test_outputs_lie_as_the_models_where_inductor_would_rather_have_them_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a convolution writes it leaves channels-last, but for outputs that it was told a user sees."""
+    strides: list[list[int]] = []
+
+    class Lowered(Exception):  # noqa: N818 - what follows takes Triton
+        pass
+
+    def codegen(graph: GraphLowering) -> None:
+        strides.extend(list(output.get_stride()) for output in graph.graph_outputs)
+        raise Lowered
+
+    monkeypatch.setattr(GraphLowering, "decide_layout_opt", staticmethod(lambda module, is_inference: True))
+    monkeypatch.setattr(GraphLowering, "codegen", codegen)
+    functional = inductor._functional(program_of(Convolutions().eval(), torch.ones(1, 8, 9, 9)))
+    with inductor.with_settings({}), pytest.raises(Exception, match="Lowered"):
+        inductor._compiled(functional, torch.device("cpu"), {})
+    assert strides == [[8 * 7 * 7, 7 * 7, 7, 1], [8 * 5 * 5, 5 * 5, 5, 1]]
+
+
 @pytest.mark.usefixtures("triton")
 def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor looks at memory anew for each output, but for what is all of an argument or of what it has returned.

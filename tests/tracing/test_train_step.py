@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from autostream.errors import TraceError
 from autostream.ir import Program, Role
-from autostream.tracing import inductor, train_step
+from autostream.tracing import constants, inductor, train_step
 from autostream.tracing.below_autograd import state_of
 from autostream.tracing.export import Traced
 from autostream.tracing.functions import module_of
@@ -82,6 +82,21 @@ def ops(program: Program) -> list[fx.Node]:
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def test_where_steps_ask_what_a_tensor_is_to_autograd_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere it would be the model that asks; and no place is among them without need."""
+
+    class Asking(set[str]):
+        def __contains__(self, module: object) -> bool:
+            self.add(str(module))
+            return True
+
+    known, asking = constants._STEPS, Asking()
+    monkeypatch.setattr(constants, "_STEPS", asking)
+    for kind in (Backward, TrainingStep):
+        traced(step_of(Net(), kind))
+    assert set(asking) == known
 
 
 def test_placeholders_are_weights_then_buffers_then_the_optimizers_state_then_inputs_and_the_rate() -> None:
