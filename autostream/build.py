@@ -402,10 +402,7 @@ class Plain:
     Attributes:
         report: says so.
         works: whether a call has returned something.
-        as_is: whether calls of the model do the same.
     """
-
-    as_is = True
 
     def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
         self._model = model
@@ -422,8 +419,6 @@ class Plain:
 
 class Refusing(Plain):
     """What calls of a signature meet that no graph can do, where the caller has another way."""
-
-    as_is = False
 
     def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
         super().__init__(model, signature, reason)

@@ -42,7 +42,7 @@ from autostream.pieces import Pieces
 from autostream.pipeline import versions
 from autostream.preparing import preparing
 from autostream.reporting.report import Report
-from autostream.shortcut import AsIs, Changed, Shortcut
+from autostream.shortcut import Changed, Direct, Shortcut
 from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.inductor import check_level
@@ -102,8 +102,8 @@ class Dispatcher:
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
         self._proven: WeakSet[Entry] = WeakSet()
         self._bypasses: dict[str, Report] = {}
-        self._shortcut: Shortcut | AsIs | None = None
-        self._as_is: WeakKeyDictionary[Entry, AsIs] = WeakKeyDictionary()
+        self._shortcut: Shortcut | Direct | None = None
+        self._direct: WeakKeyDictionary[Entry, Direct] = WeakKeyDictionary()
         self._dropped = False
         self._calls = self._renewals = 0
         self._watch = ModelWatch(model)
@@ -279,18 +279,18 @@ class Dispatcher:
 
     def _short_way(
         self, entry: Entry, args: tuple[Any, ...], structure: Structure, signature: Signature
-    ) -> Shortcut | AsIs | None:
+    ) -> Shortcut | Direct | None:
         """For calls like one that was done by position, where there is one."""
         watch = self._watch
         if isinstance(entry, Scheduled):
             return entry.shortcut(args, structure, watch)
-        if isinstance(entry, Differentiated) or not entry.as_is or torch.is_grad_enabled() or signature.aliases:
+        if isinstance(entry, Differentiated) or torch.is_grad_enabled() or signature.aliases:
             return None
         (call, _) = structure.children or ()
         tensors = tensors_like(call, args)
-        known = self._as_is.get(entry)
+        known = self._direct.get(entry)
         if tensors and (known is None or known.fits(args) is None):
-            known = self._as_is[entry] = AsIs(self.model, call, tensors, watch, signature.training, signature.read)
+            known = self._direct[entry] = Direct(entry, call, tensors, watch, signature.training, signature.read)
         return known if tensors else None
 
     def _reads_another(self, signature: Signature) -> bool:

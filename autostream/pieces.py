@@ -163,11 +163,6 @@ class Pieces:
         self._refusals = {**self._refusals, reason: Decision("", "plain", reason)}
 
     @property
-    def as_is(self) -> bool:
-        """Whether calls of the model do the same, from now on."""
-        return self._run is self._model
-
-    @property
     def report(self) -> Report:
         """What is known now: pieces are made in the calls that get to them."""
         return Report(

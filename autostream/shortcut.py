@@ -4,11 +4,12 @@ Most calls differ from the last in the values of their tensors alone. Finding th
 flattened, a signature made and looked up, each weight fetched) takes longer on the host than a small model takes on the
 device. Here it takes one look at the arguments and the settings before the run, and one at the model: during the replay
 of a captured graph that nobody can see, for which the device does not wait, and otherwise before the run. What runs as
-it is needs less: it is never wrong.
+it is, or in pieces, needs less: it is never wrong.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -148,13 +149,20 @@ class Shortcut:
         )
 
 
-class AsIs:
-    """The short way of calls that the model itself does: that is right whatever has changed.
+class Unscheduled(Protocol):
+    """Does calls by the model itself or by pieces of it that have guards of their own: right whatever has changed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+
+
+class Direct:
+    """The short way of calls that have no schedule as a whole: of the model as it is, or in pieces.
 
     So all that is looked at is whether the call may have a schedule: one of another signature may.
 
     Args:
-        model: the model.
+        run: does the calls; it is not kept alive.
         call: the structure of the positional arguments of a call that it did; there were no others.
         args: their tensors.
         watch: on the model's modules.
@@ -169,14 +177,14 @@ class AsIs:
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        run: Unscheduled,
         call: Structure,
         args: Sequence[Tensor],
         watch: ModelWatch,
         training: bytes,
         read: Read = (),
     ) -> None:
-        self._model = model
+        self._run = weakref.ref(run)
         self._call = _nested(call)
         self._alike = looks_alike(args)
         self._same_numerics = watch_numerics()
@@ -190,18 +198,27 @@ class AsIs:
             tensors is not None
             and self._alike(tensors)
             and not torch.is_grad_enabled()
+            and not unusual_call()
             and not traced_by_fx()
             and self._same_numerics()
             and (len(tensors) == 1 or _apart(tensors))
             and watch.intact()
+            and not watch.hooked()
             and watch.training() == self._training
             and watch.read() == self._read
         )
         return args if alike else None
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        """What the model returns for arguments that fit."""
-        return self._model(*args)
+        """What the model returns for arguments that fit.
+
+        Raises:
+            Changed: what did such calls is gone; nothing has been done.
+        """
+        run = self._run()
+        if run is None:
+            raise Changed
+        return run(*args)
 
 
 def _nested(call: Structure) -> Structure | None:

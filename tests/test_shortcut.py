@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autostream
 from autostream.dispatch import Dispatcher
 from autostream.execution.bound import Frozen, Writes
-from autostream.shortcut import AsIs, CapturedRun, Changed, Shortcut
+from autostream.shortcut import CapturedRun, Changed, Direct, Shortcut
 from autostream.tracing.state import LiveState, ModelWatch
 from autostream.tracing.tree import TENSOR, Structure
 
@@ -47,19 +49,20 @@ class Ways:
     """Which way each call took."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._long = 0
+        self._long: list[Dispatcher] = []
         original = Dispatcher._scheduled
 
         def counted(dispatcher: Dispatcher, *args: Any) -> Any:
-            self._long += 1
+            self._long.append(dispatcher)
             return original(dispatcher, *args)
 
         monkeypatch.setattr(Dispatcher, "_scheduled", counted)
 
-    def took(self, call: Callable[[], object]) -> str:
-        before = self._long
+    def took(self, call: Callable[[], object], of: Dispatcher | None = None) -> str:
+        """``of``: rather than of any, pieces of a model among them."""
+        self._long.clear()
         call()
-        return "long" if self._long > before else "short"
+        return "long" if (self._long if of is None else of in self._long) else "short"
 
 
 @pytest.fixture
@@ -369,18 +372,101 @@ def test_each_signature_keeps_its_short_way(monkeypatch: pytest.MonkeyPatch) -> 
     fast, _ = as_is()
     other = torch.randn(5, 4)
     fast(other)
-    made: list[AsIs] = []
-    original = AsIs.__init__
+    made: list[Direct] = []
+    original = Direct.__init__
 
-    def counted(self: AsIs, *args: Any) -> None:
+    def counted(self: Direct, *args: Any) -> None:
         made.append(self)
         original(self, *args)
 
-    monkeypatch.setattr(AsIs, "__init__", counted)
+    monkeypatch.setattr(Direct, "__init__", counted)
     for _ in range(3):
         fast(X)
         fast(other)
     assert made == []
+
+
+class Branching(nn.Module):
+    """Two pieces, since which is the second depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y.sin() if y.sum() > 0 else y.cos()
+
+
+def in_pieces() -> tuple[Any, Branching]:
+    model = Branching().eval()
+    fast = autostream.optimize(model)
+    with torch.no_grad():
+        for _ in range(2):
+            fast(X)
+    assert [report.mode for report in fast.reports] == ["graph breaks"]
+    return fast, model
+
+
+@torch.no_grad()
+def test_what_runs_in_pieces_has_a_short_way_to_them(ways: Ways) -> None:
+    fast, model = in_pieces()
+    dispatcher = fast._autostream
+    for x in (X, -X, torch.randn(3, 4), torch.full((3, 4), 3.0)):
+        fast(x)  # which may make pieces
+        found: list[Tensor] = []
+        assert ways.took(lambda x=x, found=found: found.append(fast(x)), dispatcher) == "short"
+        torch.testing.assert_close(found[0], model(x))
+
+
+@torch.no_grad()
+def test_pieces_are_left_where_somebody_looks_on(ways: Ways) -> None:
+    """Whoever counts ops or modules sees those of the model."""
+    fast, model = in_pieces()
+    dispatcher, called = fast._autostream, list[str]()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Counted():
+        assert ways.took(lambda: fast(X), dispatcher) == "long"
+        ours = called.copy()
+        called.clear()
+        model(X)
+    assert ours == called != []
+    fast(X)
+    assert ways.took(lambda: fast(X), dispatcher) == "short"
+    hook = model.layer.register_forward_hook(lambda *_: called.append("hook"))
+    assert ways.took(lambda: fast(X), dispatcher) == "long"
+    assert called.count("hook") == 1
+    hook.remove()
+
+
+@torch.no_grad()
+def test_pieces_are_left_where_somebody_captures(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By turns, they would wait for the device, which no capture allows."""
+    fast, model = in_pieces()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    found: list[Tensor] = []
+    assert ways.took(lambda: found.append(fast(X)), fast._autostream) == "long"
+    torch.testing.assert_close(found[0], model(X))
+
+
+@torch.no_grad()
+def test_pieces_that_are_gone_are_made_anew() -> None:
+    fast, model = in_pieces()
+    dispatcher = fast._autostream
+    shortcut = dispatcher._shortcut
+    dispatcher.forget()
+    gc.collect()
+    with pytest.raises(Changed):
+        shortcut((X,))
+    dispatcher._shortcut = shortcut
+    torch.testing.assert_close(fast(X), model(X))
+    assert [report.mode for report in fast.reports] == ["graph breaks"]
 
 
 @torch.no_grad()
