@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autostream.api import OptimizedModule
 from autostream.build import Refused
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
@@ -30,6 +30,7 @@ from autostream.storages import storage_of
 from autostream.tracing.functions import loss_of
 from autostream.tracing.inductor import check_level, check_settings
 from autostream.tracing.optimizers import obstacle, takes_closure
+from autostream.tracing.rerouted import ForwardOf, rerouted
 from autostream.tracing.state import name_of
 from autostream.tracing.steps import Backward, TrainingStep
 from autostream.tracing.train_step import STEPS
@@ -247,24 +248,22 @@ class TrainStep:
             else:
                 _note(refused, _APART)
                 return way.step, outputs
-        step, instead = self._as_written
+        step, model = self._ways[-1].step, self._model
         try:
-            outputs = step(*step.arguments(batch))
+            with nullcontext() if model is None else rerouted(step.model, model):
+                outputs = step(*step.arguments(batch))
         except Exception:  # then a graph would have failed too, and the next batch may be another matter
             for way, _ in refused:
                 way.forget_refusals()
             raise
-        _note(refused, instead)
+        _note(refused, "plain" if model is None else _EAGER)
         return step, outputs
 
     @cached_property
-    def _as_written(self) -> tuple[Backward, str]:
-        """The step as it is, over a model whose calls are scheduled where that is of use, and what to say of it."""
-        step = self._step
-        dispatcher = Dispatcher(step.model, step.options)
-        if dispatcher.better_alone(()) or step.parallel:
-            return step, "plain"
-        return Backward(OptimizedModule(dispatcher), step.loss_fn, step.optimizer, step.options), _EAGER
+    def _model(self) -> Dispatcher | None:
+        """Runs the model's calls in steps that are done as they are; nothing where that is of no use."""
+        model = Dispatcher(ForwardOf(self._step.model), self._step.options)
+        return None if model.better_alone(()) or self._step.parallel else model
 
     @property
     def disabled(self) -> bool:
@@ -284,8 +283,7 @@ class TrainStep:
         refusals = (refusal for way in self._ways for refusal in way.refusals.values() if refusal.choice != _APART)
         if eager := tuple(dict.fromkeys(refusals)):
             plain = Report(name_of(self._step), "some steps", "plain", versions=versions())
-            model = self._as_written[0].model
-            known = model._autostream.reports if isinstance(model, OptimizedModule) else ()
+            known = self._model.reports if self._model else ()
             found += (replace(report, refusals=(*eager, *report.refusals)) for report in known or (plain,))
         return tuple(found)
 

@@ -354,6 +354,29 @@ def test_it_trains_as_eager_steps_do(name: str, options: dict[str, Any]) -> None
     assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
 
 
+@pytest.mark.parametrize("optimizer", [SGD, AdamW])
+def test_no_gradient_is_left_of_what_was_done_by_hand(optimizer: Make) -> None:
+    """Else the next one by hand would be added to it, and so on for ever."""
+    model = mlp().double()
+    theirs = copy.deepcopy(model)
+    ours, its = optimizer(model.parameters(), lr=0.05), optimizer(theirs.parameters(), lr=0.05)
+    step = train_step(model, ours, mse, policy="sequential")
+    for number in range(5):
+        x, y = ROWS[number % 2]
+        for trained in (model, theirs):
+            mse(trained, 2 * x, y).backward()
+        step(x, y)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        eager(theirs, its, mse, (x, y))
+        for trained, whose in ((model, ours), (theirs, its)):
+            mse(trained, 3 * x, y).backward()
+            whose.step()
+        close(dict(model.state_dict()), dict(theirs.state_dict()))
+        its.zero_grad()
+        ours.zero_grad()
+    assert modes(step) == ["one stream"]
+
+
 def test_the_gradients_of_what_others_train_are_let_alone() -> None:
     model = mlp().double()
     x, y = ROWS[0]
@@ -796,6 +819,42 @@ def test_where_the_loss_cannot_be_in_a_graph_forward_and_backward_of_the_model_a
         "loss and optimizer run as they are",
         True,
     )
+
+
+class Layers(nn.Sequential):
+    """A model that a loss looks into."""
+
+
+def looking_into_it(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """By all that a stand-in would not answer; not in a graph, for it uses a tensor of nobody's."""
+    assert isinstance(model, Layers)
+    assert [model] == THE_MODEL
+    assert len(model) == 2
+    weights = sum(layer.weight.square().mean() for layer in model)
+    return ((model(x) - y) * table).square().mean() + 0.1 * weights + model[0](x).square().mean()
+
+
+THE_MODEL: list[nn.Module] = []
+
+
+def test_a_loss_outside_of_a_graph_is_given_the_model_itself() -> None:
+    calls: list[str] = []
+    model = Layers(nn.Linear(6, 5), nn.Linear(5, 4)).double()
+    theirs = copy.deepcopy(model)
+    optimizers = SGD(model.parameters(), lr=0.1), SGD(theirs.parameters(), lr=0.1)
+    step = train_step(model, optimizers[0], looking_into_it, policy="sequential")
+    for number in range(6):
+        if number == 4:
+            for each in (model, theirs):
+                each.register_forward_hook(lambda *_: calls.append("hook"))
+        THE_MODEL[:] = [model]
+        found = step(*ROWS[0])
+        THE_MODEL[:] = [theirs]
+        close(found, eager(theirs, optimizers[1], looking_into_it, ROWS[0]).detach())
+        close(dict(model.state_dict()), dict(theirs.state_dict()))
+        assert "forward" not in vars(model)
+    assert modes(step) == ["forward and backward", "plain"]
+    assert calls == ["hook"] * 4
 
 
 def test_on_a_cpu_the_model_is_left_alone_unless_a_schedule_is_asked_for() -> None:

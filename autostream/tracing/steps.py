@@ -327,7 +327,8 @@ class TrainingStep(Backward):
         return result
 
     def complete(self, outputs: Any) -> Any:
-        """Nothing is left to do."""
+        """Leave no gradient, whatever was there before the step; nothing else is left to do."""
+        clear_gradients(parameters_of(self.optimizer))
         return outputs
 
     def _numbers(self, parameters: Sequence[Tensor]) -> list[Tensor]:
