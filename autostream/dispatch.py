@@ -241,7 +241,7 @@ class Dispatcher:
         tensors, structure, signature, watch = self._signature(args, kwargs)
         full = signature not in self._entries and len(self._entries) >= self.options.max_signatures
         if full and (signature.gradients or not self._tracer.may_renew or self._reads_another(signature)):
-            what = signature.unlike(next(reversed(self._entries))) or "batches or settings"
+            what = signature.unlike(next(reversed(self._entries)))
             raise self._refused(f"it has as many schedules as max_signatures allows, and meets another: {what} changed")
         for _ in range(3):
             entry, proven = self._entry(tensors, structure, signature)

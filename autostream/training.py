@@ -117,6 +117,8 @@ def train_step(
         raise TargetError(
             f"{type(optimizer).__name__} takes a closure, which no GradScaler allows: leave the scaler out"
         )
+    if chosen.scaler is not None and not chosen.scaler.is_enabled():
+        chosen = replace(chosen, scaler=None)
     parts = model, loss_of(loss_fn), optimizer, chosen
     reason = _apart(optimizer, chosen)
     return TrainStep([Backward(*parts)] if reason else [TrainingStep(*parts), Backward(*parts)], reason)

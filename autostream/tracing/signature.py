@@ -47,10 +47,12 @@ class Signature:
         return replace(self, tensors=moved)  # type: ignore[arg-type]
 
     def unlike(self, other: Signature) -> str:
-        """What of the settings differs from another's, e.g. ``momentum``; ``""`` where none is known to."""
+        """What differs from another, e.g. ``training modes, momentum``."""
+        fields = (what for name, what in _FIELDS.items() if getattr(self, name) != getattr(other, name))
         pairs = zip(constants_of(self.structure), constants_of(other.structure), strict=False)
-        settings = (name for mine, its in pairs if type(mine) is type(its) for name in mine.unlike(its))
-        return ", ".join((*settings, *unlike(self.read, other.read)))
+        settings = [name for mine, its in pairs if type(mine) is type(its) for name in mine.unlike(its)]
+        arguments = ["arguments"] if self.structure != other.structure and not settings else settings
+        return ", ".join(dict.fromkeys((*fields, *arguments, *unlike(self.read, other.read))))
 
     def __str__(self) -> str:
         """Readable, e.g. ``1x3x224x224:float16 on cuda:0, eval, no gradients``."""
@@ -60,6 +62,16 @@ class Signature:
         )
         mode = "train" if any(self.training) else "eval"
         return f"{tensors or 'no tensors'}, {mode}, {'gradients' if self.gradients else 'no gradients'}"
+
+
+_FIELDS = {
+    "tensors": "shapes, strides, dtypes or devices",
+    "aliases": "which tensors share memory",
+    "training": "training modes",
+    "grad_mode": "whether gradients are recorded",
+    "gradients": "what requires gradients",
+    "numerics": "autocast, precisions or other numerics",
+}
 
 
 def signature_of(

@@ -128,3 +128,17 @@ def test_settings_that_differ_are_named() -> None:
     assert last.unlike(of(b"\1", 0.9)) == ""
     assert last.unlike(of(b"\1", 0.8)) == "momentum"
     assert last.unlike(of(b"\0", 0.8)) == "what requires gradients, momentum"
+
+
+def test_so_is_what_differs_else() -> None:
+    x, same = torch.ones(2), signature(X, X)
+    assert signature(X, x).unlike(signature(X, torch.ones(3))) == "shapes, strides, dtypes or devices"
+    assert signature(X, X.clone()).unlike(same) == "which tensors share memory"
+    assert signature(X, X, training=b"\1").unlike(same) == "training modes"
+    assert signature(X, X, gradients=True).unlike(same) == "what requires gradients"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert signature(X, X).unlike(same) == "autocast, precisions or other numerics"
+    with torch.no_grad():
+        assert signature(X, X).unlike(same) == "whether gradients are recorded"
+    one, two = (signature_of(flatten(((number,), {}))[1], [], b"") for number in (1, 2))
+    assert one.unlike(two) == "arguments"
