@@ -70,6 +70,15 @@ def is_unknown(value: object) -> bool:
     return type(value).__name__ in ("SymInt", "SymFloat", "SymBool")
 
 
+def symbols_of(number: Any) -> frozenset[str]:
+    """The names of what a number that only a run tells is computed from.
+
+    Args:
+        number: one for which :func:`is_unknown` holds.
+    """
+    return frozenset(map(str, number.node.expr.free_symbols))
+
+
 def draws(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers.
 

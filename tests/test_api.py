@@ -479,6 +479,63 @@ def test_what_a_function_closes_over_may_be_changed() -> None:
     same(ours, function(x))
 
 
+class Tells(nn.Module):
+    """Keeps the sum of each output, in a list that is not its own, and counts its calls."""
+
+    def __init__(self, told: list[float], counts: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+        self.keep = told.append
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        global calls
+        y = self.layer(x)
+        if self.counts:
+            calls += 1
+            return y * calls
+        total = y.sum().item()
+        self.keep(total)
+        return y * total
+
+
+calls = 0
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+def test_what_a_model_tells_or_counts_is_what_the_plain_one_does(
+    counts: bool, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Call by call, from the first on: that is traced, and done once."""
+
+    def run(optimize: bool) -> tuple[Any, ...]:
+        monkeypatch.setitem(globals(), "calls", 0)
+        torch.manual_seed(0)
+        told = list[float]()
+        model = Tells(told, counts)
+        fast = autostream.optimize(model, policy="sequential") if optimize else model
+        outputs = []
+        for number in range(4):
+            with torch.set_grad_enabled(grad):
+                outputs.append(fast(torch.full((2, 4), float(number)).double()))
+            if grad:
+                outputs[-1].sum().backward()
+        if isinstance(fast, autostream.OptimizedModule):
+            assert ("changes calls" if counts else "total = y.sum().item()") in reasons(fast)
+        return [output.detach() for output in outputs], told, calls, [own.grad for own in model.parameters()]
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-10, atol=1e-12)
+
+
+def test_strict_calls_name_the_line_that_takes_a_number() -> None:
+    told = list[float]()
+    fast = autostream.optimize(Tells(told, counts=False), strict=True)
+    with torch.no_grad(), pytest.raises(TraceError, match=r"test_api\.py:\d+: total = y\.sum\(\)\.item\(\)\)"):
+        fast(torch.ones(2, 4).double())
+    assert told == []
+
+
 @torch.no_grad()
 def test_a_function_goes_by_its_name_and_has_the_mode_of_its_modules() -> None:
     net = nn.Linear(4, 4)

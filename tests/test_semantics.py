@@ -373,7 +373,7 @@ SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
         lambda: (Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), t(3), {}),
         "data-dependent",
     ),
-    "a number that is returned": (lambda: (Model(lambda s, x: (x * 2, x.sum().item())), t(3), {}), "SymFloat"),
+    "a number that is returned": (lambda: (Model(lambda s, x: (x * 2, x.sum().item())), t(3), {}), "goes to Python"),
     "averages over all batches": (lambda: (nn.BatchNorm1d(4, momentum=None), t(5, 4), {}), "data-dependent"),
     "Python attributes that change": (lambda: (Counting(), t(3), {}), "changes its own attribute calls"),
     "a buffer that is replaced": (

@@ -1075,6 +1075,123 @@ def test_one_that_changes_at_every_step_ends_at_the_limit_and_is_named(monkeypat
     assert reasons(step).endswith("meets another: L2 changed")
 
 
+class Meter:
+    """Sums over steps."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+
+@dataclass
+class Told:
+    """What losses of a kind tell, sum up or count beside a step."""
+
+    history: list[Any] = field(default_factory=list)
+    meter: Meter = field(default_factory=Meter)
+    calls: int = 0
+
+
+def appends(told: Told, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = mse(model, x, y)
+    told.history.append(loss.item())
+    return loss
+
+
+def appends_what_it_uses(told: Told, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = mse(model, x, y)
+    number = loss.item()
+    told.history.append(number)
+    return loss / (1 + number)
+
+
+def meters(told: Told, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = mse(model, x, y)
+    told.meter.update(2 * loss.item())
+    return loss
+
+
+def writes_text(told: Told, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = mse(model, x, y)
+    told.history.append(f"{loss.item():.6f}")
+    return loss
+
+
+def prints(told: Told, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = mse(model, x, y)
+    print("loss", f"{loss.item():.6f}")
+    return loss
+
+
+def returns(told: Told, model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    loss = mse(model, x, y)
+    return loss, {"percent": 100 * loss.item()}
+
+
+def sums_up_globally(told: Told, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    global running
+    loss = mse(model, x, y)
+    running += loss.item()
+    told.history.append(running)
+    return loss
+
+
+def counts_on_an_object(told: Told, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    told.calls += 1
+    return mse(model, x, y) * (1 + told.calls)
+
+
+def counts_globally(told: Told, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    global running
+    running += 1
+    return mse(model, x, y) * (1 + running)
+
+
+running = 0.0
+NUMBER = "the number of a tensor goes to Python"
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        *((loss, NUMBER) for loss in (appends, appends_what_it_uses, meters, writes_text, prints, returns)),
+        (sums_up_globally, NUMBER),
+        (counts_on_an_object, "changes counts_on_an_object(…).calls"),
+        (counts_globally, "changes running"),
+    ],
+)
+def test_what_a_loss_tells_or_counts_is_what_the_plain_step_has(
+    loss: Callable[..., Any], reason: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step by step, from the first on: that is traced, and done once."""
+
+    def trained(schedule: bool) -> tuple[Any, ...]:
+        monkeypatch.setitem(globals(), "running", 0.0)
+        torch.manual_seed(0)
+        told, model = Told(), mlp().double()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        step = train_step(model, optimizer, partial(loss, told), policy="sequential") if schedule else None
+        results = [step(*batch) if step else eager(model, optimizer, partial(loss, told), batch) for batch in ROWS * 3]
+        if step:
+            assert reason in reasons(step)
+        said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("loss")]
+        return results, *model.parameters(), told.history, vars(told.meter), told.calls, running, said
+
+    close(trained(True), trained(False))
+
+
+def test_strict_steps_name_the_line_that_takes_a_number() -> None:
+    told, model = Told(), mlp().double()
+    step = train_step(model, SGD(model.parameters(), lr=0.1), partial(appends, told), strict=True, policy="sequential")
+    with pytest.raises(TraceError, match=r"test_training\.py:\d+: told\.history\.append\(loss\.item\(\)\)"):
+        for batch in ROWS:
+            step(*batch)
+    assert set(map(type, told.history)) <= {float}
+
+
 def test_disabled_it_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
     assert assert_trains_alike(Scene(mlp)).reports == ()

@@ -1,28 +1,32 @@
-"""What a model holds besides tensors: noticing that it changes, and putting it back.
+"""What a model holds besides tensors, or refers to by name: noticing that it changes, and putting it back.
 
-Tracing runs a model's Python, so what that does to the model's attributes happens then, once, and is missing from the
-graph. A tracer must notice, and leave the model as it was.
+Tracing runs a model's Python, so what that does to the model's attributes, to global variables and the like happens
+then, once, and is missing from the graph. A tracer must notice, and leave everything as it was.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 import torch
 from torch import nn
 
+from autostream.tracing.reads import CONTAINERS, Writable, functions_of
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A dictionary, list or set that a model's attributes lead to, with what it held at some time.
+    """A dictionary, list, set or deque that a model leads to, with what it held at some time.
 
     Attributes:
-        path: how to get there from the model.
+        path: how to get there from the model, or what its functions call it.
         live: the container itself.
         before: a copy of it.
     """
@@ -31,21 +35,90 @@ class Holder:
     live: Any
     before: Any
 
+    @staticmethod
+    def of(path: str, live: Any) -> Holder:
+        """A container as it is."""
+        kind = dict if isinstance(live, dict) else set if isinstance(live, set) else list
+        return Holder(path, live, kind(live))
+
+    def now(self) -> Any:
+        """What it holds."""
+        return self.live
+
     def changed(self) -> str:
         """The path of something in it that is not what it was, or ``""``."""
         if not isinstance(self.before, dict):
-            return "" if _same(self.before, self.live) else self.path
+            return "" if _same(self.before, type(self.before)(self.live)) else self.path
         names = {**self.before, **self.live}
         changed = (n for n in names if not _same(self.before.get(n, _ABSENT), self.live.get(n, _ABSENT)))
         return next((_join(self.path, name) for name in changed if not _is_book_keeping(name)), "")
 
     def restore(self) -> None:
         """Put back what it held."""
-        if isinstance(self.before, list):
-            self.live[:] = self.before
-        elif not (isinstance(self.before, dict) and _identical(self.before, self.live)):
-            self.live.clear()
-            self.live.update(self.before)
+        if _identical(self.before, self.live):  # others may be at it meanwhile
+            return
+        self.live.clear()
+        (self.live.extend if isinstance(self.before, list) else self.live.update)(self.before)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable or an attribute, with what it was at some time.
+
+    Attributes:
+        path: what users call it.
+        holder: the dictionary, cell or object that has it.
+        key: its name there.
+        before: its value then, if it had one.
+    """
+
+    path: str
+    holder: Any
+    key: str
+    before: Any
+
+    @staticmethod
+    def of(path: str, holder: Any, key: str) -> Variable:
+        """A variable as it is."""
+        return Variable(path, holder, key, _value(holder, key))
+
+    def now(self) -> Any:
+        """Its value."""
+        return _value(self.holder, self.key)
+
+    def changed(self) -> str:
+        """Its path if it is not what it was, or ``""``."""
+        return "" if _same(self.before, self.now()) else self.path
+
+    def restore(self) -> None:
+        """Put back what it was."""
+        if self.now() is self.before:
+            return
+        if isinstance(self.holder, dict):
+            if self.before is _ABSENT:
+                del self.holder[self.key]
+            else:
+                self.holder[self.key] = self.before
+        elif self.before is _ABSENT:
+            delattr(self.holder, self.key)
+        else:
+            setattr(self.holder, self.key, self.before)
+
+
+def _value(holder: Any, key: str) -> Any:
+    """What a dictionary, a cell or an object has there itself, not by its class."""
+    if isinstance(holder, dict):
+        return holder.get(key, _ABSENT)
+    if inspect.isdatadescriptor(getattr(type(holder), key, None)):  # of a cell, a function, or an object with slots
+        return getattr(holder, key, _ABSENT) if not isinstance(holder, CellType) else _contents(holder)
+    return getattr(holder, "__dict__", {}).get(key, _ABSENT)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _ABSENT
 
 
 def holders(model: nn.Module) -> list[Holder]:
@@ -64,23 +137,51 @@ def holders(model: nn.Module) -> list[Holder]:
     seen: dict[int, object] = {}
     while pending:
         path, value = pending.pop()
-        live: Any = value if isinstance(value, (dict, list, set, tuple)) else _attributes(value)
+        live: Any = value if isinstance(value, (*CONTAINERS, tuple)) else _attributes(value)
         if live is None or id(live) in seen:
             continue
         seen[id(live)] = live
         if isinstance(live, dict):
-            found.append(Holder(path, live, dict(live)))
+            found.append(Holder.of(path, live))
             pending += [(_join(path, name), item) for name, item in live.items()]
             continue
         if not isinstance(live, tuple):
-            found.append(Holder(path, live, list(live) if isinstance(live, list) else set(live)))
+            found.append(Holder.of(path, live))
         pending += [(path, item) for item in live]
     return found
 
 
+def referred_to(model: nn.Module) -> list[Holder | Variable]:
+    """Everything outside of a model that the functions which it is made of may change, as far as they name it.
+
+    Example:
+        >>> from autostream.tracing.functions import module_of
+        >>> history = []
+        >>> before = referred_to(module_of(lambda x: history.append(x)))
+        >>> history.append(1)
+        >>> [holder.changed() for holder in before]
+        ['history']
+    """
+    found = Writable(functions_of(list(model.modules())))
+    containers = (Holder.of(label, value) for label, value in found.containers)
+    return [*containers, *(Variable.of(label, holder, key) for holder, key, label in found.variables)]
+
+
+def iterators(model: nn.Module) -> list[str]:
+    """What the functions that a model is made of name outside of it, and could not be put back: iterators.
+
+    Example:
+        >>> from autostream.tracing.functions import module_of
+        >>> numbers = iter(range(3))
+        >>> iterators(module_of(lambda x: x * next(numbers)))
+        ['numbers']
+    """
+    return Writable(functions_of(list(model.modules()))).iterators
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore a model's attributes, and what they contain, and all random generators afterwards.
+    """Restore a model's attributes, what they contain, what it refers to, and all random generators afterwards.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -89,7 +190,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         >>> model.bias is None
         False
     """
-    before = holders(model)
+    before = [*holders(model), *referred_to(model)]
     with _preserved_generators():
         try:
             yield
@@ -158,6 +259,8 @@ _ABSENT = object()
 
 
 def _same(old: object, new: object) -> bool:
+    if old is new:
+        return True
     if type(old) is not type(new):
         return False
     if isinstance(old, (bool, int, float, complex, str, bytes, set, torch.device)):
@@ -169,5 +272,7 @@ def _same(old: object, new: object) -> bool:
     return old is new
 
 
-def _identical(old: dict[Any, Any], new: dict[Any, Any]) -> bool:
-    return list(map(id, old)) == list(map(id, new)) and list(map(id, old.values())) == list(map(id, new.values()))
+def _identical(old: Any, new: Any) -> bool:
+    if isinstance(old, dict) and not _identical([*old.values()], [*new.values()]):
+        return False
+    return [*map(id, old)] == [*map(id, new)]

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
 from autostream.tracing.convolutions import GRADIENTS_APART
-from autostream.tracing.flat import FlatModel, check_draws, watched
+from autostream.tracing.flat import FlatModel, check_graph, watched
 from autostream.tracing.saved_tensors import hooks_set_aside
 
 
@@ -47,7 +47,7 @@ def graph_of(
     # In one thread, for what is patched for this one has to hold for the backward too.
     with hooks_set_aside(), torch.autograd.set_multithreading_enabled(False):
         module = watched(lambda: tracer(*values), flat)
-    check_draws(flat, module)
+    check_graph(flat, module)
     return module
 
 

@@ -23,6 +23,7 @@ from autostream.errors import FastPathError, TraceError
 from autostream.tracing.guards import transformed
 from autostream.tracing.leaks import Watched
 from autostream.tracing.lines import note_line
+from autostream.tracing.numbers import Numbers
 
 
 def tensors_held(model: nn.Module) -> frozenset[int]:
@@ -53,6 +54,7 @@ class Constants(TorchFunctionMode):
 
     Attributes:
         seen: the fake tensors of the trace.
+        numbers: what is asked of them.
         requires: whether the model says of a tensor that it requires gradients, which no op of a graph does.
     """
 
@@ -61,6 +63,7 @@ class Constants(TorchFunctionMode):
         self._held = held
         self._outermost = outermost
         self.seen: Watched = []
+        self.numbers = Numbers(outermost)
         self.requires = False
         self._default_dtype = torch.get_default_dtype()
 
@@ -100,6 +103,7 @@ class Constants(TorchFunctionMode):
             )
         result = func(*args, **kwargs)
         self.watch(result)
+        self.numbers.note(func, result, sys._getframe(1))
         return result
 
 

@@ -20,7 +20,7 @@ from autostream.errors import FastPathError, TraceError
 from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
 from autostream.tracing.constants import tensors_held
-from autostream.tracing.flat import FlatModel, check_draws, check_ordinary, tensors_in, watched
+from autostream.tracing.flat import FlatModel, check_graph, check_ordinary, tensors_in, watched
 from autostream.tracing.guards import unusual
 from autostream.tracing.reach import check_reach
 from autostream.tracing.replica import abandon, replica, with_ordinary_parameters
@@ -146,7 +146,7 @@ def _export(flat: FlatModel, tensors: Sequence[Tensor]) -> ExportedProgram:
 
     _acquaint_dynamo()
     exported = watched(lambda: export(flat, ordinary(tensors), strict=False), flat)
-    check_draws(flat, exported.graph_module)
+    check_graph(flat, exported.graph_module)
     return exported
 
 

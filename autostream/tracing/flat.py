@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
@@ -24,18 +24,21 @@ from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
 from autostream.errors import BranchError, FastPathError, TraceError, first_line
+from autostream.operators import symbols_of
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
-from autostream.tracing.attributes import Holder, holders, host_generators, untouched
+from autostream.tracing.attributes import Holder, Variable, holders, host_generators, iterators, referred_to, untouched
 from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, unasked
 from autostream.tracing.draws import draws
 from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.guards import has_torchscript, unusual
 from autostream.tracing.leaks import recalled, taken_back
+from autostream.tracing.lines import at_line
+from autostream.tracing.numbers import unknown_in
 from autostream.tracing.state import name_of
 from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
-from autostream.tracing.tree import TENSOR, Structure, flatten, unflatten
+from autostream.tracing.tree import TENSOR, Structure, UnknownNumberError, flatten, unflatten
 
 Graph = TypeVar("Graph")
 
@@ -101,7 +104,9 @@ class FlatModel(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The model's flat outputs."""
         args, kwargs = unflatten(self._structure, tensors)
-        before = holders(self.model)
+        if taken_from := iterators(self.model):
+            raise FastPathError(f"the model refers to {taken_from[0]}, an iterator: a graph would take from it once")
+        before, outside = holders(self.model), referred_to(self.model)
         self.constants.watch(tensors)
         given = [*tensors, *self.model.parameters(), *self.model.buffers()]
         self.result.modes = frozenset(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
@@ -116,6 +121,7 @@ class FlatModel(nn.Module):
                 preserve_node_meta(),
                 IdleDropouts(),
                 self.constants,
+                self.constants.numbers.untold(),
                 self._unasked(),
                 ReflectedComparisons(),
             ):
@@ -129,8 +135,7 @@ class FlatModel(nn.Module):
         if torch.is_grad_enabled() != grad_mode:
             torch.set_grad_enabled(grad_mode)
             raise FastPathError("the model leaves the recording of gradients switched on or off: a graph would not")
-        if changed := next(filter(None, map(Holder.changed, before)), ""):
-            raise TraceError(f"the model's forward changes its own attribute {changed}: a graph would do so only once")
+        self._check_unchanged(before, outside)
         if host_generators() != generators:
             raise TraceError(
                 "the model draws random numbers from Python or NumPy, or sets a seed: a graph would do so once"
@@ -140,14 +145,33 @@ class FlatModel(nn.Module):
             raise TraceError("the model changes a container (list, dict, …) that it is given")
         if list(map(_layout, given)) != layouts:
             raise TraceError("the model changes the shape or the memory of a tensor in place (resize_, set_)")
-        outputs, output_structure = flatten(result)
+        try:
+            outputs, output_structure = flatten(result)
+        except UnknownNumberError as error:
+            raise self.refusal(error) from error
         if self.constants.requires and (list(map(_REQUIRED, given)) != required or any(map(_REQUIRED, outputs))):
             raise FastPathError("the model says of a tensor that it requires gradients, and a caller can see that")
         self.result.structure = output_structure
         return tuple(outputs)
 
+    def _check_unchanged(self, attributes: Sequence[Holder], outside: Sequence[Holder | Variable]) -> None:
+        """See that a model has left alone what it has and what it refers to.
+
+        Raises:
+            TraceError: it has not.
+        """
+        own = [holder for holder in attributes if holder.changed()]
+        others = [holder for holder in outside if holder.changed()]
+        if numbers := unknown_in([holder.now() for holder in (*own, *others)]):
+            raise self.constants.numbers.refusal(symbols_of(numbers[0]))
+        if own or others:
+            what = f"its own attribute {own[0].changed()}" if own else others[0].changed()
+            raise TraceError(f"the model's forward changes {what}: a graph would do so only once")
+
     def refusal(self, error: Exception) -> TraceError:
         """What keeps the model from being traced, in one line, with the user's own if there is one."""
+        if isinstance(error, UnknownNumberError):
+            return self.constants.numbers.refusal(error.symbols)
         if isinstance(error, TraceError):
             reason, _, _ = str(error).partition("\n")  # torch.fx adds pages to errors in graphs that it interprets
             return type(error)(f"{reason}{_blamed(error)}")
@@ -220,19 +244,24 @@ def watched(tracer: Callable[[], Graph], flat: FlatModel) -> Graph:
             graph = tracer()
         except Exception as error:
             _let_go(error)
-            taken_back(flat.constants.seen)
+            taken_back([*flat.constants.seen, *flat.constants.numbers.seen])
             raise flat.refusal(error) from error
     if recalled(flat.constants.seen):
         raise TraceError("the model keeps a tensor in a cache, list or dict: a graph would not put it there again")
+    kept = flat.constants.numbers.kept()
+    if recalled(flat.constants.numbers.seen) and kept:
+        raise kept
     return graph
 
 
-def check_draws(flat: FlatModel, module: torch.fx.GraphModule) -> None:
-    """See that what was traced draws each random number from where the last one left PyTorch's own generator.
+def check_graph(flat: FlatModel, module: torch.fx.GraphModule) -> None:
+    """See that a graph does what was traced: of random numbers, and of those that were taken from tensors.
 
     Raises:
-        TraceError: it draws some, and puts back a generator's state, or from another generator.
+        TraceError: it draws random numbers, and puts back a generator's state, or from another generator than
+            PyTorch's own; or Python looked at a number that the graph does not use.
     """
+    flat.constants.numbers.check_used(module)
     parts = (part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule))
     drawing = [node for graph in parts for node in graph.nodes if draws(node)]
     if drawing and flat.result.puts_back:
@@ -264,8 +293,7 @@ def _blamed(error: Exception) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
     if not frames:
         return ""
-    path = frames[-1].filename.removeprefix(os.getcwd() + os.sep)
-    return f" (at {path}:{frames[-1].lineno}: {frames[-1].line})"
+    return at_line(frames[-1].filename, frames[-1].lineno, frames[-1].line)
 
 
 def tensors_in(value: object) -> list[Tensor]:

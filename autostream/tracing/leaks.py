@@ -1,4 +1,4 @@
-"""Fake tensors that a model keeps beyond its trace, in a cache or a list, and how to take them back.
+"""Fake tensors and numbers that a model keeps beyond its trace, in a cache or a list, and how to take them back.
 
 Tracing runs the model's Python, and with it whatever remembers tensors by other means than attributes: a function under
 ``functools.lru_cache``, a dictionary of a module. Such a memory would go on to hand fake tensors to the plain model.
@@ -14,10 +14,10 @@ from contextlib import suppress
 from functools import _lru_cache_wrapper
 from typing import Any
 
-from torch import Tensor
+from torch._subclasses import FakeTensor
 
-Watched = list["weakref.ref[Tensor]"]
-"""The tensors that were seen in a trace; each dies when nobody holds it any more."""
+Watched = list["weakref.ref[Any]"]
+"""The tensors or numbers that were seen in a trace; each dies when nobody holds it any more."""
 
 
 def recalled(watched: Watched) -> bool:
@@ -49,8 +49,8 @@ def _held(watched: Watched) -> list[Any]:
     tensors = (reference() for reference in watched)
     alive: list[Any] = list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
     alone = [object()]
-    shapes = {fake.fake_mode.shape_env for fake in alive} - {None}
-    inputs = Counter(id(entry.fake) for shape in shapes for entry in shape.tracked_fakes or ())
+    shapes = {fake.fake_mode.shape_env for fake in alive if isinstance(fake, FakeTensor)}
+    inputs = Counter(id(entry.fake) for shape in shapes if shape for entry in shape.tracked_fakes or ())
     once = sys.getrefcount(alone[0])
     return [alive[i] for i in range(len(alive)) if sys.getrefcount(alive[i]) > once + inputs[id(alive[i])]]
 

@@ -38,12 +38,37 @@ def note_line(frame: FrameType | None, outermost: CodeType) -> None:
         ...     print(get_current_meta()["stack_trace"].splitlines()[1])
             note_line(sys._getframe(), note_line.__code__)
     """
+    if own := users_frame(frame, outermost):
+        path, number = own.f_code.co_filename, own.f_lineno
+        set_stack_trace([f'File "{path}", line {number}, in {own.f_code.co_name}\n    {_code(own)}\n'])
+
+
+def users_frame(frame: FrameType | None, outermost: CodeType) -> FrameType | None:
+    """The innermost frame of the user's code from this one outwards, inside of ``outermost``, if there is one."""
     while frame is not None and frame.f_code is not outermost and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
-    if frame is not None and frame.f_code is not outermost:
-        path, number = frame.f_code.co_filename, frame.f_lineno
-        code = linecache.getline(path, number, frame.f_globals).strip()
-        set_stack_trace([f'File "{path}", line {number}, in {frame.f_code.co_name}\n    {code}\n'])
+    return frame if frame is not None and frame.f_code is not outermost else None
+
+
+def users_line(frame: FrameType | None) -> str:
+    """Where a frame is, to end a message with."""
+    if frame is None:
+        return ""
+    return at_line(frame.f_code.co_filename, frame.f_lineno, _code(frame))
+
+
+def at_line(path: str, number: int | None, code: str | None) -> str:
+    """A line of code, to end a message with.
+
+    Example:
+        >>> at_line("net.py", 3, "y = f(x)")
+        ' (at net.py:3: y = f(x))'
+    """
+    return f" (at {path.removeprefix(os.getcwd() + os.sep)}:{number}: {code})"
+
+
+def _code(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
 
 
 def keep_lines(loss: Tensor) -> None:

@@ -13,6 +13,7 @@ import inspect
 import operator
 import sys
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -128,11 +129,12 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """What code names: global variables, attributes, and keys."""
+    """What code names: global variables, attributes, and keys; and the variables and attributes that it writes."""
 
     variables: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     keys: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
 
 
 _NOTHING = _Named()
@@ -157,8 +159,12 @@ class _Finder:
         elif isinstance(value, MethodType):
             self._method(label, value.__self__, value.__func__, depth)
         elif isinstance(value, partial):
-            for item in (_called(value.func), *value.args, *value.keywords.values()):
-                self.follow(label, item, named, depth + 1)
+            function = _called(value.func)
+            self.follow(label, function, named, depth + 1)
+            code = getattr(function, "__code__", None)
+            where = label or f"{getattr(function, '__name__', 'partial')}(…)"
+            for item in (*value.args, *value.keywords.values()):
+                self.follow(where, item, _named(code) if code else named, depth + 1)
         elif isinstance(value, dict):
             self._entries(label, value, named.keys & value.keys(), named, "{}[{!r}]", depth)
         elif isinstance(value, ModuleType):
@@ -174,7 +180,7 @@ class _Finder:
             return
         code, variables = function.__code__, function.__globals__
         named = _named(code)
-        self.written |= _written(code)
+        self.written |= named.written
         self._entries("", variables, named.variables & variables.keys(), named, "{}{}", depth)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._attribute(name, cell, "cell_contents", name, named, depth)
@@ -244,6 +250,83 @@ class _Finder:
         self.follow(place.label, value, named, depth + 1)
 
 
+class Writable:
+    """What functions may write to elsewhere.
+
+    Found as :class:`Reads` finds what they read, and in containers also where names are computed.
+
+    Args:
+        functions: those to look at.
+
+    Attributes:
+        variables: the holder, the key and the label of each variable, attribute and entry that they write by name,
+            whether or not it is there yet.
+        containers: the label and the value of each list, set, dictionary and deque that they name, or that is in one.
+        iterators: the labels of those that they name: to look at one is to take from it.
+
+    Example:
+        >>> history = []
+        >>> [label for label, _ in Writable([lambda x: history.append(x)]).containers]
+        ['history']
+    """
+
+    def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
+        finder = _WriteFinder()
+        for function in functions:
+            finder.follow("", _called(function), _NOTHING, 0)
+        self.variables = [(place.holder, place.key, place.label) for place in finder.variables.values()]
+        self.containers = list(finder.containers.values())
+        self.iterators = list(finder.iterators)
+
+
+class _WriteFinder(_Finder):
+    """Collects places that functions write, and containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variables: dict[tuple[int, Any], _Place] = {}
+        self.containers: dict[int, tuple[str, Any]] = {}
+        self.iterators: dict[str, None] = {}
+
+    def follow(self, label: str, value: Any, named: _Named, depth: int) -> None:
+        key = id(value), id(named)
+        if isinstance(value, Iterator):
+            self.iterators[label] = None
+        if not isinstance(value, (*CONTAINERS, tuple)) or depth > _DEPTH or key in self._seen:
+            super().follow(label, value, named, depth)
+            return
+        self._seen[key] = value, named
+        if isinstance(value, CONTAINERS):
+            self.containers.setdefault(id(value), (label, value))
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        for name, item in items:
+            if not isinstance(item, _CONSTANTS):
+                self.follow(f"{label}[{name!r}]", item, named, depth)
+
+    def _entries(
+        self, label: str, holder: dict[str, Any], keys: Iterable[str], named: _Named, form: str, depth: int
+    ) -> None:
+        for key in sorted(named.written):
+            self._write(_Place(holder, key, key, form.format(label, key)), named)
+        super()._entries(label, holder, keys, named, form, depth)
+
+    def _attribute(self, label: str, holder: Any, key: str, name: str, named: _Named, depth: int) -> None:
+        self._write(_Place(holder, key, name, label), named)
+        super()._attribute(label, holder, key, name, named, depth)
+
+    def _note(self, place: _Place, value: Any, named: _Named, depth: int) -> None:
+        self._write(place, named)
+        super()._note(place, value, named, depth)
+
+    def _write(self, place: _Place, named: _Named) -> None:
+        if place.name in named.written:
+            self.variables.setdefault((id(place.holder), place.key), place)
+
+
+CONTAINERS = (dict, list, set, deque)
+"""What has contents that may become others."""
+
+
 def _called(function: Any) -> Any:
     """What runs when something is called."""
     return function if isinstance(function, (FunctionType, MethodType, partial)) else function.__call__
@@ -258,14 +341,8 @@ def _named(code: CodeType) -> _Named:
         _arguments(code, _VARIABLES).union(*(own.variables for own in inner)),
         _arguments(code, _ATTRIBUTES).union(*(own.attributes for own in inner)),
         frozenset(keys).union(*(own.keys for own in inner)),
+        _arguments(code, _WRITING).union(*(own.written for own in inner)).difference(code.co_cellvars),
     )
-
-
-@lru_cache(maxsize=1024)
-def _written(code: CodeType) -> frozenset[str]:
-    """The names of variables and attributes that code writes, but for variables of its own."""
-    own = _arguments(code, _WRITING).union(*map(_written, _inner(code)))
-    return own.difference(code.co_cellvars)
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
-from autostream.errors import TraceError
+from autostream.errors import BranchError, TraceError
+from autostream.operators import is_unknown, symbols_of
 
 _CONSTANTS = {
     type(None), type(...), bool, int, float, complex, str, bytes, range,
@@ -44,6 +45,18 @@ class Structure(NamedTuple):
 
 
 TENSOR = Structure(Tensor)
+
+
+class UnknownNumberError(BranchError):
+    """Python gets a number that only a run tells.
+
+    Attributes:
+        symbols: the names of what it is computed from.
+    """
+
+    def __init__(self, number: Any) -> None:
+        super().__init__("the number of a tensor goes to Python: return the tensor instead")
+        self.symbols = symbols_of(number)
 
 
 class Constant:
@@ -190,6 +203,8 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
     if kind in _CONSTANTS or isinstance(value, (Enum, type, Constant)):
         return Structure(kind, exact(value))
     opened = _open(value)
+    if is_unknown(value):
+        raise UnknownNumberError(value)
     if opened is None:
         raise TraceError(
             f"a value of type {kind.__module__}.{kind.__qualname__} is neither a tensor, a constant nor "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from autostream.errors import TargetError, TraceError, first_line
-from autostream.tracing.attributes import untouched
+from autostream.tracing.attributes import iterators, untouched
 from autostream.tracing.guards import has_torchscript
 from autostream.tracing.state import name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
@@ -110,7 +110,7 @@ def check_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def _failure(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
     """What the model raises; ``None`` where it works in some mode, or could not be tried."""
     error: Exception | None = None
-    if has_torchscript(model):
+    if has_torchscript(model) or iterators(model):
         return None
     try:
         for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):

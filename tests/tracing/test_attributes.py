@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from autostream.tracing.attributes import Holder, holders, untouched
+from autostream.tracing.attributes import Holder, Variable, holders, iterators, referred_to, untouched
+from autostream.tracing.functions import module_of
 
 
 class Counter:
@@ -168,3 +170,135 @@ def test_random_generators_are_put_back() -> None:
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert str(numpy.random.get_state()) == states[2]
+
+
+class Meter:
+    """Sums over calls: its number is of the class until the first of them."""
+
+    total = 0.0
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.history: list[float] = []
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.calls += 1
+        self.last = value
+        self.history.append(value)
+
+
+@dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+steps = 0
+meter, slotted, log, recent, table, meters = Meter(), Slotted(), [[1]], deque([1], 1), {"n": 0}, {"a": Meter()}
+
+
+def counts_globally(x: float) -> None:
+    global steps, never_before
+    steps += 1
+    never_before = x
+
+
+def counts_in_a_closure() -> Callable[[float], None]:
+    count = 0
+
+    def counting(x: float) -> None:
+        nonlocal count, last
+        count += 1
+        last = x
+
+    if steps:
+        last = 0.0
+    return counting
+
+
+def counts_on_a_class(x: float) -> None:
+    Meter.total += x
+
+
+def counts_in_a_slot(x: float) -> None:
+    slotted.calls += 1
+
+
+def counts_in_a_list(x: float) -> None:
+    log[0].append(1)
+
+
+def counts_in_a_deque(x: float) -> None:
+    recent.append(2)
+
+
+def counts_in_a_dictionary(x: float) -> None:
+    table["n"] += 1
+
+
+def counts_at_a_computed_name(x: float) -> None:
+    for name in meters:
+        meters[name].update(x)
+
+
+def calls_what_counts(x: float) -> None:
+    counts_globally(x)
+
+
+WRITERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "a global variable": (counts_globally, "steps"),
+    "a variable of a closure": (counts_in_a_closure(), "count"),
+    "an object": (meter.update, "self.calls"),
+    "a class": (counts_on_a_class, "Meter.total"),
+    "an object with slots": (counts_in_a_slot, "slotted.calls"),
+    "a list in a list": (counts_in_a_list, "log[0]"),
+    "a deque": (counts_in_a_deque, "recent"),
+    "a dictionary": (counts_in_a_dictionary, "table.n"),
+    "an object in a dictionary": (counts_at_a_computed_name, "meters['a'].calls"),
+    "in a function that it calls": (calls_what_counts, "steps"),
+}
+
+
+def state() -> object:
+    cells = [cell for cell in WRITERS["a variable of a closure"][0].__closure__ or () if cell != type(cell)()]
+    numbers = [cell.cell_contents for cell in cells]
+    objects = [(dict(vars(own)), [*own.history]) for own in (meter, meters["a"])]
+    there = "never_before" in globals()
+    return steps, numbers, objects, Meter.total, slotted.calls, [*log[0]], [*recent], dict(table), there
+
+
+@pytest.mark.parametrize("where", WRITERS)
+def test_what_a_function_changes_elsewhere_is_noticed_and_put_back(where: str) -> None:
+    function, path = WRITERS[where]
+    model, then = module_of(function), state()
+    before = referred_to(model)
+    with untouched(model):
+        function(1.0)
+        assert path in [holder.changed() for holder in before]
+        assert state() != then
+    assert not any(holder.changed() for holder in before)
+    assert state() == then
+
+
+def test_what_is_only_read_is_not_looked_at_again() -> None:
+    """Somebody else may change it meanwhile."""
+    assert not [holder for holder in referred_to(module_of(lambda x: x * steps)) if isinstance(holder, Variable)]
+
+
+def test_what_is_as_it_was_is_left_alone() -> None:
+    """Somebody else may be at it: to empty a list and to fill it again would be seen."""
+
+    class Untouchable(list[int]):
+        def clear(self) -> None:
+            raise AssertionError
+
+    holder = Holder.of("values", Untouchable([1]))
+    holder.restore()
+    with pytest.raises(AssertionError):
+        (holder.live.append(2), holder.restore())
+
+
+def test_iterators_are_found_in_what_functions_name() -> None:
+    stream, lists = iter([1]), [iter([2])]
+    assert iterators(module_of(lambda x: next(stream) + next(lists[0]))) == ["lists[0]", "stream"]
+    assert iterators(module_of(lambda x: [x for _ in range(3)])) == []

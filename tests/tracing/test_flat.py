@@ -83,6 +83,19 @@ def test_what_the_model_does_to_itself_is_refused() -> None:
     assert "changes its own attribute calls" in refusal(count)
 
 
+def test_what_the_model_does_to_what_it_refers_to_is_refused_too() -> None:
+    calls, stream = {"count": 0}, iter(range(3))
+
+    def counts(model: Model, x: Tensor) -> Tensor:
+        calls["count"] += 1
+        return x * calls["count"]
+
+    assert refusal(counts).startswith("the model's forward changes calls.count: a graph would do so only once")
+    assert calls == {"count": 0}
+    assert "the model refers to stream, an iterator" in refusal(lambda model, x: x * next(stream), FastPathError)
+    assert next(stream) == 0
+
+
 def asks_pytorch_to_ask(model: Model, x: Tensor) -> Tensor:
     check_backward_validity([x])
     return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 from autostream.tracing.export import trace
-from autostream.tracing.lines import keep_lines, note_line
+from autostream.tracing.lines import at_line, keep_lines, note_line, users_frame, users_line
 from autostream.tracing.tree import flatten
 
 
@@ -85,3 +86,12 @@ def test_gradients_have_the_lines_of_what_they_are_gradients_of() -> None:
         weight.register_hook(lambda gradient: seen.append("".join(get_current_meta()["stack_trace"])))
         loss.backward()
     assert "loss = weight.exp().sum()" in seen[0]
+
+
+def test_a_line_is_told_with_its_path_from_here() -> None:
+    frame = users_frame(sys._getframe(), keep_lines.__code__)
+    said = users_line(frame)
+    assert __file__.removeprefix(os.getcwd() + os.sep) in said
+    assert said.endswith(": said = users_line(frame))")
+    assert at_line(os.path.join(os.getcwd(), "net.py"), 3, "y = x") == " (at net.py:3: y = x)"
+    assert users_line(users_frame(sys._getframe(), sys._getframe().f_code)) == ""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from autostream import optimize
 from autostream.tracing import reads as reads_module
 from autostream.tracing.functions import module_of
-from autostream.tracing.reads import Reads, functions_of, unlike
+from autostream.tracing.reads import Reads, Writable, functions_of, unlike
 
 number = 1.0
 pair = (1, 2.0)
@@ -78,6 +78,10 @@ def uses_an_object(x: Any) -> Any:
     return config.own + config.shared + config.inner.value
 
 
+def takes_an_object(config: Config, x: Any) -> Any:
+    return config.own * x
+
+
 def uses_methods(x: Any) -> Any:
     return config.product(x) + config.doubled
 
@@ -132,6 +136,7 @@ FOUND = {
     "what partial holds": (partial(closure(2.0), config), {"scale": TWO}),
     "objects that are called": (config, {"self.shared": ONE}),
     "objects whose method it is": (config.product, {"self.own": ONE}),
+    "what partial hands on": (partial(takes_an_object, config), {"takes_an_object(…).own": ONE}),
     "nothing of PyTorch's": (partial(F.mse_loss, reduction="sum"), {}),
 }
 
@@ -341,3 +346,25 @@ def test_another_thread_in_between_sees_all_or_nothing(monkeypatch: pytest.Monke
     after = reads()
     assert found == [after]
     assert after != before
+
+
+def names_what_it_writes(x: float) -> None:
+    global number, made
+    number = made = x
+    config.own += x
+    table["one"] = several[0]
+
+
+def test_what_may_be_written_is_told_whether_it_is_there_or_not() -> None:
+    found = Writable([names_what_it_writes])
+    assert {label for _, _, label in found.variables} >= {"number", "made", "config.own"}
+    assert {label for label, _ in found.containers} == {"table", "several"}
+    assert not found.iterators
+
+
+def test_containers_in_containers_and_objects_in_them_may_be_written() -> None:
+    nested, known = [{"inner": ([1], Config())}], (1, 2)
+    found = Writable([lambda x: nested[0]["inner"][1].product(x) + known[0]])
+    labels = [label for label, _ in found.containers]
+    assert labels == ["nested", "nested[0]", "nested[0]['inner'][0]"]
+    assert "nested[0]['inner'][1].calls" in {label for _, _, label in found.variables}

@@ -17,10 +17,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree
 
 from autostream.errors import TraceError
-from autostream.tracing.tree import TENSOR, Constant, Structure, flatten, map_tensors, tensors_like, unflatten
+from autostream.operators import symbols_of
+from autostream.tracing.tree import (
+    TENSOR,
+    Constant,
+    Structure,
+    UnknownNumberError,
+    flatten,
+    map_tensors,
+    tensors_like,
+    unflatten,
+)
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 
@@ -398,3 +410,12 @@ def test_what_contains_itself_is_told(take: Callable[[object], object]) -> None:
     endless.append({"again": endless})
     with pytest.raises(TraceError, match=r"type list is nested too deeply, or contains itself: .*$"):
         take(endless)
+
+
+def test_a_number_that_only_a_run_tells_is_told_by_its_symbols() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_fallback_kernels=False):
+        number = torch.ones(3).sum().item()
+        with pytest.raises(UnknownNumberError) as caught:
+            flatten({"mean": [number / 3]})
+    assert caught.value.symbols == symbols_of(number)
+    assert len(caught.value.symbols) == 1

@@ -130,3 +130,20 @@ def test_what_a_call_did_is_told_and_undone() -> None:
 def test_what_a_tried_model_raises_comes_through() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         tried(nn.Linear(3, 4), [torch.ones(2, 5)], {})
+
+
+def test_a_trial_takes_nothing_from_an_iterator_and_leaves_a_users_lists_alone() -> None:
+    stream, seen = iter(range(3)), list[float]()
+
+    def takes(s: Model, x: Tensor) -> Tensor:
+        return x @ torch.ones(5) * next(stream)
+
+    def fails(s: Model, x: Tensor) -> Tensor:
+        seen.append(x.sum().item())
+        return x @ torch.ones(5)
+
+    check_call(Model(takes), (torch.ones(2, 4),), {})
+    assert next(stream) == 0
+    with pytest.raises(TargetError):
+        check_call(Model(fails), (torch.ones(2, 4),), {})
+    assert seen == []
