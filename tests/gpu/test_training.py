@@ -481,3 +481,20 @@ def test_fused_gradients_of_convolutions_and_of_their_input_are_the_models() -> 
             assert off <= 0.1, f"{name} of call {number} is off by {off:.2f}"
     (report,) = fast.reports
     assert [part.level for part in report.parts] == ["inductor"] * 2, [part.refusals for part in report.parts]
+
+
+def test_numbers_that_a_loss_keeps_are_those_of_the_plain_steps() -> None:
+    """The model is captured, the loss is not, and each step adds one number, the first included."""
+    kept, losses = list[float](), list[float]()
+
+    def keeping(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        kept.append(loss.item())
+        return loss
+
+    model = mlp().cuda()
+    step = autostream.train_step(model, SGD(model.parameters(), lr=0.1), keeping)
+    for _ in range(STEPS):
+        losses.append(step(on_gpu(16, 64), on_gpu(16, 8)).item())
+    assert kept == losses
+    assert any("kept.append" in refusal.reason for report in step.reports for refusal in report.refusals)
