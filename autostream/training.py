@@ -63,6 +63,7 @@ def train_step(
 
     Numbers that ``loss_fn`` and what it calls read from globals, closures, dictionaries and attributes of objects are
     watched by name: another value makes another graph. Give what changes in every step with the batch, as a tensor.
+    Modules that it refers to in these ways are part of the graph.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a
@@ -81,7 +82,8 @@ def train_step(
             signatures than ``max_signatures`` run as they are.
 
     Returns:
-        ``step(*batch)``, which returns the loss, or whatever ``loss_fn`` does, without gradients.
+        ``step(*batch)``, which takes the batch by position, and returns the loss, or whatever ``loss_fn`` does, without
+        gradients.
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.

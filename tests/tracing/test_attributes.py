@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autostream.tracing.attributes import Holder, holders, untouched
+from autostream.tracing.reads import Reads
 
 
 class Counter:
@@ -150,6 +151,13 @@ def test_what_libraries_hold_is_left_alone() -> None:
     net = Net()
     net.log = logging.getLogger("autostream.test")
     assert not [holder.path for holder in holders(net) if holder.path.startswith("log.")]
+
+
+def test_so_is_what_autostream_holds() -> None:
+    """A step knows where its loss looks, which are dictionaries of everything that a file has."""
+    net = Net()
+    net.reads = Reads([names_of_changes])
+    assert not [holder.path for holder in holders(net) if holder.path.startswith("reads.")]
 
 
 def test_recurrent_layers_may_renew_their_lists_of_weights() -> None:
