@@ -64,8 +64,9 @@ def train_step(
 
     Numbers that ``loss_fn`` and what it calls read from globals, closures, dictionaries and attributes of objects are
     watched by name: another value makes another graph. Give what changes in every step with the batch, as a tensor.
-    A loss that changes such a number itself, or keeps, returns or prints one of a tensor (``total += loss.item()``), is
-    in no graph. What it writes under names that are computed, or to a file or a generator of its own, is not noticed.
+    Modules that it refers to in these ways are part of the graph. A loss that changes such a number itself, or keeps,
+    returns or prints one of a tensor (``total += loss.item()``), is in no graph. What it writes under names that are
+    computed, or to a file or a generator of its own, is not noticed.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a
@@ -84,7 +85,8 @@ def train_step(
             signatures than ``max_signatures`` run as they are.
 
     Returns:
-        ``step(*batch)``, which returns the loss, or whatever ``loss_fn`` does, without gradients.
+        ``step(*batch)``, which takes the batch by position, and returns the loss, or whatever ``loss_fn`` does, without
+        gradients.
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.

@@ -536,6 +536,39 @@ def test_strict_calls_name_the_line_that_takes_a_number() -> None:
     assert told == []
 
 
+class Ensemble:
+    """An object that has modules, and is none."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.first, self.second = modules
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.second(x)  # type: ignore[no-any-return]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "make", [lambda own: own, lambda own: own.__call__, lambda own: lambda x: own.head(own.first(x))]
+)
+def test_modules_that_functions_and_objects_lead_to_learn_statistics(make: Callable[..., Any]) -> None:
+    """Once one has taken another's place, that one is left alone."""
+    first, second, third = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    modules = nn.ModuleList([first, second, third])
+    expected = copy.deepcopy(modules)
+    own, plain = Ensemble(first, second), Ensemble(expected[0], expected[1])
+    fast = autostream.optimize(make(own), policy="sequential", strict=True)
+    for number in range(4):
+        x = t(3, 4) * (1 + number)
+        same(fast(x), plain(x))
+        same(dict(modules.state_dict()), dict(expected.state_dict()))
+        if number == 1:
+            own.second, plain.second = third, expected[2]
+    assert [report.mode for report in fast.reports] == ["one stream"]
+
+
 @torch.no_grad()
 def test_a_function_goes_by_its_name_and_has_the_mode_of_its_modules() -> None:
     net = nn.Linear(4, 4)

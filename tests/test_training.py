@@ -1192,6 +1192,182 @@ def test_strict_steps_name_the_line_that_takes_a_number() -> None:
     assert set(map(type, told.history)) <= {float}
 
 
+# What losses refer to
+
+
+@dataclass
+class Teachers:
+    """What losses have, which are methods, functions and objects: modules, and numbers of these."""
+
+    teacher: nn.Module
+    criterion: nn.Module
+    by_name: dict[str, nn.Module] = field(default_factory=dict)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return self.compare(model(x), self.teacher(x).detach()) + F.mse_loss(model(x), y)
+
+    def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
+        return self.criterion(student, teacher)  # type: ignore[no-any-return]
+
+    __call__ = loss
+
+
+GLOBAL: Any = None
+
+
+def taught(x: Tensor) -> Tensor:
+    return GLOBAL.teacher(x).detach()  # type: ignore[no-any-return]
+
+
+def by_a_helper(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return GLOBAL.criterion(model(x), taught(x)) + F.mse_loss(model(x), y)  # type: ignore[no-any-return]
+
+
+class Taught(nn.Module):
+    """A loss that is a module."""
+
+    def __init__(self, own: Teachers) -> None:
+        super().__init__()
+        self.teacher, self.criterion = own.teacher, own.criterion
+
+    forward = Teachers.loss
+    compare = Teachers.compare
+
+
+def norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+
+
+def by_closure(own: Teachers) -> Make:
+    teacher, criterion = own.teacher, own.criterion
+    return lambda model, x, y: criterion(model(x), teacher(x).detach()) + F.mse_loss(model(x), y)
+
+
+def by_default(own: Teachers) -> Make:
+    def loss(
+        model: nn.Module, x: Tensor, y: Tensor, teacher: nn.Module = own.teacher, *, criterion: Any = own.criterion
+    ) -> Tensor:
+        return criterion(model(x), teacher(x).detach()) + F.mse_loss(model(x), y)  # type: ignore[no-any-return]
+
+    return loss
+
+
+LOSSES: dict[str, Callable[[Teachers], Make]] = {
+    "a module": Taught,
+    "a closure": by_closure,
+    "defaults": by_default,
+    "a method": lambda own: own.loss,
+    "an object": lambda own: own,
+    "partial": lambda own: partial(own.loss),
+    "a function that it calls": lambda own: by_a_helper,
+}
+
+
+class Together(nn.Module):
+    """All that a step may write, to copy it at once."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.all = nn.ModuleList(modules)
+
+
+def teach(
+    make: Callable[[Teachers], Make],
+    monkeypatch: pytest.MonkeyPatch,
+    between: Callable[[int, Teachers], None],
+    **options: Any,
+) -> tuple[TrainStep, Tensor, dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """Train a model by a loss that has a teacher that learns statistics; and once more, as users do.
+
+    Args:
+        make: makes the loss.
+        monkeypatch: puts what it refers to where functions find it.
+        between: changes that, with the number of the step.
+        options: of ``train_step``.
+
+    Returns:
+        The step, losses and state, and the losses and state that are expected.
+    """
+    results: list[Any] = []
+    torch.manual_seed(0)
+    start = Together(mlp(), norm(), norm().eval()).double()
+    for ours in (True, False):
+        model, teacher, other = modules = copy.deepcopy(start).all
+        own = Teachers(teacher, nn.SmoothL1Loss(), {"other": other})
+        monkeypatch.setitem(globals(), "GLOBAL", own)
+        optimizer, loss = SGD(model.parameters(), lr=0.05, momentum=0.9), make(own)
+        if ours:
+            step = train_step(model, optimizer, loss, **options)
+            results.append(step)
+        losses = []
+        for number in range(8):
+            torch.manual_seed(number)
+            batch = ROWS[number % 2]
+            losses.append((step(*batch) if ours else eager(model, optimizer, loss, batch)).detach())
+            between(number, own)
+        results += [torch.stack(losses), dict(modules.state_dict())]
+    return tuple(results)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_teacher_is_part_of_the_graph_however_a_loss_refers_to_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """It learns statistics as it does in an eager step; another setting of what compares takes effect."""
+
+    def change(number: int, own: Teachers) -> None:
+        if number == 3:
+            own.criterion.beta = 0.01
+
+    step, losses, state, expected, expected_state = teach(LOSSES[name], monkeypatch, change, **options)
+    close(losses, expected)
+    close(state, expected_state)
+    assert not any(report.refusals for report in step.reports)
+    assert "plain" not in modes(step)
+
+
+@pytest.mark.parametrize("name", ["a method", "an object", "partial", "a function that it calls"])
+def test_so_is_one_that_takes_its_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(number: int, own: Teachers) -> None:
+        if number == 2:
+            own.teacher = own.by_name["other"]
+        if number == 4:
+            own.teacher.train()
+        if number == 5:
+            own.criterion = nn.L1Loss(reduction="sum")
+        if number == 6:
+            own.criterion.reduction = "mean"
+
+    step, losses, state, expected, expected_state = teach(LOSSES[name], monkeypatch, change, policy="sequential")
+    close(losses, expected)
+    close(state, expected_state)
+    assert set(modes(step)) == {"one stream"}
+
+
+SETTINGS = [
+    (nn.CrossEntropyLoss(), "label_smoothing", 0.1),
+    (nn.CrossEntropyLoss(), "ignore_index", 1),
+    (nn.CrossEntropyLoss(), "reduction", "sum"),
+]
+
+
+@pytest.mark.parametrize(("loss", "name", "value"), SETTINGS, ids=[name for _, name, _ in SETTINGS])
+def test_another_setting_of_pytorchs_loss_takes_effect_in_the_next_step(
+    loss: nn.Module, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = ROWS[0][0], torch.arange(8) % 4
+    model = mlp().double()
+    ours = model, SGD(model.parameters(), lr=0.1)
+    theirs = copy.deepcopy(ours)
+    step = train_step(*ours, loss, policy="sequential")
+    for number in range(4):
+        if number == 2:
+            monkeypatch.setattr(loss, name, value)
+        close(step(*batch), eager(*theirs, lambda model, x, y: loss(model(x), y), batch))
+        close(dict(model.state_dict()), dict(theirs[0].state_dict()))
+    assert modes(step) == ["one stream"]
+
+
 def test_disabled_it_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
     assert assert_trains_alike(Scene(mlp)).reports == ()

@@ -233,9 +233,13 @@ def _preserved_generators() -> Iterator[None]:
 def _attributes(value: object) -> dict[str, Any] | None:
     """The attributes of a module or of an object of the user's, ``None`` for what a library looks after itself."""
     library = type(value).__module__.partition(".")[0]
-    if isinstance(value, nn.Module) or not (library == "torch" or library in sys.stdlib_module_names):
+    if isinstance(value, nn.Module) or not (library in _LIBRARIES or library in sys.stdlib_module_names):
         return getattr(value, "__dict__", None)
     return None
+
+
+_LIBRARIES = frozenset({"torch", __name__.partition(".")[0]})
+"""Ours too: from what a step knows of its loss, it is not far to the globals of a user's file."""
 
 
 def _join(path: str, name: object) -> str:

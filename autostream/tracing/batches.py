@@ -41,7 +41,10 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
         raise TargetError(f"a batch has no {count} equal parts: {error}") from error
     rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
     if rows % count:
-        raise TargetError(f"a batch of {rows} has no {count} equal parts: choose another number of microbatches")
+        raise TargetError(
+            f"a batch of {rows} has no {count} equal parts: choose another number of microbatches, or leave out the "
+            "last batch of a DataLoader, which may have fewer rows than the others: drop_last=True"
+        )
     split = [tensor.chunk(count) if tensor.dim() and len(tensor) == rows else [tensor] * count for tensor in tensors]
     return [unflatten(structure, [parts[at] for parts in split]) for at in range(count)]
 

@@ -27,11 +27,6 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def registered(model: nn.Module) -> frozenset[int]:
-    """The ids of the tensors of a model: any other would be a constant of a graph, whatever takes its place."""
-    return frozenset(map(id, state_of(model).values()))
-
-
 def graph_of(
     run: Callable[..., Any],
     decompositions: dict[OpOverload, Callable[..., Any]],

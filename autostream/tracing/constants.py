@@ -24,19 +24,31 @@ from autostream.tracing.guards import transformed
 from autostream.tracing.leaks import Watched
 from autostream.tracing.lines import note_line
 from autostream.tracing.numbers import Numbers
+from autostream.tracing.replica import ReachedOriginalError
 
 
-def tensors_held(model: nn.Module) -> frozenset[int]:
-    """The ids of all tensors that are parameters, buffers or other attributes of a model's modules.
+def registered(model: nn.Module) -> frozenset[int]:
+    """The ids of the parameters and buffers of a model.
 
     Example:
         >>> model = nn.Linear(1, 1)
-        >>> tensors_held(model) == {id(model.weight), id(model.bias)}
+        >>> registered(model) == {id(model.weight), id(model.bias)}
         True
     """
-    attributes = (value for module in model.modules() for value in vars(module).values())
-    held = chain(model.parameters(), model.buffers(), attributes)
-    return frozenset(id(value) for value in held if isinstance(value, Tensor))
+    return frozenset(map(id, chain(model.parameters(), model.buffers())))
+
+
+def attributes_of(model: nn.Module) -> frozenset[int]:
+    """The ids of tensors that are attributes of a model's modules, and neither parameters nor buffers.
+
+    Example:
+        >>> model = nn.ReLU()
+        >>> model.scale = torch.ones(2)
+        >>> attributes_of(model) == {id(model.scale)}
+        True
+    """
+    values = (value for module in model.modules() for value in vars(module).values())
+    return frozenset(id(value) for value in values if isinstance(value, Tensor))
 
 
 class Constants(TorchFunctionMode):
@@ -49,8 +61,9 @@ class Constants(TorchFunctionMode):
     What a tensor is to autograd may be another thing in the next call. No signature says it, for hardly a model asks.
 
     Args:
-        held: what :func:`tensors_held` says of the model.
+        originals: what is :func:`registered` with the live model.
         outermost: the code that calls the model; ops keep the lines of what it calls.
+        attributes: other tensors that may be used, but not written.
 
     Attributes:
         seen: the fake tensors of the trace.
@@ -58,9 +71,12 @@ class Constants(TorchFunctionMode):
         requires: whether the model says of a tensor that it requires gradients, which no op of a graph does.
     """
 
-    def __init__(self, held: frozenset[int], outermost: CodeType) -> None:
+    def __init__(
+        self, originals: frozenset[int], outermost: CodeType, attributes: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__()
-        self._held = held
+        self._originals = originals
+        self._held = originals | attributes
         self._outermost = outermost
         self.seen: Watched = []
         self.numbers = Numbers(outermost)
@@ -76,6 +92,7 @@ class Constants(TorchFunctionMode):
 
         Raises:
             TraceError: it uses or writes such a tensor, or gives one other memory, which no op of a graph does.
+            ReachedOriginalError: it writes to what is registered with the live model.
             FastPathError: it asks what a tensor is to autograd, adds to its backward, or has changed the default
                 dtype.
         """
@@ -94,17 +111,22 @@ class Constants(TorchFunctionMode):
         self.requires |= func in _REQUIRING
         writes = _IN_PLACE.fullmatch(func.__name__.partition(".")[0])
         written = [*tree_leaves(kwargs.get("out")), *tree_leaves(args[0] if writes and args else None)]
-        if any(map(_is_real, written)):
-            raise TraceError(f"the model writes ({func.__name__}) to a tensor that is no buffer: register it as one")
+        if real := {id(value) for value in written if _is_real(value)}:
+            kind = TraceError if self._originals.isdisjoint(real) else ReachedOriginalError
+            hint = "" if real <= self._held else _HOLD
+            raise kind(f"the model writes ({func.__name__}) to a tensor that is no buffer: register it as one{hint}")
         used = [] if func.__name__ == "__get__" else tree_leaves((args, kwargs))
         if any(_is_real(value) and id(value) not in self._held for value in used):
             raise TraceError(
-                f"the model uses ({func.__name__}) a tensor that is not registered with it: make it a buffer"
+                f"the model uses ({func.__name__}) a tensor that is not registered with it: make it a buffer{_HOLD}"
             )
         result = func(*args, **kwargs)
         self.watch(result)
         self.numbers.note(func, result, sys._getframe(1))
         return result
+
+
+_HOLD = ", or make the function that uses it, such as a loss, an nn.Module that holds it"
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from torch._subclasses import FakeTensor
 from autostream.errors import FastPathError, TraceError
 from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
-from autostream.tracing.constants import tensors_held
+from autostream.tracing.constants import attributes_of, registered
 from autostream.tracing.flat import FlatModel, check_graph, check_ordinary, tensors_in, watched
 from autostream.tracing.guards import unusual
 from autostream.tracing.reach import check_reach
-from autostream.tracing.replica import abandon, replica, with_ordinary_parameters
+from autostream.tracing.replica import replica, traced_apart, with_ordinary_parameters
 from autostream.tracing.tree import Structure
 
 if TYPE_CHECKING:
@@ -87,17 +87,14 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
         ['weight', 'bias', '0']
     """
     check_ordinary(model)
-    held = tensors_held(model)
+    originals, attributes = registered(model), attributes_of(model)
+
+    def exported_from(own: nn.Module) -> tuple[FlatModel, ExportedProgram]:
+        flat = FlatModel(own, structure, originals, "torch.export", attributes)
+        return flat, _export(flat, tensors)
+
     twin = with_ordinary_parameters(_padding_refused(replica(model)))
-    flat = FlatModel(twin, structure, held, "torch.export")
-    try:
-        exported = _export(flat, tensors)
-    except BaseException:
-        abandon(twin)
-        raise
-    if _reached_originals(exported, model):
-        flat = FlatModel(model, structure, held, "torch.export")
-        exported = _export(flat, tensors)
+    flat, exported = traced_apart(model, twin, exported_from, lambda found: _reached_originals(found[1], model))
     module = _pruned(exported)
     if device is not None and torch.device(device).type != torch.device(devices_of(module)[0]).type:
         _relocate(module, torch.device(device))

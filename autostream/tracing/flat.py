@@ -84,22 +84,30 @@ class FlatModel(nn.Module):
     Args:
         model: the module; it is called with fake tensors, which stand in for its own meanwhile.
         structure: of ``(args, kwargs)``.
-        held: what :func:`~autostream.tracing.constants.tensors_held` says of the live model.
+        originals: what is :func:`~autostream.tracing.constants.registered` with the live model.
         tracer: who calls it, for messages.
+        attributes: the ids of other tensors that the live model may use.
 
     Attributes:
         result: what is learnt in a trace.
         constants: looks at every call of PyTorch's functions.
     """
 
-    def __init__(self, model: nn.Module, structure: Structure, held: frozenset[int], tracer: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        originals: frozenset[int],
+        tracer: str,
+        attributes: frozenset[int] = frozenset(),
+    ) -> None:
         super().__init__()
         self.model = model
         self._tracer = tracer
         self._structure = structure
         self._grad_mode = torch.is_grad_enabled()
         self.result = _Result()
-        self.constants = Constants(held, _called.__code__)
+        self.constants = Constants(originals, _called.__code__, attributes)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The model's flat outputs."""

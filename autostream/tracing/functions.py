@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autostream.errors import TargetError
+from autostream.tracing.reads import Reads
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module:
@@ -25,6 +26,36 @@ def module_of(function: Callable[..., Any]) -> nn.Module:
         {'linear': Linear(in_features=2, out_features=2, bias=True)}
     """
     return function if isinstance(function, nn.Module) else _FunctionModule(function)
+
+
+class References:
+    """What functions that are part of a model refer to, and whether they still do.
+
+    Args:
+        model: its functions get for submodules what they refer to now.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> module = module_of(lambda x: layer(x))
+        >>> references = References(module)
+        >>> layer = nn.Linear(1, 2)
+        >>> references.hold()
+        False
+        >>> References(module).hold(), module.layer is layer
+        (True, True)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        made = [module for module in model.modules() if isinstance(module, _FunctionModule)]
+        self._functions = [(module._modules, Reads([module._autostream_function])) for module in made]
+        for modules, reads in self._functions:
+            if modules != (found := reads.modules()):  # in place: others look at the dictionary
+                modules.clear()
+                modules.update(found)
+
+    def hold(self) -> bool:
+        """Whether the submodules of functions are what these refer to."""
+        return all(modules == reads.modules() for modules, reads in self._functions)
 
 
 def loss_of(function: Callable[..., Any]) -> nn.Module:
@@ -111,13 +142,12 @@ class _Criterion(nn.Module):
 
 
 class _FunctionModule(nn.Module):
-    """A function as a module. The modules that it refers to, or that it is a method of, are its submodules."""
+    """A function as a module. The modules that it refers to, in functions that it calls too, are its submodules."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._autostream_function = function
-        # Not add_module, which refuses names of its own attributes.
-        self._modules |= {k: value for k, value in _referred_to(function).items() if isinstance(value, nn.Module)}
+        self._modules.update(Reads([function]).modules())  # not add_module, which refuses names of its own attributes
 
     @property
     def training(self) -> bool:
@@ -133,14 +163,3 @@ class _FunctionModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._autostream_function(*args, **kwargs)
-
-
-def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a Python function or method refers to by name; nothing for other callables."""
-    if not inspect.isfunction(getattr(function, "__func__", function)):
-        return {}
-    try:
-        variables = inspect.getclosurevars(function)
-    except ValueError:  # a variable has no value yet
-        return {}
-    return {**variables.globals, **variables.nonlocals, "self": getattr(function, "__self__", None)}

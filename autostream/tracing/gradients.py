@@ -28,11 +28,12 @@ from autostream.excerpt import excerpt
 from autostream.ir import Placeholder, Role
 from autostream.operators import is_unknown, written_arguments
 from autostream.storages import storage_of
-from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
+from autostream.tracing.below_autograd import graph_of, reached_originals, state_of, tidied
+from autostream.tracing.constants import registered
 from autostream.tracing.export import Traced, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
 from autostream.tracing.lines import keep_lines
-from autostream.tracing.replica import replica
+from autostream.tracing.replica import replica, traced_apart
 from autostream.tracing.state import name_of
 from autostream.tracing.tree import TENSOR, Structure
 
@@ -107,9 +108,12 @@ def trace_gradients(model: nn.Module, tensors: Sequence[Tensor], structure: Stru
         TraceError: it cannot be traced; the message says why.
     """
     check_ordinary(model)
-    joint = _joint(replica(model), model, tensors, structure)
-    if reached_originals(joint.module, model):
-        joint = _joint(model, model, tensors, structure)
+    joint = traced_apart(
+        model,
+        replica(model),
+        lambda own: _joint(own, model, tensors, structure),
+        lambda found: reached_originals(found.module, model),
+    )
     return _taken_apart(joint, model, tensors)
 
 

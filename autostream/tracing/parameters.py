@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from autostream.errors import TargetError, TraceError
 from autostream.storages import layout_of, storage_of
+from autostream.tracing.functions import References
 from autostream.tracing.state import Entries
 
 
@@ -46,6 +47,7 @@ class Holders:
         Raises:
             TargetError: they are not held any more.
         """
+        self._references = References(step)
         names = {id(parameter): name for name, parameter in step.named_parameters()}
         parameters = parameters_of(optimizer)
         if strangers := [parameter for parameter in parameters if id(parameter) not in names]:
@@ -79,6 +81,7 @@ class Holders:
             sizes == self._sizes
             and all(map(operator.is_, map(dict.get, self._dicts, self._keys), parameters))
             and self._modules.unchanged()
+            and self._references.hold()
         )
 
     def hooked(self) -> str:

@@ -1,6 +1,6 @@
-"""What functions read by name from elsewhere: numbers and flags that a graph of them would keep for good.
+"""What functions read by name from elsewhere: numbers and flags that a graph of them would keep for good, and modules.
 
-    loss_fn ──▶ code ──▶ names ──▶ globals, closures, defaults ──▶ numbers
+    loss_fn ──▶ code ──▶ names ──▶ globals, closures, defaults ──▶ numbers, modules
                                           └──▶ functions, and objects with what the code names of them ──▶ …
 
 Where they are is looked up once. From then on, one look at all of them says whether any is another object.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 import inspect
 import operator
+import re
 import sys
 from argparse import Namespace
 from collections import deque
@@ -66,11 +67,22 @@ class Reads:
 
     def __call__(self) -> Read:
         """What they read now; the same object as long as nothing has changed."""
+        return self._now().told
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that they refer to now, each by a name that a submodule may have.
+
+        Example:
+            >>> teacher = nn.Linear(1, 1)
+            >>> Reads([lambda x: teacher(x)]).modules()
+            {'teacher': Linear(in_features=1, out_features=1, bias=True)}
+        """
+        return self._now().modules
+
+    def _now(self) -> _Seen:
         seen = self._seen  # one value: other threads look meanwhile
         found = seen.found()
-        if found is None or not all(map(operator.is_, found, seen.then)):
-            seen = self._look()
-        return seen.told
+        return self._look() if found is None or not all(map(operator.is_, found, seen.then)) else seen
 
     def _look(self) -> _Seen:
         finder = _Finder()
@@ -80,6 +92,7 @@ class Reads:
         self._seen = seen = _Seen(
             [place for place in places if isinstance(place.holder, dict)],
             [place for place in places if not isinstance(place.holder, dict)],
+            finder.modules,
         )
         return seen
 
@@ -90,9 +103,11 @@ class _Seen:
     Args:
         entries: of dictionaries.
         others: attributes of something else.
+        modules: those that were met, by name.
     """
 
-    def __init__(self, entries: Sequence[_Place], others: Sequence[_Place]) -> None:
+    def __init__(self, entries: Sequence[_Place], others: Sequence[_Place], modules: dict[str, nn.Module]) -> None:
+        self.modules = modules
         self._dicts, self._keys = [own.holder for own in entries], [own.key for own in entries]
         self._holders, self._attributes = [own.holder for own in others], [own.key for own in others]
         self.then = self.found() or []
@@ -141,9 +156,11 @@ _NOTHING = _Named()
 
 
 class _Finder:
-    """Collects the places that functions read, and the names that they write."""
+    """Collects the places that functions read, the modules that are there, and the names that they write."""
 
     def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._modules: set[int] = set()
         self.places: dict[tuple[int, Any], _Place] = {}
         self.written: set[str] = set()
         self._seen: dict[tuple[int, int], object] = {}
@@ -151,10 +168,12 @@ class _Finder:
     def follow(self, label: str, value: Any, named: _Named, depth: int) -> None:
         """Note what lies behind a value that some code reads, and what else that code names of it."""
         key = id(value), id(named)
-        if depth > _DEPTH or key in self._seen or isinstance(value, (nn.Module, Tensor)):
+        if depth > _DEPTH or key in self._seen or isinstance(value, Tensor):
             return
         self._seen[key] = value, named  # and keep both, so that no other gets their ids
-        if isinstance(value, FunctionType):
+        if isinstance(value, nn.Module):
+            self._module(label, value, named, depth)
+        elif isinstance(value, FunctionType):
             self._function(value, depth)
         elif isinstance(value, MethodType):
             self._method(label, value.__self__, value.__func__, depth)
@@ -186,22 +205,28 @@ class _Finder:
             self._attribute(name, cell, "cell_contents", name, named, depth)
         if function.__defaults__:
             self._attribute(f"the defaults of {function.__name__}", function, "__defaults__", "", named, depth)
+            own = code.co_varnames[code.co_argcount - len(function.__defaults__) : code.co_argcount]
+            for name, item in zip(own, function.__defaults__, strict=True):
+                self.follow(name, item, named, depth + 1)
         if function.__kwdefaults__:
             self._entries("", function.__kwdefaults__, frozenset(function.__kwdefaults__), named, "{}{}", depth)
 
     def _method(self, label: str, owner: Any, function: Any, depth: int) -> None:
         self.follow(label, function, _NOTHING, depth)
-        if isinstance(function, FunctionType) and isinstance(owner, nn.Module):
-            self._module(owner, _named(function.__code__), depth)
-        elif isinstance(function, FunctionType):
+        if isinstance(function, FunctionType):
             self.follow(label or "self", owner, _named(function.__code__), depth)
 
-    def _module(self, module: nn.Module, named: _Named, depth: int) -> None:
-        """What code names of the objects that a module has, and of its class; its own attributes others watch."""
-        key = id(module), id(named)
-        if key in self._seen:
-            return
-        self._seen[key] = module, named
+    def _module(self, label: str, module: nn.Module, named: _Named, depth: int) -> None:
+        """A module, and what code names of the objects that it has, and of its class; its own attributes others watch.
+
+        It is noted under a name that is no path, and no other's.
+        """
+        if id(module) not in self._modules:
+            self._modules.add(id(module))
+            name = re.sub(r"\W+", "_", label)
+            while name in self.modules:
+                name = f"{name}_{len(self.modules)}"
+            self.modules[name] = module
         label = type(module).__name__
         for name in sorted(named.attributes & vars(module).keys()):
             self.follow(f"{label}.{name}", vars(module)[name], named, depth + 1)
@@ -244,7 +269,7 @@ class _Finder:
         self._note(_Place(holder, key, name, label), value, named, depth)
 
     def _note(self, place: _Place, value: Any, named: _Named, depth: int) -> None:
-        if isinstance(value, (Tensor, nn.Module)) or _is_torchs(value):
+        if isinstance(value, Tensor) or _is_torchs(value):
             return
         self.places.setdefault((id(place.holder), place.key), place)
         self.follow(place.label, value, named, depth + 1)
@@ -383,7 +408,7 @@ _NAMESPACES = (SimpleNamespace, Namespace)
 """Of Python's library, and yet with what is a user's."""
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
-_BY_IDENTITY = (FunctionType, BuiltinFunctionType, type)
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, nn.Module)
 
 
 def _is_told(value: Any) -> bool:

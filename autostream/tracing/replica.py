@@ -7,14 +7,55 @@ reading its state to call a schedule that is ready. So what is traced is a repli
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from autostream.errors import TraceError
+
+Found = TypeVar("Found")
+
 Twins = dict[int, Any]
 """Of a module or container, by identity, its copy: what two modules share, their twins share too."""
+
+
+class ReachedOriginalError(TraceError):
+    """What is traced writes to a tensor of the live model's: a replica led back to it."""
+
+
+def traced_apart(
+    model: nn.Module, twin: nn.Module, trace: Callable[[nn.Module], Found], led_back: Callable[[Found], bool]
+) -> Found:
+    """Trace a replica; the model itself where the replica leads back to it, as a function does that refers to a module.
+
+    Args:
+        model: the live model.
+        twin: its replica. One that cannot be traced has no tensors afterwards, for PyTorch 2.11 keeps it.
+        trace: traces either of them.
+        led_back: whether what was traced uses tensors of the model that it was not given.
+
+    Raises:
+        Exception: whatever ``trace`` raises.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> traced_apart(model, replica(model), lambda own: own, lambda found: found is not model) is model
+        True
+    """
+    try:
+        found = trace(twin)
+    except ReachedOriginalError:
+        abandon(twin)
+    except BaseException:
+        abandon(twin)
+        raise
+    else:
+        if not led_back(found):
+            return found
+    return trace(model)
 
 
 def replica(model: nn.Module) -> nn.Module:
@@ -40,7 +81,7 @@ def replica(model: nn.Module) -> nn.Module:
 
 
 def abandon(twin: nn.Module) -> None:
-    """Take parameters and buffers from a replica that somebody may keep: PyTorch 2.11 keeps what it fails to export.
+    """Take parameters and buffers from a replica that somebody may keep.
 
     Example:
         >>> model = nn.Linear(1, 1)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from autostream.ir import Placeholder, Role
+from autostream.tracing.functions import References
 from autostream.tracing.reads import Read, Reads, functions_of
 from autostream.tracing.tree import exact
 
@@ -139,10 +140,11 @@ class ModelWatch:
     """Tells, without walking the module tree, whether a model is still made of the same modules.
 
     Args:
-        model: the module to watch.
+        model: the module to watch. Its functions get for submodules what they refer to now.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._references = References(model)
         self.modules = list(model.modules())
         # A few kinds of modules compute the flag, or keep it elsewhere; frozen TorchScript has none.
         self._flags = [vars(module) for module in self.modules if "training" in vars(module)]
@@ -169,9 +171,13 @@ class ModelWatch:
         self._reads = Reads(functions_of(self.modules))
 
     def intact(self) -> bool:
-        """Whether the modules, their order, and the names of their tensors are as when this object was made."""
+        """Whether the modules, their order, and the names of their tensors are as when this object was made.
+
+        Those that functions refer to are among them.
+        """
         return (
-            not any(self._empty)
+            self._references.hold()
+            and not any(self._empty)
             and self._children == self._children_then
             and list(chain.from_iterable(self._ordered)) == self._order_then
             and list(map(list, self._filled)) == self._names_then
@@ -322,9 +328,15 @@ def _idle(model: nn.Module, read: Container[int]) -> Iterator[tuple[dict[str, An
             yield from ((slots, name) for name in names if name != "num_batches_tracked")
 
 
-_TORCHS_OWN = ("p", "eps", "momentum", "track_running_stats", "negative_slope", "mode")
+_TORCHS_OWN = (
+    *("p", "eps", "momentum", "track_running_stats", "mode", "dropout"),
+    *("negative_slope", "alpha", "beta", "threshold", "value", "lambd", "lower", "upper", "min_val", "max_val"),
+)
 """What is watched of PyTorch's own layers, of which a model has thousands: looking at everything would take longer than
 the model does."""
+
+_FEW = ("torch.nn.modules.loss", "torch.nn.modules.distance")
+"""Where PyTorch has modules of which there are few: everything is watched."""
 
 
 def _settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
@@ -335,7 +347,8 @@ def _settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         for slots in _slots_of(module):
             yield from ((slots, name) for name, tensor in slots.items() if tensor is None)
         yield attributes, "forward"  # of the class, unless somebody sets another one on the module
-        if type(module).__module__.startswith("torch."):
+        kind = type(module).__module__
+        if kind.startswith("torch.") and kind not in _FEW:
             yield from ((attributes, name) for name in _TORCHS_OWN if name in attributes)
             continue
         own = (name for name, value in attributes.items() if name not in common and not isinstance(value, Tensor))

@@ -15,11 +15,12 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from autostream.tracing.batches import Batch
-from autostream.tracing.below_autograd import graph_of, reached_originals, registered, state_of, tidied
+from autostream.tracing.below_autograd import graph_of, reached_originals, state_of, tidied
+from autostream.tracing.constants import registered
 from autostream.tracing.export import Traced, Tracer, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary
 from autostream.tracing.optimizers import lists_apart
-from autostream.tracing.replica import replica
+from autostream.tracing.replica import replica, traced_apart
 from autostream.tracing.state import name_of
 from autostream.tracing.steps import Backward, Setting
 from autostream.tracing.tree import Structure
@@ -37,9 +38,12 @@ def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) 
         TraceError: it cannot be traced; the message says why.
     """
     check_ordinary(step)
-    flat, module = _made_fx(replica(step), step, tensors, structure)
-    if reached_originals(module, step):
-        flat, module = _made_fx(step, step, tensors, structure)
+    flat, module = traced_apart(
+        step,
+        replica(step),
+        lambda own: _made_fx(own, step, tensors, structure),
+        lambda found: reached_originals(found[1], step),
+    )
     program = program_of(module, tidied(module, step, tensors))
     check_one_device(program)
     return Traced(program, flat.result.structure, {})

@@ -258,6 +258,43 @@ def test_a_changed_rate_takes_effect_without_another_capture(optimizer: str, ker
     captured(step, kernels)
 
 
+class Distilled:
+    """A trainer: its loss is a method, and its teacher learns statistics."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teacher, self.criterion = teacher, nn.SmoothL1Loss()
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return self.criterion(model(x), wanted + y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+def test_a_teacher_that_a_method_has_is_captured_with_its_statistics(kernels: str) -> None:
+    """Another setting of the criterion is another graph, and so is another teacher."""
+    ours, theirs, batches = twins("mlp", OPTIMIZERS["momentum"])
+    start = copy.deepcopy(ours[0])
+    teachers = [nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8)).cuda() for _ in range(2)]
+    copies = copy.deepcopy(teachers)
+    trainers = Distilled(teachers[0]), Distilled(copies[0])
+    step = autostream.train_step(*ours, trainers[0].loss, kernels=kernels)
+    plain = eager(*theirs, trainers[1].loss)
+    for number in range(9):
+        batch = batches[number % 2]
+        torch.testing.assert_close(step(*batch), plain(*batch), rtol=5e-3, atol=1e-5)
+        if number == 3:
+            for trainer in trainers:
+                trainer.criterion.beta = 0.1
+        if number == 5:
+            captured(step, kernels)
+            trainers[0].teacher, trainers[1].teacher = teachers[1], copies[1]
+    captured(step, kernels)
+    assert_close(ours[0], theirs[0], start)
+    for mine, other in zip(teachers, copies, strict=True):
+        torch.testing.assert_close(dict(mine.state_dict()), dict(other.state_dict()), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_states_are_saved_and_loaded_between_steps(optimizer: str) -> None:
     ours, theirs, batches = twins("conv net", OPTIMIZERS[optimizer])

@@ -14,6 +14,7 @@ from torch import nn
 
 from autostream.tracing.attributes import Holder, Variable, holders, iterators, referred_to, untouched
 from autostream.tracing.functions import module_of
+from autostream.tracing.reads import Reads
 
 
 class Counter:
@@ -152,6 +153,13 @@ def test_what_libraries_hold_is_left_alone() -> None:
     net = Net()
     net.log = logging.getLogger("autostream.test")
     assert not [holder.path for holder in holders(net) if holder.path.startswith("log.")]
+
+
+def test_so_is_what_autostream_holds() -> None:
+    """A step knows where its loss looks, which are dictionaries of everything that a file has."""
+    net = Net()
+    net.reads = Reads([names_of_changes])
+    assert not [holder.path for holder in holders(net) if holder.path.startswith("reads.")]
 
 
 def test_recurrent_layers_may_renew_their_lists_of_weights() -> None:

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from autostream.errors import FastPathError, TraceError
-from autostream.tracing.constants import Constants, tensors_held, unasked
+from autostream.tracing.constants import Constants, attributes_of, registered, unasked
+from autostream.tracing.replica import ReachedOriginalError
 
-HELD, OTHER = torch.ones(3), torch.ones(3)
+HELD, ATTRIBUTE, OTHER = torch.ones(3), torch.ones(3), torch.ones(3)
 
 
 @pytest.fixture
 def constants() -> Constants:
-    return Constants(frozenset({id(HELD)}), tensors_held.__code__)
+    return Constants(frozenset({id(HELD)}), registered.__code__, frozenset({id(ATTRIBUTE)}))
 
 
 @pytest.fixture
@@ -26,18 +27,19 @@ def argument() -> Tensor:
     return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.ones(3))
 
 
-def test_parameters_buffers_and_attributes_of_all_modules_are_held() -> None:
+def test_parameters_and_buffers_of_all_modules_are_registered_and_tensors_beside_them_attributes() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     model[0].shift = shift = torch.ones(2)
     model[0].pair = [torch.ones(2)]
     norm = model[0]
-    expected = [norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, shift]
-    assert tensors_held(model) == set(map(id, expected))
+    expected = [norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked]
+    assert registered(model) == set(map(id, expected))
+    assert attributes_of(model) == {id(shift)}
 
 
 def test_what_is_held_may_be_used(constants: Constants, argument: Tensor) -> None:
     with constants:
-        assert (argument + HELD).shape == (3,)
+        assert (argument + HELD + ATTRIBUTE).shape == (3,)
         assert torch.cat([HELD, argument]).shape == (6,)
 
 
@@ -76,9 +78,17 @@ def test_its_shape_and_dtype_may_be_looked_at(constants: Constants) -> None:
 def test_what_is_no_buffer_may_not_be_written_even_if_it_is_held(
     constants: Constants, write: Callable[[Tensor], object]
 ) -> None:
-    with constants, pytest.raises(TraceError, match="no buffer: register it as one"):
+    with constants, pytest.raises(ReachedOriginalError, match="no buffer: register it as one"):
         write(HELD)
     assert HELD.tolist() == [1, 1, 1]
+
+
+def test_what_is_not_registered_is_no_original(constants: Constants) -> None:
+    for tensor, advice in ((ATTRIBUTE, "as one$"), (OTHER, "as one, or make the function that uses it")):
+        with constants, pytest.raises(TraceError, match=rf"no buffer: register it {advice}") as info:
+            tensor.add_(1)
+        assert not isinstance(info.value, ReachedOriginalError)
+        assert tensor.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import check_backward_validity
 
 from autostream.errors import FastPathError, TraceError
-from autostream.tracing.constants import tensors_held
+from autostream.tracing.constants import attributes_of, registered
 from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in, watched
 from autostream.tracing.tree import TENSOR, flatten
 
@@ -31,7 +31,7 @@ def called(function: Callable[..., Any], *args: Any) -> tuple[FlatModel, list[to
     """A model under the watch, and the shapes of its flat outputs, by a tracer that calls it with fake tensors."""
     model = Model(function)
     tensors, structure = flatten((args, {}))
-    flat = FlatModel(model, structure, tensors_held(model), "nobody")
+    flat = FlatModel(model, structure, registered(model), "nobody", attributes_of(model))
 
     def tracer() -> list[torch.Size]:
         with FakeTensorMode() as mode:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from autostream.errors import TargetError, TraceError
+from autostream.tracing.functions import module_of
 from autostream.tracing.parameters import (
     Holders,
     OptimizerState,
@@ -55,6 +56,19 @@ def test_so_is_a_submodule_that_is_exchanged() -> None:
     assert not holders.hold(optimizer, parameters_of(optimizer))
     with pytest.raises(TargetError, match="2 of the optimizer's 2 parameters"):
         holders.look(model, optimizer)
+
+
+def test_so_is_a_module_that_a_function_refers_to_no_more() -> None:
+    layer = nn.Linear(3, 2)
+    step = nn.Sequential(module_of(lambda x: layer(x)))
+    optimizer = SGD(layer.parameters(), lr=0.1)
+    holders = Holders(step, optimizer)
+    assert holders.names == (("0.layer.weight", "0.layer.bias"),)
+    assert holders.hold(optimizer, parameters_of(optimizer))
+    layer = nn.Linear(3, 2)
+    assert not holders.hold(optimizer, parameters_of(optimizer))
+    with pytest.raises(TargetError, match="2 of the optimizer's 2 parameters"):
+        holders.look(step, optimizer)
 
 
 def test_hooks_on_modules_are_seen_and_those_that_are_gone_are_not() -> None:

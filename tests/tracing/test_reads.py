@@ -218,6 +218,98 @@ def test_zeros_of_both_signs_are_two_values(monkeypatch: pytest.MonkeyPatch) -> 
     assert reads() != before
 
 
+class Trainer:
+    """An object that has modules, in its class too, and reaches some by methods."""
+
+    shared = nn.Linear(1, 1)
+
+    def __init__(self) -> None:
+        self.student, self.teacher, self.unnamed = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+        self.by_name = {"one": nn.Linear(1, 1), "other": nn.Linear(1, 1)}
+
+    def loss(self, x: Any) -> Any:
+        return self.distance(self.student(x)) + self.by_name["one"](x)
+
+    def distance(self, x: Any) -> Any:
+        return self.teacher(x) + self.shared(x)
+
+    __call__ = loss
+
+
+trainer = Trainer()
+layer = nn.Linear(1, 1)
+
+
+def refers(x: Any) -> Any:
+    return layer(x)
+
+
+def refers_by_default(x: Any, one: Any = trainer.teacher, *, other: Any = trainer.student) -> Any:
+    return one(x) + other(x)
+
+
+def refers_by_an_object(x: Any) -> Any:
+    return trainer.teacher(x)
+
+
+OF_THE_TRAINER = {
+    "self_student": trainer.student,
+    "self_teacher": trainer.teacher,
+    "self_by_name_one_": trainer.by_name["one"],
+    "self_shared": Trainer.shared,
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "modules"),
+    [
+        (refers, {"layer": layer}),
+        (lambda x: refers(x), {"layer": layer}),
+        (lambda x: [refers(each) for each in x], {"layer": layer}),
+        (partial(refers), {"layer": layer}),
+        (torch.no_grad()(refers), {"layer": layer}),
+        (refers_by_default, {"one": trainer.teacher, "other": trainer.student}),
+        (refers_by_an_object, {"trainer_teacher": trainer.teacher}),
+        (trainer.loss, OF_THE_TRAINER),
+        (trainer, OF_THE_TRAINER),
+        (layer.forward, {"self": layer}),
+        (lambda x: several[0](x), {}),
+        (reads_globals, {}),
+    ],
+)
+def test_modules_are_found_on_all_ways_that_numbers_are(
+    function: Callable[..., Any], modules: dict[str, nn.Module]
+) -> None:
+    found = Reads([function]).modules()
+    assert found.keys() == modules.keys()
+    assert all(found[name] is modules[name] for name in modules)
+
+
+def test_each_module_has_one_name_and_each_name_one_module() -> None:
+    def named_layer(layer: nn.Module) -> Callable[[Any], Any]:
+        return lambda x: layer(x)
+
+    def named_again(again: nn.Module) -> Callable[[Any], Any]:
+        return lambda x: again(x)
+
+    other = nn.Linear(1, 1)
+    modules = Reads([refers, named_layer(other), named_again(layer), named_again(other)]).modules()
+    assert modules["layer"] is layer
+    assert sorted(map(id, modules.values())) == sorted(map(id, (layer, other)))
+
+
+def test_another_module_in_the_place_of_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, new = Reads([trainer.loss]), nn.Linear(1, 1)
+    before = reads()
+    assert reads() is before
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "teacher", new)
+        assert list(unlike(before, reads())) == ["self.teacher"]
+        assert reads.modules()["self_teacher"] is new
+    assert reads() == before
+    assert reads.modules()["self_teacher"] is trainer.teacher
+
+
 class Scaled(nn.Module):
     def forward(self, x: Any) -> Any:
         return x * number

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from autostream.errors import TraceError
 from autostream.tracing.export import trace
-from autostream.tracing.replica import replica, with_ordinary_parameters
+from autostream.tracing.replica import ReachedOriginalError, replica, traced_apart, with_ordinary_parameters
 from autostream.tracing.tree import flatten
 
 
@@ -119,6 +122,50 @@ def test_weights_are_placeholders_however_they_are_reached(model: nn.Module) -> 
         state = [model.get_parameter(p.target) for p in traced.program.placeholders[:-1]]
         assert {id(tensor) for tensor in state} == {id(tensor) for tensor in model.parameters()}
         assert torch.equal(traced.program.module(*state, x)[0], model(x))
+
+
+class Counting(nn.Module):
+    """Reaches its norm through a closure, and writes to its statistics there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = self.norm = nn.BatchNorm1d(3)
+        self.run = lambda x: norm(x) + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+def test_what_is_written_is_a_buffer_however_it_is_reached() -> None:
+    model, x = Counting(), torch.randn(2, 3)
+    before = copy.deepcopy(model.state_dict())
+    tensors, structure = flatten(((x,), {}))
+    program = trace(model, tensors, structure).program
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    expected = nn.BatchNorm1d(3)
+    with torch.no_grad():
+        state = [model.get_buffer(p.target) if p.role.value == "buffer" else model.get_parameter(p.target)
+                 for p in program.placeholders[:-1]]  # fmt: skip
+        assert torch.equal(program.module(*state, x)[0], expected(x) + 1)
+    torch.testing.assert_close(dict(model.norm.state_dict()), dict(expected.state_dict()))
+
+
+def test_a_replica_that_leads_back_or_fails_is_abandoned_and_the_first_traced_instead() -> None:
+    model = nn.Linear(1, 1)
+    for fails in (ReachedOriginalError("led back"), TraceError("no"), None):
+        twin, seen = replica(model), list[nn.Module]()
+
+        def traced(own: nn.Module, fails: TraceError | None = fails, twin: nn.Module = twin) -> nn.Module:
+            seen.append(own)  # noqa: B023
+            if fails is not None and own is twin:
+                raise fails
+            return own
+
+        with pytest.raises(TraceError, match="no") if type(fails) is TraceError else nullcontext():
+            assert traced_apart(model, twin, traced, lambda own: False) is (model if fails else twin)
+        assert seen == ([twin, model] if isinstance(fails, ReachedOriginalError) else [twin])
+        assert len(list(twin.parameters())) == (0 if fails else 2)
+        assert len(list(model.parameters())) == 2
 
 
 def test_other_threads_call_the_model_while_it_is_traced() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autostream import optimize
 from autostream.tracing.export import trace
+from autostream.tracing.functions import module_of
 from autostream.tracing.state import LiveState, ModelWatch, versions_kept
 from autostream.tracing.tree import flatten
 
@@ -281,6 +282,17 @@ def test_another_module_anywhere_is_noticed(deep: Deep, change: Callable[[Deep],
     assert not watch.intact()
 
 
+def test_another_module_that_a_function_refers_to_is_noticed() -> None:
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(module_of(lambda x: layer(x)))
+    watch = ModelWatch(model)
+    layer = nn.Linear(2, 2)
+    assert not watch.intact()
+    watch = ModelWatch(model)
+    assert layer in watch.modules
+    assert watch.intact()
+
+
 def test_what_changes_no_module_leaves_the_watch_intact(deep: Deep) -> None:
     watch = ModelWatch(deep)
     deep.half()
@@ -374,6 +386,51 @@ def test_whatever_a_graph_takes_for_granted_is_watched(change: Callable[[nn.Modu
     assert state.configured(), "set again to what it was"
     change(model)
     assert not state.configured()
+
+
+LOSSES = [
+    (nn.CrossEntropyLoss(), "label_smoothing", 0.1),
+    (nn.CrossEntropyLoss(), "ignore_index", 1),
+    (nn.MSELoss(), "reduction", "sum"),
+    (nn.SmoothL1Loss(), "beta", 0.1),
+    (nn.HuberLoss(), "delta", 0.1),
+    (nn.TripletMarginLoss(), "margin", 0.1),
+    (nn.TripletMarginLoss(), "swap", True),
+    (nn.PoissonNLLLoss(), "log_input", False),
+    (nn.CosineSimilarity(), "dim", 0),
+]
+LAYERS = [
+    (nn.ELU(), "alpha", 0.5),
+    (nn.Softplus(), "beta", 2.0),
+    (nn.Threshold(0.1, 1.0), "value", 2.0),
+    (nn.Hardtanh(), "max_val", 2.0),
+    (nn.Softshrink(), "lambd", 0.1),
+    (nn.RReLU(), "upper", 0.5),
+    (nn.MultiheadAttention(2, 1), "dropout", 0.5),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "value"), [*LOSSES, *LAYERS])
+def test_settings_of_pytorchs_losses_and_numbers_of_its_layers_are_watched(
+    module: nn.Module, name: str, value: object
+) -> None:
+    state = LiveState(nn.Sequential(nn.Linear(2, 2), module), (), {})
+    assert state.configured()
+    assert hasattr(module, name)
+    setattr(module, name, value)
+    assert not state.configured()
+
+
+def test_of_layers_that_a_model_has_by_the_thousand_little_is_looked_at() -> None:
+    """What stands in the place of ``forward``, and numbers that schedules change."""
+    for layer, names in (
+        (nn.Linear(2, 2), ["forward"]),
+        (nn.Conv2d(2, 2, 1), ["forward"]),
+        (nn.ReLU(), ["forward"]),
+        (nn.Dropout(), ["forward", "p"]),
+        (nn.LayerNorm(2), ["forward", "eps"]),
+    ):
+        assert LiveState(layer, (), {})._setting_names == names
 
 
 @pytest.mark.parametrize("private", [True, False])
