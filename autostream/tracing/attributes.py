@@ -154,13 +154,7 @@ def holders(model: nn.Module) -> list[Holder]:
 def referred_to(model: nn.Module) -> list[Holder | Variable]:
     """Everything outside of a model that the functions which it is made of may change, as far as they name it.
 
-    Example:
-        >>> from autostream.tracing.functions import module_of
-        >>> history = []
-        >>> before = referred_to(module_of(lambda x: history.append(x)))
-        >>> history.append(1)
-        >>> [holder.changed() for holder in before]
-        ['history']
+    Such as the list ``history`` for ``module_of(lambda x: history.append(x))``.
     """
     found = Writable(functions_of(list(model.modules())))
     containers = (Holder.of(label, value) for label, value in found.containers)
@@ -170,11 +164,7 @@ def referred_to(model: nn.Module) -> list[Holder | Variable]:
 def iterators(model: nn.Module) -> list[str]:
     """What the functions that a model is made of name outside of it, and could not be put back: iterators.
 
-    Example:
-        >>> from autostream.tracing.functions import module_of
-        >>> numbers = iter(range(3))
-        >>> iterators(module_of(lambda x: x * next(numbers)))
-        ['numbers']
+    Such as ``["numbers"]`` for ``module_of(lambda x: x * next(numbers))``.
     """
     return Writable(functions_of(list(model.modules()))).iterators
 
