@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +29,7 @@ from autostream.storages import storage_of
 from autostream.tracing.functions import loss_of
 from autostream.tracing.inductor import check_level, check_settings
 from autostream.tracing.optimizers import obstacle, takes_closure
-from autostream.tracing.rerouted import ForwardOf, rerouted
+from autostream.tracing.stand_in import stand_in
 from autostream.tracing.state import name_of
 from autostream.tracing.steps import Backward, TrainingStep
 from autostream.tracing.train_step import STEPS
@@ -254,22 +253,30 @@ class TrainStep:
             else:
                 _note(refused, _APART)
                 return way.step, outputs
-        step, model = self._ways[-1].step, self._model
+        step, instead = self._as_written
         try:
-            with nullcontext() if model is None else rerouted(step.model, model):
-                outputs = step(*step.arguments(batch))
+            outputs = step(*step.arguments(batch))
         except Exception:  # then a graph would have failed too, and the next batch may be another matter
             for way, _ in refused:
                 way.forget_refusals()
             raise
-        _note(refused, "plain" if model is None else _EAGER)
+        _note(refused, instead)
         return step, outputs
 
     @cached_property
-    def _model(self) -> Dispatcher | None:
-        """Runs the model's calls in steps that are done as they are; nothing where that is of no use."""
-        model = Dispatcher(ForwardOf(self._step.model), self._step.options)
-        return None if model.better_alone(()) or self._step.parallel else model
+    def _model(self) -> Dispatcher:
+        """Runs the model's calls in steps that are done as they are."""
+        return Dispatcher(self._step.model, self._step.options)
+
+    @cached_property
+    def _as_written(self) -> tuple[Backward, str]:
+        """The step as it is, over a model whose calls are scheduled where that is of use, and what to say of it."""
+        step = self._step
+        useless = self._model.better_alone(()) or step.parallel
+        model = None if useless else stand_in(step.model, self._model)
+        if model is None:
+            return step, "plain"
+        return Backward(model, step.loss_fn, step.optimizer, step.options), _EAGER
 
     @property
     def disabled(self) -> bool:
@@ -289,7 +296,7 @@ class TrainStep:
         refusals = (refusal for way in self._ways for refusal in way.refusals.values() if refusal.choice != _APART)
         if eager := tuple(dict.fromkeys(refusals)):
             plain = Report(name_of(self._step), "some steps", "plain", versions=versions())
-            known = self._model.reports if self._model else ()
+            known = self._model.reports
             found += (replace(report, refusals=(*eager, *report.refusals)) for report in known or (plain,))
         return tuple(found)
 

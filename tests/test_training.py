@@ -828,16 +828,12 @@ class Layers(nn.Sequential):
 def looking_into_it(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """By all that a stand-in would not answer; not in a graph, for it uses a tensor of nobody's."""
     assert isinstance(model, Layers)
-    assert [model] == THE_MODEL
     assert len(model) == 2
     weights = sum(layer.weight.square().mean() for layer in model)
     return ((model(x) - y) * table).square().mean() + 0.1 * weights + model[0](x).square().mean()
 
 
-THE_MODEL: list[nn.Module] = []
-
-
-def test_a_loss_outside_of_a_graph_is_given_the_model_itself() -> None:
+def test_a_loss_outside_of_a_graph_may_look_into_the_model() -> None:
     calls: list[str] = []
     model = Layers(nn.Linear(6, 5), nn.Linear(5, 4)).double()
     theirs = copy.deepcopy(model)
@@ -847,14 +843,34 @@ def test_a_loss_outside_of_a_graph_is_given_the_model_itself() -> None:
         if number == 4:
             for each in (model, theirs):
                 each.register_forward_hook(lambda *_: calls.append("hook"))
-        THE_MODEL[:] = [model]
         found = step(*ROWS[0])
-        THE_MODEL[:] = [theirs]
         close(found, eager(theirs, optimizers[1], looking_into_it, ROWS[0]).detach())
         close(dict(model.state_dict()), dict(theirs.state_dict()))
-        assert "forward" not in vars(model)
     assert modes(step) == ["forward and backward", "plain"]
     assert calls == ["hook"] * 4
+
+
+def twice_differentiated(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A penalty on the gradient of the input, and a tensor of nobody's."""
+    x = x.clone().requires_grad_()
+    outputs = model(x)
+    (gradient,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return ((outputs - y) * table).square().mean() + gradient.square().mean()
+
+
+def beside_a_copy(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Such as one whose weights are perturbed; it has to be another model, by its own weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    return ((model(x) - other(x).detach() - y) * table).square().mean()
+
+
+@pytest.mark.parametrize("loss", [twice_differentiated, beside_a_copy])
+def test_a_loss_outside_of_a_graph_may_do_anything_with_the_model(loss: Make) -> None:
+    step = assert_trains_alike(Scene(mlp, loss=loss), policy="sequential")
+    assert "forward and backward" in modes(step)
 
 
 def test_on_a_cpu_the_model_is_left_alone_unless_a_schedule_is_asked_for() -> None:
