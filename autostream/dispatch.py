@@ -335,9 +335,19 @@ class Dispatcher:
         return not asked and not any(tensor.is_cuda for tensor in chain(tensors, self.model.parameters()))
 
     def _renew_watch(self) -> None:
-        if not self._watch.intact():
-            self._watch = ModelWatch(self.model)
-            self.forget()
+        """Look at the modules again where they are others.
+
+        Raises:
+            Exception: they are, time and again.
+        """
+        if self._watch.intact():
+            return
+        self._watch = ModelWatch(self.model)
+        self.forget()
+        if self._renewals >= self.options.max_signatures + self._calls // _WORTH:
+            self._calls += 1  # what changes no more has a schedule again at some time
+            raise self._refused(_CHANGES)
+        self._renewals += 1
 
     def _entry(
         self, tensors: list[Tensor], structure: Structure, signature: Signature
@@ -476,7 +486,8 @@ _BETTER_ALONE = (
 
 _CHANGES = (
     "what schedules take for granted of the model changes in call after call, and each change takes a new one: numbers "
-    "and containers that its modules have, and layouts of its weights: give the model what changes as a tensor"
+    "and containers that its modules have, layouts of its weights, and the modules that it has or refers to: give the "
+    "model what changes as a tensor, and of modules all of them, each in a place of its own"
 )
 
 _WORTH = 1000

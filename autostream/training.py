@@ -65,7 +65,7 @@ def train_step(
     watched by name: another value makes another graph. Give what changes in every step with the batch, as a tensor.
     Modules that it refers to in these ways are part of the graph. A loss that changes such a number itself, or keeps,
     returns or prints one of a tensor (``total += loss.item()``), is in no graph. What it writes under names that are
-    computed, or to a file or a generator of its own, is not noticed.
+    computed, in containers of ten thousands, or to a file or a generator of its own, is not noticed.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a

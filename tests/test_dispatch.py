@@ -585,3 +585,31 @@ def test_pieces_that_nobody_asked_for_have_to_be_the_faster(
     with torch.no_grad():
         Dispatcher(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), Options(**options))(torch.ones(3))
     assert seen == [choose]
+
+
+head = nn.Linear(4, 4)
+
+
+def with_a_head(x: Tensor) -> Tensor:
+    return head(x)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_modules_that_are_others_in_each_call_end_at_a_limit_and_the_model_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each change takes a schedule anew, which takes seconds."""
+    made: list[Any] = []
+    original = Dispatcher._made
+    monkeypatch.setattr(Dispatcher, "_made", lambda *args: (made.append(args), original(*args))[1])
+    heads, x = [nn.Linear(4, 4) for _ in range(2)], torch.randn(2, 4)
+    dispatcher = Dispatcher(module_of(with_a_head), Options(max_signatures=3))
+    for number in range(12):
+        monkeypatch.setitem(globals(), "head", heads[number % 2])
+        torch.testing.assert_close(dispatcher(x), heads[number % 2](x))
+    assert len(made) <= 4
+    assert "the modules that it has or refers to" in dispatcher.reports[-1].refusals[-1].reason
+    for _ in range(2):
+        torch.testing.assert_close(dispatcher(x), head(x))
+    assert len(made) <= 5, "it holds still now, and has a schedule"
+    assert dispatcher.reports[0].mode == "one stream"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -57,8 +58,15 @@ class Holder:
         """Put back what it held."""
         if _identical(self.before, self.live):  # others may be at it meanwhile
             return
-        self.live.clear()
-        (self.live.extend if isinstance(self.before, list) else self.live.update)(self.before)
+        kind: Any = next(own for own in (OrderedDict, *CONTAINERS) if isinstance(self.live, own))
+        kind.clear(self.live)  # not a method of a user's class, which may refuse or do more
+        if isinstance(self.before, dict):
+            for key, value in self.before.items():
+                kind.__setitem__(self.live, key, value)
+        elif isinstance(self.before, set):
+            kind.update(self.live, self.before)
+        else:
+            kind.extend(self.live, self.before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +232,8 @@ def _attributes(value: object) -> dict[str, Any] | None:
     """The attributes of a module or of an object of the user's, ``None`` for what a library looks after itself."""
     library = type(value).__module__.partition(".")[0]
     if isinstance(value, nn.Module) or not (library in _LIBRARIES or library in sys.stdlib_module_names):
-        return getattr(value, "__dict__", None)
+        found = getattr(value, "__dict__", None)
+        return found if isinstance(found, dict) else None  # a class shows its own, but not to be written to
     return None
 
 

@@ -50,8 +50,9 @@ class References:
         self._functions = [(module._modules, Reads([module._autostream_function])) for module in made]
         for modules, reads in self._functions:
             if modules != (found := reads.modules()):  # in place: others look at the dictionary
-                modules.clear()
-                modules.update(found)
+                modules.update(found)  # first, for another thread may look meanwhile
+                for name in modules.keys() - found.keys():
+                    del modules[name]
 
     def hold(self) -> bool:
         """Whether the submodules of functions are what these refer to."""

@@ -70,7 +70,7 @@ class Numbers:
 
         Whoever catches that, as logging does, is found by :meth:`check_used`.
         """
-        tracing = threading.get_ident()
+        tracing: int | None = threading.get_ident()
 
         def telling(method: Callable[..., Any]) -> Callable[..., Any]:
             def tell(number: Any, *format_spec: str) -> Any:
@@ -85,7 +85,10 @@ class Numbers:
             stack.enter_context(mock.patch.object(logging, "raiseExceptions", False))  # it would print them
             for kind, name in _TELLING:
                 stack.enter_context(mock.patch.object(kind, name, telling(getattr(kind, name))))
-            yield
+            try:
+                yield
+            finally:
+                tracing = None  # somebody may have kept a patched method
 
     def refusal(self, symbols: frozenset[str]) -> BranchError:
         """What to raise where a number that is computed from these symbols goes to Python."""

@@ -16,9 +16,11 @@ import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
+from io import IOBase
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -87,7 +89,7 @@ class Reads:
     def _look(self) -> _Seen:
         finder = _Finder()
         for function in self._functions:
-            finder.follow("", _called(function), _NOTHING, 0)
+            finder.look(function)
         places = [place for place in finder.places.values() if place.name not in finder.written]
         self._seen = seen = _Seen(
             [place for place in places if isinstance(place.holder, dict)],
@@ -164,6 +166,11 @@ class _Finder:
         self.places: dict[tuple[int, Any], _Place] = {}
         self.written: set[str] = set()
         self._seen: dict[tuple[int, int], object] = {}
+
+    def look(self, function: Callable[..., Any]) -> None:
+        """Follow a function, as far as the objects that it names can be looked at: some fail, or have no end."""
+        with suppress(Exception):
+            self.follow("", _called(function), _NOTHING, 0)
 
     def follow(self, label: str, value: Any, named: _Named, depth: int) -> None:
         """Note what lies behind a value that some code reads, and what else that code names of it."""
@@ -298,7 +305,7 @@ class Writable:
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         finder = _WriteFinder()
         for function in functions:
-            finder.follow("", _called(function), _NOTHING, 0)
+            finder.look(function)
         self.variables = [(place.holder, place.key, place.label) for place in finder.variables.values()]
         self.containers = list(finder.containers.values())
         self.iterators = list(finder.iterators)
@@ -312,21 +319,32 @@ class _WriteFinder(_Finder):
         self.variables: dict[tuple[int, Any], _Place] = {}
         self.containers: dict[int, tuple[str, Any]] = {}
         self.iterators: dict[str, None] = {}
+        self._left = _MOST
 
     def follow(self, label: str, value: Any, named: _Named, depth: int) -> None:
         key = id(value), id(named)
-        if isinstance(value, Iterator):
+        if isinstance(value, Iterator) and not isinstance(value, IOBase):
             self.iterators[label] = None
         if not isinstance(value, (*CONTAINERS, tuple)) or depth > _DEPTH or key in self._seen:
             super().follow(label, value, named, depth)
             return
         self._seen[key] = value, named
-        if isinstance(value, CONTAINERS):
-            self.containers.setdefault(id(value), (label, value))
-        items = list(value.items() if isinstance(value, dict) else enumerate(value))
-        for name, item in items:
-            if not isinstance(item, _CONSTANTS):
-                self.follow(f"{label}[{name!r}]", item, named, depth)
+        pending = deque([(label, value)])
+        while pending:
+            label, value = pending.popleft()
+            self._left -= len(value)
+            if self._left < 0:
+                return
+            if isinstance(value, CONTAINERS):
+                self.containers.setdefault(id(value), (label, value))
+            for name, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if isinstance(item, _CONSTANTS):
+                    continue
+                where = f"{label}[{repr(name) if isinstance(name, _CONSTANTS) else type(name).__name__}]"
+                if not isinstance(item, (*CONTAINERS, tuple)):
+                    self.follow(where, item, named, depth)
+                elif id(item) not in self.containers:
+                    pending.append((where, item))
 
     def _entries(
         self, label: str, holder: dict[str, Any], keys: Iterable[str], named: _Named, form: str, depth: int
@@ -347,6 +365,9 @@ class _WriteFinder(_Finder):
         if place.name in named.written:
             self.variables.setdefault((id(place.holder), place.key), place)
 
+
+_MOST = 10_000
+"""Items of containers that are looked at: a dataset or a vocabulary has millions, and is not what a loss counts in."""
 
 CONTAINERS = (dict, list, set, deque)
 """What has contents that may become others."""
@@ -411,8 +432,10 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, to
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, nn.Module)
 
 
-def _is_told(value: Any) -> bool:
-    return all(map(_is_told, value)) if type(value) is tuple else isinstance(value, (*_CONSTANTS, *_BY_IDENTITY))
+def _is_told(value: Any, depth: int = 0) -> bool:
+    if type(value) is tuple:
+        return depth <= _DEPTH and all(_is_told(item, depth + 1) for item in value)
+    return isinstance(value, (*_CONSTANTS, *_BY_IDENTITY))
 
 
 def _told(value: Any) -> tuple[type, Hashable]:

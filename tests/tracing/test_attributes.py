@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -294,16 +295,55 @@ def test_what_is_only_read_is_not_looked_at_again() -> None:
 
 
 def test_what_is_as_it_was_is_left_alone() -> None:
-    """Somebody else may be at it: to empty a list and to fill it again would be seen."""
-
-    class Untouchable(list[int]):
-        def clear(self) -> None:
-            raise AssertionError
-
-    holder = Holder.of("values", Untouchable([1]))
+    """Somebody else may be at it: to empty it and to fill it again would be seen."""
+    values = deque([1, 2])
+    holder, items = Holder.of("values", values), iter(values)
     holder.restore()
-    with pytest.raises(AssertionError):
-        (holder.live.append(2), holder.restore())
+    assert next(items) == 1
+    values.append(3)
+    holder.restore()
+    assert [*values] == [1, 2]
+
+
+class Refusing(OrderedDict[str, int]):
+    """Does not let itself be filled or emptied, as some outputs of models do not."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("no")
+
+    clear = update
+
+
+@pytest.mark.parametrize(
+    ("values", "change"),
+    [
+        (Refusing(a=1, b=2), lambda values: (values.pop("a"), values.__setitem__("c", 3))),
+        (defaultdict(list, {"a": [1]}), lambda values: values["b"].append(2)),
+        (deque([1, 2], maxlen=2), lambda values: values.append(3)),
+        ({1, 2}, lambda values: values.add(3)),
+    ],
+    ids=["one that refuses", "defaultdict", "deque", "set"],
+)
+def test_every_kind_of_container_gets_back_what_it_held(values: Any, change: Callable[[Any], object]) -> None:
+    expected, holder = copy.copy(values), Holder.of("values", values)
+    change(values)
+    assert holder.changed()
+    holder.restore()
+    assert (values, list(values), type(values)) == (expected, list(expected), type(expected))
+
+
+def test_a_class_among_the_attributes_is_let_alone() -> None:
+    class Meta(type):
+        pass
+
+    class Settings(metaclass=Meta):
+        calls = 0
+
+    model = nn.ReLU()
+    model.settings = Settings  # type: ignore[assignment]
+    with untouched(model):
+        Settings.calls = 1
+    assert Settings.calls == 1
 
 
 def test_iterators_are_found_in_what_functions_name() -> None:

@@ -454,6 +454,37 @@ def test_what_may_be_written_is_told_whether_it_is_there_or_not() -> None:
     assert not found.iterators
 
 
+class Unspeakable:
+    """Has no text; as a key of a dictionary it needs none."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+def test_what_cannot_be_looked_through_costs_nothing() -> None:
+    """A dataset is no list that a loss counts in; a list in a list in a list … has no end."""
+    dataset, deep, odd = [[number] for number in range(20_000)], list[Any](), {Unspeakable(): [1]}
+    for _ in range(3000):
+        deep = [deep]
+    assert Writable([lambda x: x * dataset[0][0]]).containers == []
+    assert 1 < len(Writable([lambda x: x * len(deep)]).containers) <= 3001
+    assert [label for label, _ in Writable([lambda x: x * len(odd)]).containers] == ["odd", "odd[Unspeakable]"]
+
+
+def test_objects_that_fail_when_looked_at_are_let_alone() -> None:
+    class Lazy:
+        @property
+        def __class__(self) -> Any:
+            raise RuntimeError("not loaded")
+
+    lazy, nested = Lazy(), ()
+    for _ in range(3000):
+        nested = (nested,)  # type: ignore[assignment]
+    assert Reads([lambda x: x * lazy])() == ()
+    assert Writable([lambda x: x * lazy]).containers == []
+    assert Reads([lambda x: x * len(nested)])() == ()
+
+
 def test_containers_in_containers_and_objects_in_them_may_be_written() -> None:
     nested, known = [{"inner": ([1], Config())}], (1, 2)
     found = Writable([lambda x: nested[0]["inner"][1].product(x) + known[0]])
