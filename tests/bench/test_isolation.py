@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -161,7 +162,8 @@ def test_an_interrupt_while_the_process_starts_ends_it(monkeypatch: pytest.Monke
     start = multiprocessing.get_context("spawn").Process.start
 
     def interrupted(process: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        # To this thread: another, which blocks nothing, might have it handled where errors are ignored.
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         start(process)
 
     monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", interrupted)
