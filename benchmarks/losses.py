@@ -3,8 +3,13 @@
     python -m benchmarks.losses --workloads train_encoder6,train_dlrm --out benchmarks/results/latest
 
 Steps round, and what is rounded in another order comes out differently, more so with each step. So eager steps are done
-several times, each time with the rows of the batch in another order: the same sums in exact arithmetic. How far one of
-these runs is at most from the mean of the others is the spread; ``autostream`` is to be as near to that mean.
+several times, with the rows of the batch in other orders and with gradients summed over parts of it: the same sums in
+exact arithmetic. How far one of these runs is at most from the mean of the others is the spread; ``autostream`` is to
+be as near to the mean of all. Weights are in bfloat16, or in float32 under autocast.
+
+The optimizer's kernels are the fused ones, which compute an update in float32 and round it once, as a scheduled step
+does. In bfloat16 the others round after every operation: their losses are farther from those of the fused ones than
+another order of sums brings any.
 """
 
 from __future__ import annotations
@@ -12,16 +17,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor
+from torch import Tensor, nn
 
 from autostream.arguments import names
-from autostream.bench.training import Step, TrainingSubject, eager
+from autostream.bench.training import Step, TrainingSubject
 from autostream.training import train_step
 from benchmarks import zoo
 from benchmarks.stamp import RESULTS, save, stamp
@@ -29,8 +36,15 @@ from benchmarks.stamp import RESULTS, save, stamp
 STEPS, WINDOW = 200, 10
 """Losses are compared as means of so many steps."""
 
-RUNS = 6
-"""Of eager steps."""
+ORDERS = 2
+"""Of the rows of a batch, the one that it has among them."""
+
+PARTS = (1, 2, 4)
+"""Into so many, of equal size, a batch is split: gradients are summed over them."""
+
+AUTOCAST = "bfloat16 autocast"
+PRECISIONS = {"bfloat16": torch.bfloat16, AUTOCAST: torch.float32}
+"""What to compute in, with the dtype of weights."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,23 +59,30 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("there is no CUDA device here")
     device, rows = torch.device("cuda", torch.cuda.current_device()), []
     for name in options.workloads:
-        rows += [row(zoo.TRAINING[name], optimizer, device, torch.bfloat16) for optimizer in zoo.OPTIMIZERS]
+        workload = zoo.TRAINING[name]
+        rows += [row(workload, *how, device) for how in product(zoo.OPTIMIZERS, PRECISIONS)]
         save("losses", {"schema": 1, "stamp": stamp(), "rows": rows}, table(rows), options.out)
     return 0
 
 
-def row(workload: zoo.TrainingWorkload, optimizer: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def row(workload: zoo.TrainingWorkload, optimizer: str, precision: str, device: torch.device) -> dict[str, Any]:
     """One workload with one optimizer: how far runs are from eager ones, relative to the largest loss."""
     batch = workload.batches[0]
-    make = partial(zoo.prepare_training, workload, batch, optimizer, device, dtype)
+
+    def subject() -> TrainingSubject:
+        made = zoo.prepare_training(workload, batch, optimizer, device, PRECISIONS[precision])
+        return replace(made, loss=partial(_autocast, made.loss)) if precision == AUTOCAST else made
+
     orders = [torch.arange(batch)]
-    orders += [torch.randperm(batch, generator=torch.Generator().manual_seed(run)) for run in range(1, RUNS)]
-    plain = [losses(make(), eager, order) for order in orders]
-    ours = losses(make(), _autostream, orders[0])
+    orders += [torch.randperm(batch, generator=torch.Generator().manual_seed(run)) for run in range(1, ORDERS)]
+    parts = [count for count in PARTS if count == 1 or not _normalizes_batches(subject().model)]
+    plain = [losses(subject(), partial(eager, parts=count), order) for count, order in product(parts, orders)]
+    ours = losses(subject(), autostream, orders[0])
     return {
         "workload": workload.name,
         "batch": batch,
         "optimizer": optimizer,
+        "precision": precision,
         "steps": STEPS,
         "first": round(float(plain[0][0]), 5),
         "last": round(float(plain[0][-1]), 5),
@@ -74,7 +95,34 @@ def _handy(share: float) -> float:
     return float(f"{share:.3g}")
 
 
-def _autostream(subject: TrainingSubject) -> Step:
+def _autocast(loss: Callable[..., Tensor], model: nn.Module, *data: Tensor) -> Tensor:
+    with torch.autocast(data[0].device.type, torch.bfloat16):
+        return loss(model, *data)
+
+
+def _normalizes_batches(model: nn.Module) -> bool:
+    """Whether it computes with the mean of a batch: that of a part is another."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def eager(subject: TrainingSubject, parts: int) -> Step:
+    """The step as users write it, with gradients summed over equal parts of a batch."""
+
+    def step(*data: Tensor) -> Tensor:
+        subject.optimizer.zero_grad()
+        found = []
+        for part in zip(*(tensor.chunk(parts) for tensor in data), strict=True):
+            loss = subject.loss(subject.model, *part) / parts
+            loss.backward()  # type: ignore[no-untyped-call]
+            found.append(loss.detach())
+        subject.optimizer.step()
+        return torch.stack(found).sum()
+
+    return step
+
+
+def autostream(subject: TrainingSubject) -> Step:
+    """The whole step as one scheduled graph."""
     return train_step(subject.model, subject.optimizer, subject.loss)
 
 
@@ -117,13 +165,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         [
             f"{row['workload']} ×{row['batch']} {row['optimizer']}",
+            row["precision"],
             f"{row['first']:.4f} to {row['last']:.4f}",
             f"{row['spread']:.2g}",
             f"{row['autostream']:.2g}",
         ]
         for row in rows
     ]
-    headers = ["workload", f"loss over {STEPS} steps", "eager runs differ by", "autostream from them by"]
+    headers = ["workload", "in", f"loss over {STEPS} steps", "eager runs differ by", "autostream from them by"]
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 

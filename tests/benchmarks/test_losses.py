@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 
 from autostream.bench.training import Step, TrainingSubject
 from benchmarks import losses, zoo
-from benchmarks.losses import RUNS, STEPS, WINDOW, distance, main, row, spread, table
+from benchmarks.losses import AUTOCAST, PARTS, PRECISIONS, STEPS, WINDOW, distance, eager, main, row, spread, table
 
 TINY = zoo.TrainingWorkload(
     "tiny",
@@ -25,8 +27,14 @@ TINY = zoo.TrainingWorkload(
 )
 
 
-def trained(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return row(TINY, "adamw", torch.device("cpu"), dtype)
+def trained(workload: zoo.TrainingWorkload = TINY, precision: str = "float32") -> dict[str, Any]:
+    return row(workload, "adamw", precision, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where bfloat16 takes long."""
+    monkeypatch.setitem(losses.PRECISIONS, "float32", torch.float32)
 
 
 def test_losses_over_200_steps_are_as_near_to_eager_ones_as_those_to_each_other() -> None:
@@ -40,36 +48,80 @@ def test_losses_over_200_steps_are_as_near_to_eager_ones_as_those_to_each_other(
 @pytest.mark.parametrize("wrong", [0.5, 1.1])
 def test_a_step_that_is_wrong_is_far_from_them(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rate is another."""
-    ours = losses._autostream
+    ours = losses.autostream
 
     def wronged(subject: TrainingSubject) -> Step:
         subject.optimizer.param_groups[0]["lr"] *= wrong
         return ours(subject)
 
-    monkeypatch.setattr(losses, "_autostream", wronged)
+    monkeypatch.setattr(losses, "autostream", wronged)
     found = trained()
     assert found["autostream"] > 100 * found["spread"]
 
 
-def test_each_run_has_another_order_of_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Tensor] = []
+def test_each_run_sums_the_same_rows_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, Tensor]] = []
 
-    def watched(subject: TrainingSubject) -> Callable[..., Tensor]:
+    def watched(subject: TrainingSubject, parts: int = 0) -> Callable[..., Tensor]:
         def step(x: Tensor, y: Tensor) -> Tensor:
-            seen.append(torch.cat([x, y], 1))
+            seen.append((parts, torch.cat([x, y], 1)))
             return torch.ones(())
 
         return step
 
     monkeypatch.setattr(losses, "eager", watched)
-    monkeypatch.setattr(losses, "_autostream", watched)
+    monkeypatch.setattr(losses, "autostream", watched)
     trained()
-    runs = seen[::STEPS]
-    assert len(runs) == RUNS + 1
-    assert torch.equal(runs[0], runs[-1])
-    for run in runs[1:RUNS]:
-        assert not torch.equal(run, runs[0])
-        assert torch.equal(run.sort(0).values, runs[0].sort(0).values)
+    *runs, (_, ours) = seen[::STEPS]
+    assert [parts for parts, _ in runs] == [count for count in PARTS for _ in range(2)]
+    for (_, first), (_, second) in zip(runs[::2], runs[1::2], strict=True):
+        assert torch.equal(first, ours)
+        assert not torch.equal(second, ours)
+        assert torch.equal(second.sort(0).values, ours.sort(0).values)
+
+
+def test_a_step_over_parts_is_that_over_the_batch() -> None:
+    """Two steps, for the second has the momentum of the first."""
+    found = []
+    for parts in PARTS:
+        subject = zoo.prepare_training(TINY, 16, "sgd", torch.device("cpu"), torch.float64)
+        step = eager(subject, parts)
+        found.append([step(*subject.data), step(*subject.data), *(p.detach() for p in subject.model.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_a_batch_whose_mean_the_model_computes_with_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def watched(subject: TrainingSubject, parts: int = 1) -> Step:
+        seen.append(parts)
+        return eager(subject, parts)
+
+    monkeypatch.setattr(losses, "eager", watched)
+    monkeypatch.setattr(losses, "autostream", watched)
+    trained(replace(TINY, model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))))
+    assert set(seen) == {1}
+
+
+def test_under_autocast_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are in bfloat16, weights and what the optimizer adds to them in float32."""
+    dtypes = set()
+
+    def watched(subject: TrainingSubject, **_: object) -> Step:
+        def step(*data: Tensor) -> Tensor:
+            subject.model.register_forward_hook(lambda *call: dtypes.add(call[-1].dtype))
+            subject.loss(subject.model, *data)
+            return torch.ones(())
+
+        assert {parameter.dtype for parameter in subject.model.parameters()} == {torch.float32}
+        return step
+
+    monkeypatch.setattr(losses, "STEPS", WINDOW)
+    monkeypatch.setattr(losses, "eager", watched)
+    monkeypatch.setattr(losses, "autostream", watched)
+    trained(precision=AUTOCAST)
+    assert dtypes == {torch.bfloat16}
 
 
 def test_windows_are_means_of_steps() -> None:
@@ -93,9 +145,9 @@ NUMBERS = {"batch": 4, "first": 2.0, "last": 1.5, "spread": 1.2e-6, "autostream"
 
 
 def test_the_table_has_a_line_for_each_row() -> None:
-    *_, line = table([{"workload": "w", "optimizer": "sgd", **NUMBERS}]).splitlines()
+    *_, line = table([{"workload": "w", "optimizer": "sgd", "precision": AUTOCAST, **NUMBERS}]).splitlines()
     found = [entry.strip() for entry in line.strip("|").split("|")]
-    assert found == ["w ×4 sgd", "2.0000 to 1.5000", "1.2e-06", "0.005"]
+    assert found == ["w ×4 sgd", AUTOCAST, "2.0000 to 1.5000", "1.2e-06", "0.005"]
 
 
 def test_the_command_saves_after_each_workload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -103,15 +155,15 @@ def test_the_command_saves_after_each_workload(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(losses, "stamp", dict)
 
-    def known(workload: zoo.TrainingWorkload, optimizer: str, *_: object) -> dict[str, Any]:
-        return {"workload": workload.name, "optimizer": optimizer, **NUMBERS}
+    def known(workload: zoo.TrainingWorkload, optimizer: str, precision: str, _: object) -> dict[str, Any]:
+        return {"workload": workload.name, "optimizer": optimizer, "precision": precision, **NUMBERS}
 
     monkeypatch.setattr(losses, "row", known)
     assert main(["--workloads", "train_dlrm,train_mlp12", "--out", str(tmp_path)]) == 0
     saved = json.loads((tmp_path / "losses.json").read_text())
-    assert [(row["workload"], row["optimizer"]) for row in saved["rows"]] == [
-        (name, optimizer) for name in ("train_dlrm", "train_mlp12") for optimizer in zoo.OPTIMIZERS
-    ]
+    assert [(row["workload"], row["optimizer"], row["precision"]) for row in saved["rows"]] == list(
+        product(("train_dlrm", "train_mlp12"), zoo.OPTIMIZERS, losses.PRECISIONS)
+    )
 
 
 @pytest.mark.parametrize(("arguments", "said"), [([], "no CUDA device"), (["--workloads", "x"], "no workload x")])
@@ -122,8 +174,9 @@ def test_what_it_cannot_do_it_says(arguments: list[str], said: str, capsys: pyte
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", zoo.OPTIMIZERS)
 @pytest.mark.parametrize("name", ["train_mlp12", "train_dlrm"])
-def test_on_a_gpu_they_are_near_too(name: str, optimizer: str) -> None:
-    found = row(zoo.TRAINING[name], optimizer, torch.device("cuda"), torch.bfloat16)
+def test_on_a_gpu_they_are_near_too(name: str, optimizer: str, precision: str) -> None:
+    found = row(zoo.TRAINING[name], optimizer, precision, torch.device("cuda"))
     assert found["autostream"] <= 2 * found["spread"]
