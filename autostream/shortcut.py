@@ -4,7 +4,7 @@ Most calls differ from the last in the values of their tensors alone. Finding th
 flattened, a signature made and looked up, each weight fetched) takes longer on the host than a small model takes on the
 device. Here it takes one look at the arguments and the settings before the run, and one at the model: during the replay
 of a captured graph that nobody can see, for which the device does not wait, and otherwise before the run. What runs as
-it is, or in pieces, needs less: it is never wrong.
+it is, or in pieces, needs less, and not in each call: it is never wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autostream.execution.places import Places
 from autostream.execution.static import Output
 from autostream.storages import storage_of
 from autostream.tracing.guards import traced_by_fx, unusual_call
-from autostream.tracing.numerics import watch_numerics
+from autostream.tracing.numerics import watch_modes, watch_numerics
 from autostream.tracing.reads import Read
 from autostream.tracing.state import LiveState, ModelWatch
 from autostream.tracing.tree import TENSOR, Structure, tensors_like, unflatten
@@ -159,7 +159,9 @@ class Unscheduled(Protocol):
 class Direct:
     """The short way of calls that have no schedule as a whole: of the model as it is, or in pieces.
 
-    So all that is looked at is whether the call may have a schedule: one of another signature may.
+    So all that is looked at is whether the call may have a schedule: one of another signature may. Of what changes more
+    rarely than arguments and modes, every eighth call is told: the rest of the code between two calls is then not in
+    the processor's caches, and looking takes several times what it does in a loop of its own.
 
     Args:
         run: does the calls; it is not kept alive.
@@ -188,10 +190,12 @@ class Direct:
         self._call = _nested(call)
         self._alike = looks_alike(args)
         self._same_numerics = watch_numerics()
+        self._same_modes = watch_modes()
         self._watch, self._training, self._read = watch, training, read
+        self._calls = 0
 
     def fits(self, args: tuple[Any, ...]) -> Sequence[Any] | None:
-        """These arguments, if a call with them, as things are now, is like the one before."""
+        """These arguments, if a call with them, as far as was looked, is like the one before."""
         tensors = args if self._call is None else tensors_like(self._call, args)
         watch = self._watch
         alike = (
@@ -200,14 +204,16 @@ class Direct:
             and not torch.is_grad_enabled()
             and not unusual_call()
             and not traced_by_fx()
-            and self._same_numerics()
+            and self._same_modes()
             and (len(tensors) == 1 or _apart(tensors))
-            and watch.intact()
             and not watch.hooked()
             and watch.training() == self._training
-            and watch.read() == self._read
         )
-        return args if alike else None
+        self._calls += 1
+        return args if alike and (self._calls % _LOOKS or self._unchanged()) else None
+
+    def _unchanged(self) -> bool:
+        return self._same_numerics() and self._watch.intact() and self._watch.read() == self._read
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """What the model returns for arguments that fit.
@@ -219,6 +225,10 @@ class Direct:
         if run is None:
             raise Changed
         return run(*args)
+
+
+_LOOKS = 8
+"""In one of so many calls all is looked at."""
 
 
 def _nested(call: Structure) -> Structure | None:

@@ -260,20 +260,23 @@ def test_what_runs_as_it_is_has_a_short_way_too_and_each_call_is_one_call(ways: 
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "calls"),
     [
-        lambda model: model.train(),
-        lambda model: setattr(model, "layer", nn.Linear(4, 4)),
-        lambda model: model.layer.register_forward_hook(lambda *_: None) and model.add_module("more", nn.ReLU()),
+        (lambda model: model.train(), 1),
+        (lambda model: model.layer.register_forward_hook(lambda *_: None), 1),
+        (lambda model: setattr(model, "layer", nn.Linear(4, 4)), 8),
+        (lambda model: model.add_module("more", nn.ReLU()), 8),
     ],
-    ids=["mode", "module", "more modules"],
+    ids=["mode", "hook", "module", "more modules"],
 )
 @torch.no_grad()
-def test_a_model_that_may_have_a_schedule_now_is_looked_at(change: Callable[[Any], object], ways: Ways) -> None:
+def test_a_model_that_may_have_a_schedule_now_is_looked_at(
+    change: Callable[[Any], object], calls: int, ways: Ways
+) -> None:
     fast, model = as_is()
     assert ways.took(lambda: fast(X)) == "short"
     change(model)
-    assert ways.took(lambda: fast(X)) == "long"
+    assert "long" in [ways.took(lambda: fast(X)) for _ in range(calls)]
 
 
 def test_so_are_calls_that_may(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,11 +292,11 @@ def test_so_are_calls_that_may(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> N
             assert ways.took(lambda: fast(X)) == "long"
         fast(X)
         with sdpa_kernel(SDPBackend.MATH):
-            assert ways.took(lambda: fast(X)) == "long"
+            assert "long" in [ways.took(lambda: fast(X)) for _ in range(8)]
         fast(X)
         assert ways.took(lambda: fast(X)) == "short"
         monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3)
-        assert ways.took(lambda: fast(X)) == "long"
+        assert "long" in [ways.took(lambda: fast(X)) for _ in range(8)]
 
 
 @torch.no_grad()

@@ -109,13 +109,33 @@ def watch_numerics() -> Callable[[], bool]:
         ...     same()
         False
     """
-    guard: Any = getattr(getattr(torch._C._dynamo, "guards", None), "GlobalStateGuard", None)
-    if guard is None or any(_autocast()) or torch._C._len_torch_function_stack():
+    guard = _guard()
+    if guard is None:
         then = numerics()
         return lambda: numerics() == then
-    unchanged: Callable[[], bool] = guard().check
     unguarded = list(map(call, _UNGUARDED))
-    return lambda: unchanged() and not torch._C._len_torch_function_stack() and list(map(call, _UNGUARDED)) == unguarded
+    return lambda: guard() and not torch._C._len_torch_function_stack() and list(map(call, _UNGUARDED)) == unguarded
+
+
+def watch_modes() -> Callable[[], bool]:
+    """A quicker look at fewer: those that users change between calls, such as autocast.
+
+    Example:
+        >>> same = watch_modes()
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     same()
+        False
+    """
+    return _guard() or watch_numerics()
+
+
+def _guard() -> Callable[[], bool] | None:
+    """TorchDynamo's look at modes, where it sees what numerics are made of."""
+    guard: Any = getattr(getattr(torch._C._dynamo, "guards", None), "GlobalStateGuard", None)
+    if guard is None or any(_autocast()) or torch._C._len_torch_function_stack():
+        return None
+    unchanged: Callable[[], bool] = guard().check
+    return unchanged
 
 
 def _autocast() -> list[Any]:
