@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autostream.tracing.reads import CONTAINERS, Writable, functions_of
+from autostream.tracing.reads import functions_of
+from autostream.tracing.writes import CONTAINERS, Writable
 
 
 @dataclass(frozen=True, slots=True)
