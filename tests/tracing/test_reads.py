@@ -454,3 +454,15 @@ def test_what_fails_when_it_is_looked_at_or_has_no_end_is_let_alone() -> None:
         nested = (nested,)  # type: ignore[assignment]
     assert Reads([lambda x: x * lazy])() == ()
     assert Reads([lambda x: x * len(nested)])() == ()
+
+
+class Link:
+    def __init__(self, value: int, following: Link | None) -> None:
+        self.value, self.following = value, following
+
+
+def test_objects_in_objects_are_followed_to_the_fourth() -> None:
+    chain = None
+    for value in (6, 5, 4, 3, 2, 1):
+        chain = Link(value, chain)
+    assert set(seen(lambda x: x * chain.following.value).values()) == {1, 2, 3, 4}  # type: ignore[union-attr]
