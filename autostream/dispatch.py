@@ -248,11 +248,9 @@ class Dispatcher:
             try:
                 outputs = self._outputs(entry, tensors, args, kwargs)
             except Stale:
-                if self._renewals >= self.options.max_signatures + self._calls // _WORTH:
+                if not self._worth_renewing():
                     proven()
-                    self._calls += 1  # what changes no more has a schedule again at some time
                     raise self._refused(_CHANGES) from None
-                self._renewals += 1
                 self._drop(entry)
             except Unsuitable as reason:
                 proven()
@@ -344,10 +342,17 @@ class Dispatcher:
             return
         self._watch = ModelWatch(self.model)
         self.forget()
-        if self._renewals >= self.options.max_signatures + self._calls // _WORTH:
-            self._calls += 1  # what changes no more has a schedule again at some time
+        if not self._worth_renewing():
             raise self._refused(_CHANGES)
-        self._renewals += 1
+
+    def _worth_renewing(self) -> bool:
+        """Whether to make anew what was made for the model as it was: each answer counts, as a renewal or as a call."""
+        worth = self._renewals < self.options.max_signatures + self._calls // _WORTH
+        if worth:
+            self._renewals += 1
+        else:
+            self._calls += 1  # what changes no more has a schedule again at some time
+        return worth
 
     def _entry(
         self, tensors: list[Tensor], structure: Structure, signature: Signature

@@ -237,20 +237,19 @@ class Untraceable(nn.Module):
         return self.layer(x) + self.calls, twice
 
 
-def as_is() -> tuple[Any, Untraceable]:
-    """A model that is done by itself, after two calls."""
-    model = Untraceable().eval()
-    fast = autostream.optimize(model)
+def called_twice(model: nn.Module, mode: str) -> tuple[Any, Any]:
+    """A model optimized, and the model itself, after two calls, which ran in this mode."""
+    fast = autostream.optimize(model.eval())
     with torch.no_grad():
         for _ in range(2):
             fast(X)
-    assert [report.mode for report in fast.reports] == ["plain"]
+    assert [report.mode for report in fast.reports] == [mode]
     return fast, model
 
 
 @torch.no_grad()
 def test_what_runs_as_it_is_has_a_short_way_too_and_each_call_is_one_call(ways: Ways) -> None:
-    fast, model = as_is()
+    fast, model = called_twice(Untraceable(), "plain")
     calls = model.calls
     for number in range(1, 4):
         x, found = torch.randn(3, 4), []
@@ -273,14 +272,14 @@ def test_what_runs_as_it_is_has_a_short_way_too_and_each_call_is_one_call(ways: 
 def test_a_model_that_may_have_a_schedule_now_is_looked_at(
     change: Callable[[Any], object], calls: int, ways: Ways
 ) -> None:
-    fast, model = as_is()
+    fast, model = called_twice(Untraceable(), "plain")
     assert ways.took(lambda: fast(X)) == "short"
     change(model)
     assert "long" in [ways.took(lambda: fast(X)) for _ in range(calls)]
 
 
 def test_so_are_calls_that_may(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast, _ = as_is()
+    fast, _ = called_twice(Untraceable(), "plain")
     assert ways.took(lambda: fast(X)) == "long", "it records gradients"
     with torch.no_grad():
         for call in (lambda: fast(torch.randn(5, 4)), lambda: fast(x=X), lambda: fast(X, {"other": 1})):
@@ -301,7 +300,7 @@ def test_so_are_calls_that_may(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> N
 
 @torch.no_grad()
 def test_structured_arguments_of_what_runs_as_it_is_are_handed_on(ways: Ways) -> None:
-    fast, _ = as_is()
+    fast, _ = called_twice(Untraceable(), "plain")
     options = {"tensor": torch.ones(2), "number": 3}
     for _ in range(2):
         fast(X, options)
@@ -346,7 +345,7 @@ def test_outer_models_that_fx_traces_find_the_module_in_them() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fast, _ = as_is()
+            self.fast, _ = called_twice(Untraceable(), "plain")
 
         def forward(self, x: Tensor) -> Tensor:
             return x + self.fast(torch.ones(3, 4))[1]
@@ -360,7 +359,7 @@ def test_outer_models_that_fx_traces_find_the_module_in_them() -> None:
 @torch.no_grad()
 def test_what_was_forgotten_meanwhile_has_no_short_way(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as by another thread, which moves the model."""
-    fast, _ = as_is()
+    fast, _ = called_twice(Untraceable(), "plain")
     fast._autostream.forget()
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "DURING", [fast._autostream.forget])
@@ -372,7 +371,7 @@ def test_what_was_forgotten_meanwhile_has_no_short_way(ways: Ways, monkeypatch: 
 
 @torch.no_grad()
 def test_each_signature_keeps_its_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast, _ = as_is()
+    fast, _ = called_twice(Untraceable(), "plain")
     other = torch.randn(5, 4)
     fast(other)
     made: list[Direct] = []
@@ -401,19 +400,9 @@ class Branching(nn.Module):
         return y.sin() if y.sum() > 0 else y.cos()
 
 
-def in_pieces() -> tuple[Any, Branching]:
-    model = Branching().eval()
-    fast = autostream.optimize(model)
-    with torch.no_grad():
-        for _ in range(2):
-            fast(X)
-    assert [report.mode for report in fast.reports] == ["graph breaks"]
-    return fast, model
-
-
 @torch.no_grad()
 def test_what_runs_in_pieces_has_a_short_way_to_them(ways: Ways) -> None:
-    fast, model = in_pieces()
+    fast, model = called_twice(Branching(), "graph breaks")
     dispatcher = fast._autostream
     for x in (X, -X, torch.randn(3, 4), torch.full((3, 4), 3.0)):
         fast(x)  # which may make pieces
@@ -425,7 +414,7 @@ def test_what_runs_in_pieces_has_a_short_way_to_them(ways: Ways) -> None:
 @torch.no_grad()
 def test_pieces_are_left_where_somebody_looks_on(ways: Ways) -> None:
     """Whoever counts ops or modules sees those of the model."""
-    fast, model = in_pieces()
+    fast, model = called_twice(Branching(), "graph breaks")
     dispatcher, called = fast._autostream, list[str]()
 
     class Counted(TorchDispatchMode):
@@ -450,7 +439,7 @@ def test_pieces_are_left_where_somebody_looks_on(ways: Ways) -> None:
 @torch.no_grad()
 def test_pieces_are_left_where_somebody_captures(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     """By turns, they would wait for the device, which no capture allows."""
-    fast, model = in_pieces()
+    fast, model = called_twice(Branching(), "graph breaks")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     found: list[Tensor] = []
@@ -460,7 +449,7 @@ def test_pieces_are_left_where_somebody_captures(ways: Ways, monkeypatch: pytest
 
 @torch.no_grad()
 def test_pieces_that_are_gone_are_made_anew() -> None:
-    fast, model = in_pieces()
+    fast, model = called_twice(Branching(), "graph breaks")
     dispatcher = fast._autostream
     shortcut = dispatcher._shortcut
     dispatcher.forget()
@@ -474,7 +463,7 @@ def test_pieces_that_are_gone_are_made_anew() -> None:
 
 @torch.no_grad()
 def test_a_model_without_memory_is_called_once(ways: Ways) -> None:
-    fast, model = as_is()
+    fast, model = called_twice(Untraceable(), "plain")
     calls = model.calls
     with pytest.raises(torch.OutOfMemoryError):
         fast(X * torch.nan)

@@ -10,7 +10,7 @@ import inspect
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CellType
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autostream.tracing.reads import CONTAINERS, Writable, functions_of
+from autostream.tracing.reads import functions_of
+from autostream.tracing.writes import CONTAINERS, Writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,27 +160,33 @@ def holders(model: nn.Module) -> list[Holder]:
     return found
 
 
-def referred_to(model: nn.Module) -> list[Holder | Variable]:
-    """Everything outside of a model that the functions which it is made of may change, as far as they name it.
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What the functions that a model is made of may change elsewhere, as far as they name it.
 
-    Such as the list ``history`` for ``module_of(lambda x: history.append(x))``.
+    Attributes:
+        holders: what can be put back, such as the list ``history`` for ``module_of(lambda x: history.append(x))``.
+        iterators: the names of what cannot, such as ``numbers`` for ``module_of(lambda x: x * next(numbers))``.
     """
+
+    holders: Sequence[Holder | Variable]
+    iterators: Sequence[str]
+
+
+def referred_to(model: nn.Module) -> Outside:
+    """Everything outside of a model that it may change."""
     found = Writable(functions_of(list(model.modules())))
     containers = (Holder.of(label, value) for label, value in found.containers)
-    return [*containers, *(Variable.of(label, holder, key) for holder, key, label in found.variables)]
-
-
-def iterators(model: nn.Module) -> list[str]:
-    """What the functions that a model is made of name outside of it, and could not be put back: iterators.
-
-    Such as ``["numbers"]`` for ``module_of(lambda x: x * next(numbers))``.
-    """
-    return Writable(functions_of(list(model.modules()))).iterators
+    variables = (Variable.of(label, holder, key) for holder, key, label in found.variables)
+    return Outside((*containers, *variables), tuple(found.iterators))
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[Outside]:
     """Restore a model's attributes, what they contain, what it refers to, and all random generators afterwards.
+
+    Yields:
+        What it refers to, as it is restored; what is taken from iterators is not.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -188,10 +195,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
         >>> model.bias is None
         False
     """
-    before = [*holders(model), *referred_to(model)]
+    outside = referred_to(model)
+    before = [*holders(model), *outside.holders]
     with _preserved_generators():
         try:
-            yield
+            yield outside
         finally:
             for holder in before:
                 holder.restore()

@@ -27,7 +27,7 @@ from autostream.errors import BranchError, FastPathError, TraceError, first_line
 from autostream.operators import symbols_of
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
-from autostream.tracing.attributes import Holder, Variable, holders, host_generators, iterators, referred_to, untouched
+from autostream.tracing.attributes import Holder, Variable, holders, host_generators, referred_to, untouched
 from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, unasked
 from autostream.tracing.draws import draws
@@ -112,9 +112,10 @@ class FlatModel(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The model's flat outputs."""
         args, kwargs = unflatten(self._structure, tensors)
-        if taken_from := iterators(self.model):
-            raise FastPathError(f"the model refers to {taken_from[0]}, an iterator: a graph would take from it once")
-        before, outside = holders(self.model), referred_to(self.model)
+        outside = referred_to(self.model)
+        if named := outside.iterators:
+            raise FastPathError(f"the model refers to {named[0]}, an iterator: a graph would take from it once")
+        before = holders(self.model)
         self.constants.watch(tensors)
         given = [*tensors, *self.model.parameters(), *self.model.buffers()]
         self.result.modes = frozenset(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
@@ -143,7 +144,7 @@ class FlatModel(nn.Module):
         if torch.is_grad_enabled() != grad_mode:
             torch.set_grad_enabled(grad_mode)
             raise FastPathError("the model leaves the recording of gradients switched on or off: a graph would not")
-        self._check_unchanged(before, outside)
+        self._check_unchanged(before, outside.holders)
         if host_generators() != generators:
             raise TraceError(
                 "the model draws random numbers from Python or NumPy, or sets a seed: a graph would do so once"

@@ -14,13 +14,11 @@ import operator
 import re
 import sys
 from argparse import Namespace
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
-from io import IOBase
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -87,7 +85,7 @@ class Reads:
         return self._look() if found is None or not all(map(operator.is_, found, seen.then)) else seen
 
     def _look(self) -> _Seen:
-        finder = _Finder()
+        finder = Finder()
         for function in self._functions:
             finder.look(function)
         places = [place for place in finder.places.values() if place.name not in finder.written]
@@ -108,7 +106,7 @@ class _Seen:
         modules: those that were met, by name.
     """
 
-    def __init__(self, entries: Sequence[_Place], others: Sequence[_Place], modules: dict[str, nn.Module]) -> None:
+    def __init__(self, entries: Sequence[Place], others: Sequence[Place], modules: dict[str, nn.Module]) -> None:
         self.modules = modules
         self._dicts, self._keys = [own.holder for own in entries], [own.key for own in entries]
         self._holders, self._attributes = [own.holder for own in others], [own.key for own in others]
@@ -135,7 +133,7 @@ def unlike(one: Read, other: Read) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """An entry of a dictionary, or an attribute of something else; what code calls it, and what users would."""
 
     holder: Any
@@ -145,7 +143,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class Named:
     """What code names: global variables, attributes, and keys; and the variables and attributes that it writes."""
 
     variables: frozenset[str] = frozenset()
@@ -154,16 +152,16 @@ class _Named:
     written: frozenset[str] = frozenset()
 
 
-_NOTHING = _Named()
+_NOTHING = Named()
 
 
-class _Finder:
+class Finder:
     """Collects the places that functions read, the modules that are there, and the names that they write."""
 
     def __init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
         self._modules: set[int] = set()
-        self.places: dict[tuple[int, Any], _Place] = {}
+        self.places: dict[tuple[int, Any], Place] = {}
         self.written: set[str] = set()
         self._seen: dict[tuple[int, int], object] = {}
 
@@ -172,12 +170,10 @@ class _Finder:
         with suppress(Exception):
             self.follow("", _called(function), _NOTHING, 0)
 
-    def follow(self, label: str, value: Any, named: _Named, depth: int) -> None:
+    def follow(self, label: str, value: Any, named: Named, depth: int) -> None:
         """Note what lies behind a value that some code reads, and what else that code names of it."""
-        key = id(value), id(named)
-        if depth > _DEPTH or key in self._seen or isinstance(value, Tensor):
+        if not self._enters(value, named, depth) or isinstance(value, Tensor):
             return
-        self._seen[key] = value, named  # and keep both, so that no other gets their ids
         if isinstance(value, nn.Module):
             self._module(label, value, named, depth)
         elif isinstance(value, FunctionType):
@@ -198,6 +194,14 @@ class _Finder:
                 self._entries(label, vars(value), named.attributes & vars(value).keys(), named, "{}.{}", depth)
         elif _is_users(value):
             self._object(label, value, named, depth)
+
+    def _enters(self, value: Any, named: Named, depth: int) -> bool:
+        """Whether to look into a value for what some code names of it: not too deep, and once."""
+        key = id(value), id(named)
+        if depth > _DEPTH or key in self._seen:
+            return False
+        self._seen[key] = value, named  # and keep both, so that no other gets their ids
+        return True
 
     def _function(self, function: FunctionType, depth: int) -> None:
         if depth and _is_library(function.__module__, function.__code__.co_filename):
@@ -223,7 +227,7 @@ class _Finder:
         if isinstance(function, FunctionType):
             self.follow(label or "self", owner, _named(function.__code__), depth)
 
-    def _module(self, label: str, module: nn.Module, named: _Named, depth: int) -> None:
+    def _module(self, label: str, module: nn.Module, named: Named, depth: int) -> None:
         """A module, and what code names of the objects that it has, and of its class; its own attributes others watch.
 
         It is noted under a name that is no path, and no other's.
@@ -239,14 +243,14 @@ class _Finder:
             self.follow(f"{label}.{name}", vars(module)[name], named, depth + 1)
         self._shared(label, module, type(module), named, named.attributes - vars(module).keys(), depth)
 
-    def _object(self, label: str, value: Any, named: _Named, depth: int) -> None:
+    def _object(self, label: str, value: Any, named: Named, depth: int) -> None:
         """What code names of an object or a class: attributes of its own and of its class, and its methods."""
         own = vars(value) if not isinstance(value, type) and hasattr(value, "__dict__") else {}
         self._entries(label, own, named.attributes & own.keys(), named, "{}.{}", depth)
         self._shared(label, value, value, named, named.attributes - own.keys(), depth)
 
     def _shared(
-        self, label: str, value: Any, holder: Any, named: _Named, attributes: Collection[str], depth: int
+        self, label: str, value: Any, holder: Any, named: Named, attributes: Collection[str], depth: int
     ) -> None:
         """These attributes of a value's class, as they are found at ``holder``."""
         classes = (value if isinstance(value, type) else type(value)).__mro__
@@ -263,114 +267,23 @@ class _Finder:
                 self._attribute(f"{label}.{name}", holder, name, name, named, depth)
 
     def _entries(
-        self, label: str, holder: dict[str, Any], keys: Iterable[str], named: _Named, form: str, depth: int
+        self, label: str, holder: dict[str, Any], keys: Iterable[str], named: Named, form: str, depth: int
     ) -> None:
         for key in sorted(keys):
-            self._note(_Place(holder, key, key, form.format(label, key)), holder[key], named, depth)
+            self._note(Place(holder, key, key, form.format(label, key)), holder[key], named, depth)
 
-    def _attribute(self, label: str, holder: Any, key: str, name: str, named: _Named, depth: int) -> None:
+    def _attribute(self, label: str, holder: Any, key: str, name: str, named: Named, depth: int) -> None:
         try:
             value = getattr(holder, key)
         except Exception:  # it has no value yet, or a user's own way to look it up fails
             return
-        self._note(_Place(holder, key, name, label), value, named, depth)
+        self._note(Place(holder, key, name, label), value, named, depth)
 
-    def _note(self, place: _Place, value: Any, named: _Named, depth: int) -> None:
+    def _note(self, place: Place, value: Any, named: Named, depth: int) -> None:
         if isinstance(value, Tensor) or _is_torchs(value):
             return
         self.places.setdefault((id(place.holder), place.key), place)
         self.follow(place.label, value, named, depth + 1)
-
-
-class Writable:
-    """What functions may write to elsewhere.
-
-    Found as :class:`Reads` finds what they read, and in containers also where names are computed.
-
-    Args:
-        functions: those to look at.
-
-    Attributes:
-        variables: the holder, the key and the label of each variable, attribute and entry that they write by name,
-            whether or not it is there yet.
-        containers: the label and the value of each list, set, dictionary and deque that they name, or that is in one.
-        iterators: the labels of those that they name: to look at one is to take from it.
-
-    Example:
-        >>> history = []
-        >>> [label for label, _ in Writable([lambda x: history.append(x)]).containers]
-        ['history']
-    """
-
-    def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
-        finder = _WriteFinder()
-        for function in functions:
-            finder.look(function)
-        self.variables = [(place.holder, place.key, place.label) for place in finder.variables.values()]
-        self.containers = list(finder.containers.values())
-        self.iterators = list(finder.iterators)
-
-
-class _WriteFinder(_Finder):
-    """Collects places that functions write, and containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.variables: dict[tuple[int, Any], _Place] = {}
-        self.containers: dict[int, tuple[str, Any]] = {}
-        self.iterators: dict[str, None] = {}
-        self._left = _MOST
-
-    def follow(self, label: str, value: Any, named: _Named, depth: int) -> None:
-        key = id(value), id(named)
-        if isinstance(value, Iterator) and not isinstance(value, IOBase):
-            self.iterators[label] = None
-        if not isinstance(value, (*CONTAINERS, tuple)) or depth > _DEPTH or key in self._seen:
-            super().follow(label, value, named, depth)
-            return
-        self._seen[key] = value, named
-        pending = deque([(label, value)])
-        while pending:
-            label, value = pending.popleft()
-            self._left -= len(value)
-            if self._left < 0:
-                return
-            if isinstance(value, CONTAINERS):
-                self.containers.setdefault(id(value), (label, value))
-            for name, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                if isinstance(item, _CONSTANTS):
-                    continue
-                where = f"{label}[{repr(name) if isinstance(name, _CONSTANTS) else type(name).__name__}]"
-                if not isinstance(item, (*CONTAINERS, tuple)):
-                    self.follow(where, item, named, depth)
-                elif id(item) not in self.containers:
-                    pending.append((where, item))
-
-    def _entries(
-        self, label: str, holder: dict[str, Any], keys: Iterable[str], named: _Named, form: str, depth: int
-    ) -> None:
-        for key in sorted(named.written):
-            self._write(_Place(holder, key, key, form.format(label, key)), named)
-        super()._entries(label, holder, keys, named, form, depth)
-
-    def _attribute(self, label: str, holder: Any, key: str, name: str, named: _Named, depth: int) -> None:
-        self._write(_Place(holder, key, name, label), named)
-        super()._attribute(label, holder, key, name, named, depth)
-
-    def _note(self, place: _Place, value: Any, named: _Named, depth: int) -> None:
-        self._write(place, named)
-        super()._note(place, value, named, depth)
-
-    def _write(self, place: _Place, named: _Named) -> None:
-        if place.name in named.written:
-            self.variables.setdefault((id(place.holder), place.key), place)
-
-
-_MOST = 10_000
-"""Items of containers that are looked at: a dataset or a vocabulary has millions, and is not what a loss counts in."""
-
-CONTAINERS = (dict, list, set, deque)
-"""What has contents that may become others."""
 
 
 def _called(function: Any) -> Any:
@@ -379,11 +292,11 @@ def _called(function: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _named(code: CodeType) -> _Named:
+def _named(code: CodeType) -> Named:
     """What code names, that of functions which it defines included."""
     inner = list(map(_named, _inner(code)))
     keys = (constant for constant in code.co_consts if isinstance(constant, str))
-    return _Named(
+    return Named(
         _arguments(code, _VARIABLES).union(*(own.variables for own in inner)),
         _arguments(code, _ATTRIBUTES).union(*(own.attributes for own in inner)),
         frozenset(keys).union(*(own.keys for own in inner)),
@@ -428,14 +341,16 @@ def _is_torchs(value: Any) -> bool:
 _NAMESPACES = (SimpleNamespace, Namespace)
 """Of Python's library, and yet with what is a user's."""
 
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+"""What leads to nothing else."""
+
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, nn.Module)
 
 
 def _is_told(value: Any, depth: int = 0) -> bool:
     if type(value) is tuple:
         return depth <= _DEPTH and all(_is_told(item, depth + 1) for item in value)
-    return isinstance(value, (*_CONSTANTS, *_BY_IDENTITY))
+    return isinstance(value, (*CONSTANTS, *_BY_IDENTITY))
 
 
 def _told(value: Any) -> tuple[type, Hashable]:

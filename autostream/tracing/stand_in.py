@@ -23,7 +23,7 @@ from autostream.tracing.guards import has_torchscript
 def stand_in(model: nn.Module, run: Callable[..., Any]) -> nn.Module | None:
     """Make one, or nothing for a model that can have none: TorchScript, or where its class has slots or ``__del__``.
 
-    A copy of it is a copy of the model.
+    A copy of it is a copy of the model, and a copy of what else is made of its class is one of the model's own.
 
     Args:
         model: the model. It is not kept alive.
@@ -54,21 +54,32 @@ def stand_in(model: nn.Module, run: Callable[..., Any]) -> nn.Module | None:
             return kind.__call__(self, *args, **kwargs)
         return live(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else leads_to(*args, **kwargs)
 
+    def plain(self: nn.Module) -> Any:
+        """An instance of the model's own class with the same attributes: for copies, which know nothing of ours."""
+        return _sharing(vars(self), kind)
+
     def copied(self: nn.Module) -> Any:
-        return copy.copy(model_of(self))
+        return copy.copy(plain(self))
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
         live = model_of(self)
-        return kind.__reduce_ex__(self, protocol) if live is None else (_itself, (live,))
+        return plain(self).__reduce_ex__(protocol) if live is None else (_itself, (live,))
 
-    own = {"__call__": call, "__copy__": copied, "__reduce_ex__": reduced}
+    own_class = property(lambda self: kind, vars(object)["__class__"].__set__)  # pickle asks for it too
+    own = {"__call__": call, "__class__": own_class, "__copy__": copied, "__reduce_ex__": reduced}
     try:
         derived = type(kind)(kind.__name__, (kind,), own | {name: getattr(kind, name) for name in _NAMES})
     except Exception:  # its metaclass, or what it does with derived classes, does not allow it
         return None
-    found: nn.Module = object.__new__(derived)
-    object.__setattr__(found, "__dict__", vars(model))
+    found = _sharing(vars(model), derived)
     made.append(weakref.ref(found))
+    return found
+
+
+def _sharing(attributes: dict[str, Any], kind: type[nn.Module]) -> nn.Module:
+    """An instance of a class with these very attributes."""
+    found = object.__new__(kind)
+    object.__setattr__(found, "__dict__", attributes)
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from autostream.errors import TargetError, TraceError, first_line
-from autostream.tracing.attributes import iterators, untouched
+from autostream.tracing.attributes import untouched
 from autostream.tracing.guards import has_torchscript
 from autostream.tracing.state import name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
@@ -110,7 +110,7 @@ def check_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def _failure(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
     """What the model raises; ``None`` where it works in some mode, or could not be tried."""
     error: Exception | None = None
-    if has_torchscript(model) or iterators(model):
+    if has_torchscript(model):
         return None
     try:
         for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
@@ -124,8 +124,10 @@ def _failure(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> E
 
 def _failure_in(mode: Any, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
     state, inputs, structure = _copies(model, args, kwargs)
-    with warnings.catch_warnings(), untouched(model), mode:
+    with warnings.catch_warnings(), untouched(model) as outside, mode:
         warnings.simplefilter("ignore")
+        if outside.iterators:  # what is taken from them could not be put back
+            return None
         try:
             functional_call(model, state, *unflatten(structure, inputs))
         except Exception as error:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autostream.tracing.attributes import Holder, Variable, holders, iterators, referred_to, untouched
+from autostream.tracing.attributes import Holder, Variable, holders, referred_to, untouched
 from autostream.tracing.functions import module_of
 from autostream.tracing.reads import Reads
 
@@ -280,7 +280,7 @@ def state() -> object:
 def test_what_a_function_changes_elsewhere_is_noticed_and_put_back(where: str) -> None:
     function, path = WRITERS[where]
     model, then = module_of(function), state()
-    before = referred_to(model)
+    before = referred_to(model).holders
     with untouched(model):
         function(1.0)
         assert path in [holder.changed() for holder in before]
@@ -291,7 +291,8 @@ def test_what_a_function_changes_elsewhere_is_noticed_and_put_back(where: str) -
 
 def test_what_is_only_read_is_not_looked_at_again() -> None:
     """Somebody else may change it meanwhile."""
-    assert not [holder for holder in referred_to(module_of(lambda x: x * steps)) if isinstance(holder, Variable)]
+    found = referred_to(module_of(lambda x: x * steps)).holders
+    assert not [holder for holder in found if isinstance(holder, Variable)]
 
 
 def test_what_is_as_it_was_is_left_alone() -> None:
@@ -348,5 +349,6 @@ def test_a_class_among_the_attributes_is_let_alone() -> None:
 
 def test_iterators_are_found_in_what_functions_name() -> None:
     stream, lists = iter([1]), [iter([2])]
-    assert iterators(module_of(lambda x: next(stream) + next(lists[0]))) == ["lists[0]", "stream"]
-    assert iterators(module_of(lambda x: [x for _ in range(3)])) == []
+    with untouched(module_of(lambda x: next(stream) + next(lists[0]))) as outside:
+        assert outside.iterators == ("lists[0]", "stream")
+    assert referred_to(module_of(lambda x: [x for _ in range(3)])).iterators == ()

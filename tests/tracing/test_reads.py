@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from autostream import optimize
 from autostream.tracing import reads as reads_module
 from autostream.tracing.functions import module_of
-from autostream.tracing.reads import Reads, Writable, functions_of, unlike
+from autostream.tracing.reads import Reads, functions_of, unlike
 
 number = 1.0
 pair = (1, 2.0)
@@ -440,54 +440,29 @@ def test_another_thread_in_between_sees_all_or_nothing(monkeypatch: pytest.Monke
     assert after != before
 
 
-def names_what_it_writes(x: float) -> None:
-    global number, made
-    number = made = x
-    config.own += x
-    table["one"] = several[0]
+class Lazy:
+    """Fails when it is looked at."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("not loaded")
 
 
-def test_what_may_be_written_is_told_whether_it_is_there_or_not() -> None:
-    found = Writable([names_what_it_writes])
-    assert {label for _, _, label in found.variables} >= {"number", "made", "config.own"}
-    assert {label for label, _ in found.containers} == {"table", "several"}
-    assert not found.iterators
-
-
-class Unspeakable:
-    """Has no text; as a key of a dictionary it needs none."""
-
-    def __repr__(self) -> str:
-        raise RuntimeError
-
-
-def test_what_cannot_be_looked_through_costs_nothing() -> None:
-    """A dataset is no list that a loss counts in; a list in a list in a list … has no end."""
-    dataset, deep, odd = [[number] for number in range(20_000)], list[Any](), {Unspeakable(): [1]}
-    for _ in range(3000):
-        deep = [deep]
-    assert Writable([lambda x: x * dataset[0][0]]).containers == []
-    assert 1 < len(Writable([lambda x: x * len(deep)]).containers) <= 3001
-    assert [label for label, _ in Writable([lambda x: x * len(odd)]).containers] == ["odd", "odd[Unspeakable]"]
-
-
-def test_objects_that_fail_when_looked_at_are_let_alone() -> None:
-    class Lazy:
-        @property
-        def __class__(self) -> Any:
-            raise RuntimeError("not loaded")
-
+def test_what_fails_when_it_is_looked_at_or_has_no_end_is_let_alone() -> None:
     lazy, nested = Lazy(), ()
     for _ in range(3000):
         nested = (nested,)  # type: ignore[assignment]
     assert Reads([lambda x: x * lazy])() == ()
-    assert Writable([lambda x: x * lazy]).containers == []
     assert Reads([lambda x: x * len(nested)])() == ()
 
 
-def test_containers_in_containers_and_objects_in_them_may_be_written() -> None:
-    nested, known = [{"inner": ([1], Config())}], (1, 2)
-    found = Writable([lambda x: nested[0]["inner"][1].product(x) + known[0]])
-    labels = [label for label, _ in found.containers]
-    assert labels == ["nested", "nested[0]", "nested[0]['inner'][0]"]
-    assert "nested[0]['inner'][1].calls" in {label for _, _, label in found.variables}
+class Link:
+    def __init__(self, value: int, following: Link | None) -> None:
+        self.value, self.following = value, following
+
+
+def test_objects_in_objects_are_followed_to_the_fourth() -> None:
+    chain = None
+    for value in (6, 5, 4, 3, 2, 1):
+        chain = Link(value, chain)
+    assert set(seen(lambda x: x * chain.following.value).values()) == {1, 2, 3, 4}  # type: ignore[union-attr]

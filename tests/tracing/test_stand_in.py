@@ -41,7 +41,7 @@ def test_calls_lead_elsewhere_and_all_else_is_the_models() -> None:
     assert found[0] is model[0]
     assert [*found] == [*model]
     assert len(found) == 2
-    assert (repr(found), type(found).__name__) == (repr(model), "Net")
+    assert (repr(found), type(found).__name__, found.__class__) == (repr(model), "Net", Net)
     found.scale = 3.0
     found.append(nn.ReLU())
     assert (model.scale, len(model)) == (3.0, 3)
@@ -61,7 +61,11 @@ def test_hooks_are_the_business_of_what_calls_lead_to() -> None:
     assert called == ["hook"]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda found: pickle.loads(pickle.dumps(found)), copy.copy])
+def pickled(found: Any) -> Any:
+    return pickle.loads(pickle.dumps(found))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, copy.copy])
 def test_a_copy_is_one_of_the_model(copied: Any) -> None:
     model = Net()
 
@@ -75,6 +79,50 @@ def test_a_copy_is_one_of_the_model(copied: Any) -> None:
         with torch.no_grad():
             other[0].weight.zero_()
         assert not torch.equal(other(X), model(X))
+
+
+def constructed(found: Any) -> Any:
+    return type(found)()
+
+
+def bare(found: Any) -> Any:
+    """As users write methods that copy."""
+    other = type(found).__new__(type(found))
+    vars(other).update(copy.deepcopy(vars(found)))
+    return other
+
+
+def test_it_may_become_another_class() -> None:
+    """As modules do that are parametrized."""
+
+    class Deeper(Net):
+        pass
+
+    found: Any = stand_in(Net(), len)
+    found.__class__ = Deeper
+    assert (type(found), found.__class__) == (Deeper, Deeper)
+
+
+@pytest.mark.parametrize("made", [constructed, bare])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, copy.copy])
+def test_what_else_is_made_of_its_class_is_copied_as_a_model_of_its_own(made: Any, copied: Any) -> None:
+    """One that leads to itself, as a copy of it does."""
+    model = Net()
+
+    def run(x: Tensor) -> Tensor:
+        raise AssertionError(x)
+
+    found = made(stand_in(model, run))
+    found.scale, found.known = 3.0, [found]
+    other = copied(found)
+    assert type(other) is Net
+    assert other is not found
+    assert torch.equal(other(X), found(X))
+    assert (other.scale, model.scale) == (3.0, 2.0)
+    other.scale = 4.0
+    assert found.scale == 3.0
+    assert (other[0].weight is found[0].weight) == (copied is copy.copy)
+    assert other.known[0] is (found if copied is copy.copy else other)
 
 
 def test_nothing_of_it_keeps_the_model_alive() -> None:
