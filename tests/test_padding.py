@@ -238,6 +238,15 @@ def test_what_cannot_be_padded_runs_at_its_own_shape(
 
 
 @torch.no_grad()
+def test_what_takes_from_an_iterator_is_not_tried() -> None:
+    stream = iter(range(9))
+    dispatch = over(lambda s, x: x * next(stream))
+    assert [dispatch(torch.ones(3, 2)).mean() for _ in range(4)] == [0, 1, 2, 3]
+    (reason,) = reasons(dispatch)
+    assert "refers to stream, an iterator" in reason
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     "forward",
     [

@@ -71,7 +71,8 @@ def tried(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     What that does to attributes and random generators is undone. Whatever the model raises comes through.
 
     Raises:
-        TraceError: an argument is no known container.
+        TraceError: an argument is no known container, or the model refers to an iterator, and what it would take from
+            that cannot be put back.
 
     Example:
         >>> x = torch.ones(2)
@@ -79,8 +80,10 @@ def tried(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
         [tensor([0., 0.])]
     """
     state, inputs, structure = _copies(model, args, kwargs)
-    with warnings.catch_warnings(), untouched(model), torch.no_grad():
+    with warnings.catch_warnings(), untouched(model) as outside, torch.no_grad():
         warnings.simplefilter("ignore")
+        if outside.iterators:
+            raise TraceError(f"the model refers to {outside.iterators[0]}, an iterator, and a trial would take from it")
         outputs = functional_call(model, state, *unflatten(structure, inputs))
     return Tried(outputs, inputs, state)
 

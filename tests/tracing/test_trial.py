@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.errors import TargetError
+from autostream.errors import TargetError, TraceError
 from autostream.tracing.trial import check_call, check_devices, tried
 from tests.semantics import Model
 
@@ -143,6 +143,8 @@ def test_a_trial_takes_nothing_from_an_iterator_and_leaves_a_users_lists_alone()
         return x @ torch.ones(5)
 
     check_call(Model(takes), (torch.ones(2, 4),), {})
+    with pytest.raises(TraceError, match="refers to stream, an iterator"):
+        tried(Model(takes), (torch.ones(2, 5),), {})
     assert next(stream) == 0
     with pytest.raises(TargetError):
         check_call(Model(fails), (torch.ones(2, 4),), {})
