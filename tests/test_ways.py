@@ -240,10 +240,13 @@ def test_there_are_so_many_ways_and_no_more() -> None:
 
 @pytest.mark.parametrize(("steady", "mode"), [(2, "graph breaks"), (6, "ways")])
 def test_ways_that_are_left_too_often_are_given_up(steady: int, mode: str) -> None:
-    """Of calls that go so often one way, then so often the other: each change is one that begins in vain."""
+    """Of calls that go so often one way, then so often the other: each change is one that begins in vain.
+
+    In all, there are more than 16 of them either way.
+    """
     plain = model()
     fast = optimize(plain)
-    for call in range(80):
+    for call in range(160):
         x = (UP, DOWN)[call // steady % 2]
         same(fast(x), plain(x))
     (report,) = fast.reports
@@ -279,6 +282,17 @@ def test_a_value_that_does_not_stay_the_same_is_not_asked_for_without_end() -> N
         same(ways([x], (x,), {}), model()(x))
     assert [each.way for each in made] == [(True,), (False,)]
     assert [each.tried for each in made] == [2, 1]
+
+
+def test_what_is_asked_for_twice_and_is_not_the_same_is_given_up() -> None:
+    def make(tensors: Any, way: Way) -> Any:
+        raise OtherWay(0, not way[0])
+
+    tensors, structure = flatten(((UP,), {}))
+    ways = Ways(model(), signature_of(structure, tensors, b"", b"", ()), "it branches", make)
+    same(ways([UP], (UP,), {}), model()(UP))
+    assert ways.over == "what it branches by is another value in a second call with the same inputs"
+    assert [refusal.reason for refusal in ways.report.refusals] == ["it branches", ways.over]
 
 
 def test_an_error_of_the_models_own_is_raised_and_calls_go_on() -> None:
