@@ -265,7 +265,7 @@ class Dispatcher:
             except Exception as error:
                 if isinstance(entry, Plain) and not entry.works:  # the model failed, perhaps at this input only
                     self._drop(entry)
-                if not isinstance(entry, Scheduled | Differentiated | Ways):
+                if not isinstance(entry, Scheduled | Differentiated):
                     raise
                 if not (self._given_up(entry, error) and entry.repeatable):
                     raise

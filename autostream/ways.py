@@ -8,7 +8,8 @@ A call runs the way that the last one took. Where a value is not as that expects
 that has begun in the same way; where there is none, the model itself does it, is watched, and what it asked for is a
 new way. So traces hang together in a tree, whose root is the call and whose forks are values (Gal et al.,
 *Trace-based Just-in-Time Type Specialization for Dynamic Languages*, PLDI 2009; for models of tensors, Jeong et al.,
-*JANUS: Fast and Flexible Deep Learning via Symbolic Graph Execution of Imperative Programs*, NSDI 2019).
+*JANUS: Fast and Flexible Deep Learning via Symbolic Graph Execution of Imperative Programs*, NSDI 2019). Ways that
+cannot be scheduled are left to the model, as long as others can, and calls seldom begin along the wrong one.
 
 Nothing shows of what was begun in vain: of no way does the program write to what is not its own, nor draw.
 """
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.build import Scheduled, Stale, Unsuitable
-from autostream.errors import TraceError, first_line
+from autostream.errors import AutostreamError, TraceError, first_line
 from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.preparing import preparing
@@ -63,6 +64,8 @@ class Ways:
         self.signature, self.reason = signature, reason
         self._model, self._make = model, make
         self._known: dict[Way, Known] = {}
+        self._refused: dict[Way, str] = {}
+        """Why the model itself makes calls that take these ways."""
         self._turns = count(1)
         self._calls = self._diverged = 0
         """How many there were lately, and how many of them began along a way that they did not take."""
@@ -75,13 +78,7 @@ class Ways:
             Stale: of a way, as :class:`~autostream.build.Scheduled` raises it.
             Unsuitable: likewise.
         """
-        try:
-            return self.along(lambda known: known.scheduled(tensors))
-        except _NewWay:
-            with noted() as outcomes:
-                outputs = self._model(*args, **kwargs)
-            self._learn(tensors, tuple(outcomes))
-            return outputs
+        return self.along(lambda known: known.scheduled(tensors), tensors, args, kwargs)
 
     def prepare(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scheduled | None:
         """Schedule, without gradients, the way that a call with these arguments takes: copies of all tensors tell.
@@ -107,19 +104,16 @@ class Ways:
         return ShortWays(self) if known is not None and known.shortcut is not None else None
 
     @property
-    def repeatable(self) -> bool:
-        """Whether a call that failed may be made again: of what has no way yet, nobody knows."""
-        return bool(self._known)
-
-    @property
     def report(self) -> Report:
         """What is known now: ways are scheduled in the calls that take them first."""
-        split = Decision("", "a graph for each way", self.reason)
+        choice = "plain" if self.over else "a way runs plainly"
+        reasons = filter(None, dict.fromkeys([*self._refused.values(), self.over]))
+        refusals = (Decision("", choice, reason) for reason in reasons)
         return Report(
             model=name_of(self._model),
             signature=str(self.signature),
             mode="ways" if self._known else "not run yet",
-            refusals=(split, Decision("", "given up", self.over)) if self.over else (split,),
+            refusals=(Decision("", "a graph for each way", self.reason), *refusals),
             versions=versions(),
             parts=tuple(known.report() for known in list(self._known.values())),
         )
@@ -129,11 +123,16 @@ class Ways:
         alike = (known for known in list(self._known.values()) if known.way[: len(begun)] == begun)
         return max(alike, key=lambda known: known.turn, default=None)
 
-    def along(self, run: Callable[[Known], Any]) -> Any:
-        """Run the way that a call takes.
+    def along(
+        self, run: Callable[[Known], Any], tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the way that a call takes; or the model, where it is not known or fails, and learn which way that takes.
 
-        Raises:
-            _NewWay: it is not known, or it fails, or the values that are asked for do not stay the same.
+        Args:
+            run: runs a way.
+            tensors: of the arguments.
+            args: of the call.
+            kwargs: of the call.
         """
         known = self.latest()
         self._count(diverged=False)
@@ -146,15 +145,21 @@ class Ways:
                 if not attempt:
                     self._count(diverged=True)
                 known = self.latest((*known.way[: other.at], other.outcome))
-            except (Stale, Unsuitable, Changed, torch.OutOfMemoryError):
+            except (Stale, Unsuitable, Changed, AutostreamError):
                 raise
+            except torch.OutOfMemoryError as error:
+                self.over = f"there is too little memory to run a way ({first_line(error)})"
+                break
             except Exception:  # the model's own, or of a check (torch._check) that a trace has moved before a branch
                 log.debug("%s: the model itself is called, for a way fails", name_of(self._model), exc_info=True)
                 break
             else:
                 known.turn = next(self._turns)
                 return outputs
-        raise _NewWay
+        with noted() as outcomes:
+            outputs = self._model(*args, **kwargs)
+        self._learn(tensors, tuple(outcomes))
+        return outputs
 
     def _count(self, *, diverged: bool) -> None:
         if diverged:
@@ -166,10 +171,16 @@ class Ways:
             self._calls += 1
 
     def _learn(self, tensors: Sequence[Tensor], way: Way) -> None:
-        """Schedule a way that a call has taken, unless it is known, or say why that is over."""
+        """Schedule a way that a call has taken, unless it is known, or remember why not."""
         with preparing:
-            if way not in self._known and not self.over:
-                self.over = self._refusal(tensors, way)
+            tried = len(self._known) + len(self._refused)
+            if way not in self._known and way not in self._refused and tried <= _MOST and not self.over:
+                reason = _TOO_MANY if tried == _MOST else self._refusal(tensors, way)
+                if reason:
+                    self._refused[way] = reason
+                    log.info("%s: a way through it runs plainly: %s", name_of(self._model), reason)
+                if not self._known:
+                    self.over = reason
             if way in self._known:
                 self._known[way].turn = next(self._turns)
 
@@ -177,8 +188,6 @@ class Ways:
         """Why a new way is not scheduled; ``""`` where it is."""
         if not way:
             return _NUMBERS
-        if len(self._known) == _MOST:
-            return f"calls take more than {_MOST} ways through it"
         try:
             scheduled = self._make(tensors, way)
         except OtherWay:
@@ -219,18 +228,14 @@ class Known:
         return replace(self.scheduled.report, ended=f"other calls go another way than {said}")
 
 
-class _NewWay(Exception):  # noqa: N818 - a notice within this file, not an error
-    """A call takes a way that is not known."""
-
-
 class ShortWays:
     """The short way of calls that take any of the ways which have one.
 
     Attributes:
-        repeatable: as of :class:`~autostream.shortcut.Shortcut`.
+        repeatable: no: if a call fails, that is the model's.
     """
 
-    repeatable = True
+    repeatable = False
 
     def __init__(self, ways: Ways) -> None:
         self._ways = ways
@@ -245,8 +250,8 @@ class ShortWays:
         """What the model returns for arguments that fit.
 
         Raises:
-            Changed: the model is another than it was, or the call takes a way that has no short one; nothing that can
-                be seen has been done.
+            Changed: the model is another than it was, or the call takes a known way that has no short one; nothing
+                that can be seen has been done.
         """
         first, looked_at, args = fit
 
@@ -256,14 +261,13 @@ class ShortWays:
                 raise Changed
             return known.shortcut(tensors)
 
-        try:
-            return self._ways.along(run)
-        except _NewWay:
-            raise Changed from None
+        return self._ways.along(run, looked_at, args, {})
 
 
 _MOST = 8
 """Ways: each takes a trace, and memory."""
+
+_TOO_MANY = f"calls take more than {_MOST} ways through it"
 
 _MANY = 64
 """Calls, of which no more than a quarter may begin along another way than they take: what they did there is lost."""

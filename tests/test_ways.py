@@ -7,13 +7,14 @@ import json
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream import TargetError, TraceError, explain, optimize
+from autostream import MismatchError, TargetError, TraceError, explain, optimize
 from autostream.dispatch import Dispatcher
 from autostream.options import Options
 from autostream.reporting.report import Report
@@ -108,7 +109,7 @@ def test_a_call_begins_anew_along_the_way_that_begins_as_it_has(monkeypatch: pyt
 def test_calls_like_the_last_take_the_short_way_whichever_way_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = model()
     fast = optimize(plain)
-    for x in (UP, DOWN):
+    for x in (UP, DOWN, DOWN):
         fast(x)
     assert isinstance(fast._autostream._shortcut, ShortWays)
     monkeypatch.setattr(Dispatcher, "_signature", lambda *_: pytest.fail("the long way"))
@@ -218,7 +219,7 @@ def test_what_branches_by_a_number_is_split_at_graph_breaks_without_another_trac
     assert "branch on the tensor itself" in reasons(report)
 
 
-def test_there_are_so_many_ways_and_no_more() -> None:
+def test_there_are_so_many_ways_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def loop(s: Model, x: Tensor) -> Tensor:
         while x.abs().max() > 1:
             x = (x / 2).clone()
@@ -230,12 +231,32 @@ def test_there_are_so_many_ways_and_no_more() -> None:
         x = torch.full((4,), 2.0**power)
         same(fast(x), plain(x))
     assert [len(way) for way in known(fast)] == list(range(1, 9))
-    for power in (8, 2, 9):
+    monkeypatch.setattr(ways_of(fast), "_make", lambda *_: pytest.fail("traced"))
+    for power in (8, 2, 9, 8):
         x = torch.full((4,), 2.0**power)
         same(fast(x), plain(x))
     (report,) = fast.reports
-    assert report.mode in ("graph breaks", "plain")
-    assert "calls take more than 8 ways through it" in reasons(report)
+    assert (report.mode, len(report.parts)) == ("ways", 8)
+    assert [refusal.choice for refusal in report.refusals] == ["a graph for each way", "a way runs plainly"]
+    assert report.refusals[-1].reason == "calls take more than 8 ways through it"
+
+
+def test_a_way_that_cannot_be_scheduled_is_left_to_the_model() -> None:
+    """Its effects are those of one call, although another way is begun before."""
+
+    def rarely(s: Model, x: Tensor) -> Tensor:
+        y = halves(s, x)
+        if x.max() > 10:
+            s.count.add_(1)
+        return y + s.count
+
+    plain, other = (Model(rarely, w=nn.Parameter(t(4, 4, seed=1)), count=nn.Buffer(torch.zeros(1))) for _ in range(2))
+    fast = optimize(plain)
+    for x in (UP, DOWN, UP + 20, UP, UP + 20, DOWN):
+        same(fast(x), other(x))
+    assert plain.count.item() == 2
+    assert known(fast) == [(True, False), (False, False)]
+    assert "writes to its state or inputs" in reasons(fast.reports[0])
 
 
 @pytest.mark.parametrize(("steady", "mode"), [(2, "graph breaks"), (6, "ways")])
@@ -376,7 +397,7 @@ def test_a_report_has_each_way_with_the_users_lines() -> None:
     (report,) = fast.reports
     assert (report.model, report.mode) == ("Model", "ways")
     assert [(part.mode, len(part.parts)) for part in report.parts] == [("sections", 3)] * 2
-    line = "test_ways.py:46: y = y / 2 if x.sum() > 0 else -y.exp()"
+    line = f"test_ways.py:{halves.__code__.co_firstlineno + 3}: y = y / 2 if x.sum() > 0 else -y.exp()"
     for part, outcome in zip(report.parts, (True, False), strict=True):
         assert part.ended.startswith(f"other calls go another way than {outcome} at ")
         assert part.ended.endswith(line)
@@ -474,7 +495,21 @@ def test_paranoid_calls_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known(fast) == [(True,), (False,)]
 
 
-def test_too_little_memory_along_a_way_leaves_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_autostream_itself_finds_wrong_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a section that is compared, and computes something else than its ops do."""
+    fast = optimize(model())
+    fast.prepare(UP)
+    (each,) = ways_of(fast)._known.values()
+
+    def wrong(*_: Any) -> Any:
+        raise MismatchError("off by 1")
+
+    monkeypatch.setattr(each, "scheduled", wrong)
+    with pytest.raises(MismatchError):
+        fast(UP)
+
+
+def test_with_too_little_memory_for_a_way_the_model_makes_the_call_and_it_is_split() -> None:
     plain = model()
     fast = optimize(plain)
     fast(UP)
@@ -483,7 +518,29 @@ def test_too_little_memory_along_a_way_leaves_the_model_as_it_is(monkeypatch: py
         raise torch.OutOfMemoryError("no memory")
 
     (each,) = ways_of(fast)._known.values()
-    monkeypatch.setattr(each, "scheduled", fails)
-    fast._autostream._shortcut = None
+    assert each.shortcut is not None
+    each.shortcut._run = SimpleNamespace(guess=fails)
     same(fast(UP), plain(UP))
-    assert [report.mode for report in fast.reports] == ["plain"]
+    for x in (DOWN, UP):
+        same(fast(x), plain(x))
+    (report,) = fast.reports
+    assert report.mode == "graph breaks"
+    assert "too little memory to run a way (OutOfMemoryError: no memory)" in reasons(report)
+
+
+def test_what_the_model_itself_has_too_little_memory_for_is_called_once() -> None:
+    calls: list[bool] = []
+
+    def hungry(s: Model, x: Tensor) -> Tensor:
+        if x.sum() < 0:
+            if type(x) is Tensor:
+                calls.append(True)
+            raise torch.OutOfMemoryError("no memory")
+        return halves(s, x)
+
+    fast = optimize(model(hungry))
+    fast(UP)
+    fast(UP)
+    with pytest.raises(torch.OutOfMemoryError):
+        fast(DOWN)
+    assert calls == [True]
