@@ -222,10 +222,10 @@ class Known:
         return None if self.shortcut is None else self.shortcut.fits(args)
 
     def report(self) -> Report:
-        """What is known of it; it ends where other calls go other ways."""
+        """What is known of it, and where it goes."""
         choices = zip(self.way, self.scheduled.choices, strict=False)  # some may be one op, in one autocast region
         said = ", ".join(f"{outcome} at {source}" if source else str(outcome) for outcome, source in choices)
-        return replace(self.scheduled.report, ended=f"other calls go another way than {said}")
+        return replace(self.scheduled.report, ended=f"the model returns, after {said}")
 
 
 class ShortWays:
@@ -276,7 +276,7 @@ _DIVERGES = (
     f"more than {_MANY // 4} of {_MANY} calls took another way than the one before, and what they had begun was lost"
 )
 
-_NUMBERS = "it branches on numbers of Python's, which were taken from tensors (.item()): branch on the tensor itself"
+_NUMBERS = "Python asks for values as its own numbers only (.item()), which no way expects: branch on the tensor itself"
 
 _UNSTEADY = "what it branches by is another value in a second call with the same inputs"
 

@@ -181,6 +181,15 @@ def test_weights_may_change_between_calls(change: Callable[[Model], Any]) -> Non
         same(fast(x), plain(x))
 
 
+def test_a_limit_that_the_model_has_may_change_between_calls() -> None:
+    plain = Model(lambda s, x: halves(s, x) if x.mean() > s.limit else x.sin().cos(), w=nn.Parameter(t(4, 4)), limit=0)
+    fast = optimize(plain)
+    for limit in (0, 0, 9, 9, -9):
+        plain.limit = limit
+        for x in (UP, DOWN):
+            same(fast(x), plain(x))
+
+
 def counts(s: Model, x: Tensor) -> Tensor:
     s.count.add_(1)
     return halves(s, x)
@@ -399,7 +408,7 @@ def test_a_report_has_each_way_with_the_users_lines() -> None:
     assert [(part.mode, len(part.parts)) for part in report.parts] == [("sections", 3)] * 2
     line = f"test_ways.py:{halves.__code__.co_firstlineno + 3}: y = y / 2 if x.sum() > 0 else -y.exp()"
     for part, outcome in zip(report.parts, (True, False), strict=True):
-        assert part.ended.startswith(f"other calls go another way than {outcome} at ")
+        assert part.ended.startswith(f"the model returns, after {outcome} at ")
         assert part.ended.endswith(line)
         first, *_ = part.parts
         assert first.ended.startswith("autostream.expect.default: a graph cannot hold it")
