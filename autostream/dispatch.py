@@ -33,7 +33,7 @@ from autostream.build import (
 )
 from autostream.comparison import compared
 from autostream.differentiated import Differentiated
-from autostream.errors import BranchError, FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.errors import BranchError, ChoiceError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
@@ -448,7 +448,7 @@ class Dispatcher:
                 raise
             if self._tracer.may_split and self.bound_inputs is None and _has_pieces(error, signature):
                 captures = self.options.cuda_graph is not False and self._uses_gpu(tensors)
-                if isinstance(error, BranchError) and captures and not signature.gradients:
+                if isinstance(error, ChoiceError) and captures and not signature.gradients:
                     known = self.model, structure, signature, self.options, self._pools, self.slots
                     return Ways(self.model, signature, str(error), partial(_scheduled_along, *known))
                 return self._pieces(signature, str(error))  # not what its frames hold

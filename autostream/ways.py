@@ -186,8 +186,6 @@ class Ways:
 
     def _refusal(self, tensors: Sequence[Tensor], way: Way) -> str:
         """Why a new way is not scheduled; ``""`` where it is."""
-        if not way:
-            return _NUMBERS
         try:
             scheduled = self._make(tensors, way)
         except OtherWay:
@@ -275,8 +273,6 @@ _MANY = 64
 _DIVERGES = (
     f"more than {_MANY // 4} of {_MANY} calls took another way than the one before, and what they had begun was lost"
 )
-
-_NUMBERS = "Python asks for values as its own numbers only (.item()), which no way expects: branch on the tensor itself"
 
 _UNSTEADY = "what it branches by is another value in a second call with the same inputs"
 

@@ -215,17 +215,29 @@ def test_what_branches_by_chance_is_split_at_graph_breaks() -> None:
     assert report.mode == "graph breaks"
 
 
-def test_what_branches_by_a_number_is_split_at_graph_breaks_without_another_trace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("autostream.dispatch.along", lambda way: pytest.fail("traced"))
+def test_what_branches_by_a_number_is_split_at_graph_breaks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.dispatch.Ways.__init__", lambda *_: pytest.fail("made"))
     plain = model(lambda s, x: (x @ s.w).sin() if x.sum().item() > 0 else x.cos())
+    fast = optimize(plain)
+    for x in (UP, DOWN):
+        same(fast(x), plain(x))
+    assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+def test_what_branches_by_a_number_too_is_split_at_graph_breaks() -> None:
+    plain = model(lambda s, x: halves(s, x) if x.max().item() > 0 else x.cos())
+    fast = optimize(plain)
+    for x in (UP, DOWN):
+        same(fast(x), plain(x))
+    assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+    plain = model(lambda s, x: (y := halves(s, x)) * (2 if y.max().item() > 0 else 3))
     fast = optimize(plain)
     for x in (UP, DOWN):
         same(fast(x), plain(x))
     (report,) = fast.reports
     assert report.mode == "graph breaks"
-    assert "branch on the tensor itself" in reasons(report)
+    assert reasons(report).count("GuardOnDataDependentSymNode") == 2, "of the first branch, and along the way"
 
 
 def test_there_are_so_many_ways_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

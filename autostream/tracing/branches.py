@@ -44,7 +44,7 @@ class _Noted(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _ASKING:
+        if func in ASKING:
             self.outcomes.append(result)
         return result
 
@@ -72,7 +72,7 @@ class Assumed(TorchFunctionMode):
         Raises:
             BranchError: it asks for more of them than the way has.
         """
-        if func not in _ASKING or args[0].numel() != 1:  # of several, PyTorch says what is wrong
+        if func not in ASKING or args[0].numel() != 1:  # of several, PyTorch says what is wrong
             return func(*args, **(kwargs or {}))
         at = self._asked
         if at == len(self._way):
@@ -91,6 +91,7 @@ class Assumed(TorchFunctionMode):
             raise BranchError(_OTHERWISE)
 
 
-_ASKING = {Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero}
+ASKING = {Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero}
+"""By what Python asks whether a tensor is true."""
 
 _OTHERWISE = "traced, the model asks for other values to branch by than when it is called"

@@ -23,12 +23,12 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
-from autostream.errors import BranchError, FastPathError, TraceError, first_line
+from autostream.errors import BranchError, ChoiceError, FastPathError, TraceError, first_line
 from autostream.operators import symbols_of
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, Variable, holders, host_generators, referred_to, untouched
-from autostream.tracing.branches import Assumed, Way
+from autostream.tracing.branches import ASKING, Assumed, Way
 from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, unasked
 from autostream.tracing.draws import draws
@@ -194,7 +194,8 @@ class FlatModel(nn.Module):
             return type(error)(f"{reason}{_blamed(error)}")
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # tracing has imported it by now
 
-        kind = BranchError if isinstance(error, GuardOnDataDependentSymNode) else TraceError
+        branch = ChoiceError if self.constants.last in ASKING else BranchError
+        kind = branch if isinstance(error, GuardOnDataDependentSymNode) else TraceError
         return kind(f"{self._tracer} cannot trace {name_of(self.model)}: {first_line(error)}{_blamed(error)}")
 
     @contextmanager

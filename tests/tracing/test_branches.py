@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.errors import BranchError, TraceError
+from autostream.errors import BranchError, ChoiceError, TraceError
 from autostream.tracing.branches import Way, noted
 from autostream.tracing.expecting import expect
-from autostream.tracing.export import Traced, along
+from autostream.tracing.export import Traced, along, trace
 from autostream.tracing.tree import flatten
 from tests.semantics import Model
 
@@ -30,7 +30,7 @@ def expected(found: Traced) -> list[tuple[Any, ...]]:
     return [node.args[1:] for node in found.program.module.graph.find_nodes(op="call_function", target=expect)]
 
 
-ASKING: dict[str, Callable[[Tensor], bool]] = {
+QUESTIONS: dict[str, Callable[[Tensor], bool]] = {
     "if": lambda x: 1 if x.sum() > 2 else 0,
     "not": lambda x: not x.sum() > 2,
     "bool": lambda x: bool(x.sum() > 2),
@@ -39,11 +39,11 @@ ASKING: dict[str, Callable[[Tensor], bool]] = {
 }
 
 
-@pytest.mark.parametrize("asking", ASKING)
+@pytest.mark.parametrize("asking", QUESTIONS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_noted_in_a_call_is_what_a_trace_asks_for(asking: str, size: int) -> None:
     def function(s: Model, x: Tensor) -> Tensor:
-        return x.sin() if ASKING[asking](x) else x.cos()
+        return x.sin() if QUESTIONS[asking](x) else x.cos()
 
     x = torch.full((2,), float(size))
     with noted() as outcomes:
@@ -111,9 +111,29 @@ def test_it_is_the_users_line_that_is_named_and_noted() -> None:
         traced(function, ())
 
 
-def test_a_branch_on_a_number_is_refused_still() -> None:
+def number(s: Model, x: Tensor) -> Tensor:
+    return x.sin() if x.sum().item() > 0 else x.cos()
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (number, BranchError),
+        *((lambda s, x, ask=ask: x.sin() if ask(x) else x.cos(), ChoiceError) for ask in QUESTIONS.values()),
+    ],
+)
+def test_a_trace_without_a_way_says_whether_ways_would_help(
+    function: Callable[..., Any], kind: type[BranchError]
+) -> None:
+    tensors, structure = flatten(((torch.ones(2),), {}))
+    with pytest.raises(BranchError, match="GuardOnDataDependentSymNode") as caught, torch.no_grad():
+        trace(Model(function), tensors, structure)
+    assert type(caught.value) is kind
+
+
+def test_a_branch_on_a_number_is_refused_along_a_way() -> None:
     with pytest.raises(BranchError, match="GuardOnDataDependentSymNode"):
-        traced(lambda s, x: x.sin() if x.sum().item() > 0 else x.cos(), ())
+        traced(number, ())
 
 
 def test_a_tensor_of_several_elements_is_neither_true_nor_false() -> None:
