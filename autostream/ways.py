@@ -254,10 +254,10 @@ class ShortWays:
         first, looked_at, args = fit
 
         def run(known: Known) -> Any:
-            tensors = looked_at if known is first else known.fits(args)
-            if known.shortcut is None or tensors is None:
+            tensors, shortcut = looked_at if known is first else known.fits(args), known.shortcut
+            if tensors is None or shortcut is None:
                 raise Changed
-            return known.shortcut(tensors)
+            return shortcut(tensors)
 
         return self._ways.along(run, looked_at, args, {})
 

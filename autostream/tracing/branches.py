@@ -72,13 +72,19 @@ class Assumed(TorchFunctionMode):
         Raises:
             BranchError: it asks for more of them than the way has.
         """
-        if func not in ASKING or args[0].numel() != 1:  # of several, PyTorch says what is wrong
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in ASKING:
+            value = args[0] if args else kwargs["input"]
+            if value.numel() == 1:  # of several, PyTorch says what is wrong
+                return self._answer(value)
+        return func(*args, **kwargs)
+
+    def _answer(self, value: Tensor) -> bool:
         at = self._asked
         if at == len(self._way):
             raise BranchError(_OTHERWISE)
         self._asked += 1
-        expect(args[0], at, self._way[at])
+        expect(value, at, self._way[at])
         return self._way[at]
 
     def check_used(self) -> None:

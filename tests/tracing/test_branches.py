@@ -36,6 +36,7 @@ QUESTIONS: dict[str, Callable[[Tensor], bool]] = {
     "bool": lambda x: bool(x.sum() > 2),
     "method": lambda x: (x.sum() > 2).is_nonzero(),
     "function": lambda x: torch.is_nonzero(x.sum() > 2),
+    "by name": lambda x: torch.is_nonzero(input=x.sum() > 2),
 }
 
 
