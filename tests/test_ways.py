@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autostream import MismatchError, TargetError, TraceError, explain, optimize
@@ -24,7 +26,8 @@ from autostream.tracing.signature import signature_of
 from autostream.tracing.tree import flatten
 from autostream.ways import ShortWays, Ways
 from tests.cuts import let_be_cut
-from tests.semantics import Model, check_same, same
+from tests.random_modules import TURNS, RandomModule, check, random_modules
+from tests.semantics import Model, check_same, same, tensors_in
 from tests.threads import in_threads
 
 
@@ -514,6 +517,33 @@ def test_paranoid_calls_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     for x in (UP, DOWN, UP):
         same(fast(x), plain(x))
     assert known(fast) == [(True,), (False,)]
+
+
+class Forked(nn.Module):
+    """A module behind a branch on what it is given, and before one on what it returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = next(tensors_in((args, kwargs))).sin()
+        begun = given.cos() + 1 if given.sum() > 0 else given.exp()
+        result = self.inner(*args, **kwargs)
+        for tensor in tensors_in(result):
+            if tensor.float().sum() > 0:
+                begun = begun * 2
+        return result, begun
+
+
+@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(module=random_modules(), turns=st.sampled_from(list(TURNS)), one_in=st.sampled_from([2, 3, 9]))
+def test_random_modules_are_the_same_whichever_way_they_go(module: RandomModule, turns: str, one_in: int) -> None:
+    torch._dynamo.reset()
+    net, inputs = module()
+    with pytest.MonkeyPatch.context() as patch:
+        let_be_cut(patch, lambda op: op.chooses or sum(op.name.encode()) % one_in == 0)
+        check(lambda: Forked(net()), inputs, {}, TURNS[turns])
 
 
 def test_what_autostream_itself_finds_wrong_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
