@@ -39,7 +39,7 @@ from autostream.select import Execution, detached, has_integers, repeatable, wri
 from autostream.shortcut import CapturedRun, Run, Shortcut, UncapturedRun
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
-from autostream.tracing.export import MODELS, Tracer, check_one_device, trace
+from autostream.tracing.export import MODELS, Tracer, check_one_device, check_straight, trace
 from autostream.tracing.numerics import numerics
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
@@ -116,6 +116,7 @@ class Scheduled:
                 made = _in_sections(sections, traced.program, name_of(model), signature, stopwatch)
             else:
                 check_one_device(traced.program)
+                check_straight(traced.program)
                 tuned = tune(traced.program, arguments, self._bound, options, stopwatch)
                 with stopwatch("select"):
                     tuned = pooled(tuned, arguments, pools)
@@ -218,6 +219,11 @@ class Scheduled:
         """What was done, and why."""
         report = self._report()
         return replace(report, refusals=(*report.refusals, *self._copies.refusals))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The user's lines where the program expects a value, in order."""
+        return tuple(op.source for op in self._graph.ops.values() if op.chooses)
 
     def lowered(self) -> GraphModule:
         """The graph that runs, or that was captured."""

@@ -2,7 +2,7 @@
 
 call ──▶ like the last one? ──▶ short way
                │ no
-               └─▶ signature ──▶ entry, made in the first call that has it ──▶ Scheduled, Pieces or Plain
+               └─▶ signature ──▶ entry, made in the first call that has it ──▶ Scheduled, Ways, Pieces or Plain
                        └── no graph can do the same: the model itself
 """
 
@@ -33,17 +33,18 @@ from autostream.build import (
 )
 from autostream.comparison import compared
 from autostream.differentiated import Differentiated
-from autostream.errors import BranchError, FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.errors import BranchError, ChoiceError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
 from autostream.options import Options, disabled, paranoid
-from autostream.pieces import Pieces
+from autostream.pieces import MakePiece, Pieces
 from autostream.pipeline import versions
 from autostream.preparing import preparing
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Direct, Shortcut
-from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
+from autostream.tracing.branches import Way
+from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer, along
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.inductor import check_level
 from autostream.tracing.numerics import order_attention
@@ -51,10 +52,11 @@ from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
 from autostream.tracing.trial import check_call, check_devices
+from autostream.ways import ShortWays, Ways
 
 log = logging.getLogger(__name__)
 
-Entry = Scheduled | Differentiated | Pieces | Plain
+Entry = Scheduled | Differentiated | Ways | Pieces | Plain
 """What calls of one signature run."""
 
 
@@ -102,7 +104,7 @@ class Dispatcher:
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
         self._proven: WeakSet[Entry] = WeakSet()
         self._bypasses: dict[str, Report] = {}
-        self._shortcut: Shortcut | Direct | None = None
+        self._shortcut: Shortcut | ShortWays | Direct | None = None
         self._direct: WeakKeyDictionary[Entry, Direct] = WeakKeyDictionary()
         self._dropped = False
         self._calls = self._renewals = 0
@@ -227,12 +229,14 @@ class Dispatcher:
                 return None
             entry, proven = self._entry(tensors, structure, signature)
         tried = entry in self._proven or _optimized_in_part(self.model)
-        if not isinstance(entry, Scheduled) and self._tracer.may_try and not tried:
-            try:
+        try:
+            if isinstance(entry, Ways):
+                entry = entry.prepare(tensors, args, kwargs) or (self._split(entry) if entry.over else entry)
+            elif not isinstance(entry, Scheduled) and self._tracer.may_try and not tried:
                 check_call(self.model, args, kwargs)
-            except TargetError:
-                self._drop(entry)
-                raise
+        except TargetError:
+            self._drop(entry)
+            raise
         proven()
         return entry
 
@@ -268,6 +272,8 @@ class Dispatcher:
             else:
                 proven()
                 self._calls += 1
+                if isinstance(entry, Ways) and entry.over:
+                    entry = self._split(entry)
                 stays = watch is self._watch and self._entries.get(signature) is entry
                 if not kwargs and stays and not self._paranoid:
                     self._shortcut = self._short_way(entry, args, structure, signature)
@@ -277,10 +283,10 @@ class Dispatcher:
 
     def _short_way(
         self, entry: Entry, args: tuple[Any, ...], structure: Structure, signature: Signature
-    ) -> Shortcut | Direct | None:
+    ) -> Shortcut | ShortWays | Direct | None:
         """For calls like one that was done by position, where there is one."""
         watch = self._watch
-        if isinstance(entry, Scheduled):
+        if isinstance(entry, Scheduled | Ways):
             return entry.shortcut(args, structure, watch)
         if isinstance(entry, Differentiated) or torch.is_grad_enabled() or signature.aliases:
             return None
@@ -296,11 +302,12 @@ class Dispatcher:
         return any(replace(signature, read=other.read) == other for other in self._entries)
 
     def _outputs(self, entry: Entry, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(entry, Scheduled | Differentiated):
+        if not isinstance(entry, Scheduled | Differentiated | Ways):
             return entry(*args, **kwargs)
+        call = (tensors, args, kwargs) if isinstance(entry, Ways) else (tensors,)
         if self._paranoid:
-            return compared(self.model, partial(entry, tensors), tensors, args, kwargs)
-        return entry(tensors)
+            return compared(self.model, partial(entry, *call), tensors, args, kwargs)
+        return entry(*call)
 
     def _signature(self, args: Any, kwargs: Any) -> tuple[list[Tensor], Structure, Signature, ModelWatch]:
         """The flat inputs of a call, its signature, and the watch on the modules that it was made for."""
@@ -330,7 +337,10 @@ class Dispatcher:
     def better_alone(self, tensors: Sequence[Tensor]) -> bool:
         """Whether to leave calls that record gradients to the model: on a CPU, unless somebody asks for a schedule."""
         asked = self.options.strict or self.options.policy != "auto"
-        return not asked and not any(tensor.is_cuda for tensor in chain(tensors, self.model.parameters()))
+        return not asked and not self._uses_gpu(tensors)
+
+    def _uses_gpu(self, tensors: Sequence[Tensor]) -> bool:
+        return any(tensor.is_cuda for tensor in chain(tensors, self.model.parameters()))
 
     def _renew_watch(self) -> None:
         """Look at the modules again where they are others.
@@ -437,20 +447,36 @@ class Dispatcher:
             if self.options.strict or isinstance(error, OptionError | TargetError):
                 raise
             if self._tracer.may_split and self.bound_inputs is None and _has_pieces(error, signature):
-                log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # not what its frames hold
-                choose = (self.options.policy, self.options.cuda_graph) == ("auto", "auto")
-                return Pieces(self.model, signature, str(error), self._piece, choose=choose)
+                captures = self.options.cuda_graph is not False and self._uses_gpu(tensors)
+                if isinstance(error, ChoiceError) and captures and not signature.gradients:
+                    known = self.model, structure, signature, self.options, self._pools, self.slots
+                    return Ways(self.model, signature, str(error), partial(_scheduled_along, *known))
+                return self._pieces(signature, str(error))  # not what its frames hold
             if self._tracer.may_refuse and isinstance(error, TraceError):
                 return Refusing(self.model, signature, str(error))
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
             log.warning("%s runs plainly: %s", self._name, reason)
             return Plain(self.model, signature, reason)
 
+    def _pieces(self, signature: Signature, reason: str) -> Pieces:
+        log.warning("%s: %s; splitting it at graph breaks", self._name, reason)
+        choose = (self.options.policy, self.options.cuda_graph) == ("auto", "auto")
+        return Pieces(self.model, signature, reason, self._piece, choose=choose)
+
+    def _split(self, ways: Ways) -> Pieces:
+        """Pieces, in the place of ways that are given up."""
+        with self._lock:
+            pieces = self._pieces(ways.signature, f"{ways.reason}; in a graph for each way: {ways.over}")
+            for signature in self._signatures_of(ways):
+                self._entries[signature] = pieces
+            return pieces
+
     def _piece(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
         return Dispatcher(module, self.options, bound_inputs, self._pools, PIECES)
 
-    def _section(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
-        return Dispatcher(module, self.options, bound_inputs, self._pools, SECTIONS)
+    @property
+    def _section(self) -> MakePiece:
+        return partial(_section_of, self.options, self._pools)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the model and the options; schedules are made anew."""
@@ -475,6 +501,25 @@ class Dispatcher:
     @property
     def _name(self) -> str:
         return name_of(self.model)
+
+
+def _section_of(options: Options, pools: GraphPools, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
+    return Dispatcher(module, options, bound_inputs, pools, SECTIONS)
+
+
+def _scheduled_along(
+    model: nn.Module,
+    structure: Structure,
+    signature: Signature,
+    options: Options,
+    pools: GraphPools,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    way: Way,
+) -> Scheduled:
+    """A way through a model that branches on values, for a dispatcher's calls of one signature."""
+    call, section = (model, structure, tensors, signature), partial(_section_of, options, pools)
+    return Scheduled(*call, frozenset(), options, pools, along(way), slots, section)
 
 
 def _has_pieces(error: Exception, signature: Signature) -> bool:

@@ -6,6 +6,7 @@
     ├── CostError (ValueError)      costs or a device profile cannot be used
     ├── TraceError                  a model cannot be turned into a dataflow graph
     │   ├── BranchError             … for it goes by values of tensors; pieces of it can
+    │   │   └── ChoiceError         … which Python only asks whether they are true; each way through it can
     │   └── FastPathError           … and pieces of it would not compute the same either
     ├── FusionError                 a program's ops cannot be fused into kernels
     ├── ScheduleError               a schedule failed verification; it was not executed
@@ -41,6 +42,10 @@ class TraceError(AutostreamError):
 
 class BranchError(TraceError):
     """What a model does next depends on values of tensors; the message says where. What lies between can be traced."""
+
+
+class ChoiceError(BranchError):
+    """What a model does next depends on whether a tensor is true (``if x.sum() > 0``); the message says where."""
 
 
 class FastPathError(TraceError):

@@ -46,7 +46,7 @@ FLOORS = {
             "dispatch",
             "buckets",
         ),
-        *("padding", "pieces", "sections", "turns"),
+        *("padding", "pieces", "sections", "turns", "ways"),
     },
     4: {"api", "explaining", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},

@@ -239,7 +239,11 @@ class _Draft:
         writes += made
         self.groups[node.name] = _Group(node, effects, reads, writes, made, [*members, node.name])
         self.dependencies += self._history.record(
-            node.name, self.memory.resources(reads), self.memory.resources(writes), sorted(effects.orders)
+            node.name,
+            self.memory.resources(reads),
+            self.memory.resources(writes),
+            sorted(effects.orders),
+            chooses=effects.chooses,
         )
 
     def _computes_from_literals(self, effects: Effects, accessed: Names) -> bool:
@@ -277,6 +281,7 @@ def _op(group: _Group, work: Work, device: str, source: str) -> Op:
         source=source,
         uncapturable=group.effects.uncapturable,
         crosses=crosses(group.node),
+        chooses=group.effects.chooses,
     )
 
 

@@ -121,8 +121,8 @@ def _dry(model: nn.Module, args: tuple[Any, ...], options: Options, profile: Dev
     except TraceError as error:
         check_call(model, args, {})  # with inputs that it does not take, there is nothing to split
         raise TraceError(
-            f"{error}; autostream.optimize splits such a model at graph breaks or runs it as it is, and "
-            "autostream.explain and Report.to_html() show the pieces after a call"
+            f"{error}; autostream.optimize splits such a model at graph breaks, or by the ways that calls take through "
+            "it, or runs it as it is, and autostream.explain and Report.to_html() show the pieces after a call"
         ) from error
 
 

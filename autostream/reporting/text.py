@@ -29,12 +29,15 @@ _MODES = {
     "one stream": "one op after another, uncaptured,",
     "graph breaks": "pieces between graph breaks",
     "sections": "CUDA graphs, and between them the ops that none can hold",
+    "ways": "CUDA graphs for each way that calls take through its branches",
     "forward and backward": "a forward and a backward, each scheduled for itself",
     "not run yet": "nothing yet: the first call makes the pieces, or raises the model's own error",
     "streams": "ops on CUDA streams, uncaptured,",
     "threads": "CPU threads,",
     "cuda graph": "CUDA graph",
 }
+
+_CUT = ("sections", "ways")
 
 _LEVELS = {"aten": "ATen", "inductor": "fused by TorchInductor"}
 
@@ -223,9 +226,7 @@ def _half(part: Report) -> str:
 def _captured(report: Report) -> Iterator[tuple[str, str]]:
     share = captured_share(report)
     if share is not None:
-        rest = (
-            "what no graph holds as predicted" if report.mode == "sections" else "what runs between them is not timed"
-        )
+        rest = "what no graph holds as predicted" if report.mode in _CUT else "what runs between them is not timed"
         yield "captured", f"{share:.0%} of the time of its pieces, each run once; {rest}"
 
 

@@ -68,6 +68,7 @@ class Constants(TorchFunctionMode):
     Attributes:
         seen: the fake tensors of the trace.
         numbers: what is asked of them.
+        last: the function of PyTorch's that was called last.
         requires: whether the model says of a tensor that it requires gradients, which no op of a graph does.
     """
 
@@ -81,6 +82,7 @@ class Constants(TorchFunctionMode):
         self.seen: Watched = []
         self.numbers = Numbers(outermost)
         self.requires = False
+        self.last: Any = None
         self._default_dtype = torch.get_default_dtype()
 
     def watch(self, value: Any) -> None:
@@ -100,6 +102,7 @@ class Constants(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # the branches of a torch.cond
             return func(*args, **kwargs)
         note_line(sys._getframe(1), self._outermost)
+        self.last = func
         if func in _QUESTIONS:
             _refuse_question(_QUESTIONS[func], sys._getframe(1))
         if torch.get_default_dtype() is not self._default_dtype:

@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from autostream.errors import FastPathError, TraceError
+from autostream.errors import BranchError, FastPathError, TraceError
 from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
+from autostream.tracing.branches import Way
 from autostream.tracing.constants import attributes_of, registered
+from autostream.tracing.expecting import expect
 from autostream.tracing.flat import FlatModel, check_graph, check_ordinary, tensors_in, watched
 from autostream.tracing.guards import unusual
 from autostream.tracing.reach import check_reach
@@ -66,7 +69,14 @@ class Tracer:
     may_refuse: bool = False
 
 
-def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, device: str | None = None) -> Traced:
+def trace(
+    model: nn.Module,
+    tensors: Sequence[Tensor],
+    structure: Structure,
+    *,
+    device: str | None = None,
+    way: Way | None = None,
+) -> Traced:
     """Trace a model at these inputs, without computing anything or changing the model.
 
     Args:
@@ -75,8 +85,10 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
         structure: the structure of ``(args, kwargs)`` that they were taken from.
         device: what to say that the ops run on, if that is another kind of device than the tensors are on: to plan for
             one that is not here.
+        way: where the model branches on values, those outcomes are expected; by default it is refused.
 
     Raises:
+        BranchError: it branches on values, and not on those of the way.
         TraceError: it cannot be traced; the message says why.
 
     Example:
@@ -90,7 +102,7 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
     originals, attributes = registered(model), attributes_of(model)
 
     def exported_from(own: nn.Module) -> tuple[FlatModel, ExportedProgram]:
-        flat = FlatModel(own, structure, originals, "torch.export", attributes)
+        flat = FlatModel(own, structure, originals, "torch.export", attributes, way)
         return flat, _export(flat, tensors)
 
     twin = with_ordinary_parameters(_padding_refused(replica(model)))
@@ -104,6 +116,12 @@ def trace(model: nn.Module, tensors: Sequence[Tensor], structure: Structure, *, 
 
 MODELS = Tracer(trace, may_split=True, may_cut=True, may_try=True, may_renew=True)
 """Of any module."""
+
+
+def along(way: Way) -> Tracer:
+    """A tracer of one way through models that branch on values."""
+    return Tracer(partial(trace, way=way), may_split=False, may_cut=True, may_try=True, may_renew=True)
+
 
 PIECES = Tracer(trace, may_split=False, may_cut=True, may_try=False, may_renew=False)
 """Of graphs that stand for parts of a model: numbers that they take may be others in each call, and so schedules."""
@@ -287,3 +305,14 @@ def check_one_device(program: Program) -> None:
     """
     if program.peers:
         raise TraceError(f"the model uses several devices ({', '.join(program.devices)}); one is scheduled at a time")
+
+
+def check_straight(program: Program) -> None:
+    """Refuse a program that has to be scheduled as a whole, and expects values of tensors.
+
+    Raises:
+        BranchError: it does.
+    """
+    parts = (part.graph for part in program.module.modules() if isinstance(part, torch.fx.GraphModule))
+    if any(graph.find_nodes(op="call_function", target=expect) for graph in parts):
+        raise BranchError("nothing between its branches on values of tensors is worth a CUDA graph of its own")

@@ -23,11 +23,12 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
-from autostream.errors import BranchError, FastPathError, TraceError, first_line
+from autostream.errors import BranchError, ChoiceError, FastPathError, TraceError, first_line
 from autostream.operators import symbols_of
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, Variable, holders, host_generators, referred_to, untouched
+from autostream.tracing.branches import ASKING, Assumed, Way
 from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, unasked
 from autostream.tracing.draws import draws
@@ -87,6 +88,7 @@ class FlatModel(nn.Module):
         originals: what is :func:`~autostream.tracing.constants.registered` with the live model.
         tracer: who calls it, for messages.
         attributes: the ids of other tensors that the live model may use.
+        way: of branches on values, the outcomes to assume; by default such a model is refused.
 
     Attributes:
         result: what is learnt in a trace.
@@ -100,9 +102,11 @@ class FlatModel(nn.Module):
         originals: frozenset[int],
         tracer: str,
         attributes: frozenset[int] = frozenset(),
+        way: Way | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self._way = way
         self._tracer = tracer
         self._structure = structure
         self._grad_mode = torch.is_grad_enabled()
@@ -123,6 +127,7 @@ class FlatModel(nn.Module):
         required = list(map(_REQUIRED, given))
         torch.default_generator.manual_seed(_UNLIKELY_SEED)
         generators, grad_mode = host_generators(), torch.is_grad_enabled()
+        assumed = None if self._way is None else Assumed(self._way)
         try:
             with (
                 patched_for_this_thread(),
@@ -132,9 +137,12 @@ class FlatModel(nn.Module):
                 self.constants,
                 self.constants.numbers.untold(),
                 self._unasked(),
+                assumed or nullcontext(),
                 ReflectedComparisons(),
             ):
                 result = _called(self.model, args, kwargs)
+            if assumed:
+                assumed.check_used()
         except Exception as error:
             # Translated here, for export itself would print its graph to stderr, and PyTorch's frames hide the user's.
             raise self.refusal(error) from error
@@ -186,7 +194,8 @@ class FlatModel(nn.Module):
             return type(error)(f"{reason}{_blamed(error)}")
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # tracing has imported it by now
 
-        kind = BranchError if isinstance(error, GuardOnDataDependentSymNode) else TraceError
+        branch = ChoiceError if self.constants.last in ASKING else BranchError
+        kind = branch if isinstance(error, GuardOnDataDependentSymNode) else TraceError
         return kind(f"{self._tracer} cannot trace {name_of(self.model)}: {first_line(error)}{_blamed(error)}")
 
     @contextmanager

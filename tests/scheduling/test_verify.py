@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -203,7 +204,7 @@ class TestAgainstBruteForce:
             assert repr(second) in str(caught.value)
 
 
-def sourced(name: str, source: str, **fields: frozenset[str]) -> Op:
+def sourced(name: str, source: str, **fields: Any) -> Op:
     empty = frozenset[str]()
     return Op(name, "aten.relu.default", (name,), source=source, **{"reads": empty, "writes": empty, **fields})
 
@@ -226,11 +227,11 @@ class TestMessages:
             ({"writes": STATE}, {"writes": STATE}, "write after write of storage 'state'"),
             ({"allocates": STATE}, {"reads": STATE}, "read after write of storage 'state'"),
             ({"orders": STATE}, {"orders": STATE}, "program order of resource 'state'"),
+            ({"chooses": True}, {}, "program order of resource 'way'"),
+            ({"chooses": True}, {"chooses": True}, "program order of resource 'way'"),
         ],
     )
-    def test_an_uncovered_hazard(
-        self, first: dict[str, frozenset[str]], second: dict[str, frozenset[str]], hazard: str
-    ) -> None:
+    def test_an_uncovered_hazard(self, first: dict[str, Any], second: dict[str, Any], hazard: str) -> None:
         ops = {"first": sourced("first", "m.py:1: f()", **first), "second": sourced("second", "m.py:2: g()", **second)}
         graph = OpGraph(ops, (), {}, (), "cuda:0")
         with pytest.raises(ScheduleError) as caught:
@@ -241,6 +242,11 @@ class TestMessages:
         )
         with pytest.raises(ScheduleError, match=r"but 'second' is launched before 'first'$"):
             verify(graph, Schedule("drawn", 1, (Launch("second", 0), Launch("first", 0))))
+
+    def test_what_comes_before_a_choice_may_run_after_it(self) -> None:
+        ops = {"first": sourced("first", ""), "second": sourced("second", "", chooses=True)}
+        launches = (Launch("second", 0), Launch("first", 1, (FORK,)))
+        verify(OpGraph(ops, (), {}, (), "cuda:0"), Schedule("drawn", 2, launches, ("first",)))
 
     def test_reads_do_not_conflict_and_names_of_storages_and_resources_do_not_meet(self) -> None:
         ops = {

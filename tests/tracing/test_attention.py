@@ -116,6 +116,29 @@ def test_other_threads_and_other_callers_are_told_the_truth() -> None:
     assert ask_as_attention()
 
 
+def test_threads_may_be_inside_at_a_time_and_the_last_puts_back() -> None:
+    """The first to enter leaves first; what the second is told does not change by it."""
+    before = torch.overrides.has_torch_function, activation._is_make_fx_tracing
+    ask = eval("lambda: torch.overrides.has_torch_function([])", {"torch": torch, "__name__": activation.__name__})
+    entered, left = threading.Event(), threading.Event()
+    answers: list[bool] = []
+
+    def second() -> None:
+        with fused_attention(), BaseTorchFunctionMode():
+            entered.set()
+            left.wait()
+            answers.append(ask())
+
+    thread = threading.Thread(target=second)
+    with fused_attention():
+        thread.start()
+        entered.wait()
+    left.set()
+    thread.join()
+    assert answers == [False]
+    assert (torch.overrides.has_torch_function, activation._is_make_fx_tracing) == before
+
+
 def test_everything_is_put_back_when_a_trace_fails() -> None:
     before = torch.overrides.has_torch_function, activation._is_make_fx_tracing
     with pytest.raises(ZeroDivisionError), fused_attention():
