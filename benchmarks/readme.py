@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from autostream.bench.ratios import Measure
 from autostream.bench.table import ratios_table
-from benchmarks import partial_graphs, predictions, prefetching, random_search
+from benchmarks import losses, partial_graphs, predictions, prefetching, random_search
 from benchmarks.compare import changes
 from benchmarks.memory import memory_table
 from benchmarks.stamp import RESULTS
@@ -35,6 +35,7 @@ _MEASURES: dict[Measure, str] = {"call": "Back to back, host included:", "device
 
 
 _TABLES: dict[str, Callable[[Any], str]] = {
+    "losses": lambda result: losses.table(result["rows"]),
     "partial_graphs": lambda result: partial_graphs.table(result["rows"]),
     "predictions": predictions.table,
     "prefetching": lambda result: prefetching.table(result["rows"]),
