@@ -99,13 +99,9 @@ class Pieces:
         if self._new:
             self._note_new()
         if self._again > _MOST_ALIKE + self._calls // _WORTH:
-            self._run_plainly(_AGAIN)
-        if any(len(codes) > _MOST_ALIKE for codes in self._alike.values()):
-            if self._takes_numbers:
-                self._run_plainly(_NUMBERS)
-            else:
-                self._takes_numbers = True
-                self._start_again(self._split(take_numbers=True))
+            self._take_numbers(_AGAIN)
+        elif any(len(codes) > _MOST_ALIKE for codes in self._alike.values()):
+            self._take_numbers(_NUMBERS)
         if self._devices and self._pieces:
             self._choose()
         return outputs
@@ -145,6 +141,14 @@ class Pieces:
         self._again += any(code in codes for code, codes in alike)
         for code, codes in alike:
             codes.add(code)
+
+    def _take_numbers(self, reason: str) -> None:
+        """Make pieces that take numbers, or, where they are anew without end even so, none any more."""
+        if self._takes_numbers:
+            self._run_plainly(reason)
+        else:
+            self._takes_numbers = True
+            self._start_again(self._split(take_numbers=True))
 
     def _run_plainly(self, reason: str) -> None:
         self._refusals = {**self._refusals, reason: Decision("", "plain", reason)}
@@ -214,7 +218,8 @@ _COMPARED = (
 
 _MOST_ALIKE = 8
 """Numbers are constants of pieces, which is of use where blocks of a model differ in them. One that changes from call
-to call makes a piece anew each time: after so many, pieces take numbers; and after as many more, all is given up."""
+to call makes a piece anew each time, even where Python only compares it: after so many, pieces take numbers; and after
+as many more, all is given up."""
 
 _NUMBERS = "its pieces hold a number that changes from call to call, such as one of .item(): keep it a tensor"
 
@@ -224,8 +229,8 @@ at a number which no piece computes with, such as one that counts calls, and fin
 
 _AGAIN = (
     "its pieces are made anew in call after call, and compute the same, since something that it reads in Python "
-    "changes, such as a number that counts calls (self.calls += 1), or since TorchDynamo is reset: count in a tensor, "
-    "or outside of the model"
+    "changes, such as a number that counts calls (self.calls += 1) or one of .item(), or since TorchDynamo is reset: "
+    "keep it a tensor, or outside of the model"
 )
 
 

@@ -186,6 +186,8 @@ class Ways:
 
     def _refusal(self, tensors: Sequence[Tensor], way: Way) -> str:
         """Why a new way is not scheduled; ``""`` where it is."""
+        if len(way) > _LONGEST:
+            return f"it branches {len(way)} times in a call, of which a graph may hold {_LONGEST}, as loops on data do"
         try:
             scheduled = self._make(tensors, way)
         except OtherWay:
@@ -264,6 +266,9 @@ class ShortWays:
 
 _MOST = 8
 """Ways: each takes a trace, and memory."""
+
+_LONGEST = 32
+"""Outcomes of one way: a loop goes on for another number of rounds in each call, and all of its ops are traced anew."""
 
 _TOO_MANY = f"calls take more than {_MOST} ways through it"
 

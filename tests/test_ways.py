@@ -265,6 +265,23 @@ def test_there_are_so_many_ways_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     assert report.refusals[-1].reason == "calls take more than 8 ways through it"
 
 
+@pytest.mark.parametrize(("rounds", "mode"), [(31, "ways"), (32, "graph breaks")])
+def test_a_loop_of_many_rounds_is_not_traced(rounds: int, mode: str) -> None:
+    """The last value that is asked for ends it."""
+
+    def loops(s: Model, x: Tensor) -> Tensor:
+        while x.sum() > 0:
+            x = x - 1
+        return (x @ s.w).sin().exp()
+
+    fast, x = optimize(plain := model(loops)), torch.full((4, 4), rounds - 0.5)
+    for _ in range(3):
+        same(fast(x), plain(x))
+    (report,) = fast.reports
+    assert report.mode in (mode, "plain" if mode == "graph breaks" else mode)
+    assert ("it branches 33 times" in reasons(report)) is (mode != "ways")
+
+
 def test_a_way_that_cannot_be_scheduled_is_left_to_the_model() -> None:
     """Its effects are those of one call, although another way is begun before."""
 
