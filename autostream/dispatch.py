@@ -48,6 +48,7 @@ from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer, along
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.inductor import check_level
 from autostream.tracing.numerics import order_attention
+from autostream.tracing.purity import impurity
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
@@ -447,11 +448,14 @@ class Dispatcher:
             if self.options.strict or isinstance(error, OptionError | TargetError):
                 raise
             if self._tracer.may_split and self.bound_inputs is None and _has_pieces(error, signature):
+                reason = str(error)  # not what its frames hold
                 captures = self.options.cuda_graph is not False and self._uses_gpu(tensors)
                 if isinstance(error, ChoiceError) and captures and not signature.gradients:
-                    known = self.model, structure, signature, self.options, self._pools, self.slots
-                    return Ways(self.model, signature, str(error), partial(_scheduled_along, *known))
-                return self._pieces(signature, str(error))  # not what its frames hold
+                    if not (does := impurity(self.model)):
+                        known = self.model, structure, signature, self.options, self._pools, self.slots
+                        return Ways(self.model, signature, reason, partial(_scheduled_along, *known))
+                    reason = f"{reason}; it has no graph for each way, since {does}"
+                return self._pieces(signature, reason)
             if self._tracer.may_refuse and isinstance(error, TraceError):
                 return Refusing(self.model, signature, str(error))
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
@@ -517,7 +521,14 @@ def _scheduled_along(
     tensors: Sequence[Tensor],
     way: Way,
 ) -> Scheduled:
-    """A way through a model that branches on values, for a dispatcher's calls of one signature."""
+    """A way through a model that branches on values, for a dispatcher's calls of one signature.
+
+    Raises:
+        TraceError: since the call that took it began, the model or a setting has changed, perhaps by another thread.
+    """
+    watch = ModelWatch(model)
+    if signature_of(structure, tensors, watch.training(), signature.gradients, watch.read()) != signature:
+        raise TraceError("modes of the model or settings changed while it was called")
     call, section = (model, structure, tensors, signature), partial(_section_of, options, pools)
     return Scheduled(*call, frozenset(), options, pools, along(way), slots, section)
 

@@ -11,7 +11,9 @@ new way. So traces hang together in a tree, whose root is the call and whose for
 *JANUS: Fast and Flexible Deep Learning via Symbolic Graph Execution of Imperative Programs*, NSDI 2019). Ways that
 cannot be scheduled are left to the model, as long as others can, and calls seldom begin along the wrong one.
 
-Nothing shows of what was begun in vain: of no way does the program write to what is not its own, nor draw.
+Nothing shows of what was begun in vain: of no way does the program write to what is not its own, nor draw; and the
+model's Python does nothing but compute (``tracing/purity.py``), so that a call that is made along a way leaves out
+nothing that the model would have done.
 """
 
 from __future__ import annotations
@@ -92,8 +94,9 @@ class Ways:
         with noted() as outcomes:
             check_call(self._model, args, kwargs)
         way = tuple(outcomes)
-        with torch.no_grad():
-            self._learn(tensors, way)
+        if way:  # it could be tried
+            with torch.no_grad():
+                self._learn(tensors, way)
         return self._known[way].scheduled if way in self._known and not self.over else None
 
     def shortcut(self, args: tuple[Any, ...], structure: Structure, watch: ModelWatch) -> ShortWays | None:
