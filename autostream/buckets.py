@@ -145,12 +145,15 @@ def spans_of(places: Sequence[Place], args: Sequence[Any], kwargs: Mapping[str, 
         {'length': Span(length=5, size=8)}
     """
     spans: dict[str, Span] = {}
+    seen: dict[tuple[str, int], int] = {}
     for argument, position, dim, bucket in places:
         tensor = _argument(argument, position, args, kwargs)
         if tensor is None:  # an argument that may be left out
             continue
         if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
             raise Unfit(f"{argument} has no dimension {dim}")
+        if (other := seen.setdefault((argument, dim % tensor.ndim), dim)) != dim:
+            raise Unfit(f"dimensions {other} and {dim} of {argument} are one: use one of them")
         if not _is_value(bucket.value, tensor.dtype):
             raise Unfit(f"{bucket.value} is no value of {argument}, which is {tensor.dtype}")
         length = tensor.shape[dim]

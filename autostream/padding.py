@@ -25,6 +25,7 @@ from autostream.errors import TraceError, first_line
 from autostream.ir import Decision
 from autostream.options import Options
 from autostream.reporting.report import Report
+from autostream.storages import storage_of
 from autostream.tracing.functions import parameters_of
 from autostream.tracing.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.state import name_of
@@ -204,11 +205,23 @@ def _same_but_longer(given: Sequence[Tensor], plain: Tried, filled: Tried, spans
     (short, structure), (long, structure_filled) = flatten(plain.outputs), flatten(filled.outputs)
     if structure != structure_filled:
         raise Unfit("it returns other values or containers with padding")
+    if _memory(_padded_inputs(plain, filled)) & _memory([*short, *long]):
+        raise Unfit("an output is an input that is padded, or a view of one, and would be other memory")
     cuts = cuts_of(short, long, spans)
     ours = {**_numbered("output", cut(long, cuts, spans)), **filled.state}
     if reason := difference(ours, {**_numbered("output", short), **plain.state}):
         raise Unfit(f"something depends on what {' and '.join(spans)} is filled up with: {reason}")
     return cuts
+
+
+def _padded_inputs(plain: Tried, filled: Tried) -> list[Tensor]:
+    """Those that are longer with padding, as they are with it and without; the others are given as they are."""
+    pairs = zip(plain.inputs, filled.inputs, strict=True)
+    return [tensor for pair in pairs if pair[0].shape != pair[1].shape for tensor in pair]
+
+
+def _memory(tensors: Sequence[Tensor]) -> set[int]:
+    return {storage_of(tensor) for tensor in tensors if tensor.layout is torch.strided}
 
 
 def _numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -121,6 +121,7 @@ def test_arguments_that_are_left_out_have_no_length() -> None:
     [
         ({"tokens": {1: LENGTH}}, [torch.ones(3)], "tokens has no dimension 1"),
         ({"tokens": {-2: LENGTH}}, [torch.ones(3)], "tokens has no dimension -2"),
+        ({"tokens": {1: LENGTH, -1: LENGTH}}, [torch.ones(2, 3)], "dimensions 1 and -1 of tokens are one"),
         ({"tokens": {0: LENGTH}}, [[torch.ones(3)]], "tokens has no dimension 0"),
         ({"tokens": {0: LENGTH}}, [torch.ones(9)], "length is longer than its largest bucket, 8"),
         (

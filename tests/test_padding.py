@@ -175,6 +175,37 @@ def test_trying_changes_nothing() -> None:
 
 
 @torch.no_grad()
+def test_trying_draws_nothing_from_generators_of_the_models_own() -> None:
+    dice, expected = (torch.Generator().manual_seed(3) for _ in range(2))
+    dispatch = over(lambda s, x: x + torch.rand(1, generator=dice))
+    for rows in (3, 2, 7):
+        same(dispatch(torch.zeros(rows)), torch.zeros(rows) + torch.rand(1, generator=expected))
+
+
+@torch.no_grad()
+def test_an_output_that_is_an_input_of_one_length_is_that_with_padding_too() -> None:
+    class Both(Model):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return super().forward(x, y)
+
+    model = Both(lambda s, x, y: (x, x.sum() + y))
+    dispatch = PaddingDispatcher(model, QUICK, {"y": {0: Bucket("n", 4)}})
+    x = torch.ones(2)
+    ours, total = dispatch(x, torch.ones(3))
+    assert ours.data_ptr() == x.data_ptr()
+    same(total, torch.full((3,), 3.0))
+    assert not reasons(dispatch)
+
+
+@torch.no_grad()
+def test_a_dimension_that_is_given_twice_is_not_filled_up() -> None:
+    bucket = Bucket("n", (4, 8))
+    dispatch = PaddingDispatcher(Forward(lambda s, x: x * 2), QUICK, {"x": {0: bucket, -1: bucket}})
+    same(dispatch(torch.ones(3)), torch.full((3,), 2.0))
+    assert reasons(dispatch) == ["dimensions 0 and -1 of x are one: use one of them"]
+
+
+@torch.no_grad()
 def test_it_is_tried_once_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[tuple[int, ...]] = []
 
@@ -216,6 +247,8 @@ def writes(s: Any, x: Tensor) -> Tensor:
         (lambda s, x: x.reshape(3, 2) + 1, "it fails when it is tried with padding and without (RuntimeError: shape"),
         (lambda s, x: {"y": x + 1, "range": Opaque()}, "a value of type tests.test_padding.Opaque is neither"),
         (writes, "it writes to its inputs"),
+        (lambda s, x: (x, x + 1), "an output is an input that is padded, or a view of one"),
+        (lambda s, x: x[:, :1].t(), "an output is an input that is padded, or a view of one"),
     ],
 )
 def test_what_cannot_be_padded_runs_at_its_own_shape(

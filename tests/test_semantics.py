@@ -430,6 +430,27 @@ def test_numpy_draws_its_own_numbers() -> None:
         assert np.random.rand() == after
 
 
+class WithDice(nn.Module):
+    """Draws from a generator of its own, of Python's or of NumPy's."""
+
+    def __init__(self, dice: Any) -> None:
+        super().__init__()
+        self.dice = dice
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dice.random()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng])
+def test_generators_of_a_models_own_draw_in_every_call(make: Callable[[int], Any]) -> None:
+    model, x = WithDice(make(0)), t(3)
+    fast = autostream.optimize(WithDice(make(0)))
+    fast.prepare(x)
+    for _ in range(3):
+        torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0)
+
+
 @torch.no_grad()
 def test_what_numpy_computes_stays_numpys() -> None:
     """Not an array where there was a scalar."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autostream.tracing.generators import GeneratorState, is_generator
 from autostream.tracing.reads import functions_of
 from autostream.tracing.writes import CONTAINERS, Writable
 
@@ -130,8 +131,10 @@ def _contents(cell: CellType) -> Any:
         return _ABSENT
 
 
-def holders(model: nn.Module) -> list[Holder]:
-    """Every container that a model's attributes lead to: through modules, containers, and objects that are its user's.
+def holders(model: nn.Module) -> list[Holder | GeneratorState]:
+    """Every container and random generator that a model's attributes lead to.
+
+    Led to through modules, containers, and objects that are its user's.
 
     Example:
         >>> model = nn.ReLU()
@@ -141,11 +144,13 @@ def holders(model: nn.Module) -> list[Holder]:
         >>> [holder.changed() for holder in before if holder.changed()]
         ['cache']
     """
-    found: list[Holder] = []
+    found: list[Holder | GeneratorState] = []
     pending: list[tuple[str, object]] = [("", model)]
     seen: dict[int, object] = {}
     while pending:
         path, value = pending.pop()
+        if is_generator(value):
+            found.append(GeneratorState.of(path, value))
         live: Any = value if isinstance(value, (*CONTAINERS, tuple)) else _attributes(value)
         if live is None or id(live) in seen:
             continue
@@ -169,7 +174,7 @@ class Outside:
         iterators: the names of what cannot, such as ``numbers`` for ``module_of(lambda x: x * next(numbers))``.
     """
 
-    holders: Sequence[Holder | Variable]
+    holders: Sequence[Holder | Variable | GeneratorState]
     iterators: Sequence[str]
 
 
@@ -178,12 +183,15 @@ def referred_to(model: nn.Module) -> Outside:
     found = Writable(functions_of(list(model.modules())))
     containers = (Holder.of(label, value) for label, value in found.containers)
     variables = (Variable.of(label, holder, key) for holder, key, label in found.variables)
-    return Outside((*containers, *variables), tuple(found.iterators))
+    generators = (GeneratorState.of(label, value) for label, value in found.generators)
+    return Outside((*containers, *variables, *generators), tuple(found.iterators))
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Outside]:
-    """Restore a model's attributes, what they contain, what it refers to, and all random generators afterwards.
+    """Restore a model's attributes, what they contain, what it refers to, and random generators afterwards.
+
+    These are the global ones of PyTorch, Python and NumPy, and those that are among the rest.
 
     Yields:
         What it refers to, as it is restored; what is taken from iterators is not.

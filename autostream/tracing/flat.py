@@ -33,6 +33,7 @@ from autostream.tracing.comparisons import ReflectedComparisons
 from autostream.tracing.constants import Constants, unasked
 from autostream.tracing.draws import draws
 from autostream.tracing.dropouts import IdleDropouts
+from autostream.tracing.generators import GeneratorState
 from autostream.tracing.guards import has_torchscript, unusual
 from autostream.tracing.leaks import recalled, taken_back
 from autostream.tracing.lines import at_line
@@ -171,7 +172,9 @@ class FlatModel(nn.Module):
         self.result.structure = output_structure
         return tuple(outputs)
 
-    def _check_unchanged(self, attributes: Sequence[Holder], outside: Sequence[Holder | Variable]) -> None:
+    def _check_unchanged(
+        self, attributes: Sequence[Holder | GeneratorState], outside: Sequence[Holder | Variable | GeneratorState]
+    ) -> None:
         """See that a model has left alone what it has and what it refers to.
 
         Raises:
@@ -181,6 +184,9 @@ class FlatModel(nn.Module):
         others = [holder for holder in outside if holder.changed()]
         if numbers := unknown_in([holder.now() for holder in (*own, *others)]):
             raise self.constants.numbers.refusal(symbols_of(numbers[0]))
+        drawn = [holder.changed() for holder in (*own, *others) if isinstance(holder, GeneratorState)]
+        if drawn:  # TorchDynamo, too, makes a constant of what it draws from Python's
+            raise FastPathError(f"the model draws from {drawn[0]}: a graph would do so only once")
         if own or others:
             what = f"its own attribute {own[0].changed()}" if own else others[0].changed()
             raise TraceError(f"the model's forward changes {what}: a graph would do so only once")

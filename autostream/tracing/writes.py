@@ -1,4 +1,4 @@
-"""What functions may write to elsewhere: variables that their code names, containers, and iterators.
+"""What functions may write to elsewhere: variables that their code names, containers, random generators, iterators.
 
     loss_fn ──▶ what it names, as for reads ──▶ places that it writes, whether or not something is there
                                            └──▶ containers ──▶ containers and objects that are in them ──▶ …
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from io import IOBase
 from typing import Any
 
+from autostream.tracing.generators import is_generator
 from autostream.tracing.reads import CONSTANTS, Finder, Named, Place
 
 
@@ -29,6 +30,7 @@ class Writable:
         variables: the holder, the key and the label of each variable, attribute and entry that they write by name,
             whether or not it is there yet.
         containers: the label and the value of each list, set, dictionary and deque that they name, or that is in one.
+        generators: the label and the value of each random generator that they name, or that is in a container.
         iterators: the labels of those that they name: to look at one is to take from it.
 
     Example:
@@ -43,22 +45,26 @@ class Writable:
             finder.look(function)
         self.variables = [(place.holder, place.key, place.label) for place in finder.variables.values()]
         self.containers = list(finder.containers.values())
+        self.generators = list(finder.generators.values())
         self.iterators = list(finder.iterators)
 
 
 class _Writes(Finder):
-    """Collects places that functions write, and containers."""
+    """Collects places that functions write, containers, and generators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.variables: dict[tuple[int, Any], Place] = {}
         self.containers: dict[int, tuple[str, Any]] = {}
+        self.generators: dict[int, tuple[str, Any]] = {}
         self.iterators: dict[str, None] = {}
         self._left = _MOST
 
     def follow(self, label: str, value: Any, named: Named, depth: int) -> None:
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
             self.iterators[label] = None
+        if is_generator(value):
+            self.generators.setdefault(id(value), (label, value))
         if not isinstance(value, (*CONTAINERS, tuple)):
             super().follow(label, value, named, depth)
         elif self._enters(value, named, depth):

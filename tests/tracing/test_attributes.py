@@ -181,6 +181,21 @@ def test_random_generators_are_put_back() -> None:
     assert str(numpy.random.get_state()) == states[2]
 
 
+dice = random.Random(0)
+
+
+def test_generators_that_a_model_has_or_names_are_put_back() -> None:
+    box = [torch.Generator()]
+    model = module_of(lambda x: dice.random() + torch.rand(1, generator=box[0]))
+    model.own = {"dice": random.Random(1)}  # type: ignore[assignment]
+    own: Any = model.own
+    then = dice.getstate(), box[0].get_state().tolist(), own["dice"].getstate()
+    with untouched(model):
+        dice.random(), torch.rand(1, generator=box[0]), own["dice"].random()
+        assert dice.getstate() != then[0]
+    assert (dice.getstate(), box[0].get_state().tolist(), own["dice"].getstate()) == then
+
+
 class Meter:
     """Sums over calls: its number is of the class until the first of them."""
 

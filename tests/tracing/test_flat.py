@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,6 +106,14 @@ def asks_pytorch_to_ask(model: Model, x: Tensor) -> Tensor:
 def test_pytorch_may_ask_what_a_tensor_is_to_autograd_and_a_model_may_not() -> None:
     called(asks_pytorch_to_ask, torch.ones(2))
     assert "the model asks (requires_grad)" in refusal(lambda model, x: x if x.requires_grad else -x, FastPathError)
+
+
+def test_what_draws_from_a_generator_of_pythons_is_left_to_the_model() -> None:
+    """Of TorchDynamo's graphs, too, it would get the same number in each call."""
+    dice, expected = (random.Random(0) for _ in range(2))
+    said = refusal(lambda model, x: x * dice.random(), FastPathError)
+    assert said.startswith("the model draws from dice, a random generator: a graph would do so only once")
+    assert dice.random() == expected.random()
 
 
 async def later(model: Model, x: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from io import StringIO
 from typing import Any
+
+import torch
 
 from autostream.tracing.writes import Writable
 
@@ -36,6 +39,12 @@ def test_what_may_be_written_is_told_whether_it_is_there_or_not() -> None:
     assert {label for _, _, label in found.variables} >= {"number", "made", "config.own"}
     assert {label for label, _ in found.containers} == {"table", "several"}
     assert not found.iterators
+
+
+def test_generators_are_found_by_name_and_in_containers() -> None:
+    dice, box = random.Random(), [torch.Generator()]
+    found = Writable([lambda x: x * dice.random() + torch.rand(1, generator=box[0])]).generators
+    assert dict(found) == {"dice": dice, "box[0]": box[0]}
 
 
 class Unspeakable:
