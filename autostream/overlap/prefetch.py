@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from types import FunctionType, WrapperDescriptorType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ def prefetch(
     It yields what ``batch.to(device)`` would be for the tensors in each batch, however nested, in the loader's order:
     ordinary tensors of the stream that is current when the batch is asked for, in whatever thread. What the loader
     raises is raised in its turn, with a note that says where. Each new iteration is one of the loader; one of a
-    generator, or of another loader that is its own iterator, goes on where the last one was left.
+    generator, or of another loader that is its own iterator, goes on where the last one was left. Where such a loader's
+    ``__iter__`` does more than ``return self``, it may begin anew: it is not read ahead then, and a warning says so.
 
     The copies need pinned memory. Tensors that are not pinned are copied there first, which takes the host's time:
     prefer ``DataLoader(…, pin_memory=True)``, whose own thread does that. Pinned tensors are read while the loader goes
@@ -133,12 +135,24 @@ class _Prefetched(Iterable[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
-        return self._onward if batches is self.loader else _Ahead(batches, self._target, self.depth)
+        if batches is not self.loader:
+            return _Ahead(batches, self._target, self.depth)
+        return self._onward or _Ahead(batches, self._target, depth=1)  # nothing is left where its loop ends
 
     @cached_property
-    def _onward(self) -> Iterator[Batch]:
-        """The one iteration of a loader that is its own iterator: what was read ahead cannot be read again."""
-        return _Ahead(iter(self.loader), self._target, self.depth)
+    def _onward(self) -> Iterator[Batch] | None:
+        """The one iteration of a loader that is its own iterator: what was read ahead cannot be read again.
+
+        ``None`` where the loader may begin anew, and what was read ahead would be of an iteration that is over.
+        """
+        if _goes_on(self.loader):
+            return _Ahead(cast(Iterator[Batch], self.loader), self._target, self.depth)
+        kind = type(self.loader).__qualname__
+        log.warning(
+            f"prefetch: {kind} is its own iterator, and {kind}.__iter__ may begin anew, so no batch is read before it "
+            "is asked for: let __iter__ do nothing but return self, or return an iterator of its own"
+        )
+        return None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":  # what a copy is asked for before it has any
@@ -150,6 +164,18 @@ class _Prefetched(Iterable[Batch]):
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # it may have none, and then says so
+
+
+def _goes_on(loader: Iterable[Any]) -> bool:
+    """Whether it is sure that ``iter`` changes nothing of a loader that is its own iterator.
+
+    So it is with Python's own, such as generators, and with an ``__iter__`` whose code is ``return self``.
+    """
+    method: Any = type(loader).__iter__
+    if isinstance(method, WrapperDescriptorType):
+        return method.__objclass__.__module__ in ("builtins", "itertools")
+    inherited: Any = Iterator.__iter__
+    return isinstance(method, FunctionType) and method.__code__.co_code == inherited.__code__.co_code
 
 
 class _Arriving:

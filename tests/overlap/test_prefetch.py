@@ -9,7 +9,7 @@ import logging
 import time
 import weakref
 from collections import UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -199,6 +199,83 @@ def test_a_loader_that_is_its_own_iterator_goes_on_where_it_was_left(device: Dev
     rest = consume(device, ahead)
     device.run(0)
     assert first + second + rest == [0, 1, 2, 3, 4, 5]
+
+
+class Anew:
+    """Its own iterator; ``iter`` begins it anew, or does not."""
+
+    def __init__(self, anew: bool) -> None:
+        self.anew, self.number, self.begun = anew, 0, 0
+
+    def __iter__(self) -> Anew:
+        self.begun += 1
+        self.number = 0 if self.anew else self.number
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.number == 4:
+            raise StopIteration
+        self.number += 1
+        return torch.full((4,), self.number - 1.0)
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_loader_that_is_its_own_iterator_and_may_begin_anew_is_iterated_as_it_is(
+    device: Device, anew: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Left half-way twice, then read to its end; ``iter`` is called once each time."""
+    loader, seen = Anew(anew), list[float]()
+    ahead = autostream.prefetch(loader, "cuda", depth=3)
+    for epoch, end in enumerate((2, 1, None), 1):
+        for batch in itertools.islice(ahead, end):
+            read(device, batch, seen)
+        assert loader.begun == epoch
+    device.run(0)
+    assert seen == ([0, 1, 0, 0, 1, 2, 3] if anew else [0, 1, 2, 3])
+    (told,) = caplog.messages
+    assert told.startswith("prefetch: Anew is its own iterator, and Anew.__iter__ may begin anew, so no batch is read")
+
+
+class Returned:
+    """Says by hand what ``Iterator`` does."""
+
+    def __init__(self) -> None:
+        self.batches = Batches(Loader(6))
+
+    def __iter__(self) -> Returned:
+        return self
+
+    def __next__(self) -> Tensor:
+        return next(self.batches)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Returned,
+        lambda: Batches(Loader(6)),
+        lambda: (batch for batch in Loader(6)),
+        lambda: iter(list(Loader(6))),
+        lambda: map(torch.clone, Loader(6)),
+        lambda: itertools.islice(Loader(9), 6),
+        lambda: iter(DataLoader(range(6), batch_size=None, collate_fn=lambda n: torch.full((4,), float(n)))),  # type: ignore[arg-type]
+    ],
+    ids=["by hand", "inherited", "generator", "list", "map", "islice", "DataLoader"],
+)
+def test_what_only_goes_on_is_read_ahead(
+    device: Device, make: Callable[[], Iterator[Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make()
+    ahead, seen = autostream.prefetch(loader, "cuda", depth=3), list[float]()
+    for batch in itertools.islice(ahead, 2):
+        read(device, batch, seen)
+    device.run(0)
+    assert seen == [0, 1]
+    assert next(loader).mean() == 4, "2 and 3 were read ahead"
+    rest = consume(device, ahead)
+    device.run(0)
+    assert rest == [2, 3, 5]
+    assert not caplog.messages
 
 
 def test_no_more_is_read_ahead_than_asked_for(device: Device) -> None:
