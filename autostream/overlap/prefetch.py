@@ -9,6 +9,7 @@ a loader of worker processes goes on working meanwhile as it would.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import traceback
 from collections import deque
@@ -228,10 +229,12 @@ class _Ahead(Iterator[Batch]):
                 self._line.append(_next_in_line(self._batches, self._target))
             first = self._line.popleft()
         if isinstance(first, Exception):
+            context = first.__context__
             try:
                 raise first
             finally:
-                del first  # it would keep itself alive, and this iteration with all its batches
+                first.__context__ = context or first.__context__  # rather than only what is handled here
+                del first, context  # it would keep itself alive, and this iteration with all its batches
         try:
             batch: Batch = first.take()
         except torch.OutOfMemoryError:
@@ -243,22 +246,47 @@ class _Ahead(Iterator[Batch]):
 
 def _next_in_line(batches: Iterator[Any], target: _Target) -> _Arriving | _Waiting | Exception:
     """The loader's next batch on its way, or what the loader raised: ``StopIteration`` at its end."""
+    handled = sys.exception()
     try:
         batch = next(batches)
     except StopIteration as end:
         return StopIteration(*end.args)  # without the frames that it went through, which hold the iteration
     except Exception as error:
-        return _noted(error)
+        return _noted(error, handled)
     try:
         return _Arriving(batch, target)
     except torch.OutOfMemoryError:
         return _Waiting(batch, target)
     except Exception as error:
-        return _noted(error)
+        return _noted(error, handled)
 
 
-def _noted(error: Exception) -> Exception:
-    """An error that can wait in line: a note says where it was raised, since frames hold the iteration and batches."""
-    error.add_note(f"Raised while prefetch read ahead:\n{''.join(traceback.format_exception(error))}".rstrip())
-    error.__cause__ = error.__context__ = None  # they have frames as well, and are told in the note
-    return error.with_traceback(None)
+_NOTE = "Raised while prefetch read ahead:\n"
+
+
+def _noted(error: Exception, handled: BaseException | None) -> Exception:
+    """An error that can wait in line: a note says where it was raised, since frames hold the iteration and batches.
+
+    So do those of the errors that it came from, but for what the consumer was handling, which is none of the loader's.
+    """
+    family = _family(error, handled)
+    if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):  # it may come again
+        error.add_note(f"{_NOTE}{''.join(traceback.format_exception(error))}".rstrip())
+    for each in family:
+        each.__traceback__ = None
+    return error
+
+
+def _family(error: BaseException, handled: BaseException | None) -> list[BaseException]:
+    """An error, those that it came from, and those in groups, each once; no longer with what was handled outside."""
+    family: list[BaseException] = []
+    rest: list[BaseException | None] = [error]
+    while rest:
+        each = rest.pop()
+        if each is None or each is handled or any(each is other for other in family):
+            continue
+        family.append(each)
+        if each.__context__ is handled:
+            each.__context__ = None
+        rest += [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
+    return family

@@ -359,6 +359,66 @@ def test_an_error_in_line_says_where_it_was_raised_and_keeps_nothing_alive(devic
     assert 'raise ValueError("damaged") from error' in note
 
 
+def test_an_error_keeps_what_it_came_from(device: Device) -> None:
+    """A cause, the context of that, and the errors of a group; not what was handled where batches were read ahead."""
+
+    def batches() -> Iterator[Tensor]:
+        yield torch.zeros(4)
+        try:
+            try:
+                raise OSError("disk")
+            except OSError:
+                raise KeyError("lost")  # noqa: B904
+        except KeyError as error:
+            raise ExceptionGroup("damaged", [ValueError("one"), error]) from error
+
+    ahead, outside = iter(autostream.prefetch(batches(), "cuda")), RuntimeError("outside")
+    try:
+        raise outside
+    except RuntimeError:
+        next(ahead)
+    assert outside.__traceback__ is not None, "it is the consumer's"
+    try:
+        raise LookupError("where it is asked for")
+    except LookupError:
+        with pytest.raises(ExceptionGroup) as raised:
+            next(ahead)
+    lost = raised.value.__cause__
+    assert isinstance(lost, KeyError)
+    assert raised.value.__context__ is lost is raised.value.exceptions[1]
+    disk = lost.__context__
+    assert isinstance(disk, OSError)
+    assert disk.__context__ is None
+    assert [each.__traceback__ for each in (lost, disk)] == [None, None], "their frames hold the iteration"
+
+
+def test_what_the_consumer_handles_is_the_context_of_an_error_without_one(device: Device) -> None:
+    ahead, handled = iter(autostream.prefetch(Loader(1, fails=frozenset({0})), "cuda")), LookupError("handled")
+    try:
+        raise handled
+    except LookupError:
+        with pytest.raises(ValueError, match="damaged") as raised:
+            next(ahead)
+    assert raised.value.__context__ is handled
+
+
+def test_an_error_that_comes_again_has_one_note(device: Device) -> None:
+    error = ValueError("again")
+    error.add_note("theirs")
+
+    class Broken(Iterator[Tensor]):
+        def __next__(self) -> Tensor:
+            raise error
+
+    ahead = iter(autostream.prefetch(Broken(), "cuda"))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="again"):
+            next(ahead)
+    theirs, ours = error.__notes__
+    assert theirs == "theirs"
+    assert ours.startswith("Raised while prefetch read ahead:")
+
+
 def test_threads_share_an_iteration_and_each_reads_on_its_own_stream(device: Device) -> None:
     """A generator raises where two threads are in it at once."""
 
