@@ -283,7 +283,7 @@ def _family(error: BaseException, handled: BaseException | None) -> list[BaseExc
     rest: list[BaseException | None] = [error]
     while rest:
         each = rest.pop()
-        if each is None or each is handled or any(each is other for other in family):
+        if each is None or any(each is other for other in family):
             continue
         family.append(each)
         if each.__context__ is handled:
