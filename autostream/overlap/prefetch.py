@@ -72,7 +72,8 @@ def prefetch(
         into: what :func:`~autostream.optimize` or :func:`~autostream.train_step` returned, if batches are for that.
 
     Returns:
-        An iterable of as many batches; ``len`` of it is the loader's, and so are attributes such as ``dataset``.
+        An iterable of as many batches; ``len`` of it is the loader's, and so are attributes such as ``dataset``,
+        also where they are set; ``depth`` and ``loader`` stay.
 
     Raises:
         OptionError: ``depth`` is no whole number from 1, or ``device`` names no device.
@@ -126,13 +127,16 @@ class _Target:
     memory: Memory = field(repr=False)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(init=False, eq=False)
 class _Prefetched(Iterable[Batch]):
     """What ``loader`` is, but for its batches: they are at ``_target``, ``depth`` of them before they are asked for."""
 
     loader: Iterable[Batch] = field(repr=False)
     _target: _Target
     depth: int
+
+    def __init__(self, loader: Iterable[Batch], target: _Target, depth: int) -> None:
+        vars(self).update(loader=loader, _target=target, depth=depth)
 
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
@@ -159,6 +163,11 @@ class _Prefetched(Iterable[Batch]):
         if name.startswith("__") or name == "loader":  # what a copy is asked for before it has any
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in vars(self):
+            raise AttributeError(f"{name} of what prefetch returned stays as it is: call prefetch again")
+        setattr(self.loader, name, value)
 
     def __bool__(self) -> bool:
         return bool(self.loader)

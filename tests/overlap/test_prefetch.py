@@ -578,6 +578,20 @@ def test_it_has_the_loaders_attributes(device: Device) -> None:
     assert "tensor" not in repr(both[0])
 
 
+def test_what_is_set_is_the_loaders(device: Device) -> None:
+    loader = Loader(4)
+    ahead: Any = autostream.prefetch(loader, "cuda")
+    ahead.count = 2
+    assert loader.count == 2
+    assert len(list(ahead)) == 2
+    copy.copy(ahead).count = 3
+    assert loader.count == 3
+    for name in ("loader", "depth"):
+        with pytest.raises(AttributeError, match=f"{name} of what prefetch returned stays as it is"):
+            setattr(ahead, name, 3)
+    assert not hasattr(loader, "depth")
+
+
 def test_it_is_true_where_the_loader_is(device: Device) -> None:
     assert autostream.prefetch((torch.zeros(1) for _ in range(2)), "cuda")
     assert not autostream.prefetch([], "cuda")
