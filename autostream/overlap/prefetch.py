@@ -9,13 +9,15 @@ a loader of worker processes goes on working meanwhile as it would.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from types import FunctionType, WrapperDescriptorType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +46,8 @@ def prefetch(
     It yields what ``batch.to(device)`` would be for the tensors in each batch, however nested, in the loader's order:
     ordinary tensors of the stream that is current when the batch is asked for, in whatever thread. What the loader
     raises is raised in its turn, with a note that says where. Each new iteration is one of the loader; one of a
-    generator, or of another loader that is its own iterator, goes on where the last one was left.
+    generator, or of another loader that is its own iterator, goes on where the last one was left. Where such a loader's
+    ``__iter__`` does more than ``return self``, it may begin anew: it is not read ahead then, and a warning says so.
 
     The copies need pinned memory. Tensors that are not pinned are copied there first, which takes the host's time:
     prefer ``DataLoader(…, pin_memory=True)``, whose own thread does that. Pinned tensors are read while the loader goes
@@ -69,7 +72,8 @@ def prefetch(
         into: what :func:`~autostream.optimize` or :func:`~autostream.train_step` returned, if batches are for that.
 
     Returns:
-        An iterable of as many batches; ``len`` of it is the loader's, and so are attributes such as ``dataset``.
+        An iterable of as many batches; ``len`` of it is the loader's, and so are attributes such as ``dataset``,
+        also where they are set; ``depth`` and ``loader`` stay.
 
     Raises:
         OptionError: ``depth`` is no whole number from 1, or ``device`` names no device.
@@ -123,7 +127,7 @@ class _Target:
     memory: Memory = field(repr=False)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(init=False, eq=False)
 class _Prefetched(Iterable[Batch]):
     """What ``loader`` is, but for its batches: they are at ``_target``, ``depth`` of them before they are asked for."""
 
@@ -131,25 +135,57 @@ class _Prefetched(Iterable[Batch]):
     _target: _Target
     depth: int
 
+    def __init__(self, loader: Iterable[Batch], target: _Target, depth: int) -> None:
+        vars(self).update(loader=loader, _target=target, depth=depth)
+
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
-        return self._onward if batches is self.loader else _Ahead(batches, self._target, self.depth)
+        if batches is not self.loader:
+            return _Ahead(batches, self._target, self.depth)
+        return self._onward or _Ahead(batches, self._target, depth=1)  # nothing is left where its loop ends
 
     @cached_property
-    def _onward(self) -> Iterator[Batch]:
-        """The one iteration of a loader that is its own iterator: what was read ahead cannot be read again."""
-        return _Ahead(iter(self.loader), self._target, self.depth)
+    def _onward(self) -> Iterator[Batch] | None:
+        """The one iteration of a loader that is its own iterator: what was read ahead cannot be read again.
+
+        ``None`` where the loader may begin anew, and what was read ahead would be of an iteration that is over.
+        """
+        if _goes_on(self.loader):
+            return _Ahead(cast(Iterator[Batch], self.loader), self._target, self.depth)
+        kind = type(self.loader).__qualname__
+        log.warning(
+            f"prefetch: {kind} is its own iterator, and {kind}.__iter__ may begin anew, so no batch is read before it "
+            "is asked for: let __iter__ do nothing but return self, or return an iterator of its own"
+        )
+        return None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":  # what a copy is asked for before it has any
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in vars(self):
+            raise AttributeError(f"{name} of what prefetch returned stays as it is: call prefetch again")
+        setattr(self.loader, name, value)
+
     def __bool__(self) -> bool:
         return bool(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # it may have none, and then says so
+
+
+def _goes_on(loader: Iterable[Any]) -> bool:
+    """Whether it is sure that ``iter`` changes nothing of a loader that is its own iterator.
+
+    So it is with Python's own, such as generators, and with an ``__iter__`` whose code is ``return self``.
+    """
+    method: Any = type(loader).__iter__
+    if isinstance(method, WrapperDescriptorType):
+        return method.__objclass__.__module__ in ("builtins", "itertools")
+    inherited: Any = Iterator.__iter__
+    return isinstance(method, FunctionType) and method.__code__.co_code == inherited.__code__.co_code
 
 
 class _Arriving:
@@ -202,10 +238,12 @@ class _Ahead(Iterator[Batch]):
                 self._line.append(_next_in_line(self._batches, self._target))
             first = self._line.popleft()
         if isinstance(first, Exception):
+            context = first.__context__
             try:
                 raise first
             finally:
-                del first  # it would keep itself alive, and this iteration with all its batches
+                first.__context__ = context or first.__context__  # rather than only what is handled here
+                del first, context  # it would keep itself alive, and this iteration with all its batches
         try:
             batch: Batch = first.take()
         except torch.OutOfMemoryError:
@@ -217,22 +255,47 @@ class _Ahead(Iterator[Batch]):
 
 def _next_in_line(batches: Iterator[Any], target: _Target) -> _Arriving | _Waiting | Exception:
     """The loader's next batch on its way, or what the loader raised: ``StopIteration`` at its end."""
+    handled = sys.exception()
     try:
         batch = next(batches)
     except StopIteration as end:
         return StopIteration(*end.args)  # without the frames that it went through, which hold the iteration
     except Exception as error:
-        return _noted(error)
+        return _noted(error, handled)
     try:
         return _Arriving(batch, target)
     except torch.OutOfMemoryError:
         return _Waiting(batch, target)
     except Exception as error:
-        return _noted(error)
+        return _noted(error, handled)
 
 
-def _noted(error: Exception) -> Exception:
-    """An error that can wait in line: a note says where it was raised, since frames hold the iteration and batches."""
-    error.add_note(f"Raised while prefetch read ahead:\n{''.join(traceback.format_exception(error))}".rstrip())
-    error.__cause__ = error.__context__ = None  # they have frames as well, and are told in the note
-    return error.with_traceback(None)
+_NOTE = "Raised while prefetch read ahead:\n"
+
+
+def _noted(error: Exception, handled: BaseException | None) -> Exception:
+    """An error that can wait in line: a note says where it was raised, since frames hold the iteration and batches.
+
+    So do those of the errors that it came from, but for what the consumer was handling, which is none of the loader's.
+    """
+    family = _family(error, handled)
+    if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):  # it may come again
+        error.add_note(f"{_NOTE}{''.join(traceback.format_exception(error))}".rstrip())
+    for each in family:
+        each.__traceback__ = None
+    return error
+
+
+def _family(error: BaseException, handled: BaseException | None) -> list[BaseException]:
+    """An error, those that it came from, and those in groups, each once; no longer with what was handled outside."""
+    family: list[BaseException] = []
+    rest: list[BaseException | None] = [error]
+    while rest:
+        each = rest.pop()
+        if each is None or any(each is other for other in family):
+            continue
+        family.append(each)
+        if each.__context__ is handled:
+            each.__context__ = None
+        rest += [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
+    return family

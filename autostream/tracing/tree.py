@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, UserDict, UserList, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Self
@@ -142,7 +143,7 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nested value with what ``function`` makes of each tensor.
 
-    Subclasses of lists, tuples and mappings are opened, too. What is no container stays as it is, and so do keys of
+    Mappings and sequences of other types are opened, too. What is no container stays as it is, and so do keys of
     dictionaries, whatever they are, and the batch sizes of a ``PackedSequence``: the host's.
 
     Raises:
@@ -175,19 +176,60 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _map_other(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Of containers of the user's own, what PyTorch's loaders make of them when they pin their tensors."""
-    if not isinstance(value, MutableMapping | list | UserList | tuple):
+    """Containers of the user's own: any mapping or sequence, as PyTorch's loaders open them when they pin tensors.
+
+    What comes back is of the same type, or a plain container where that cannot be made of other items. Nothing is
+    written to the user's own, nor to a copy of theirs that may share memory with it.
+    """
+    places = _places(value)
+    if places is None:
         return value
-    places = list(value) if isinstance(value, MutableMapping) else range(len(value))
-    twins = {place: _map_tensors(function, value[place]) for place in places}
-    if all(twin is value[place] for place, twin in twins.items()):
+    children = [value[place] for place in places]
+    twins = [_map_tensors(function, child) for child in children]
+    holds = any(twin is not child or isinstance(child, Tensor) for twin, child in zip(twins, children, strict=True))
+    if isinstance(value, tuple) and not holds:
         return value
+    items = dict(zip(places, twins, strict=True))
+    plain = items if isinstance(value, Mapping) else tuple(twins) if isinstance(value, tuple) else twins
+    for remade in (_copied, _constructed):
+        with suppress(Exception):  # of code of theirs, which may refuse in any way
+            twin = remade(value, items, plain)
+            if len(twin) == len(twins) and all(twin[place] is items[place] for place in places):
+                return twin
+    return plain if holds else value
+
+
+def _places(value: Any) -> Sequence[Any] | None:
+    """Where a container of the user's own has its items; ``None`` for what is none."""
+    if isinstance(value, Mapping):
+        return list(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview | range):
+        return range(len(value))
+    return None
+
+
+def _copied(value: Any, items: Mapping[Any, Any], plain: Any) -> Any:
+    """With all that it knows besides its items, if it has those where no copy shares them.
+
+    Raises:
+        TypeError: they may be shared.
+    """
     if isinstance(value, tuple):
-        return type(value)(twins.values())
-    mapped = copy.copy(value)
-    for place, twin in twins.items():
-        mapped[place] = twin
-    return mapped
+        twin: Any = tuple.__new__(type(value), plain)
+        if hasattr(value, "__dict__"):
+            vars(twin).update(vars(value))
+        return twin
+    if not isinstance(value, dict | list | UserList):
+        raise TypeError(f"a copy of {type(value).__qualname__} may share its items")
+    twin = copy.copy(value)
+    if twin is not value:
+        for place, item in items.items():
+            twin[place] = item
+    return twin
+
+
+def _constructed(value: Any, items: Mapping[Any, Any], plain: Any) -> Any:
+    return type(value)(plain)
 
 
 def _too_deep(value: object) -> TraceError:

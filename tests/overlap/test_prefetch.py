@@ -9,7 +9,7 @@ import logging
 import time
 import weakref
 from collections import UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -201,6 +201,83 @@ def test_a_loader_that_is_its_own_iterator_goes_on_where_it_was_left(device: Dev
     assert first + second + rest == [0, 1, 2, 3, 4, 5]
 
 
+class Anew:
+    """Its own iterator; ``iter`` begins it anew, or does not."""
+
+    def __init__(self, anew: bool) -> None:
+        self.anew, self.number, self.begun = anew, 0, 0
+
+    def __iter__(self) -> Anew:
+        self.begun += 1
+        self.number = 0 if self.anew else self.number
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.number == 4:
+            raise StopIteration
+        self.number += 1
+        return torch.full((4,), self.number - 1.0)
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_loader_that_is_its_own_iterator_and_may_begin_anew_is_iterated_as_it_is(
+    device: Device, anew: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Left half-way twice, then read to its end; ``iter`` is called once each time."""
+    loader, seen = Anew(anew), list[float]()
+    ahead = autostream.prefetch(loader, "cuda", depth=3)
+    for epoch, end in enumerate((2, 1, None), 1):
+        for batch in itertools.islice(ahead, end):
+            read(device, batch, seen)
+        assert loader.begun == epoch
+    device.run(0)
+    assert seen == ([0, 1, 0, 0, 1, 2, 3] if anew else [0, 1, 2, 3])
+    (told,) = caplog.messages
+    assert told.startswith("prefetch: Anew is its own iterator, and Anew.__iter__ may begin anew, so no batch is read")
+
+
+class Returned:
+    """Says by hand what ``Iterator`` does."""
+
+    def __init__(self) -> None:
+        self.batches = Batches(Loader(6))
+
+    def __iter__(self) -> Returned:
+        return self
+
+    def __next__(self) -> Tensor:
+        return next(self.batches)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Returned,
+        lambda: Batches(Loader(6)),
+        lambda: (batch for batch in Loader(6)),
+        lambda: iter(list(Loader(6))),
+        lambda: map(torch.clone, Loader(6)),
+        lambda: itertools.islice(Loader(9), 6),
+        lambda: iter(DataLoader(range(6), batch_size=None, collate_fn=lambda n: torch.full((4,), float(n)))),  # type: ignore[arg-type]
+    ],
+    ids=["by hand", "inherited", "generator", "list", "map", "islice", "DataLoader"],
+)
+def test_what_only_goes_on_is_read_ahead(
+    device: Device, make: Callable[[], Iterator[Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make()
+    ahead, seen = autostream.prefetch(loader, "cuda", depth=3), list[float]()
+    for batch in itertools.islice(ahead, 2):
+        read(device, batch, seen)
+    device.run(0)
+    assert seen == [0, 1]
+    assert next(loader).mean() == 4, "2 and 3 were read ahead"
+    rest = consume(device, ahead)
+    device.run(0)
+    assert rest == [2, 3, 5]
+    assert not caplog.messages
+
+
 def test_no_more_is_read_ahead_than_asked_for(device: Device) -> None:
     loader = Loader()
     batches = iter(autostream.prefetch(loader, GPU, depth=3))
@@ -280,6 +357,73 @@ def test_an_error_in_line_says_where_it_was_raised_and_keeps_nothing_alive(devic
     (note,) = raised.value.__notes__
     assert "KeyError: 'lost'" in note
     assert 'raise ValueError("damaged") from error' in note
+
+
+def test_an_error_keeps_what_it_came_from(device: Device) -> None:
+    """A cause, the context of that, and the errors of a group; not what was handled where batches were read ahead."""
+
+    def batches() -> Iterator[Tensor]:
+        yield torch.zeros(4)
+        try:
+            try:
+                raise OSError("disk")
+            except OSError:
+                raise KeyError("lost")  # noqa: B904
+        except KeyError as error:
+            raise ExceptionGroup("damaged", [failed("one"), failed("two")]) from error
+
+    def failed(name: str) -> Exception:
+        try:
+            raise ValueError(name)
+        except ValueError as error:
+            return error
+
+    ahead, outside = iter(autostream.prefetch(batches(), "cuda")), RuntimeError("outside")
+    try:
+        raise outside
+    except RuntimeError:
+        next(ahead)
+    assert outside.__traceback__ is not None, "it is the consumer's"
+    try:
+        raise LookupError("where it is asked for")
+    except LookupError:
+        with pytest.raises(ExceptionGroup) as raised:
+            next(ahead)
+    lost = raised.value.__cause__
+    assert isinstance(lost, KeyError)
+    assert raised.value.__context__ is lost
+    disk = lost.__context__
+    assert isinstance(disk, OSError)
+    assert disk.__context__ is None
+    frames = [each.__traceback__ for each in (lost, disk, *raised.value.exceptions)]
+    assert frames == [None] * 4, "they hold the iteration"
+
+
+def test_what_the_consumer_handles_is_the_context_of_an_error_without_one(device: Device) -> None:
+    ahead, handled = iter(autostream.prefetch(Loader(1, fails=frozenset({0})), "cuda")), LookupError("handled")
+    try:
+        raise handled
+    except LookupError:
+        with pytest.raises(ValueError, match="damaged") as raised:
+            next(ahead)
+    assert raised.value.__context__ is handled
+
+
+def test_an_error_that_comes_again_has_one_note(device: Device) -> None:
+    error = ValueError("again")
+    error.add_note("theirs")
+
+    class Broken(Iterator[Tensor]):
+        def __next__(self) -> Tensor:
+            raise error
+
+    ahead = iter(autostream.prefetch(Broken(), "cuda"))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="again"):
+            next(ahead)
+    theirs, ours = error.__notes__
+    assert theirs == "theirs"
+    assert ours.startswith("Raised while prefetch read ahead:")
 
 
 def test_threads_share_an_iteration_and_each_reads_on_its_own_stream(device: Device) -> None:
@@ -432,6 +576,20 @@ def test_it_has_the_loaders_attributes(device: Device) -> None:
     both = [autostream.prefetch([torch.ones(2)], "cuda") for _ in range(2)]
     assert both[0] != both[1]
     assert "tensor" not in repr(both[0])
+
+
+def test_what_is_set_is_the_loaders(device: Device) -> None:
+    loader = Loader(4)
+    ahead: Any = autostream.prefetch(loader, "cuda")
+    ahead.count = 2
+    assert loader.count == 2
+    assert len(list(ahead)) == 2
+    copy.copy(ahead).count = 3
+    assert loader.count == 3
+    for name in ("loader", "depth"):
+        with pytest.raises(AttributeError, match=f"{name} of what prefetch returned stays as it is"):
+            setattr(ahead, name, 3)
+    assert not hasattr(loader, "depth")
 
 
 def test_it_is_true_where_the_loader_is(device: Device) -> None:

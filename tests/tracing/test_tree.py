@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from datetime import date
 from enum import Enum, IntEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -384,6 +385,162 @@ def test_containers_of_the_users_own_are_mapped_as_well(own: Any) -> None:
     assert (mapped[first].item(), mapped[second], len(mapped)) == (-ONE.item(), 3, 2)
     assert own[first] is ONE
     assert getattr(mapped, "path", None) == getattr(own, "path", None)
+
+
+class Shared(MutableMapping[str, Any]):
+    """Its copies have its items in the same place."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items_of_it = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of_it[key]
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        self.items_of_it[key] = item
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of_it[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of_it)
+
+    def __len__(self) -> int:
+        return len(self.items_of_it)
+
+
+class Refusing(Shared):
+    """Made in its own way, and never written to."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        raise RuntimeError("frozen")
+
+
+class Forgetful(Shared):
+    """Made of anything, and takes nothing of it."""
+
+    def __init__(self, *items: dict[str, Any]) -> None:
+        super().__init__({"x": ONE, "n": 3})
+
+
+class FrozenDict(dict[str, Any]):
+    def __setitem__(self, key: str, item: Any) -> None:
+        raise TypeError("frozen")
+
+
+class View(Mapping[str, Any]):
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items_of_it = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of_it[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of_it)
+
+    def __len__(self) -> int:
+        return len(self.items_of_it)
+
+
+class Row(Sequence[Any]):
+    """Made in its own way."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.items[place]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class Point(tuple[Any, ...]):
+    """Made in its own way."""
+
+    def __new__(cls, x: Any, n: Any) -> Point:
+        return super().__new__(cls, (x, n))
+
+
+class Slim(tuple[Any, ...]):
+    __slots__ = ()
+
+    def __new__(cls, x: Any, n: Any) -> Slim:
+        return super().__new__(cls, (x, n))
+
+
+@pytest.mark.parametrize(
+    ("own", "kind"),
+    [
+        (Shared({"x": ONE, "n": 3}), Shared),
+        (Refusing(x=ONE, n=3), dict),
+        (Forgetful(), dict),
+        (FrozenDict(x=ONE, n=3), FrozenDict),
+        (View({"x": ONE, "n": 3}), View),
+        (MappingProxyType({"x": ONE, "n": 3}), MappingProxyType),
+        (Row(ONE, 3), list),
+        (Point(ONE, 3), Point),
+        (Slim(ONE, 3), Slim),
+    ],
+    ids=lambda own: type(own).__name__,
+)
+def test_containers_of_the_users_own_are_never_written_to(own: Any, kind: type) -> None:
+    """They are made anew, or plain where that cannot be."""
+    mapped = map_tensors(torch.neg, own)
+    first, second = ("x", "n") if isinstance(own, Mapping) else (0, 1)
+    assert type(mapped) is kind
+    assert (mapped[first].item(), mapped[second], len(mapped)) == (-ONE.item(), 3, 2)
+    assert own[first] is ONE
+
+
+def test_tuples_of_the_users_own_keep_what_else_they_know() -> None:
+    own = Point(ONE, 3)
+    own.path = "/data"  # type: ignore[attr-defined]
+    assert map_tensors(torch.neg, [own])[0].path == "/data"
+
+
+def refusing(items: dict[str, Any]) -> Refusing:
+    own = Refusing()
+    own.items_of_it = items
+    return own
+
+
+@pytest.mark.parametrize("make", [OwnDict, Shared, View, MappingProxyType, refusing], ids=lambda make: make.__name__)
+def test_a_container_that_is_filled_again_is_another_one(make: Callable[[dict[str, Any]], Any]) -> None:
+    """Where each tensor stays what it is, too."""
+    items = {"x": ONE}
+    own = make(items)
+    mapped = map_tensors(lambda tensor: tensor, own)
+    (own if isinstance(own, OwnDict) else items)["x"] = TWO
+    assert mapped["x"] is ONE
+
+
+def test_a_container_without_tensors_that_is_filled_again_is_another_one() -> None:
+    own = OwnDict(n=3)
+    mapped = map_tensors(torch.neg, own)
+    own["n"] = 4
+    assert mapped == {"n": 3}
+
+
+class Itself(OwnDict):
+    """Says that it is its own copy."""
+
+    def __copy__(self) -> Itself:
+        return self
+
+
+def test_a_container_that_is_its_own_copy_is_not_written_to() -> None:
+    own = Itself(x=ONE)
+    assert map_tensors(torch.neg, own)["x"] == -1
+    assert own["x"] is ONE
+
+
+def test_what_cannot_be_made_again_and_holds_no_tensor_stays() -> None:
+    for value in (Refusing(n=3), Row(3), range(3), b"ab", "ab", bytearray(b"ab")):
+        assert map_tensors(torch.neg, value) is value
 
 
 def test_mapping_compares_nothing_so_keys_and_contexts_may_be_anything() -> None:
