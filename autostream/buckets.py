@@ -264,6 +264,21 @@ def cuts_of(plain: Sequence[Tensor], filled: Sequence[Tensor], spans: Mapping[st
     return tuple(cuts)
 
 
+def can_cut(tensors: Sequence[Tensor], cuts: Cuts, spans: Mapping[str, Span]) -> bool:
+    """Whether outputs are as many, and as long where they are to be cut, as those that the cuts were found for.
+
+    Example:
+        >>> import torch
+        >>> [can_cut([torch.ones(size)], (((0, "length"),),), {"length": Span(3, 4)}) for size in (4, 8)]
+        [True, False]
+    """
+    return len(tensors) == len(cuts) and all(
+        dim < tensor.ndim and tensor.shape[dim] == spans[name].size
+        for tensor, own in zip(tensors, cuts, strict=True)
+        for dim, name in own
+    )
+
+
 def cut(tensors: Sequence[Tensor], cuts: Cuts, spans: Mapping[str, Span]) -> list[Tensor]:
     """Outputs as long as they are without padding, and as dense.
 

@@ -18,7 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autostream.buckets import Cuts, Dynamic, Span, Unfit, cut, cuts_of, narrowed, padded, places_of, shorter, spans_of
+from autostream.buckets import (
+    Cuts,
+    Dynamic,
+    Span,
+    Unfit,
+    can_cut,
+    cut,
+    cuts_of,
+    narrowed,
+    padded,
+    places_of,
+    shorter,
+    spans_of,
+)
 from autostream.comparison import difference
 from autostream.dispatch import Dispatcher, Entry
 from autostream.errors import TraceError, first_line
@@ -69,13 +82,20 @@ class PaddingDispatcher(Dispatcher):
         self._places = places_of(dynamic, parameters_of(model))
         self._verdicts: dict[Hashable, Cuts | str] = {}
         self._reasons: tuple[str, ...] = ()
+        self._unfit = ""
+        """Why no call is padded any more."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
         padding = self._padding(args, kwargs)
-        if padding is None:
-            return super().__call__(*args, **kwargs)
-        return padding.cut(super().__call__(*padding.args, **padding.kwargs))
+        if padding is not None:
+            outputs = super().__call__(*padding.args, **padding.kwargs)
+            try:
+                return padding.cut(outputs)
+            except Unfit as reason:
+                self._unfit = str(reason)
+                self._note_unpadded(self._unfit)
+        return super().__call__(*args, **kwargs)
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -86,7 +106,7 @@ class PaddingDispatcher(Dispatcher):
     def forget(self) -> None:
         """Drop all that was made."""
         super().forget()
-        self._verdicts = {}
+        self._verdicts, self._unfit = {}, ""
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         padding = self._padding(args, kwargs)
@@ -94,7 +114,7 @@ class PaddingDispatcher(Dispatcher):
 
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Padding | None:
         """How a call is padded; ``None`` where it runs as it is."""
-        if self.disabled or exporting() or traced_by_fx() or unusual_call():
+        if self._unfit or self.disabled or exporting() or traced_by_fx() or unusual_call():
             return None
         try:
             spans = spans_of(self._places, args, kwargs)
@@ -175,6 +195,10 @@ class PaddingDispatcher(Dispatcher):
         return PaddingDispatcher, (self.model, self.options, self._dynamic)
 
 
+_OTHER_BRANCH = (
+    "it returned outputs of other sizes than in calls of the same sizes, as models do that branch on values of tensors"
+)
+
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -188,8 +212,14 @@ class _Padding:
     cuts: Cuts
 
     def cut(self, outputs: Any) -> Any:
-        """What the model returns, from what it returns with padding."""
+        """What the model returns, from what it returns with padding.
+
+        Raises:
+            Unfit: that is not what was found out about such calls.
+        """
         tensors, structure = flatten(outputs)
+        if not can_cut(tensors, self.cuts, self.spans):
+            raise Unfit(_OTHER_BRANCH)
         return unflatten(structure, cut(tensors, self.cuts, self.spans))
 
 

@@ -271,6 +271,16 @@ def test_what_cannot_be_padded_runs_at_its_own_shape(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("other", [lambda x: torch.cat([x, x]), lambda x: (x, x), lambda x: x.sum()])
+def test_what_another_branch_returns_in_another_size_is_not_cut(other: Callable[[Tensor], Any]) -> None:
+    dispatch = over(lambda s, x: x + 1 if x.sum() < 99 else other(x))
+    plain = copy.deepcopy(dispatch.model)
+    for size, value in ((3, 1.0), (3, 99.0), (3, 1.0), (3, 99.0), (4, 99.0)):
+        same(dispatch(torch.full((size, 2), value)), plain(torch.full((size, 2), value)))
+    assert "outputs of other sizes" in reasons(dispatch)[0]
+
+
+@torch.no_grad()
 def test_what_takes_from_an_iterator_is_not_tried() -> None:
     stream = iter(range(9))
     dispatch = over(lambda s, x: x * next(stream))
