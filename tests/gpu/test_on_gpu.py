@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream import Bucket
 from autostream.reporting.pieces import captured_share
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops")]
@@ -325,3 +327,31 @@ def test_a_piece_sees_a_buffer_through_a_view_that_was_made_before_it() -> None:
         torch.testing.assert_close(fast(x.clone()), theirs(x.clone()))
         torch.testing.assert_close(ours.state, theirs.state)
     assert captured_share(fast.reports[0])
+
+
+class Noisy(nn.Module):
+    """Adds noise that a generator of its own draws on the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.generator = torch.Generator("cuda").manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y + torch.rand(y.shape, generator=self.generator, device=y.device)
+
+
+@pytest.mark.parametrize("dynamic", [None, {"x": {0: Bucket("batch", 8)}}])
+@pytest.mark.parametrize("example", [False, True])
+def test_a_generator_of_the_models_own_draws_what_it_would(dynamic: dict[str, Any] | None, example: bool) -> None:
+    """Trials on the quiet, and captures, take none of its numbers."""
+    torch.manual_seed(0)
+    model, twin = Noisy().cuda(), Noisy().cuda()
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(8, 16, device="cuda")
+    with torch.no_grad():
+        fast = autostream.optimize(model, x if example else None, dynamic=dynamic)
+        for rows in (8, 8, 8, 5, 8):
+            torch.testing.assert_close(fast(x[:rows]), twin(x[:rows]), rtol=0, atol=0)
+    assert torch.equal(model.generator.get_state(), twin.generator.get_state())
