@@ -349,9 +349,9 @@ def test_a_generator_of_the_models_own_draws_what_it_would(dynamic: dict[str, An
     torch.manual_seed(0)
     model, twin = Noisy().cuda(), Noisy().cuda()
     twin.load_state_dict(model.state_dict())
-    x = torch.randn(8, 16, device="cuda")
+    x = torch.randn(16, 16, device="cuda")
     with torch.no_grad():
-        fast = autostream.optimize(model, x if example else None, dynamic=dynamic)
-        for rows in (8, 8, 8, 5, 8):
+        fast = autostream.optimize(model, x[:8] if example else None, dynamic=dynamic)
+        for rows in (8, 8, 8, 16, 8):  # none is padded: that draws more
             torch.testing.assert_close(fast(x[:rows]), twin(x[:rows]), rtol=0, atol=0)
     assert torch.equal(model.generator.get_state(), twin.generator.get_state())
