@@ -31,7 +31,7 @@ from autostream.arguments import names
 from autostream.bench.training import Step, TrainingSubject
 from autostream.training import train_step
 from benchmarks import zoo
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 
 STEPS, WINDOW = 200, 10
 """Losses are compared as means of so many steps."""
@@ -57,12 +57,18 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"there is no workload {unknown[0]}: use {', '.join(zoo.TRAINING)}")
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")
-    device, rows = torch.device("cuda", torch.cuda.current_device()), []
+    device, now = torch.device("cuda", torch.cuda.current_device()), stamp()
     for name in options.workloads:
         workload = zoo.TRAINING[name]
-        rows += [row(workload, *how, device) for how in product(zoo.OPTIMIZERS, PRECISIONS)]
-        save("losses", {"schema": 1, "stamp": stamp(), "rows": rows}, table(rows), options.out)
+        found = [row(workload, *how, device) for how in product(zoo.OPTIMIZERS, PRECISIONS)]
+        earlier = earlier_rows("losses", options.out, now)  # now: what ran beside this has been written
+        rows = list({_key(row): row for row in (*earlier, *found)}.values())
+        save("losses", {"schema": 1, "stamp": now, "rows": rows}, table(rows), options.out)
     return 0
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["workload"], row["optimizer"], row["precision"]
 
 
 def row(workload: zoo.TrainingWorkload, optimizer: str, precision: str, device: torch.device) -> dict[str, Any]:

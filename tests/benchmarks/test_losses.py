@@ -150,20 +150,26 @@ def test_the_table_has_a_line_for_each_row() -> None:
     assert found == ["w ×4 sgd", AUTOCAST, "2.0000 to 1.5000", "1.2e-06", "0.005"]
 
 
-def test_the_command_saves_after_each_workload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_save_after_each_workload_into_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that measures a workload again replaces its rows; of another commit, it replaces all."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(losses, "stamp", dict)
+    now = {"date": "today", "commit": "a"}
+    monkeypatch.setattr(losses, "stamp", lambda: dict(now))
 
     def known(workload: zoo.TrainingWorkload, optimizer: str, precision: str, _: object) -> dict[str, Any]:
         return {"workload": workload.name, "optimizer": optimizer, "precision": precision, **NUMBERS}
 
     monkeypatch.setattr(losses, "row", known)
-    assert main(["--workloads", "train_dlrm,train_mlp12", "--out", str(tmp_path)]) == 0
-    saved = json.loads((tmp_path / "losses.json").read_text())
-    assert [(row["workload"], row["optimizer"], row["precision"]) for row in saved["rows"]] == list(
-        product(("train_dlrm", "train_mlp12"), zoo.OPTIMIZERS, losses.PRECISIONS)
-    )
+    both = ["train_dlrm", "train_mlp12"]
+    runs = [("a", both[:1], both[:1]), ("a", both[::-1], both), ("b", both[1:], both[1:])]
+    for commit, workloads, kept in runs:
+        now["commit"] = commit
+        assert main(["--workloads", ",".join(workloads), "--out", str(tmp_path)]) == 0
+        saved = json.loads((tmp_path / "losses.json").read_text())
+        assert [(row["workload"], row["optimizer"], row["precision"]) for row in saved["rows"]] == list(
+            product(kept, zoo.OPTIMIZERS, losses.PRECISIONS)
+        )
 
 
 @pytest.mark.parametrize(("arguments", "said"), [([], "no CUDA device"), (["--workloads", "x"], "no workload x")])
