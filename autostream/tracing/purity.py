@@ -76,7 +76,7 @@ class _Finder:
         self._seen[id(value)] = value  # and keep it, so that no other gets its id
         if isinstance(value, FunctionType) and not _is_torchs(value):
             for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-                self.look(default, name, where)
+                self.look(default, f"a default of {name}", where)
             self._look_at_code(_Scope.of(value))
         elif isinstance(value, FunctionType) and not _is_harmless(value):  # as by ``torch.no_grad()``
             if not (hasattr(value, "__wrapped__") and _wraps_by_torch_alone(value)):
@@ -167,9 +167,9 @@ class _Finder:
                 value, asked = scope.find(name, tuple(of))
                 if asked or not (any(value is kind for kind in _NEW) or _computes(value)):
                     return False
-            elif of[0] != "copy" and not _is_of_tensors(of[0]):
+            elif of[0] in _ALIASES or not (of[0] == "copy" or hasattr(Tensor, of[0])):
                 return False
-            else:
+            else:  # as long as no module has such a method
                 self._written[of[0]] = where
         return True
 
@@ -213,9 +213,9 @@ class _Scope:
         else:
             value = self.variables.get(name, getattr(builtins, name, None))  # what is not there, nobody can use
         while of and isinstance(value, (ModuleType, torch._ops.OpOverloadPacket)):
-            lazy = _is_torchs(value)  # others' ``__getattr__`` is a user's code
-            value = getattr(value, of[0]) if lazy else vars(value)[of[0]]
-            of = of[1:]
+            if not (_is_torchs(value) or of[0] in vars(value)):  # a user's own way to look something up
+                break
+            value, of = getattr(value, of[0]), of[1:]
         if of and isinstance(value, EnumType) and of[0] in value.__members__:
             return value.__members__[of[0]], of[1:]
         return value, of
@@ -278,18 +278,13 @@ def _asks(value: Any) -> bool:
     return _is_torchs(value) and value.__name__.startswith(_TELLING)
 
 
-def _is_of_tensors(name: str) -> bool:
-    """Whether methods of this name are those of tensors, that make tensors."""
-    others = any(hasattr(kind, name) for kind in _OTHERS)
-    return hasattr(Tensor, name) and not others and name not in _ALIASES
-
-
 def _wraps_by_torch_alone(function: Any) -> bool:
     """Whether what a wrapper of torch's has beside the function that it wraps is torch's as well."""
-    values = (cell.cell_contents for cell in function.__closure__ or ())
-    beside = (value for value in values if value is not function.__wrapped__)
-    kinds = (type(value.__self__ if isinstance(value, MethodType) else value) for value in beside)
-    return all(kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in kinds)
+    values = (
+        cell.cell_contents for cell in function.__closure__ or () if cell.cell_contents is not function.__wrapped__
+    )
+    owners = (value.__self__ if isinstance(value, MethodType) else value for value in values)
+    return all(isinstance(own, CONSTANTS) or _is_torchs(own if isinstance(own, type) else type(own)) for own in owners)
 
 
 @lru_cache(maxsize=1)
@@ -336,7 +331,15 @@ _SHARED = (list, dict, set)
 _WHOLE = (nn.Module, MethodType, partial, tuple, frozenset, *_SHARED)
 """What is harmless if all that is in it is."""
 
-_TRUSTED = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.nn.", "autostream.", "builtins.", "abc.", "typing.")
+_TRUSTED = (
+    "torch.nn.modules.",
+    "torch.nn.utils.",
+    "torch.ao.nn.",
+    "autostream.tracing.functions.",
+    "builtins.",
+    "abc.",
+    "typing.",
+)
 
 _NAMES = frozenset({"__class__.__name__", "__module__", "__name__", "__qualname__"})
 

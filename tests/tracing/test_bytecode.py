@@ -159,13 +159,15 @@ def unknown(x: Any, c: Any) -> Any:
         ten = nine
     with x as eleven:
         twelve = (lambda: x)()
-    return one, two, three, four, five, six, seven, eight, ten, eleven, twelve
+    thirteen = [c] | x
+    fourteen = (c or math).floor(x)
+    return one, two, three, four, five, six, seven, eight, ten, eleven, twelve, thirteen, fourteen
 
 
 def test_what_comes_another_way_has_no_known_maker() -> None:
     found = makers(unknown.__code__)
-    names = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-    assert [name for name in names if () not in found[name]] == []
+    assert set(found) == set(unknown.__code__.co_varnames) - {"x", "c"} | {*unknown.__code__.co_cellvars} - {"x"}
+    assert [name for name, made in found.items() if () not in made] == []
 
 
 def test_arguments_have_other_makers_but_for_keywords_that_are_a_new_dictionary() -> None:

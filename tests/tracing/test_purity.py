@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import partial, wraps
 from random import random as draw
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +21,7 @@ from torch import set_default_dtype as renamed
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.random import manual_seed
+from torch.utils._contextlib import context_decorator
 from torch.utils.checkpoint import checkpoint
 
 import autostream.tracing.purity as ours
@@ -29,6 +30,7 @@ from tests.semantics import Model
 
 SCALE, HISTORY, SIZES = 2.0, list[float](), [1, 2]
 log = logging.getLogger(__name__)
+alias = Tensor.requires_grad_
 
 
 class Mode(Enum):
@@ -55,6 +57,11 @@ def other_factorial(x: Tensor, n: int) -> Tensor:
 
 @torch.no_grad()
 def without_gradients(x: Tensor) -> Tensor:
+    return scaled(x)
+
+
+@torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+def in_autocast(x: Tensor) -> Tensor:
     return scaled(x)
 
 
@@ -156,6 +163,7 @@ def chooses_by_members(s: Model, x: Tensor) -> Pair:
         pytest.param(chooses_by_members, id="enumerations, named tuples, and lists that are read"),
         pytest.param(lambda s, x: factorial(x, 3), id="functions that name each other"),
         pytest.param(lambda s, x: without_gradients(x), id="a function that torch wraps"),
+        pytest.param(lambda s, x: in_autocast(x), id="one that it wraps with constants"),
     ],
 )
 def test_what_computes_is_pure(forward: Callable[..., Any]) -> None:
@@ -238,6 +246,9 @@ def in_mode_of_a_users(x: Tensor) -> Tensor:
     return x
 
 
+in_modes_that_nobody_knows = context_decorator(lambda: Tracked(), scaled)
+
+
 @contextmanager
 def noted(x: Tensor) -> Iterator[None]:
     HISTORY.append(1.0)
@@ -300,6 +311,10 @@ def of_memory(s: Any, x: Tensor) -> Tensor:
     return x
 
 
+def default_that_nobody_knows(s: Any, x: Tensor, by: Any = Through()) -> Tensor:  # noqa: B008
+    return by(x)
+
+
 def inner_changes(s: Any, x: Tensor) -> Tensor:
     seen = []
 
@@ -324,7 +339,9 @@ def inner_changes(s: Any, x: Tensor) -> Tensor:
         (maybe_own, "uses append"),
         (own_and_then_not, "uses append"),
         (default_of_its_own, "uses append"),
+        (default_that_nobody_knows, "uses a default of Model.function"),
         (inner_changes, "other writes seen"),
+        (lambda s, x: alias(x), "uses alias"),
         (in_own_list, "writes an item"),
         (of_a_pair, "writes an item"),
         (of_a_method, "what clone returns"),
@@ -332,6 +349,7 @@ def inner_changes(s: Any, x: Tensor) -> Tensor:
         (changed_in_place, "it may change Model.history"),
         (lambda s, x: [x, s.history.sort()][0], "it may change Model.history"),
         (lambda s, x: in_mode_of_a_users(x), "uses in_mode_of_a_users"),
+        (lambda s, x: in_modes_that_nobody_knows(x), "uses in_modes_that_nobody_knows"),
         (in_context_of_a_users, "uses _GeneratorContextManager"),
         (lambda s, x: wrapped(x), "counting uses append"),
         (lambda s, x: checkpoint(tagged, x), "tagged writes tag"),
@@ -412,6 +430,18 @@ def test_functions_that_name_themselves_are_looked_at_once() -> None:
 
     assert impurity(Model(lambda s, x: shrunk(x))) == ""
     assert "counting writes calls" in impurity(Model(lambda s, x: counting(x)))
+
+
+def test_a_variable_that_hides_another_is_not_that() -> None:
+    part: Any = math
+
+    def forward(s: Model, x: Tensor) -> Any:
+        def inner(part: Any) -> Any:
+            return lambda: part.put_away()
+
+        return inner(x)() * part.pi
+
+    assert "asks for put_away" in impurity(Model(forward))
 
 
 def test_the_line_is_told() -> None:
@@ -499,5 +529,8 @@ def test_a_users_code_is_not_run_to_look() -> None:
         def __iter__(self) -> Iterator[int]:
             pytest.fail("iterated")
 
+    lazy: Any = ModuleType("lazy")
+    lazy.__getattr__ = lambda name: pytest.fail(f"asked for {name}")
+    assert "uses lazy" in impurity(Model(lambda s, x: lazy.function(x)))
     assert "uses Model.function" in impurity(Model(Delicate()))
     assert "uses Model.items" in impurity(Model(lambda s, x: s.items[0] * x, items=Items()))
