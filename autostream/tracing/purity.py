@@ -345,7 +345,7 @@ _NAMES = frozenset({"__class__.__name__", "__module__", "__name__", "__qualname_
 
 _METHODS = """
     add_module apply apply_ backward eval initial_seed load_state_dict map_ requires_grad_ retain_grad seed send
-    share_memory_ throw train zero_grad
+    share_memory_ throw to_empty train zero_grad
 """
 _CHANGING = frozenset(_METHODS.split())
 """Methods of modules and tensors that change what is no tensor's contents."""
