@@ -109,6 +109,24 @@ def test_a_call_begins_anew_along_the_way_that_begins_as_it_has(monkeypatch: pyt
     assert known(fast)[-1] == (False, True)
 
 
+def gathered(s: Model, x: Tensor) -> Tensor:
+    """Two ways, on each of which a list and a tensor are filled that the model has made itself."""
+    parts, table = [], torch.zeros(4, 4)
+    for scale in s.scales:
+        parts.append(x @ s.w * scale)
+    parts[0] = parts[0].sin() if x.sum() > 0 else parts[1].cos()
+    table[0] = parts[0][1]
+    return torch.cat([table, *parts])
+
+
+def test_a_model_that_fills_what_it_has_made_itself_has_ways() -> None:
+    plain = Model(gathered, w=nn.Parameter(t(4, 4, seed=1)), scales=[1.0, 2.0, 3.0])
+    fast = optimize(plain)
+    for x in (UP, DOWN, UP, UP + 1, DOWN - 1):
+        same(fast(x), plain(x))
+    assert known(fast) == [(True,), (False,)]
+
+
 def test_calls_like_the_last_take_the_short_way_whichever_way_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = model()
     fast = optimize(plain)

@@ -3,24 +3,30 @@
 Of a model that has one program, a trace sees what its Python does beside that. Of one with a program for each way that
 calls take, each is traced after a call that took it: what that call wrote has been written, and what the next one on
 another way would write, no graph knows of. So ways are for models of which it is plain from the code that they write to
-tensors alone, and speak to nobody. What is not known to be harmless is not.
+tensors alone, and to what they have made themselves in the same call, and speak to nobody. What is not known to be
+harmless is not.
 """
 
 from __future__ import annotations
 
 import builtins
-import dis
-import inspect
-import math
-from collections.abc import Iterator
-from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from enum import Enum, EnumType
+from functools import lru_cache, partial
+from itertools import chain
+from linecache import getline
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from autostream.tracing.reads import CONSTANTS, functions_of
+from autostream.tracing.bytecode import LITERAL, inner_of, makers, uses
+from autostream.tracing.lines import at_line
+from autostream.tracing.reads import CONSTANTS, function_of
 
 
 def impurity(model: nn.Module) -> str:
@@ -31,10 +37,9 @@ def impurity(model: nn.Module) -> str:
         ''
     """
     try:
-        finder = _Finder(model)
-        for function in functions_of(list(model.modules())):
-            finder.look(function)
-        finder.look_at_attributes()
+        finder = _Finder()
+        finder.look(model, "the model")
+        finder.look_at_modules()
     except _Impure as found:
         return str(found)
     except Exception as error:  # a user's own way to look something up fails
@@ -47,78 +52,179 @@ class _Impure(Exception):  # noqa: N818 - a notice within this file, not an erro
 
 
 class _Finder:
-    """Looks at functions, at those that they call, and at what they use."""
+    """Looks at functions, at those that they call, and at what they use; at each once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = {id(module): module for module in model.modules()}
-        self._attributes: set[str] = set()
-        self._codes: set[CodeType] = set()
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._asked: dict[str, str] = {"forward": ""}
+        """What values are asked for, and where first."""
+        self._written: dict[str, str] = {}
+        """Methods of tensors whose results are written to, and where first."""
+        self._fields: set[str] = set()
+        self._shared = self._changed = ""
+        """What has items and is there before a call, and where something may be changed in place."""
 
-    def look(self, value: Any, name: str = "") -> None:
+    def look(self, value: Any, name: str, where: str = "") -> None:
         """See that something that code uses, and calls perhaps, is harmless.
 
         Raises:
             _Impure: it is not known to be.
         """
-        if isinstance(value, nn.Module):
-            if id(value) not in self._modules:
-                for module in value.modules():
-                    self._modules.setdefault(id(module), module)
-                for function in functions_of(list(value.modules())):
-                    self.look(function)
-        elif isinstance(value, MethodType):
-            self.look(value.__self__, name)
-            self.look(value.__func__, name)
-        elif isinstance(value, partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self.look(part, name)
-        elif isinstance(value, tuple):
-            for item in value:
-                self.look(item, name)
-        elif isinstance(value, FunctionType) and not _is_torchs(value):
-            self._function(inspect.unwrap(value))
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value  # and keep it, so that no other gets its id
+        if isinstance(value, FunctionType) and not _is_torchs(value):
+            for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+                self.look(default, f"a default of {name}", where)
+            self._look_at_code(_Scope.of(value))
+        elif isinstance(value, FunctionType) and not _is_harmless(value):  # as by ``torch.no_grad()``
+            if not (hasattr(value, "__wrapped__") and _wraps_by_torch_alone(value)):
+                raise _Impure(f"it uses {name}, of which nobody knows what it does{where}")
+            self.look(value.__wrapped__, name, where)
+        elif isinstance(value, _WHOLE):
+            for part in self._parts(value, name):
+                self.look(part, name, where)
+        elif _is_named_tuple(value):
+            self._fields.update(value._fields)
         elif not _is_harmless(value):
-            raise _Impure(f"it uses {name or type(value).__name__}, of which nobody knows what it does")
+            raise _Impure(f"it uses {name}, of which nobody knows what it does{where}")
 
-    def look_at_attributes(self) -> None:
-        """See that whatever attributes of modules the code names are harmless, methods included.
+    def _parts(self, value: Any, name: str) -> Iterator[Any]:
+        """What code that uses a value uses of it."""
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                self._modules[id(module)] = module
+                yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+                yield vars(module).get("_autostream_function")
+        elif isinstance(value, MethodType):
+            yield from (value.__self__, value.__func__)
+        elif isinstance(value, partial):
+            yield from (type(value), value.func, *value.args, *value.keywords.values())
+        else:
+            yield type(value)  # whose methods may be a user's
+            self._shared = self._shared or (name if isinstance(value, _SHARED) else "")
+            yield from (*value, *(value.values() if isinstance(value, dict) else ()))
+
+    def look_at_modules(self) -> None:
+        """See that what modules do when they are called, and whatever attributes of them code asks for, is harmless.
 
         Raises:
-            _Impure: one is not known to be.
+            _Impure: something is not known to be.
         """
         known = -1
-        while known < len(self._codes) + len(self._modules):  # a method names more of them
-            known = len(self._codes) + len(self._modules)
+        while known < len(self._asked) + len(self._modules):  # a method asks for more of them
+            known = len(self._asked) + len(self._modules)
             for module in list(self._modules.values()):
-                for name in sorted(self._attributes):
+                for name, where in list(self._asked.items()):
                     for value in _found(module, name):
-                        self.look(value, f"{type(module).__name__}.{name}")
+                        self.look(value, f"{type(module).__name__}.{name}", where)
+                for name, value in _implied(module):
+                    self.look(value, f"{type(module).__name__}.{name}")
+        of_modules = {name for name in self._asked for module in self._modules.values() if _has(module, name)}
+        for name in sorted(self._asked.keys() - of_modules - self._fields - _known()):
+            raise _Impure(f"it asks for {name}, which neither tensors nor its modules have{self._asked[name]}")
+        for name in sorted(self._written.keys() & of_modules):
+            raise _Impure(f"it writes an item of what {name} returns{self._written[name]}")
+        if self._shared and self._changed:
+            raise _Impure(f"it may change {self._shared}{self._changed}")
 
-    def _function(self, function: Any) -> None:
-        code = function.__code__
-        if code in self._codes and not code.co_freevars:
-            return
-        self._codes.add(code)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self.look(cell.cell_contents, name)
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.look(default, function.__name__)
-        self._code(code, function.__globals__)
+    def _look_at_code(self, scope: _Scope) -> None:
+        code = scope.code
+        for use in uses(code):
+            line = getline(code.co_filename, use.line, scope.variables).strip()
+            where = at_line(code.co_filename, use.line, line)
+            if use.does == "reads":
+                value, asked = scope.find(use.name, use.of)
+                if value is not scope:
+                    self.look(value, ".".join((use.name, *use.of[: len(use.of) - len(asked)])), where)
+                for at, name in enumerate(asked):
+                    self._ask(name, where, scope, use.name if value is scope and at == 0 else "")
+            elif use.does == "asks":
+                self._ask(use.name, where, scope, *use.of)
+            elif use.does == "writes" and not self._is_new(scope, where, *use.of):
+                raise _Impure(f"{code.co_name} writes {use.name}{where}")
+            elif use.does == "changes" and not self._is_new(scope, where, *use.of):
+                self._changed = self._changed or where
+        for inner in inner_of(code):
+            self._look_at_code(scope.within(inner))
 
-    def _code(self, code: CodeType, variables: dict[str, Any]) -> None:
-        for step in dis.get_instructions(code):
-            if step.opname in _WRITES and step.argval not in code.co_cellvars:
-                raise _Impure(f"{code.co_name} writes {step.argval or 'an item'} (at {code.co_filename})")
-            if step.opname in _ATTRIBUTES:
-                if step.argval in _CHANGING or step.argval.startswith(_BEGINNINGS):
-                    raise _Impure(f"{code.co_name} uses {step.argval}, which may change a module or a setting")
-                self._attributes.add(step.argval)
-            elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                name = step.argval
-                self.look(variables[name] if name in variables else getattr(builtins, name), name)
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                self._code(constant, variables)
+    def _ask(self, name: str, where: str, scope: _Scope, variable: str = "") -> None:
+        """Note that code asks a value, which one of its variables has, for an attribute."""
+        if _changes(name) or (name in _OF_ITEMS and not self._is_new(scope, where, variable)):
+            raise _Impure(f"{scope.code.co_name} uses {name}, which may change a module or a setting{where}")
+        if name in _SORTING and not self._is_new(scope, where, variable):
+            self._changed = self._changed or where
+        self._asked.setdefault(name, where)
+
+    def _is_new(self, scope: _Scope, where: str, variable: str = "") -> bool:
+        """Whether code made what a variable of its own has, each time that it set it."""
+        made = scope.made(variable)
+        if not made or () in made:
+            return False
+        for name, *of in made - {LITERAL}:
+            if name:
+                value, asked = scope.find(name, tuple(of))
+                if asked or not (any(value is kind for kind in _NEW) or _computes(value)):
+                    return False
+            elif of[0] in _ALIASES or not (of[0] == "copy" or hasattr(Tensor, of[0])):
+                return False
+            else:  # as long as no module has such a method
+                self._written[of[0]] = where
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """Where code finds what it names.
+
+    Attributes:
+        code: of a function, or of one that it defines.
+        variables: global ones.
+        cells: variables of outer functions that have been left.
+        around: the function that defines this one, while it runs.
+    """
+
+    code: CodeType
+    variables: dict[str, Any]
+    cells: dict[str, Any]
+    around: _Scope | None = None
+
+    @staticmethod
+    def of(function: FunctionType) -> _Scope:
+        """That of a function."""
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        known = {name: cell.cell_contents for name, cell in cells}
+        return _Scope(function.__code__, function.__globals__, known)
+
+    def within(self, code: CodeType) -> _Scope:
+        """That of a function which this code defines."""
+        own = self.code.co_cellvars
+        return _Scope(code, self.variables, {name: self.cells[name] for name in self.cells.keys() - {*own}}, self)
+
+    def find(self, name: str, of: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+        """What a variable of others has, or what that has, where it is a module of Python's or an enumeration.
+
+        Returns:
+            The value, or this itself for a variable of a function that still runs, and the rest of the attributes.
+        """
+        if name in self.code.co_freevars:
+            value = self.cells.get(name, self)
+        else:
+            value = self.variables.get(name, getattr(builtins, name, None))  # what is not there, nobody can use
+        while of and isinstance(value, (ModuleType, torch._ops.OpOverloadPacket)):
+            if not (_is_torchs(value) or of[0] in vars(value)):  # a user's own way to look something up
+                break
+            value, of = getattr(value, of[0]), of[1:]
+        if of and isinstance(value, EnumType) and of[0] in value.__members__:
+            return value.__members__[of[0]], of[1:]
+        return value, of
+
+    def made(self, variable: str) -> frozenset[tuple[str, ...]]:
+        """What made the values of a variable, as :func:`~autostream.tracing.bytecode.makers` tells."""
+        if variable in self.code.co_freevars:
+            return frozenset() if self.around is None or variable in self.cells else self.around.made(variable)
+        return makers(self.code).get(variable, frozenset())
 
 
 def _found(module: nn.Module, name: str) -> Iterator[Any]:
@@ -126,40 +232,178 @@ def _found(module: nn.Module, name: str) -> Iterator[Any]:
     if name in vars(module):
         yield vars(module)[name]
     for kind in type(module).__mro__:
-        if name in vars(kind) and not _is_torchs(kind):
-            value = vars(kind)[name]
-            yield value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if name in vars(kind) and not _is_trusted(kind):
+            yield function_of(vars(kind)[name])
+
+
+def _implied(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What Python calls of a module's class that no code names, such as ``__getitem__``."""
+    for kind in type(module).__mro__:
+        if not _is_trusted(kind):
+            for name, item in vars(kind).items():
+                if name.startswith("__") and name not in _BEFORE and callable(function_of(item)):
+                    yield name, function_of(item)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether a module has an attribute, without its code being run."""
+    places = (vars(module), module._parameters, module._buffers, module._modules, *map(vars, type(module).__mro__))
+    return any(name in place for place in places)
 
 
 def _is_harmless(value: Any) -> bool:
-    if isinstance(value, ModuleType):
-        return _is_torchs(value) or value is math
+    """Whether code may have a value, call it, and do with it what no name tells."""
     if isinstance(value, type):
-        return _is_torchs(value) or value in _TYPES or (value.__module__ == "builtins" and issubclass(value, Exception))
-    if isinstance(value, (FunctionType, BuiltinFunctionType)):
-        return value in _FUNCTIONS or _is_torchs(value) or value.__module__ == "math"
-    return isinstance(value, (*CONSTANTS, Tensor, torch.Size, torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        torchs = value.__module__.startswith("torch.nn.modules.") or value in _TORCH_TYPES
+        errors = value.__module__ == "builtins" and issubclass(value, Exception)
+        return torchs or errors or value in _TYPES or _is_named_tuple(value)
+    if isinstance(value, _CALLED):
+        maths = isinstance(value, BuiltinFunctionType) and value.__module__ == "math"
+        return maths or value in _FUNCTIONS or _computes(value) or _asks(value)
+    return _computes(value) or isinstance(value, (*CONSTANTS, Tensor, torch.layout, torch.memory_format))
+
+
+def _computes(value: Any) -> bool:
+    """Whether a value is a function of torch's that makes tensors, of tensors or of numbers, and does nothing else."""
+    if not isinstance(value, _CALLED):
+        return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    name = value.__name__
+    makes = isinstance(value, BuiltinFunctionType) and value.__self__ is None and value.__module__ == "torch"
+    known = (makes and not name.startswith("_")) or value in _of_tensors()
+    return known and not _changes(name) and name not in _ALIASES
+
+
+def _asks(value: Any) -> bool:
+    """Whether a function is one of torch's that only tells what is so, or complains."""
+    return _is_torchs(value) and value.__name__.startswith(_TELLING)
+
+
+def _wraps_by_torch_alone(function: Any) -> bool:
+    """Whether what a wrapper of torch's has beside the function that it wraps is torch's as well."""
+    values = (
+        cell.cell_contents for cell in function.__closure__ or () if cell.cell_contents is not function.__wrapped__
+    )
+    owners = (value.__self__ if isinstance(value, MethodType) else value for value in values)
+    return all(isinstance(own, CONSTANTS) or _is_torchs(own if isinstance(own, type) else type(own)) for own in owners)
+
+
+@lru_cache(maxsize=1)
+def _of_tensors() -> frozenset[Any]:
+    """The functions that PyTorch lets others define for tensors of their own."""
+    every = torch.overrides.get_overridable_functions().values()
+    return frozenset(function for functions in every for function in functions if isinstance(function, Hashable))
+
+
+@lru_cache(maxsize=1)
+def _known() -> frozenset[str]:
+    """What tensors, PyTorch's modules and what else code may have, can be asked for."""
+    kinds = (Tensor, nn.Module, Enum, *_TORCH_TYPES, *_TYPES, *_OTHERS, *CONSTANTS)
+    results = (kind for kind in vars(torch.return_types).values() if isinstance(kind, type))
+    return frozenset(name for kind in (*kinds, *results) for name in dir(kind)) | _NAMES
+
+
+def _changes(name: str) -> bool:
+    """Whether what has this name changes what is no tensor's contents."""
+    ours = name.startswith(_BEGINNINGS) and (hasattr(nn.Module, name) or hasattr(Tensor, name))
+    return ours or name in _CHANGING or (name.startswith("__") and name not in _NAMES)
 
 
 def _is_torchs(value: Any) -> bool:
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    """Whether PyTorch defines a module of Python's or a function, whatever that says of itself."""
+    if isinstance(value, FunctionType):
+        name = value.__globals__.get("__name__")
+    else:
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     return str(name).partition(".")[0] == "torch"
 
 
-_WRITES = {f"{what}_{where}" for what in ("STORE", "DELETE") for where in ("GLOBAL", "DEREF", "ATTR", "SUBSCR")}
-_WRITES |= {"IMPORT_NAME", "STORE_SLICE", "STORE_NAME"}
-_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+def _is_trusted(kind: type) -> bool:
+    """Whether what a class of modules does is known to be harmless."""
+    return f"{kind.__module__}.".startswith(_TRUSTED)
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, type) and value.__bases__ == (tuple,) and hasattr(value, "_fields")
+
+
+_CALLED = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
+_SHARED = (list, dict, set)
+_WHOLE = (nn.Module, MethodType, partial, tuple, frozenset, *_SHARED)
+"""What is harmless if all that is in it is."""
+
+_TRUSTED = (
+    "torch.nn.modules.",
+    "torch.nn.utils.",
+    "torch.ao.nn.",
+    "autostream.tracing.functions.",
+    "builtins.",
+    "abc.",
+    "typing.",
+)
+
+_NAMES = frozenset({"__class__.__name__", "__module__", "__name__", "__qualname__"})
 
 _METHODS = """
-    add_module append apply_ backward clear discard eval extend initial_seed insert load_state_dict map_ pop popitem
-    remove requires_grad_ retain_grad seed send setdefault share_memory_ throw train update zero_grad
+    add_module apply apply_ backward eval initial_seed load_state_dict map_ requires_grad_ retain_grad seed send
+    share_memory_ throw to_empty train zero_grad
 """
 _CHANGING = frozenset(_METHODS.split())
-"""Methods of modules, tensors and containers, and functions of torch, that change what is no tensor's contents."""
+"""Methods of modules and tensors that change what is no tensor's contents."""
 
-_BEGINNINGS = ("__", "register_", "set_", "manual_seed", "enable_", "use_", "compile", "save", "load")
+_TELLING = ("is_", "are_", "get_autocast_", "get_default_", "_check", "_assert", "_log_api_usage_once")
+
+_BEGINNINGS = ("register_", "set_", "manual_seed", "compile", "load")
+
+_METHODS_OF_ITEMS = """
+    append clear discard extend insert move_to_end pop popitem remove setdefault update
+    as_strided_ detach_ rename_ resize_ resize_as_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_
+"""
+_OF_ITEMS = frozenset(_METHODS_OF_ITEMS.split())
+"""Those of containers that change what is in them, and of tensors that change their shape."""
+
+_SORTING = frozenset({"add", "reverse", "sort"})
+"""Methods of containers that change them, whose names methods of tensors have as well."""
+
+_ALIASES = frozenset({"from_file", "from_numpy", "frombuffer", "numpy", "storage", "untyped_storage"})
+"""What lets others than tensors write to a tensor's memory."""
+
+_BEFORE = frozenset({"__init__", "__new__", "__repr__", "__setattr__", "__delattr__", "__del__", "__init_subclass__"})
+_BEFORE |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__dir__"}
+"""What is not called in a call, but where modules are made, copied, told or written to."""
+
+_NEW = (list, dict, set, OrderedDict)
+_OTHERS = (nn.Module, str, list, tuple, dict, set, OrderedDict)
 
 _TYPES = frozenset(
-    {bool, complex, dict, enumerate, filter, float, int, list, map, range, reversed, slice, str, super, tuple, zip}
+    {
+        *(
+            bool,
+            chain,
+            complex,
+            dict,
+            enumerate,
+            filter,
+            float,
+            int,
+            list,
+            map,
+            range,
+            reversed,
+            set,
+            slice,
+            str,
+            super,
+        ),
+        *(tuple, zip, frozenset, partial, OrderedDict, FunctionType),
+    }
 )
-_FUNCTIONS = frozenset({abs, all, any, divmod, isinstance, issubclass, len, max, min, pow, round, sorted, sum})
+_TORCH_TYPES = frozenset(
+    {
+        *(Tensor, nn.Parameter, nn.Module, torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo),
+        *(torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast, torch.profiler.record_function),
+    }
+)
+_FUNCTIONS = frozenset(
+    {abs, all, any, divmod, isinstance, issubclass, iter, len, max, min, next, pow, round, sorted, sum}
+) | {checkpoint, torch.vmap}
+"""What calls others calls what code has, which is looked at."""

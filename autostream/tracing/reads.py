@@ -8,7 +8,6 @@ Where they are is looked up once. From then on, one look at all of them says whe
 
 from __future__ import annotations
 
-import dis
 import inspect
 import operator
 import re
@@ -18,10 +17,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     MemberDescriptorType,
     MethodType,
@@ -33,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autostream.tracing.bytecode import Named, names_of
 from autostream.tracing.tree import exact
 
 Read = tuple[tuple[str, type, Hashable], ...]
@@ -142,16 +141,6 @@ class Place:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """What code names: global variables, attributes, and keys; and the variables and attributes that it writes."""
-
-    variables: frozenset[str] = frozenset()
-    attributes: frozenset[str] = frozenset()
-    keys: frozenset[str] = frozenset()
-    written: frozenset[str] = frozenset()
-
-
 _NOTHING = Named()
 
 
@@ -186,7 +175,7 @@ class Finder:
             code = getattr(function, "__code__", None)
             where = label or f"{getattr(function, '__name__', 'partial')}(…)"
             for item in (*value.args, *value.keywords.values()):
-                self.follow(where, item, _named(code) if code else named, depth + 1)
+                self.follow(where, item, names_of(code) if code else named, depth + 1)
         elif isinstance(value, dict):
             self._entries(label, value, named.keys & value.keys(), named, "{}[{!r}]", depth)
         elif isinstance(value, ModuleType):
@@ -209,7 +198,7 @@ class Finder:
                 self.follow("", inspect.unwrap(function), _NOTHING, depth)
             return
         code, variables = function.__code__, function.__globals__
-        named = _named(code)
+        named = names_of(code)
         self.written |= named.written
         self._entries("", variables, named.variables & variables.keys(), named, "{}{}", depth)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -225,7 +214,7 @@ class Finder:
     def _method(self, label: str, owner: Any, function: Any, depth: int) -> None:
         self.follow(label, function, _NOTHING, depth)
         if isinstance(function, FunctionType):
-            self.follow(label or "self", owner, _named(function.__code__), depth)
+            self.follow(label or "self", owner, names_of(function.__code__), depth)
 
     def _module(self, label: str, module: nn.Module, named: Named, depth: int) -> None:
         """A module, and what code names of the objects that it has, and of its class; its own attributes others watch.
@@ -257,12 +246,8 @@ class Finder:
         users = [each for each in classes if not _is_library(each.__module__)]
         items = [(name, item) for each in users for name, item in vars(each).items() if name in attributes]
         for name, item in sorted(items, key=operator.itemgetter(0)):  # of each class: some call their like above
-            if isinstance(item, property):
-                self._method(label, value, item.fget, depth + 1)
-            elif isinstance(item, FunctionType):
-                self._method(label, value, item, depth + 1)
-            elif isinstance(item, (staticmethod, classmethod)):
-                self._method(label, value, item.__func__, depth + 1)
+            if (function := function_of(item)) is not item or isinstance(item, FunctionType):
+                self._method(label, value, function, depth + 1)
             elif isinstance(item, MemberDescriptorType) or not hasattr(item, "__get__"):  # others run a user's code
                 self._attribute(f"{label}.{name}", holder, name, name, named, depth)
 
@@ -286,35 +271,17 @@ class Finder:
         self.follow(place.label, value, named, depth + 1)
 
 
+def function_of(item: Any) -> Any:
+    """The function behind what a class has under a name: of a property, what gets its value; others are themselves."""
+    if isinstance(item, property):
+        return item.fget
+    return item.__func__ if isinstance(item, (staticmethod, classmethod)) else item
+
+
 def _called(function: Any) -> Any:
     """What runs when something is called."""
     return function if isinstance(function, (FunctionType, MethodType, partial)) else function.__call__
 
-
-@lru_cache(maxsize=1024)
-def _named(code: CodeType) -> Named:
-    """What code names, that of functions which it defines included."""
-    inner = list(map(_named, _inner(code)))
-    keys = (constant for constant in code.co_consts if isinstance(constant, str))
-    return Named(
-        _arguments(code, _VARIABLES).union(*(own.variables for own in inner)),
-        _arguments(code, _ATTRIBUTES).union(*(own.attributes for own in inner)),
-        frozenset(keys).union(*(own.keys for own in inner)),
-        _arguments(code, _WRITING).union(*(own.written for own in inner)).difference(code.co_cellvars),
-    )
-
-
-def _inner(code: CodeType) -> Iterator[CodeType]:
-    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
-
-
-def _arguments(code: CodeType, ops: frozenset[str]) -> frozenset[str]:
-    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname in ops)
-
-
-_VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
-_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-_WRITING = frozenset(f"{what}_{where}" for what in ("STORE", "DELETE") for where in ("GLOBAL", "DEREF", "ATTR"))
 
 _OURS = __name__.partition(".")[0]
 

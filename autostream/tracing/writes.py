@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from io import IOBase
 from typing import Any
 
+from autostream.tracing.bytecode import Named
 from autostream.tracing.generators import is_generator
-from autostream.tracing.reads import CONSTANTS, Finder, Named, Place
+from autostream.tracing.reads import CONSTANTS, Finder, Place
 
 
 class Writable:
