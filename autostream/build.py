@@ -2,7 +2,7 @@
 
 trace ──▶ tune ──────────────────────▶ Scheduled
   │└─ a CUDA graph cannot hold some ops: cut ─┘
-  └── refused: the caller decides (graph breaks, or the plain model)
+  └── refused: something else comes instead (``entries.py``)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autostream.execution.watched import Unmatched, watch
 from autostream.ir import Candidate, Decision, OpGraph, Placeholder, Program, Role
 from autostream.options import Options
 from autostream.pieces import MakePiece
-from autostream.pipeline import planned, versions
+from autostream.pipeline import planned
 from autostream.preparing import preparing
 from autostream.recapture import Copies, at_places, pooled
 from autostream.reporting.report import Report
@@ -55,10 +55,6 @@ class Stale(Exception):  # noqa: N818 - a notice between modules, not an error
 
 class Unsuitable(Exception):  # noqa: N818 - a notice between modules, not an error
     """These inputs must go to the plain model; the message says why."""
-
-
-class Refused(Exception):  # noqa: N818 - a notice between modules, not an error
-    """No graph does the same, and the caller has another way; the message says why. Nothing has been done."""
 
 
 class Scheduled:
@@ -395,49 +391,6 @@ def lowered(program: Program, report: Report) -> GraphModule:
     assert report.graph is not None
     assert report.chosen is not None
     return lower(program, report.graph, report.chosen.schedule)
-
-
-class Plain:
-    """The model itself, for a signature for which nothing else works.
-
-    Args:
-        model: the live model.
-        signature: what this is made for.
-        reason: why it could not be scheduled.
-
-    Attributes:
-        report: says so.
-        works: whether a call has returned something.
-    """
-
-    def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
-        self._model = model
-        self.works = False
-        refusal = Decision("", "plain", reason)
-        self.report = Report(name_of(model), str(signature), "plain", refusals=(refusal,), versions=versions())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
-        outputs = self._model(*args, **kwargs)
-        self.works = True
-        return outputs
-
-
-class Refusing(Plain):
-    """What calls of a signature meet that no graph can do, where the caller has another way."""
-
-    def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
-        super().__init__(model, signature, reason)
-        self.works = True
-        self._reason = reason
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing.
-
-        Raises:
-            Refused: always.
-        """
-        raise Refused(self._reason)
 
 
 def _report(model: str, signature: Signature, tuned: Tuned, options: Options, stopwatch: Stopwatch) -> Report:

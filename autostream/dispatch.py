@@ -2,7 +2,7 @@
 
 call ──▶ like the last one? ──▶ short way
                │ no
-               └─▶ signature ──▶ entry, made in the first call that has it ──▶ Scheduled, Ways, Pieces or Plain
+               └─▶ signature ──▶ entry, made in the first call that has it (``entries.py``)
                        └── no graph can do the same: the model itself
 """
 
@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,32 +22,23 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.build import (
-    Plain,
-    Refused,
-    Refusing,
-    Scheduled,
-    Stale,
-    Unsuitable,
-)
+from autostream.build import Scheduled, Stale, Unsuitable
 from autostream.comparison import compared
 from autostream.differentiated import Differentiated
-from autostream.errors import BranchError, ChoiceError, FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.entries import Entry, Plain, Refused, Refusing, Subject, entry_of, optimized_in_part, pieces_of
+from autostream.errors import TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
 from autostream.options import Options, disabled, paranoid
-from autostream.pieces import MakePiece, Pieces
+from autostream.pieces import Optimized, Pieces
 from autostream.pipeline import versions
 from autostream.preparing import preparing
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Direct, Shortcut
-from autostream.tracing.branches import Way
-from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer, along
+from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
-from autostream.tracing.inductor import check_level
 from autostream.tracing.numerics import order_attention
-from autostream.tracing.purity import impurity
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
@@ -57,11 +47,8 @@ from autostream.ways import ShortWays, Ways
 
 log = logging.getLogger(__name__)
 
-Entry = Scheduled | Differentiated | Ways | Pieces | Plain
-"""What calls of one signature run."""
 
-
-class Dispatcher:
+class Dispatcher(Optimized):
     """Runs calls of a model, each by what was made for its signature.
 
     Args:
@@ -95,11 +82,19 @@ class Dispatcher:
     ) -> None:
         self.model = model
         self.options = options
-        self.bound_inputs = bound_inputs
-        self._pools = GraphPools() if pools is None else pools
-        self._tracer = tracer
-        self.disabled = disabled()
         self.slots = SlotTable() if slots is None else slots
+        pools = GraphPools() if pools is None else pools
+        self._subject = Subject(
+            model,
+            options,
+            tracer,
+            bound_inputs,
+            pools,
+            self.slots,
+            make_piece=partial(_part, options, pools, PIECES),
+            make_section=partial(_part, options, pools, SECTIONS),
+        )
+        self.disabled = disabled()
         self._paranoid = paranoid()
         self._lock = threading.RLock()
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
@@ -229,11 +224,11 @@ class Dispatcher:
                 self._note(str(bypass))
                 return None
             entry, proven = self._entry(tensors, structure, signature)
-        tried = entry in self._proven or _optimized_in_part(self.model)
+        tried = entry in self._proven or optimized_in_part(self.model)
         try:
             if isinstance(entry, Ways):
                 entry = entry.prepare(tensors, args, kwargs) or (self._split(entry) if entry.over else entry)
-            elif not isinstance(entry, Scheduled) and self._tracer.may_try and not tried:
+            elif not isinstance(entry, Scheduled) and self._subject.tracer.may_try and not tried:
                 check_call(self.model, args, kwargs)
         except TargetError:
             self._drop(entry)
@@ -245,7 +240,7 @@ class Dispatcher:
         self._shortcut = None
         tensors, structure, signature, watch = self._signature(args, kwargs)
         full = signature not in self._entries and len(self._entries) >= self.options.max_signatures
-        if full and (signature.gradients or not self._tracer.may_renew or self._reads_another(signature)):
+        if full and (signature.gradients or not self._subject.tracer.may_renew or self._reads_another(signature)):
             what = signature.unlike(next(reversed(self._entries)))
             raise self._refused(f"it has as many schedules as max_signatures allows, and meets another: {what} changed")
         for _ in range(3):
@@ -338,10 +333,7 @@ class Dispatcher:
     def better_alone(self, tensors: Sequence[Tensor]) -> bool:
         """Whether to leave calls that record gradients to the model: on a CPU, unless somebody asks for a schedule."""
         asked = self.options.strict or self.options.policy != "auto"
-        return not asked and not self._uses_gpu(tensors)
-
-    def _uses_gpu(self, tensors: Sequence[Tensor]) -> bool:
-        return any(tensor.is_cuda for tensor in chain(tensors, self.model.parameters()))
+        return not asked and not self._subject.uses_gpu(tensors)
 
     def _renew_watch(self) -> None:
         """Look at the modules again where they are others.
@@ -378,7 +370,7 @@ class Dispatcher:
                     modes, read = self._watch.training(), self._watch.read()
                     signature = signature_of(structure, tensors, modes, signature.gradients, read)
                     if signature not in entries:
-                        entries[signature] = self._made(tensors, structure, signature)
+                        entries[signature] = entry_of(self._subject, structure, tensors, signature)
                         self._keep_to_limit(entries)
             entries.move_to_end(signature)
             entry = entries[signature]
@@ -423,75 +415,34 @@ class Dispatcher:
         reason = f"{_TOO_LITTLE_MEMORY} ({first_line(error)}): free some, or lower memory_budget, and optimize it again"
         log.warning("%s runs plainly: %s", self._name, reason)
         with self._lock:
-            for signature in self._signatures_of(entry):
-                self._entries[signature] = Plain(self.model, signature, reason)
+            self._replace(entry, lambda signature: Plain(self.model, signature, reason))
         return True
 
     def _signatures_of(self, entry: Entry) -> list[Signature]:
         return [signature for signature, other in self._entries.items() if other is entry]
 
-    def _made(self, tensors: list[Tensor], structure: Structure, signature: Signature) -> Entry:
-        try:
-            if self.bound_inputs is None:  # of pieces some may well be on the CPU
-                check_level(self.options.kernels, chain(self.model.parameters(), self.model.buffers(), tensors))
-            if _optimized_in_part(self.model):
-                raise TraceError("a part of it is optimized already: optimize the whole alone")
-            bound_inputs = self.bound_inputs or frozenset()
-            call = self.model, structure, tensors, signature
-            if signature.gradients:
-                return Differentiated(*call, bound_inputs, self.options, self._piece, self._section)
-            make_section = self._section if self._tracer.may_cut else None
-            entry = Scheduled(*call, bound_inputs, self.options, self._pools, self._tracer, self.slots, make_section)
-            log.info("%s, %s: %s", self._name, signature, entry.report.mode)
-            return entry
-        except Exception as error:
-            if self.options.strict or isinstance(error, OptionError | TargetError):
-                raise
-            if self._tracer.may_split and self.bound_inputs is None and _has_pieces(error, signature):
-                reason = str(error)  # not what its frames hold
-                captures = self.options.cuda_graph is not False and self._uses_gpu(tensors)
-                if isinstance(error, ChoiceError) and captures and not signature.gradients:
-                    if not (does := impurity(self.model)):
-                        known = self.model, structure, signature, self.options, self._pools, self.slots
-                        return Ways(self.model, signature, reason, partial(_scheduled_along, *known))
-                    reason = f"{reason}; it has no graph for each way, since {does}"
-                return self._pieces(signature, reason)
-            if self._tracer.may_refuse and isinstance(error, TraceError):
-                return Refusing(self.model, signature, str(error))
-            reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
-            log.warning("%s runs plainly: %s", self._name, reason)
-            return Plain(self.model, signature, reason)
-
-    def _pieces(self, signature: Signature, reason: str) -> Pieces:
-        log.warning("%s: %s; splitting it at graph breaks", self._name, reason)
-        choose = (self.options.policy, self.options.cuda_graph) == ("auto", "auto")
-        return Pieces(self.model, signature, reason, self._piece, choose=choose)
-
     def _split(self, ways: Ways) -> Pieces:
         """Pieces, in the place of ways that are given up."""
         with self._lock:
-            pieces = self._pieces(ways.signature, f"{ways.reason}; in a graph for each way: {ways.over}")
-            for signature in self._signatures_of(ways):
-                self._entries[signature] = pieces
+            reason = f"{ways.reason}; in a graph for each way: {ways.over}"
+            pieces = pieces_of(self._subject, ways.signature, reason)
+            self._replace(ways, lambda _: pieces)
             return pieces
 
-    def _piece(self, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
-        return Dispatcher(module, self.options, bound_inputs, self._pools, PIECES)
-
-    @property
-    def _section(self) -> MakePiece:
-        return partial(_section_of, self.options, self._pools)
+    def _replace(self, entry: Entry, other: Callable[[Signature], Entry]) -> None:
+        for signature in self._signatures_of(entry):
+            self._entries[signature] = other(signature)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the model and the options; schedules are made anew."""
-        return Dispatcher, (self.model, self.options, self.bound_inputs, None, self._tracer)
+        return Dispatcher, (self.model, self.options, self._subject.bound_inputs, None, self._subject.tracer)
 
     def _refused(self, reason: str) -> Exception:
         return TraceError(reason) if self.options.strict else _Bypass(reason)
 
     def _unseen(self, reason: str) -> Exception:
         """For a call that no graph does the same as."""
-        may_refuse = self._tracer.may_refuse and not self.options.strict
+        may_refuse = self._subject.tracer.may_refuse and not self.options.strict
         return Refused(reason) if may_refuse else self._refused(reason)
 
     def _note(self, reason: str) -> None:
@@ -507,37 +458,11 @@ class Dispatcher:
         return name_of(self.model)
 
 
-def _section_of(options: Options, pools: GraphPools, module: nn.Module, bound_inputs: frozenset[int]) -> Dispatcher:
-    return Dispatcher(module, options, bound_inputs, pools, SECTIONS)
-
-
-def _scheduled_along(
-    model: nn.Module,
-    structure: Structure,
-    signature: Signature,
-    options: Options,
-    pools: GraphPools,
-    slots: SlotTable,
-    tensors: Sequence[Tensor],
-    way: Way,
-) -> Scheduled:
-    """A way through a model that branches on values, for a dispatcher's calls of one signature.
-
-    Raises:
-        TraceError: since the call that took it began, the model or a setting has changed, perhaps by another thread.
-    """
-    watch = ModelWatch(model)
-    if signature_of(structure, tensors, watch.training(), signature.gradients, watch.read()) != signature:
-        raise TraceError("modes of the model or settings changed while it was called")
-    call, section = (model, structure, tensors, signature), partial(_section_of, options, pools)
-    return Scheduled(*call, frozenset(), options, pools, along(way), slots, section)
-
-
-def _has_pieces(error: Exception, signature: Signature) -> bool:
-    """Whether pieces may do what cannot be traced whole: of what no backward can be traced of, they are no better."""
-    if signature.gradients:
-        return isinstance(error, BranchError)
-    return isinstance(error, TraceError) and not isinstance(error, FastPathError)
+def _part(
+    options: Options, pools: GraphPools, tracer: Tracer, module: nn.Module, bound_inputs: frozenset[int]
+) -> Dispatcher:
+    """Runs a part of a model, of which it holds nothing else than the pools."""
+    return Dispatcher(module, options, bound_inputs, pools, tracer)
 
 
 _BETTER_ALONE = (
@@ -575,7 +500,3 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 class _Bypass(Exception):  # noqa: N818 - a notice within this file, not an error
     """A call must go to the plain model; the message says why."""
-
-
-def _optimized_in_part(model: nn.Module) -> bool:
-    return any(isinstance(value, Dispatcher) for module in model.modules() for value in vars(module).values())

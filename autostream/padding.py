@@ -33,7 +33,8 @@ from autostream.buckets import (
     spans_of,
 )
 from autostream.comparison import difference
-from autostream.dispatch import Dispatcher, Entry
+from autostream.dispatch import Dispatcher
+from autostream.entries import Entry
 from autostream.errors import TraceError, first_line
 from autostream.ir import Decision
 from autostream.options import Options

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
@@ -27,18 +28,20 @@ from autostream.turns import ROUNDS, Turns
 log = logging.getLogger(__name__)
 
 
-class OptimizedPiece(Protocol):
-    """What runs in the place of a piece of a model."""
+class Optimized(ABC):
+    """What runs in the place of a model, or of a piece of one."""
 
-    def __call__(self, *args: Any) -> Any:
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
 
     @property
+    @abstractmethod
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature."""
 
 
-MakePiece = Callable[[GraphModule, frozenset[int]], OptimizedPiece]
+MakePiece = Callable[[GraphModule, frozenset[int]], Optimized]
 """Takes a graph and the positions of its inputs that stay where they are from call to call."""
 
 
@@ -62,7 +65,7 @@ class Pieces:
         self._model = model
         self._signature = signature
         self._refusals = {reason: Decision("", "split at graph breaks", reason)}
-        self._pieces: list[tuple[OptimizedPiece, str]] = []
+        self._pieces: list[tuple[Optimized, str]] = []
         """With the reason why each ends where it does."""
         self._alike = defaultdict[str, set[str]](set)
         """The code of pieces that differ in numbers only, by that code without them; of those before this call."""
@@ -128,7 +131,7 @@ class Pieces:
             else:
                 self._devices = set()
 
-    def _piece(self, module: GraphModule, bound_inputs: frozenset[int]) -> OptimizedPiece:
+    def _piece(self, module: GraphModule, bound_inputs: frozenset[int]) -> Optimized:
         made = self._make_piece(module, bound_inputs)
         self._steady, self._turns = 0, None
         self._pieces.append((made, _ending(module)))

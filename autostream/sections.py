@@ -30,7 +30,7 @@ from autostream.execution.runs import uncaptured
 from autostream.execution.static import Output
 from autostream.ir import OpGraph, Program
 from autostream.options import Options
-from autostream.pieces import MakePiece, OptimizedPiece
+from autostream.pieces import MakePiece, Optimized
 from autostream.pipeline import capture_refusals, planned, price_program, versions
 from autostream.reporting.report import Report
 from autostream.scheduling.cut import Part, cut
@@ -158,7 +158,7 @@ _ON_HOST = "what follows uses a tensor in the host's memory that changes in a ca
 class _Called(nn.Module):
     """What runs in the place of a section, as the submodule that it is in the whole."""
 
-    def __init__(self, run: OptimizedPiece) -> None:
+    def __init__(self, run: Optimized) -> None:
         super().__init__()
         self._run = run
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autostream.build import Refused
 from autostream.dispatch import Dispatcher
+from autostream.entries import Refused
 from autostream.errors import TargetError
 from autostream.execution.slots import SlotTable
 from autostream.ir import Decision

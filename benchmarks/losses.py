@@ -28,8 +28,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from autostream.arguments import names
-from autostream.bench.training import Step, TrainingSubject
-from autostream.training import train_step
+from autostream.bench.training import Step, TrainingSubject, eager, scheduled
 from benchmarks import zoo
 from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 
@@ -82,8 +81,8 @@ def row(workload: zoo.TrainingWorkload, optimizer: str, precision: str, device: 
     orders = [torch.arange(batch)]
     orders += [torch.randperm(batch, generator=torch.Generator().manual_seed(run)) for run in range(1, ORDERS)]
     parts = [count for count in PARTS if count == 1 or not _normalizes_batches(subject().model)]
-    plain = [losses(subject(), partial(eager, parts=count), order) for count, order in product(parts, orders)]
-    ours = losses(subject(), autostream, orders[0])
+    plain = [losses(in_parts(subject(), count), eager, order) for count, order in product(parts, orders)]
+    ours = losses(subject(), scheduled, orders[0])
     return {
         "workload": workload.name,
         "batch": batch,
@@ -106,30 +105,19 @@ def _autocast(loss: Callable[..., Tensor], model: nn.Module, *data: Tensor) -> T
         return loss(model, *data)
 
 
+def in_parts(subject: TrainingSubject, count: int) -> TrainingSubject:
+    """The same, whose loss is the mean over so many equal parts of a batch: gradients are summed over them."""
+    return replace(subject, loss=partial(_mean_loss, subject.loss, count))
+
+
+def _mean_loss(loss: Callable[..., Tensor], count: int, model: nn.Module, *data: Tensor) -> Tensor:
+    parts = zip(*(tensor.chunk(count) for tensor in data), strict=True)
+    return torch.stack([loss(model, *part) for part in parts]).mean()
+
+
 def _normalizes_batches(model: nn.Module) -> bool:
     """Whether it computes with the mean of a batch: that of a part is another."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
-def eager(subject: TrainingSubject, parts: int) -> Step:
-    """The step as users write it, with gradients summed over equal parts of a batch."""
-
-    def step(*data: Tensor) -> Tensor:
-        subject.optimizer.zero_grad()
-        found = []
-        for part in zip(*(tensor.chunk(parts) for tensor in data), strict=True):
-            loss = subject.loss(subject.model, *part) / parts
-            loss.backward()  # type: ignore[no-untyped-call]
-            found.append(loss.detach())
-        subject.optimizer.step()
-        return torch.stack(found).sum()
-
-    return step
-
-
-def autostream(subject: TrainingSubject) -> Step:
-    """The whole step as one scheduled graph."""
-    return train_step(subject.model, subject.optimizer, subject.loss)
 
 
 def losses(subject: TrainingSubject, way: Callable[[TrainingSubject], Step], order: Tensor) -> Tensor:

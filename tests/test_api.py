@@ -60,8 +60,9 @@ def modes(fast: autostream.OptimizedModule) -> list[str]:
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What autostream logged."""
-    assert all(record.levelno == logging.WARNING for record in caplog.records if record.name == "autostream.dispatch")
-    return [record.getMessage() for record in caplog.records if record.name == "autostream.dispatch"]
+    records = [record for record in caplog.records if record.name in ("autostream.dispatch", "autostream.entries")]
+    assert all(record.levelno == logging.WARNING for record in records)
+    return [record.getMessage() for record in records]
 
 
 def reasons(fast: autostream.OptimizedModule) -> str:

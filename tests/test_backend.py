@@ -91,7 +91,7 @@ def test_weights_are_bound_and_inputs_are_not(made: list[OptimizedModule]) -> No
     """Two weights, two biases and a buffer stay where they are; the input does not."""
     torch.compile(Net(), backend=autostream)(t(3, 4))
     (module,) = made
-    assert len(module._autostream.bound_inputs or ()) == 5
+    assert len(module._autostream._subject.bound_inputs or ()) == 5
     with torch.no_grad():
         assert module.reports[0].signature.count(":float32") == 6
 

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream import optimize, tuning
-from autostream.build import (
-    Plain,
-    Scheduled,
-    Stale,
-    Unsuitable,
-    lowered,
-    program_of,
-)
+from autostream.build import Scheduled, Stale, Unsuitable, lowered, program_of
 from autostream.costs.device import profile_named
 from autostream.errors import CaptureError, TargetError
 from autostream.execution import bound
@@ -316,19 +309,6 @@ def test_where_it_cannot_be_captured_once_more_the_others_stay(
     model.weight.data = kept
     torch.testing.assert_close(entry([t(4)]), model(t(4)))
     assert captures.count == 1
-
-
-def signature() -> Any:
-    tensors, structure = flatten(((t(3),), {}))
-    return signature_of(structure, tensors, b"")
-
-
-@torch.no_grad()
-def test_the_plain_model() -> None:
-    plain = Plain(nn.ReLU(), signature(), "it cannot be scheduled")
-    same(plain(t(3)), t(3).relu())
-    assert (plain.report.model, plain.report.mode) == ("ReLU", "plain")
-    assert plain.report.refusals == (Decision("", "plain", "it cannot be scheduled"),)
 
 
 def test_a_model_that_asks_for_the_grad_mode_gets_that_of_its_call() -> None:

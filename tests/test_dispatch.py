@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream import dispatch
 from autostream.build import Scheduled
 from autostream.dispatch import Dispatcher
-from autostream.errors import OptionError, TargetError, TraceError
+from autostream.entries import Entry, Subject, entry_of
+from autostream.errors import TargetError, TraceError
 from autostream.execution.cuda_graph import GraphPools
 from autostream.options import Options
 from autostream.preparing import preparing
-from autostream.tracing import inductor
 from autostream.tracing.functions import module_of
+from autostream.tracing.signature import Signature
 from autostream.tuning import Tuned
 from tests.semantics import CONFIGURATIONS, Model, same
 
@@ -147,6 +147,19 @@ def test_many_shapes_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> Non
     dropped = [record for record in caplog.records if "dropped the schedule" in record.getMessage()]
     assert [record.levelname for record in dropped] == ["WARNING", "INFO", "INFO"]
     assert "see max_signatures and dynamic" in dropped[0].getMessage()
+
+
+def entries_made(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[Signature]:
+    """The signatures that an entry is made for, of this model and not of its pieces."""
+    made: list[Signature] = []
+
+    def noted(subject: Subject, *call: Any) -> Entry:
+        if subject.model is model:
+            made.append(call[-1])
+        return entry_of(subject, *call)
+
+    monkeypatch.setattr("autostream.dispatch.entry_of", noted)
+    return made
 
 
 def branches(s: Model, x: Tensor) -> Tensor:
@@ -279,8 +292,7 @@ def test_what_calls_that_fail_run_is_made_once(
     model: nn.Module, works: Tensor, fails: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dispatch = dispatcher(model, max_signatures=1)
-    make, made = dispatch._made, []
-    monkeypatch.setattr(dispatch, "_made", lambda *args: made.append(args) or make(*args))
+    made = entries_made(model, monkeypatch)
     dispatch(works)
     for _ in range(3):
         with pytest.raises(RuntimeError):
@@ -347,39 +359,6 @@ def test_an_input_that_fails_is_no_reason_to_run_others_plainly(
         else:
             same(dispatch(index), model(index))
     assert modes(dispatch) == ["one stream" if configuration == "default" else "threads"]
-
-
-# Where fused kernels are asked for
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a GPU and Triton, though no tensor is there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inductor, "_installed", lambda package: True)
-
-
-@torch.no_grad()
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("model", [nn.Linear(4, 4), Model(branches, layer=nn.Linear(4, 4)), Model(branches)])
-def test_a_model_on_the_cpu_is_refused_before_it_is_traced(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.tracing.export._export", lambda *args: pytest.fail("it is traced"))
-    dispatch = dispatcher(model, kernels="inductor")
-    for call in (dispatch.prepare, dispatch):
-        with pytest.raises(OptionError, match=r'is not to be had: .* runs on the CPU: use kernels="eager"'):
-            call(t(3, 4))
-    assert dispatch.reports == ()
-
-
-@torch.no_grad()
-@pytest.mark.usefixtures("gpu")
-def test_a_piece_on_the_cpu_is_not_fused_and_says_why() -> None:
-    piece = Dispatcher(nn.Linear(4, 4), Options(kernels="inductor"), bound_inputs=frozenset())
-    same(piece(t(3, 4)), piece.model(t(3, 4)))
-    (report,) = piece.reports
-    assert report.mode == "one stream"
-    assert [refusal.choice for refusal in report.refusals] == ["not fused"]
-    assert "this program runs on the CPU" in report.refusals[0].reason
 
 
 # Pools of captured graphs
@@ -572,21 +551,6 @@ def test_the_first_to_attend_changes_no_signature(monkeypatch: pytest.MonkeyPatc
     assert len(orders) == 2
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(
-    ("options", "choose"), [({}, True), ({"policy": "sequential"}, False), ({"cuda_graph": False}, False)]
-)
-def test_pieces_that_nobody_asked_for_have_to_be_the_faster(
-    options: dict[str, Any], choose: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[bool] = []
-    made = dispatch.Pieces
-    monkeypatch.setattr(dispatch, "Pieces", lambda *args, choose: (seen.append(choose), made(*args, choose=choose))[1])
-    with torch.no_grad():
-        Dispatcher(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), Options(**options))(torch.ones(3))
-    assert seen == [choose]
-
-
 head = nn.Linear(4, 4)
 
 
@@ -599,11 +563,9 @@ def test_modules_that_are_others_in_each_call_end_at_a_limit_and_the_model_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each change takes a schedule anew, which takes seconds."""
-    made: list[Any] = []
-    original = Dispatcher._made
-    monkeypatch.setattr(Dispatcher, "_made", lambda *args: (made.append(args), original(*args))[1])
     heads, x = [nn.Linear(4, 4) for _ in range(2)], torch.randn(2, 4)
     dispatcher = Dispatcher(module_of(with_a_head), Options(max_signatures=3))
+    made = entries_made(dispatcher.model, monkeypatch)
     for number in range(12):
         monkeypatch.setitem(globals(), "head", heads[number % 2])
         torch.testing.assert_close(dispatcher(x), heads[number % 2](x))

@@ -44,6 +44,7 @@ FLOORS = {
             "differentiated",
             "repetition",
             "dispatch",
+            "entries",
             "buckets",
         ),
         *("padding", "pieces", "sections", "turns", "ways"),

@@ -516,7 +516,7 @@ def test_a_checkpoint_computes_once_more_in_the_way_it_did(monkeypatch: pytest.M
         return checkpoint(fast, x, use_reentrant=False)
 
     with monkeypatch.context() as patch:
-        patch.setattr("autostream.dispatch.Pieces", on_what_takes_itself_for_a_gpu)
+        patch.setattr("autostream.entries.Pieces", on_what_takes_itself_for_a_gpu)
         for _ in range(4):
             same_gradients(trained(model, checkpointed), trained(plain, plain))
     assert [report.mode for report in fast.reports] == ["graph breaks"]

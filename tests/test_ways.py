@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autostream import MismatchError, TargetError, TraceError, explain, optimize
 from autostream.dispatch import Dispatcher
+from autostream.entries import Subject
 from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.tracing.branches import Way
@@ -35,7 +36,7 @@ from tests.threads import in_threads
 def pretended(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Iterator[None]:
     """Models on the CPU are cut as those on a GPU are; no gradients are recorded."""
     let_be_cut(monkeypatch, lambda op: op.chooses)
-    monkeypatch.setattr(Dispatcher, "_uses_gpu", lambda *_: True)
+    monkeypatch.setattr(Subject, "uses_gpu", lambda *_: True)
     with torch.no_grad():
         yield
 
@@ -237,7 +238,7 @@ def test_what_branches_by_chance_is_split_at_graph_breaks() -> None:
 
 
 def test_what_branches_by_a_number_is_split_at_graph_breaks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.dispatch.Ways.__init__", lambda *_: pytest.fail("made"))
+    monkeypatch.setattr("autostream.entries.Ways.__init__", lambda *_: pytest.fail("made"))
     plain = model(lambda s, x: (x @ s.w).sin() if x.sum().item() > 0 else x.cos())
     fast = optimize(plain)
     for x in (UP, DOWN):
@@ -487,7 +488,7 @@ def test_where_nothing_is_captured_or_gradients_are_recorded_it_is_split_as_ever
         fast = optimize(model(), policy="sequential")
         same(fast(UP), model()(UP))
         assert fast.reports[0].mode == "graph breaks"
-    monkeypatch.setattr(Dispatcher, "_uses_gpu", lambda *_: False)
+    monkeypatch.setattr(Subject, "uses_gpu", lambda *_: False)
     assert mode() == "graph breaks"
 
 

@@ -66,10 +66,15 @@ def compile_captured(subject: TrainingSubject) -> Step:
     return _captured(subject, _compiled(subject.loss))
 
 
+def scheduled(subject: TrainingSubject, **options: Any) -> Step:
+    """``autostream.train_step`` with these options: the whole step as one scheduled graph, but for the first."""
+    return train_step(subject.model, subject.optimizer, subject.loss, **options)
+
+
 def autostream(subject: TrainingSubject, **options: Any) -> Step:
-    """``autostream.train_step`` with these options: the whole step as one scheduled graph."""
-    step = train_step(subject.model, subject.optimizer, subject.loss, **options)
-    step(*subject.data)  # it makes the optimizer's state, so that the next one is scheduled
+    """The same after a step, which makes the optimizer's state, so that the next one is scheduled."""
+    step = scheduled(subject, **options)
+    step(*subject.data)
     return step
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autostream.bench.training import Step, TrainingSubject
+from autostream.bench.training import Step, TrainingSubject, eager
 from benchmarks import losses, zoo
-from benchmarks.losses import AUTOCAST, PARTS, PRECISIONS, STEPS, WINDOW, distance, eager, main, row, spread, table
+from benchmarks.losses import AUTOCAST, PARTS, PRECISIONS, STEPS, WINDOW, distance, in_parts, main, row, spread, table
 
 TINY = zoo.TrainingWorkload(
     "tiny",
@@ -48,33 +48,45 @@ def test_losses_over_200_steps_are_as_near_to_eager_ones_as_those_to_each_other(
 @pytest.mark.parametrize("wrong", [0.5, 1.1])
 def test_a_step_that_is_wrong_is_far_from_them(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rate is another."""
-    ours = losses.autostream
+    ours = losses.scheduled
 
     def wronged(subject: TrainingSubject) -> Step:
         subject.optimizer.param_groups[0]["lr"] *= wrong
         return ours(subject)
 
-    monkeypatch.setattr(losses, "autostream", wronged)
+    monkeypatch.setattr(losses, "scheduled", wronged)
     found = trained()
     assert found["autostream"] > 100 * found["spread"]
 
 
-def test_each_run_sums_the_same_rows_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, Tensor]] = []
+def watching(monkeypatch: pytest.MonkeyPatch, workload: zoo.TrainingWorkload = TINY) -> list[list[Tensor]]:
+    """The rows that the loss is called with in a step of each run, call by call; the last run is ours."""
+    calls, steps = list[Tensor](), list[list[Tensor]]()
 
-    def watched(subject: TrainingSubject, parts: int = 0) -> Callable[..., Tensor]:
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            seen.append((parts, torch.cat([x, y], 1)))
-            return torch.ones(())
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        calls.append(torch.cat([x, y], 1))
+        return workload.loss(model, x, y)
+
+    def watched(subject: TrainingSubject) -> Step:
+        def step(*data: Tensor) -> Tensor:
+            calls.clear()
+            value = subject.loss(subject.model, *data)
+            steps.append(list(calls))
+            return value
 
         return step
 
+    monkeypatch.setattr(losses, "STEPS", WINDOW)
     monkeypatch.setattr(losses, "eager", watched)
-    monkeypatch.setattr(losses, "autostream", watched)
-    trained()
-    *runs, (_, ours) = seen[::STEPS]
-    assert [parts for parts, _ in runs] == [count for count in PARTS for _ in range(2)]
-    for (_, first), (_, second) in zip(runs[::2], runs[1::2], strict=True):
+    monkeypatch.setattr(losses, "scheduled", watched)
+    trained(replace(workload, loss=loss))
+    return steps[::WINDOW]
+
+
+def test_each_run_sums_the_same_rows_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    *runs, (ours,) = watching(monkeypatch)
+    assert [len(parts) for parts in runs] == [count for count in PARTS for _ in range(2)]
+    for first, second in zip(map(torch.cat, runs[::2]), map(torch.cat, runs[1::2]), strict=True):
         assert torch.equal(first, ours)
         assert not torch.equal(second, ours)
         assert torch.equal(second.sort(0).values, ours.sort(0).values)
@@ -84,31 +96,23 @@ def test_a_step_over_parts_is_that_over_the_batch() -> None:
     """Two steps, for the second has the momentum of the first."""
     found = []
     for parts in PARTS:
-        subject = zoo.prepare_training(TINY, 16, "sgd", torch.device("cpu"), torch.float64)
-        step = eager(subject, parts)
+        subject = in_parts(zoo.prepare_training(TINY, 16, "sgd", torch.device("cpu"), torch.float64), parts)
+        step = eager(subject)
         found.append([step(*subject.data), step(*subject.data), *(p.detach() for p in subject.model.parameters())])
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(found[2], found[0])
 
 
 def test_a_batch_whose_mean_the_model_computes_with_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def watched(subject: TrainingSubject, parts: int = 1) -> Step:
-        seen.append(parts)
-        return eager(subject, parts)
-
-    monkeypatch.setattr(losses, "eager", watched)
-    monkeypatch.setattr(losses, "autostream", watched)
-    trained(replace(TINY, model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))))
-    assert set(seen) == {1}
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    assert {len(parts) for parts in watching(monkeypatch, replace(TINY, model=lambda: model))} == {1}
 
 
 def test_under_autocast_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are in bfloat16, weights and what the optimizer adds to them in float32."""
     dtypes = set()
 
-    def watched(subject: TrainingSubject, **_: object) -> Step:
+    def watched(subject: TrainingSubject) -> Step:
         def step(*data: Tensor) -> Tensor:
             subject.model.register_forward_hook(lambda *call: dtypes.add(call[-1].dtype))
             subject.loss(subject.model, *data)
@@ -119,7 +123,7 @@ def test_under_autocast_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(losses, "STEPS", WINDOW)
     monkeypatch.setattr(losses, "eager", watched)
-    monkeypatch.setattr(losses, "autostream", watched)
+    monkeypatch.setattr(losses, "scheduled", watched)
     trained(precision=AUTOCAST)
     assert dtypes == {torch.bfloat16}
 

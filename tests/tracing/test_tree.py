@@ -387,8 +387,8 @@ def test_containers_of_the_users_own_are_mapped_as_well(own: Any) -> None:
     assert getattr(mapped, "path", None) == getattr(own, "path", None)
 
 
-class Shared(MutableMapping[str, Any]):
-    """Its copies have its items in the same place."""
+class View(Mapping[str, Any]):
+    """Copies of it have its items in the same place."""
 
     def __init__(self, items: dict[str, Any]) -> None:
         self.items_of_it = items
@@ -396,17 +396,21 @@ class Shared(MutableMapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self.items_of_it[key]
 
-    def __setitem__(self, key: str, item: Any) -> None:
-        self.items_of_it[key] = item
-
-    def __delitem__(self, key: str) -> None:
-        del self.items_of_it[key]
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.items_of_it)
 
     def __len__(self) -> int:
         return len(self.items_of_it)
+
+
+class Shared(View, MutableMapping[str, Any]):
+    """May be written to: what is written to a copy is written to it."""
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        self.items_of_it[key] = item
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of_it[key]
 
 
 class Refusing(Shared):
@@ -429,20 +433,6 @@ class Forgetful(Shared):
 class FrozenDict(dict[str, Any]):
     def __setitem__(self, key: str, item: Any) -> None:
         raise TypeError("frozen")
-
-
-class View(Mapping[str, Any]):
-    def __init__(self, items: dict[str, Any]) -> None:
-        self.items_of_it = items
-
-    def __getitem__(self, key: str) -> Any:
-        return self.items_of_it[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.items_of_it)
-
-    def __len__(self) -> int:
-        return len(self.items_of_it)
 
 
 class Row(Sequence[Any]):
