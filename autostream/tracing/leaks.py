@@ -72,8 +72,9 @@ def _holders(values: list[Any], own: list[Any]) -> list[Any]:
     """What holds one of these values, but for our own and PyTorch, which holds the inputs as long as a graph lives."""
     from torch.fx.experimental.symbolic_shapes import TrackedFake
 
-    own = [*own, values]
-    holders = gc.get_referrers(*values) if values else []
+    arguments = tuple(values)  # one of our own: Python makes another one of a list, and finds that
+    own = [*own, values, arguments]
+    holders = gc.get_referrers(*arguments) if values else []
     return [h for h in holders if not isinstance(h, TrackedFake) and not _is_one_of(own, h)]
 
 

@@ -154,3 +154,15 @@ def test_a_cell_is_found_though_it_cannot_be_taken_back() -> None:
 
     assert "keeps a tensor" in refusal(model)
     assert isinstance(cell.cell_contents, FakeTensor)
+
+
+def test_the_arguments_of_the_search_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.13 copies them, and finds those that it was given: as ever more holders of holders."""
+    found = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *values: found(*values))
+    tensor = fake()
+    kept = [(tensor,)]
+    references = watched(tensor)
+    del tensor
+    assert recalled(references)
+    assert kept == []
