@@ -39,7 +39,7 @@ from autostream.tracing.expecting import OtherWay
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.tree import Structure
-from autostream.tracing.trial import check_call
+from autostream.tracing.trial import check_call, tried
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +91,15 @@ class Ways:
         Raises:
             TargetError: the model itself fails at them.
         """
-        with noted() as outcomes:
+        try:
+            with noted() as outcomes:
+                tried(self._model, args, kwargs)
+        except Exception:  # which a call may have nonetheless that records gradients, or could not be tried
             check_call(self._model, args, kwargs)
+            return None
         way = tuple(outcomes)
-        if way:  # it could be tried
-            with torch.no_grad():
-                self._learn(tensors, way)
+        with torch.no_grad():
+            self._learn(tensors, way)
         return self._known[way].scheduled if way in self._known and not self.over else None
 
     def shortcut(self, args: tuple[Any, ...], structure: Structure, watch: ModelWatch) -> ShortWays | None:

@@ -427,6 +427,21 @@ def test_prepare_makes_the_way_that_such_a_call_takes_and_leaves_all_as_it_is() 
     same(fast(x), plain(x))
 
 
+def test_prepare_learns_no_way_of_a_call_that_fails_as_it_would_be_made() -> None:
+    """Without gradients; with them it works, and branches once more."""
+
+    def picky(model: Model, x: Tensor) -> Tensor:
+        if x.mean() > 0 and not torch.is_grad_enabled():
+            raise ValueError("for training alone")
+        return x @ model.w
+
+    fast = optimize(model(picky))
+    fast.prepare(UP)
+    assert known(fast) == []
+    fast.prepare(DOWN)
+    assert known(fast) == [(False,)]
+
+
 def test_prepare_gives_ways_up_where_a_call_would() -> None:
     plain = Model(counts, w=nn.Parameter(t(4, 4, seed=1)), count=nn.Buffer(torch.zeros(1)))
     fast = optimize(plain)
