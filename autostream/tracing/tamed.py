@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 @contextmanager
 def tamed() -> Iterator[None]:
     """Trace inside this: PyTorch says nothing, compiles nothing in between, and has its flags put back."""
-    with undisturbed(), _preserved_flags(), _quiet(), _uncompiled():
+    with undisturbed(), _preserved_flags(), _told_to_this_thread(), _quiet(), _uncompiled():
         yield
 
 
@@ -132,10 +132,53 @@ def _preserved_flags() -> Iterator[None]:
 
     Private to PyTorch; where a version has no such flags, there is nothing to put back.
     """
-    names = ("_is_compiling_flag", "_is_exporting_flag")
-    flags = {name: getattr(torch.compiler, name) for name in names if hasattr(torch.compiler, name)}
+    flags = {name: getattr(torch.compiler, name) for name in _FLAGS if hasattr(torch.compiler, name)}
     try:
         yield
     finally:
         for name, flag in flags.items():
             setattr(torch.compiler, name, flag)
+
+
+@contextmanager
+def _told_to_this_thread() -> Iterator[None]:
+    """Let export set these flags for this thread alone.
+
+    In others, attention would compute otherwise, and what Dynamo is not to look at would write to what is being traced.
+
+    Private to PyTorch (seen in 2.11 and 2.13); where a version sets them elsewhere, all threads are told.
+    """
+    from torch.export import _trace  # not until a model is traced: it takes a while
+
+    setting = getattr(_trace, _SETTING, None)
+    if setting is None:
+        yield
+        return
+    tracing = _ThisThread()
+
+    @contextmanager
+    def set_for_this_thread() -> Iterator[None]:
+        with setting():
+            for name in _FLAGS:
+                setattr(torch.compiler, name, tracing)
+            yield
+
+    setattr(_trace, _SETTING, set_for_this_thread)
+    try:
+        yield
+    finally:
+        setattr(_trace, _SETTING, setting)
+
+
+class _ThisThread:
+    """True in the thread that made it, false in others."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
+_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+_SETTING = "_compiling_state_context"

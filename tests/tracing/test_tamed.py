@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from autostream import optimize
+from autostream.tracing import tamed as tamed_module
 from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
 
 TALKATIVE = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -81,6 +82,29 @@ def test_flags_that_a_failure_leaves_set_are_put_back(monkeypatch: pytest.Monkey
     with pytest.raises(KeyError):
         fail()
     assert torch.compiler._is_exporting_flag is False
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_other_threads_are_not_told_of_an_export(lacking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a version of PyTorch has no place to say so, they are."""
+    if lacking:
+        monkeypatch.setattr(tamed_module, "_SETTING", "_nothing")
+    told: list[tuple[bool, bool]] = []
+
+    def ask() -> None:
+        told.append((bool(torch.compiler.is_exporting()), bool(torch.compiler.is_compiling())))
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            other = threading.Thread(target=ask)
+            for begin in (ask, other.start, other.join):
+                begin()
+            return x + 1
+
+    with tamed():
+        torch.export.export(Asking(), (torch.ones(2),), strict=False)
+    ask()
+    assert told[-3:] == [(True, True), (lacking, lacking), (False, False)]
 
 
 def test_patched_methods_are_this_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
