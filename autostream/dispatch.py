@@ -26,7 +26,7 @@ from autostream.build import Scheduled, Stale, Unsuitable
 from autostream.comparison import compared
 from autostream.differentiated import Differentiated
 from autostream.entries import Entry, Plain, Refused, Refusing, Subject, entry_of, optimized_in_part, pieces_of
-from autostream.errors import TargetError, TraceError, first_line
+from autostream.errors import AutostreamError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
@@ -119,7 +119,7 @@ class Dispatcher(Optimized):
                 outputs = shortcut(tensors)
                 self._calls += 1
                 return outputs
-            except (Changed, torch.OutOfMemoryError) as reason:  # what has no memory to run is found on the long way
+            except Exception as reason:  # what else can be done is found on the long way
                 self._shortcut = None
                 if not (isinstance(reason, Changed) or shortcut.repeatable):
                     raise
@@ -244,7 +244,7 @@ class Dispatcher(Optimized):
             what = signature.unlike(next(reversed(self._entries)))
             raise self._refused(f"it has as many schedules as max_signatures allows, and meets another: {what} changed")
         for _ in range(3):
-            entry, proven = self._entry(tensors, structure, signature)
+            failed, (entry, proven) = "", self._entry(tensors, structure, signature)
             try:
                 outputs = self._outputs(entry, tensors, args, kwargs)
             except Stale:
@@ -263,8 +263,10 @@ class Dispatcher(Optimized):
                     self._drop(entry)
                 if not isinstance(entry, Scheduled | Differentiated):
                     raise
-                if not (self._given_up(entry, error) and entry.repeatable):
+                given_up = self._given_up(entry, error)
+                if not entry.repeatable or self.options.strict or isinstance(error, AutostreamError):
                     raise
+                failed = "" if given_up else first_line(error)
             else:
                 proven()
                 self._calls += 1
@@ -274,6 +276,8 @@ class Dispatcher(Optimized):
                 if not kwargs and stays and not self._paranoid:
                     self._shortcut = self._short_way(entry, args, structure, signature)
                 return outputs
+            if failed:
+                return self._caught(entry, failed, args, kwargs)
             del entry, proven  # what comes next may need their memory
         raise self._refused("the model's state changes while it is called")
 
@@ -417,6 +421,15 @@ class Dispatcher(Optimized):
         with self._lock:
             self._replace(entry, lambda signature: Plain(self.model, signature, reason))
         return True
+
+    def _caught(self, entry: Entry, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns where its schedule failed: if it does not fail too, it makes all such calls."""
+        outputs = self.model(*args, **kwargs)
+        reason = f"its schedule fails at some inputs ({error}), and the model does not: perhaps it catches that"
+        log.warning("%s runs plainly: %s", self._name, reason)
+        with self._lock:
+            self._replace(entry, lambda signature: Plain(self.model, signature, reason))
+        return outputs
 
     def _signatures_of(self, entry: Entry) -> list[Signature]:
         return [signature for signature, other in self._entries.items() if other is entry]

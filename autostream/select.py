@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from autostream.analysis.effects import only_checks
 from autostream.analysis.values import storages_in, value_of
 from autostream.errors import CaptureError, first_line
 from autostream.execution.cuda_graph import CapturedGraph, FlatFunction
@@ -238,7 +239,10 @@ def written(program: Program, graph: OpGraph) -> tuple[bool, ...]:
 
 def repeatable(program: Program, graph: OpGraph) -> bool:
     """Whether running a program once more than asked changes nothing that anybody can see."""
-    return not any(written(program, graph)) and not any(op.orders for op in graph.ops.values())
+    checks = {node.name for node in program.module.graph.nodes if only_checks(node)}
+    return not any(written(program, graph)) and not any(
+        op.orders for name, op in graph.ops.items() if name not in checks
+    )
 
 
 def has_integers(program: Program) -> bool:

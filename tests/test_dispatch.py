@@ -361,6 +361,46 @@ def test_an_input_that_fails_is_no_reason_to_run_others_plainly(
     assert modes(dispatch) == ["one stream" if configuration == "default" else "threads"]
 
 
+def or_else(s: Model, x: Tensor) -> Tensor:
+    """What many do with matrices that nearly are positive definite."""
+    try:
+        return torch.linalg.cholesky(x + s.b).exp()
+    except RuntimeError:
+        return x * 2
+
+
+@pytest.mark.parametrize("configuration", ["default", "scattered"])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("earlier", [0, 1, 3])
+def test_what_the_model_catches_nobody_sees(
+    earlier: int, gradients: bool, configuration: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the first call that fails; the second one takes the short way, where there is one."""
+    model = Model(or_else, b=nn.Parameter(torch.eye(4), requires_grad=gradients))
+    dispatch = dispatcher(model, **CONFIGURATIONS[configuration](monkeypatch))
+    good, bad = torch.eye(4) * 5, -torch.ones(4, 4)
+    with torch.set_grad_enabled(gradients):
+        for x in [good] * earlier + [bad, good, bad]:
+            ours, theirs = dispatch(x), model(x)
+            same(ours, theirs)
+            assert ours.requires_grad == theirs.requires_grad
+    assert modes(dispatch) == ["plain"]
+    if earlier and not (gradients and configuration == "default"):  # which is left to the model on a CPU
+        (refusal,) = dispatch.reports[0].refusals
+        assert "its schedule fails at some inputs (_LinAlgError: linalg.cholesky" in refusal.reason
+        assert refusal.reason in caplog.text
+
+
+@torch.no_grad()
+def test_strict_raises_also_what_the_model_catches() -> None:
+    model = Model(or_else, b=nn.Parameter(torch.eye(4)))
+    dispatch = dispatcher(model, strict=True)
+    same(dispatch(torch.eye(4)), model(torch.eye(4)))
+    with pytest.raises(torch.linalg.LinAlgError):
+        dispatch(-torch.ones(4, 4))
+    assert modes(dispatch) == ["one stream"]
+
+
 # Pools of captured graphs
 
 

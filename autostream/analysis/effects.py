@@ -68,6 +68,8 @@ _ASKS_THE_HOST = frozenset(_ASKING.split())
 ALLOCATES_ONLY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"})
 """Operators whose result holds nothing yet."""
 
+_CHECKS = frozenset({"_assert_async", "_linalg_check_errors"})
+
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 _EVERY_ORDER = frozenset({"world", "rng", "collective"})
 
@@ -131,6 +133,17 @@ def effects_of(node: fx.Node) -> Effects:
     if _computes_on_host(node):
         return Effects(reads=_inputs(node), launches=False)
     return _opaque_effects(node)
+
+
+def only_checks(node: fx.Node) -> bool:
+    """Whether all that a node does is to complain of values, if it does.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> only_checks(graph.call_function(torch.ops.aten._assert_async.default, (graph.placeholder("x"),)))
+        True
+    """
+    return isinstance(node.target, OpOverload) and base_name(node.target) in _CHECKS
 
 
 # --- operators with a schema -----------------------------------------------------------------------------------------

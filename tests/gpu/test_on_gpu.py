@@ -355,3 +355,31 @@ def test_a_generator_of_the_models_own_draws_what_it_would(dynamic: dict[str, An
         for rows in (8, 8, 8, 16, 8):  # none is padded: that draws more
             torch.testing.assert_close(fast(x[:rows]), twin(x[:rows]), rtol=0, atol=0)
     assert torch.equal(model.generator.get_state(), twin.generator.get_state())
+
+
+class OrElse(nn.Module):
+    """Catches what values make an op raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ x.mT + self.linear(x).tanh() / 100
+        try:
+            return torch.linalg.cholesky(y).sin()
+        except torch.linalg.LinAlgError:
+            return y * 2
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_the_model_catches_nobody_sees(gradients: bool) -> None:
+    torch.manual_seed(0)
+    model = OrElse().cuda()
+    fast = autostream.optimize(model)
+    good, bad = torch.eye(16, device="cuda") * 5, torch.zeros(16, 16, device="cuda")
+    with torch.set_grad_enabled(gradients):
+        for x in (good, good, good, bad, good, bad):
+            torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0)
+    assert fast.reports[0].mode == "plain"
+    assert "perhaps it catches that" in fast.reports[0].refusals[0].reason
