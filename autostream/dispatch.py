@@ -39,6 +39,7 @@ from autostream.shortcut import Changed, Direct, Shortcut
 from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
 from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.numerics import order_attention
+from autostream.tracing.saved_tensors import hooks_are_set
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
@@ -264,7 +265,8 @@ class Dispatcher(Optimized):
                 if not isinstance(entry, Scheduled | Differentiated):
                     raise
                 given_up = self._given_up(entry, error)
-                if not entry.repeatable or self.options.strict or isinstance(error, AutostreamError):
+                ours = isinstance(error, AutostreamError) or hooks_are_set()  # by which a checkpoint ends a call early
+                if ours or self.options.strict or not entry.repeatable:
                     raise
                 failed = "" if given_up else first_line(error)
             else:
