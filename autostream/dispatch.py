@@ -37,7 +37,7 @@ from autostream.preparing import preparing
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Direct, Shortcut
 from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
-from autostream.tracing.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
+from autostream.tracing.guards import anomalies_sought, exporting, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.numerics import order_attention
 from autostream.tracing.saved_tensors import hooks_are_set
 from autostream.tracing.signature import Signature, signature_of
@@ -325,6 +325,8 @@ class Dispatcher(Optimized):
         gradients = self._gradients(tensors)
         if gradients and watch.hooked_backward():
             raise self._refused("a submodule has backward hooks, which a graph would not call")
+        if gradients and (reason := anomalies_sought()):
+            raise self._refused(reason)
         if gradients and self.better_alone(tensors):
             raise self._refused(_BETTER_ALONE)
         return tensors, structure, signature_of(structure, tensors, watch.training(), gradients, watch.read()), watch

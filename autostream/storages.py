@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +41,19 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = byte_offset(tensor)
     return start, start + (reach + 1) * tensor.element_size() if tensor.numel() else start
+
+
+def share_bytes(tensors: Iterable[Tensor]) -> bool:
+    """Whether two of some tensors may have a byte in common: what they cover in one storage overlaps.
+
+    Example:
+        >>> import torch
+        >>> x = torch.empty(4)
+        >>> share_bytes([x[:2], x[2:]]), share_bytes([x[:3], x[2:]]), share_bytes([x, x])
+        (False, True, True)
+    """
+    spans = sorted((storage_of(tensor), *span_of(tensor)) for tensor in tensors if tensor.numel())
+    return any(storage == other and start < end for (storage, _, end), (other, start, _) in pairwise(spans))
 
 
 def layout_of(tensor: Tensor) -> tuple[int, ...]:

@@ -90,8 +90,8 @@ def train_step(
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.
         TargetError: the model is no module, the optimizer none of ``torch.optim``, or it has parameters that are not
-            the model's. Steps raise it where ``loss_fn`` does not take the batch, the loss is no scalar, or a batch has
-            no equal parts.
+            the model's. Steps raise it where ``loss_fn`` does not take the batch, the loss is no scalar, a batch has no
+            equal parts, or the model's parameters are not those of the average any more.
 
     Example:
         >>> model = nn.Linear(4, 1)
@@ -220,10 +220,12 @@ class TrainStep:
 
         Raises:
             TargetError: the loss is not a scalar that depends on a parameter, the batch has no equal parts, or the
-                optimizer has parameters that are not the model's any more.
+                optimizer or the average has parameters that are not the model's any more.
         """
         step = self._step
         with torch.inference_mode(False), torch.no_grad():
+            if not self._searches:
+                step.zero_gradients()
             arguments = _, setting, _ = step.arguments(batch)
             if self._searches:
                 result = step.search(lambda: self._done(batch, step.arguments(batch))[1])

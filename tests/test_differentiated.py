@@ -444,6 +444,27 @@ def backward_only(fast: Any, model: Any, optimizer: torch.optim.Optimizer, numbe
     return found
 
 
+class Hidden(nn.Module):
+    """A gradient within is not a number, and those that come out are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x > 1e9
+        return torch.where(large, torch.where(large, x, 0.0).log(), x)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in LogBackward0")
+def test_anomaly_detection_sees_each_op_of_a_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Hidden()).double()
+    fast = autostream.optimize(model, policy="sequential")
+    x = t(3, 4, seed=0)
+    fast(x).sum().backward()
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="LogBackward0' returned nan"):
+        fast(x).sum().backward()
+    fast(x).sum().backward()
+    assert "anomaly detection" in "; ".join(own.reason for report in fast.reports for own in report.refusals)
+    assert fast.reports[0].mode == "forward and backward"
+
+
 PLAIN: dict[str, Callable[[], nn.Module]] = {
     "an output shares memory": partial(Views, 4, 4),
     "a state that is put back": partial(Checkpointed, 0.5),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from autostream.storages import has_gaps, is_dense, overlaps, span_of, storage_of
+from autostream.storages import has_gaps, is_dense, overlaps, share_bytes, span_of, storage_of
 
 
 @pytest.mark.parametrize("x", [torch.empty(4, 3), torch.empty(0, 3), torch.empty(4, 3, device="meta")])
@@ -38,3 +38,14 @@ def test_what_fills_its_span_once_is_dense(layout: list[tuple[int, int]]) -> Non
     assert overlaps(tensor) or len(set(places)) == len(places)
     assert has_gaps(tensor) == (len(set(places)) < (end - start) // 4)
     assert is_dense(tensor) == (sorted(places) == list(range((end - start) // 4)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=4))
+def test_bytes_are_shared_where_two_tensors_have_the_same_element(spans: list[tuple[int, int]]) -> None:
+    """Against the elements of each, one by one; a copy of the same elements shares none."""
+    base = torch.empty(12)
+    elements = [at for start, size in spans for at in range(start, start + size)]
+    tensors = [base[start : start + size] for start, size in spans]
+    assert share_bytes(tensors) == (len(set(elements)) < len(elements))
+    assert not share_bytes([tensor.clone() for tensor in tensors])
+    assert share_bytes([base, *tensors]) == bool(elements)

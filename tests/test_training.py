@@ -12,9 +12,11 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -408,6 +410,80 @@ def test_an_average_follows_the_model(optimizer: Make, options: dict[str, Any]) 
     assert modes(step) == ["one stream" if options["policy"] == "sequential" else "threads"]
 
 
+class Seeing(nn.Module):
+    """Has a buffer that begins as none, and takes the shape of what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.detach().mean(1)
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_comes_to_be_there_does_so_in_the_average() -> None:
+    model = Seeing().double()
+    average = copy.deepcopy(model)
+    step = train_step(model, SGD(model.parameters(), lr=0.1), mse, average=average, policy="sequential")
+    for rows in (8, 8, 4, 8):
+        step(*(tensor[:rows] for tensor in ROWS[0]))
+        close(average.seen, ROWS[0][0][:rows].mean(1))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, torch.optim.Adamax, torch.optim.LBFGS])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_average_of_a_model_that_grows_is_refused_before_anything_is_trained(optimizer: Make, steps: int) -> None:
+    model = normed().double()
+    step = train_step(model, optimizer(model.parameters(), lr=0.1), mse, average=copy.deepcopy(model))
+    for _ in range(steps):
+        step(*ROWS[0])
+    model.append(nn.Linear(4, 4).double())  # type: ignore[operator]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TargetError, match=r"differ in 5\.weight, 5\.bias: .* make a new one"):
+        step(*ROWS[0])
+    close(dict(model.state_dict()), dict(before))
+
+
+def test_so_is_that_of_one_whose_graph_stays() -> None:
+    """Nobody looks whether PyTorch's layers have got a parameter that they do not use."""
+    model = mlp().double()
+    step = train_step(model, torch.optim.Adamax(model.parameters()), mse, average=copy.deepcopy(model))
+    for _ in range(3):
+        step(*ROWS[0])
+    model[0].register_parameter("extra", nn.Parameter(t(2)))  # type: ignore[operator]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TargetError, match=r"differ in 0\.extra"):
+        step(*ROWS[0])
+    close(dict(model.state_dict()), dict(before))
+
+
+class Scaled(nn.Module):
+    """Has a scale that may be none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x if self.scale is None else x * self.scale
+
+
+def test_a_buffer_that_comes_between_steps_is_made_by_no_graph() -> None:
+    model = Scaled().double()
+    average = copy.deepcopy(model)
+    step = train_step(model, SGD(model.parameters(), lr=0.1), mse, average=average, policy="sequential")
+    for number in range(5):
+        if number == 3:
+            model.scale = t(4)
+        step(*ROWS[0])
+    close(average.scale, t(4))
+    assert "the average has no buffer scale as the model has it" in reasons(step)
+
+
 # What happens between steps
 
 
@@ -557,6 +633,16 @@ def test_betas_in_a_list_may_be_written_to() -> None:
 
     step = assert_trains_alike(Scene(mlp, partial(Adam, lr=0.01), between=write), policy="sequential")
     assert modes(step) == ["one stream", "one stream"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_a_batch_that_asks_for_gradients_gets_them_from_all_its_parts(microbatches: int) -> None:
+    model, optimizer = small()
+    theirs = copy.deepcopy(model)
+    x, y = ROWS[0][0].clone().requires_grad_(), ROWS[0][1]
+    (expected,) = torch.autograd.grad(mse(theirs, x, y), x)
+    train_step(model, optimizer, mse, microbatches=microbatches, policy="sequential")(x, y)
+    close(x.grad, expected)
 
 
 def test_a_batch_that_asks_for_gradients_is_no_part_of_a_graph() -> None:
@@ -729,6 +815,169 @@ def test_hooks_on_all_optimizers_are_called() -> None:
     step(*ROWS[0])
     assert called == [optimizer]
     assert "one stream" in modes(step)
+
+
+def watching_zero_grad(optimizer: Any, calls: list[str], name: str) -> None:
+    own = optimizer.zero_grad
+
+    def zero_grad() -> None:
+        calls.append(name)
+        own()
+
+    optimizer.zero_grad = zero_grad
+
+
+@pytest.mark.parametrize("optimizer", [SGD, AdamW, torch.optim.Adamax])
+def test_a_zero_grad_of_an_optimizers_own_is_called(optimizer: Make) -> None:
+    calls: list[str] = []
+    model = mlp().double()
+    ours = model, optimizer(model.parameters())
+    theirs = copy.deepcopy(ours)
+    step = train_step(*ours, mse, policy="sequential")
+    for number in range(5):
+        if number == 2:
+            watching_zero_grad(ours[1], calls, "ours")
+            watching_zero_grad(theirs[1], calls, "theirs")
+        close(step(*ROWS[0]), eager(*theirs, mse, ROWS[0]).detach())
+        close(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
+    assert calls == ["ours", "ours", "theirs", "theirs"] * 3
+    assert optimizer is torch.optim.Adamax or "a zero_grad of its own" in reasons(step)
+
+
+def test_so_is_that_of_one_that_takes_a_closure() -> None:
+    calls: list[str] = []
+    model = mlp().double()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    watching_zero_grad(optimizer, calls, "cleared")
+    train_step(model, optimizer, mse, policy="sequential")(*ROWS[0])
+    assert calls == ["cleared"] * 4  # in each of three evaluations, and after them
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in MseLossBackward0")
+def test_anomaly_detection_names_the_op_whose_backward_is_not_a_number() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, mse, policy="sequential")
+    for _ in range(2):
+        step(*ROWS[0])
+    before = copy.deepcopy(model.state_dict())
+    x, y = ROWS[0]
+    for sought in (torch.autograd.detect_anomaly, partial(torch.autograd.set_detect_anomaly, True, check_nan=True)):
+        with sought(), pytest.raises(RuntimeError, match="MseLossBackward0' returned nan"):
+            step(x * float("nan"), y)
+    close(dict(model.state_dict()), dict(before))
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        step(*ROWS[0])
+    assert modes(step) == ["one stream"]
+
+
+def test_so_it_does_where_the_first_step_has_it_and_tracing_leaves_it_as_it_is() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, mse, policy="sequential")
+    for check in (True, False):
+        with torch.autograd.set_detect_anomaly(True, check_nan=check):
+            for _ in range(2):
+                step(*ROWS[0])
+            assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, check)
+    assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (False, True)
+    assert "anomaly detection" in reasons(step)
+    assert "one stream" in modes(step)
+
+
+def tie_data(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        model[2].weight.data = model[0].weight.data
+
+
+def tie_steps(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        steps = optimizer.state[model[0].weight]["step"]
+        for state in optimizer.state.values():
+            state["step"] = steps
+
+
+class Twofold(nn.Module):
+    """Has two parameters in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one = t(6, 4)
+        self.one, self.other = nn.Parameter(one), nn.Parameter(one.view(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.one + x @ self.other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Twofold:
+        made = memo[id(self)] = Twofold()
+        memo[id(self.one)], memo[id(self.other)] = made.one, made.other
+        return made
+
+
+def square() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def first_twice(parameters: Any) -> Optimizer:
+    first, *others = parameters
+    return SGD([first, first, *others], lr=0.05, momentum=0.9)
+
+
+DECAYED = partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.3)
+SQUARES = ((t(8, 6), t(8, 6) - 1),)
+OVERLAPPING = {
+    "from the beginning": Scene(Twofold, DECAYED),
+    "later": Scene(square, DECAYED, batches=SQUARES, between=tie_data),
+    "counters": Scene(square, partial(Adam, lr=0.05), batches=SQUARES, between=tie_steps),
+    "twice in a group": Scene(square, first_twice, batches=SQUARES),
+}
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_what_shares_memory_is_updated_one_after_the_other(name: str) -> None:
+    step = assert_trains_alike(OVERLAPPING[name], policy="sequential")
+    assert "share memory" in reasons(step)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Adam])
+def test_an_optimizer_without_parameters_trains_nothing(optimizer: Make) -> None:
+    model = mlp().double()
+    made = optimizer(model.parameters(), lr=0.1)
+    step = train_step(model, made, mse, policy="sequential")
+    for _ in range(2):
+        step(*ROWS[0])
+    made.param_groups.clear()
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        close(step(*ROWS[0]), mse(model, *ROWS[0]).detach())
+    close(dict(model.state_dict()), dict(before))
+    assert "no parameters that require gradients" in reasons(step)
+
+
+def rate_in_an_array(number: int, model: Any, optimizer: Any) -> None:
+    if number == 2:
+        optimizer.param_groups[0]["lr"] = np.array(0.1)
+
+
+def test_a_rate_that_is_neither_a_number_nor_a_tensor_is_used_as_it_is() -> None:
+    step = assert_trains_alike(Scene(mlp, between=rate_in_an_array), policy="sequential")
+    assert "lr of SGD is a ndarray" in reasons(step)
+
+
+def test_one_that_the_optimizer_cannot_use_either_fails_as_ever() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, mse, policy="sequential")
+    step(*ROWS[0])
+    optimizer.param_groups[0]["lr"] = Fraction(1, 10)
+    with pytest.raises(TypeError, match="Fraction"):
+        step(*ROWS[0])
+
+
+def test_capturable_optimizers_are_refused_on_a_cpu_as_ever() -> None:
+    model = mlp().double()
+    step = train_step(model, Adam(model.parameters(), capturable=True), mse, policy="sequential")
+    for _ in range(3):
+        with pytest.raises(AssertionError, match="capturable"):
+            step(*ROWS[0])
 
 
 class Branching(nn.Module):

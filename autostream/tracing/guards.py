@@ -65,6 +65,24 @@ def _only_devices() -> bool:
     return all(isinstance(mode, DeviceContext) for mode in modes)
 
 
+def anomalies_sought() -> str:
+    """Why a graph would not do what the caller asks of each op of a backward, or ``""``.
+
+    Without ``check_nan``, all that anomaly detection does is to say which line an op comes from that raises, and those
+    of a graph raise nothing; tracers themselves have it on so, for all threads.
+
+    Example:
+        >>> with torch.autograd.set_detect_anomaly(True):
+        ...     anomalies_sought()
+        'anomaly detection looks for NaN behind each op of a backward, and would not see those of a graph'
+    """
+    sought = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    return _ANOMALIES if sought else ""
+
+
+_ANOMALIES = "anomaly detection looks for NaN behind each op of a backward, and would not see those of a graph"
+
+
 def has_torchscript(model: nn.Module) -> bool:
     """Whether a module or one of its parts is TorchScript, whose tensors cannot be exchanged for a call."""
     return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())

@@ -54,9 +54,30 @@ def obstacle(optimizer: Optimizer) -> str:
         return "there are hooks on the steps of all optimizers, which a graph would not call"
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"{name} has a step of its own"
+    if clears_itself(optimizer):
+        return f"{name} has a zero_grad of its own"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable, which nothing that is written in place is"
+    if any(group.get("capturable") and not _on_gpus(group["params"]) for group in optimizer.param_groups):
+        return f"{name} is capturable, which parameters on a CPU are not"
     return ""
+
+
+def clears_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has a ``zero_grad`` of its own, which may do more than to leave no gradients.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.ones(1)])
+        >>> before = clears_itself(optimizer)
+        >>> optimizer.zero_grad = lambda: print("cleared")
+        >>> before, clears_itself(optimizer)
+        (False, True)
+    """
+    return "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad
+
+
+def _on_gpus(parameters: Sequence[Tensor]) -> bool:
+    return all(parameter.device.type == "cuda" for parameter in parameters)
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
@@ -141,6 +162,25 @@ def inputs(optimizer: Optimizer, varying: Set[str] = frozenset()) -> dict[int, I
         if varies or name == "lr" or isinstance(value, Tensor):
             found[at] = Input(positive=varies)
     return found
+
+
+def unfit(optimizer: Optimizer, inputs: Mapping[int, Input]) -> str:
+    """Why one of the :func:`values` cannot be an input of an update, or ``""``.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> optimizer = SGD([torch.ones(2)], lr=Fraction(1, 10))
+        >>> unfit(optimizer, inputs(optimizer))
+        'lr of SGD is a Fraction, and a graph takes numbers and tensors'
+    """
+    for at, (name, value) in enumerate(zip(names(optimizer), values(optimizer), strict=True)):
+        if at in inputs and not isinstance(value, Tensor):
+            try:
+                _scalar(value, torch.device("cpu"))
+            except TypeError:
+                kind = type(value).__name__
+                return f"{name} of {type(optimizer).__name__} is a {kind}, and a graph takes numbers and tensors"
+    return ""
 
 
 def groups_of(optimizer: Optimizer, inputs: Mapping[int, Input]) -> tuple[Group, ...]:

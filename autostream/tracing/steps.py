@@ -25,19 +25,23 @@ from torch.optim import Optimizer
 
 from autostream.errors import TargetError, TraceError
 from autostream.options import StepOptions
-from autostream.storages import storage_of
+from autostream.storages import share_bytes, storage_of
+from autostream.tracing.averages import check_average, differing_buffers, follow
 from autostream.tracing.batches import Batch, detached, loss_in, parts_of, summed, tensors_of
 from autostream.tracing.functions import check_loss
+from autostream.tracing.guards import anomalies_sought, unusual
 from autostream.tracing.lines import keep_lines
 from autostream.tracing.optimizers import (
     Input,
     Numbers,
+    clears_itself,
     groups_of,
     inputs,
     is_number,
     is_positive,
     names,
     obstacle,
+    unfit,
     update,
     values,
 )
@@ -140,9 +144,11 @@ class Backward(nn.Module):
                 hyperparameters that are inputs, such as learning rates, in one tensor.
 
         Raises:
-            TargetError: the loss is not a scalar that depends on a parameter, or the batch has no equal parts.
+            TargetError: the loss is not a scalar that depends on a parameter, the batch has no equal parts, or the
+                average is of another model.
         """
         parameters = parameters_of(self.optimizer)
+        self._check_average()
         with set_aside(chain(self.parameters(), parameters)):
             results = []
             for loss, result in self._losses(batch, numbers):
@@ -163,6 +169,10 @@ class Backward(nn.Module):
         result, groups = self._with_gradients(batch, setting, numbers)
         return result, [parameter.grad for parameter in compress(chain.from_iterable(groups), setting.trained)]
 
+    def overlapping(self) -> str:
+        """Why a graph would not do the same, as tensors lie in memory now, or ``""``; settings do not tell of all."""
+        return ""
+
     def arguments(self, batch: Batch) -> tuple[Batch, Setting, list[Tensor]]:
         """What to call the step with, to do it with this batch, as everything else is now.
 
@@ -176,16 +186,21 @@ class Backward(nn.Module):
         if any(map(_REQUIRES_GRADIENTS, tensors_of(batch))):
             reason = "a tensor of the batch requires gradients, and a graph would compute none"
             setting = replace(setting, refusal=reason)
-        return batch, setting, self._numbers(parameters)
+        return batch, setting, self._numbers(parameters, setting)
+
+    def zero_gradients(self) -> None:
+        """Call the optimizer's ``zero_grad``, if that may do more than to leave no gradients."""
+        if clears_itself(self.optimizer):
+            self.optimizer.zero_grad()
 
     def complete(self, outputs: Any) -> Any:
         """Do what is left of a step after :meth:`forward`, or after a run of its program; returns the result."""
         result, gradients = outputs
         parameters = parameters_of(self.optimizer)
+        self._check_average()
         take_gradients(parameters, gradients)
         self._step(parameters)
-        clear_gradients(parameters)
-        self._follow()
+        self._end(parameters)
         return result
 
     def search(self, evaluate: Callable[[], Any]) -> Any:
@@ -197,6 +212,7 @@ class Backward(nn.Module):
         parameters, results = parameters_of(self.optimizer), []
 
         def closure() -> Tensor:
+            self.zero_gradients()
             with torch.no_grad():
                 result, gradients = evaluate()
             take_gradients(parameters, gradients)
@@ -205,9 +221,24 @@ class Backward(nn.Module):
             return loss_in(result)
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
-        clear_gradients(parameters)
-        self._follow()
+        self._end(parameters)
         return results[0]
+
+    def _end(self, parameters: Sequence[Tensor]) -> None:
+        """Do what comes after the optimizer's step."""
+        self.zero_gradients()
+        clear_gradients(parameters)
+        if self.average is not None:
+            follow(self.average, self.model, self.options.decay)
+
+    def _check_average(self) -> None:
+        """See that the average can follow the model, before a weight is changed.
+
+        Raises:
+            TargetError: it cannot.
+        """
+        if self.average is not None:
+            check_average(self.average, self.model)
 
     def _step(self, parameters: Sequence[Tensor]) -> None:
         """Clip, and let the optimizer step, as its scaler has it."""
@@ -221,10 +252,13 @@ class Backward(nn.Module):
             scaler.step(self.optimizer)
             scaler.update()
 
-    def _numbers(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def _numbers(self, parameters: Sequence[Tensor], setting: Setting) -> list[Tensor]:
         """What the scaler multiplies losses by now, if there is one."""
         scaler = self.options.scaler
-        return [] if scaler is None else [scaler.scale(torch.ones((), device=parameters[0].device))]
+        if scaler is None:
+            return []
+        device = next((parameter.device for parameter in parameters), None)
+        return [scaler.scale(torch.ones((), device=device))]
 
     def _with_gradients(
         self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]
@@ -232,6 +266,7 @@ class Backward(nn.Module):
         """The result, and all of the optimizer's parameters by group, those trained with their gradients."""
         if setting.refusal:
             raise TraceError(setting.refusal)
+        self._check_average()
         groups: list[list[Tensor]] = [[self.get_parameter(name) for name in names] for names in setting.names]
         trained = list(compress(chain.from_iterable(groups), setting.trained))
         gradients: list[Tensor | None] = [None] * len(trained)
@@ -250,7 +285,9 @@ class Backward(nn.Module):
     def _losses(self, batch: Batch, numbers: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
         """Of each part of a batch its share of the loss, scaled to be differentiated, and the result to return."""
         check_loss(self.loss_fn, len(batch))
-        for part in parts_of(batch, self.options.microbatches):
+        with torch.enable_grad():
+            parts = parts_of(batch, self.options.microbatches)
+        for part in parts:
             with torch.enable_grad():
                 result = self.loss_fn(self.model, *part)
                 loss = loss_in(result)
@@ -266,16 +303,6 @@ class Backward(nn.Module):
         if self.options.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.options.max_norm)
 
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """Let the average follow the model."""
-        if self.average is None:
-            return
-        for average, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
-            average.lerp_(parameter, 1 - self.options.decay)
-        for copy, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
-            copy.copy_(buffer)
-
     def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
         """What a setting is made of: to compare it takes a tenth of the time."""
         names = self._holders.names
@@ -289,7 +316,9 @@ class Backward(nn.Module):
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
         if any(map(_HOOKS, parameters)) or any(map(_LATER_HOOKS, parameters)):
             return "a parameter has hooks on its gradient, which a graph would not call"
-        return self._holders.hooked()
+        if not any(map(_REQUIRES_GRADIENTS, parameters)):
+            return "the optimizer has no parameters that require gradients"
+        return self._holders.hooked() or anomalies_sought()
 
 
 class TrainingStep(Backward):
@@ -323,7 +352,10 @@ class TrainingStep(Backward):
         assert setting.groups, "a setting of such a step has them unless it is refused"
         update(self.optimizer, unflatten(setting.groups, ()), numbers[0], by_group, self.state.of(parameters))
         clear_gradients(parameters)
-        self._follow()
+        if self.average is not None:
+            if names := differing_buffers(self.average, self.model):
+                raise TraceError(f"the average has no buffer {names[0]} as the model has it, and a graph makes none")
+            follow(self.average, self.model, self.options.decay)
         return result
 
     def complete(self, outputs: Any) -> Any:
@@ -331,8 +363,17 @@ class TrainingStep(Backward):
         clear_gradients(parameters_of(self.optimizer))
         return outputs
 
-    def _numbers(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The hyperparameters that are inputs."""
+    def overlapping(self) -> str:
+        """Why a graph would not update the same, as parameters and state lie in memory now, or ``""``."""
+        state = chain.from_iterable(map(dict.values, self.optimizer.state.values()))
+        written = (*parameters_of(self.optimizer), *(value for value in state if isinstance(value, Tensor)))
+        ordinary = (tensor for tensor in written if not unusual(tensor))  # others are no part of a graph
+        return _OVERLAPPING if share_bytes(ordinary) else ""
+
+    def _numbers(self, parameters: Sequence[Tensor], setting: Setting) -> list[Tensor]:
+        """The hyperparameters that are inputs; none of a step that is in no graph, where they may be anything."""
+        if setting.refusal:
+            return []
         found = values(self.optimizer)
         return [self._as_tensor([found[at] for at in self._inputs], parameters[0].device)]
 
@@ -355,7 +396,8 @@ class TrainingStep(Backward):
         self._values, self._inputs = values(self.optimizer), inputs(self.optimizer, self._varying)
         setting = super()._looked_up(parameters)
         setting = replace(setting, stateless=frozenset(self._stateless(setting, parameters)))
-        refusal = setting.refusal or self.state.renew(self.optimizer, parameters)
+        refusal = setting.refusal or self.overlapping() or unfit(self.optimizer, self._inputs)
+        refusal = refusal or self.state.renew(self.optimizer, parameters)
         try:
             _, groups = flatten(groups_of(self.optimizer, self._inputs))
         except TraceError as error:
@@ -373,6 +415,12 @@ class TrainingStep(Backward):
 
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
         return super()._refusal(parameters) or obstacle(self.optimizer)
+
+
+_OVERLAPPING = (
+    "parameters, or tensors of the optimizer's state, share memory, which the optimizer writes for one parameter after "
+    "the other, and a graph for all at once"
+)
 
 
 class _Memory(Generic[Found]):

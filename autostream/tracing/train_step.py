@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from autostream.errors import TraceError
 from autostream.tracing.batches import Batch
 from autostream.tracing.below_autograd import graph_of, reached_originals, state_of, tidied
 from autostream.tracing.constants import registered
@@ -38,6 +39,8 @@ def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) 
         TraceError: it cannot be traced; the message says why.
     """
     check_ordinary(step)
+    if reason := step.overlapping():
+        raise TraceError(reason)
     flat, module = traced_apart(
         step,
         replica(step),

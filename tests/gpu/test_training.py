@@ -535,3 +535,41 @@ def test_numbers_that_a_loss_keeps_are_those_of_the_plain_steps() -> None:
         losses.append(step(on_gpu(16, 64), on_gpu(16, 8)).item())
     assert kept == losses
     assert any("kept.append" in refusal.reason for report in step.reports for refusal in report.refusals)
+
+
+def test_weights_that_lie_beside_each_other_are_updated_in_the_graph() -> None:
+    """As those of an LSTM do, in one buffer of cuDNN's."""
+    model = nn.LSTM(8, 8).cuda()
+    assert len({weight.untyped_storage().data_ptr() for weight in model.parameters()}) == 1
+    step = TrainingStep(model, module_of(mse), Adam(model.parameters()))
+    assert step.overlapping() == ""
+
+
+def test_counters_that_are_one_tensor_count_every_parameter() -> None:
+    """They stay where they are, on the host: moved to the GPU, each parameter would have one of its own."""
+    ours, theirs, batches = twins("mlp", partial(Adam, lr=1e-3))
+    start = copy.deepcopy(ours[0])
+    step, plain = autostream.train_step(*ours, mse, kernels="eager", policy="sequential"), eager(*theirs)
+    for number in range(6):
+        if number == 1:
+            for model, optimizer in (ours, theirs):
+                counter = optimizer.state[model[0].weight]["step"]
+                for state in optimizer.state.values():
+                    state["step"] = counter
+        torch.testing.assert_close(step(*batches[0]), plain(*batches[0]), rtol=5e-3, atol=1e-5)
+    assert_close(ours[0], theirs[0], start)
+    assert "share memory" in step.reports[-1].refusals[0].reason
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in MseLossBackward0")
+def test_anomaly_detection_finds_what_a_captured_step_would_not() -> None:
+    ours, _, (batch, _) = twins("mlp", partial(SGD, lr=1e-3))
+    step = autostream.train_step(*ours, mse, kernels="eager", policy="sequential")
+    for _ in range(3):
+        step(*batch)
+    before = copy.deepcopy(ours[0].state_dict())
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="MseLossBackward0' returned nan"):
+        step(batch[0] * float("nan"), batch[1])
+    assert all(torch.equal(value, before[name]) for name, value in ours[0].state_dict().items())
+    step(*batch)
+    assert "cuda graph" in [report.mode for report in step.reports]

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autostream.tracing.guards import traced_by_fx, unusual_call, unusual_tensor
+from autostream.tracing.guards import anomalies_sought, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.signature import signature_of
 from autostream.tracing.tree import flatten
 
@@ -44,6 +44,16 @@ def test_function_transforms_are_noticed() -> None:
     torch.func.grad(function)(torch.ones(2))
     assert len(seen) == 2
     assert all("transform" in call and "transform" in tensor for call, tensor in seen)
+
+
+def test_anomalies_are_sought_where_values_are_looked_at() -> None:
+    """Tracers themselves let autograd note lines alone, for all threads."""
+    assert anomalies_sought() == ""
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        assert "looks for NaN" in anomalies_sought()
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        assert anomalies_sought() == ""
+    assert anomalies_sought() == ""
 
 
 def test_forward_mode_and_batches_of_gradients_are_noticed() -> None:

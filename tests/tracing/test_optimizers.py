@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,11 +22,13 @@ from autostream.tracing.optimizers import (
     TRACED,
     Input,
     Numbers,
+    clears_itself,
     groups_of,
     inputs,
     lists_apart,
     names,
     obstacle,
+    unfit,
     update,
     values,
 )
@@ -251,6 +255,14 @@ def with_own_step(optimizer: Any) -> None:
     optimizer.step = lambda: None
 
 
+def with_own_zero_grad(optimizer: Any) -> None:
+    optimizer.zero_grad = lambda: None
+
+
+def capturable(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["capturable"] = True
+
+
 def differentiable(optimizer: Optimizer) -> None:
     optimizer.param_groups[0]["differentiable"] = True
 
@@ -264,12 +276,56 @@ def test_known_optimizers_can(kind: type[Optimizer]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(with_hook, "hooks on its step"), (with_own_step, "a step of its own"), (differentiable, "is differentiable")],
+    [
+        (with_hook, "hooks on its step"),
+        (with_own_step, "a step of its own"),
+        (with_own_zero_grad, "a zero_grad of its own"),
+        (differentiable, "is differentiable"),
+        (capturable, "is capturable, which parameters on a CPU are not"),
+    ],
 )
 def test_those_that_do_more_cannot(change: Callable[[Optimizer], None], reason: str) -> None:
     optimizer = SGD([torch.ones(1)])
     change(optimizer)
     assert reason in obstacle(optimizer)
+
+
+def test_on_a_gpu_one_may_be_capturable() -> None:
+    with FakeTensorMode():
+        on_a_gpu = torch.ones(1, device="cuda")
+        optimizer = Adam([on_a_gpu], capturable=True)
+        assert obstacle(optimizer) == ""
+        optimizer.param_groups[0]["params"].append(torch.ones(1))
+        assert "Adam is capturable" in obstacle(optimizer)
+
+
+class Clearing(SGD):
+    """Does more to leave no gradients."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+def test_an_optimizer_may_clear_itself() -> None:
+    weights = [torch.ones(1)]
+    assert not any(clears_itself(kind(weights)) for kind in (*TRACED, Mine))  # type: ignore[call-arg]
+    assert clears_itself(Clearing(weights))
+
+
+@pytest.mark.parametrize("rate", [np.array(0.1), Fraction(1, 10), "0.1"])
+def test_a_rate_that_no_tensor_can_be_made_of_is_unfit(rate: Any) -> None:
+    optimizer = SGD([torch.ones(1)], momentum=0.5)
+    optimizer.param_groups[0]["lr"] = rate
+    kind = type(rate).__name__
+    assert unfit(optimizer, inputs(optimizer)) == f"lr of SGD is a {kind}, and a graph takes numbers and tensors"
+    assert unfit(optimizer, {}) == ""
+
+
+@pytest.mark.parametrize("rate", [0.1, 1, np.float32(0.1), np.float64(0.1), torch.tensor(0.1), torch.ones(1)])
+def test_numbers_and_tensors_are_fit(rate: Any) -> None:
+    optimizer = SGD([torch.ones(1)], momentum=0.5)
+    optimizer.param_groups[0]["lr"] = rate
+    assert unfit(optimizer, inputs(optimizer, {"momentum"})) == ""
 
 
 @pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,16 @@ def test_a_hyperparameter_of_an_unknown_kind_is_a_refusal() -> None:
     step = step_of()
     step.optimizer.param_groups[0]["weight_decay"] = Fraction(1, 10)
     assert "a hyperparameter of SGD: a value of type fractions.Fraction" in setting_of(step).refusal
+
+
+def test_a_rate_of_an_unknown_kind_is_a_refusal_and_the_step_trains_as_it_would() -> None:
+    step = step_of()
+    step.optimizer.param_groups[0]["lr"] = np.array(0.5)
+    _, setting, numbers = step.arguments(BATCH)
+    assert (setting.refusal, numbers) == ("lr of SGD is a ndarray, and a graph takes numbers and tensors", [])
+    before = step.model.bias.detach().clone()
+    run(step)
+    assert not torch.equal(step.model.bias, before)
 
 
 # Settings
@@ -148,6 +159,55 @@ def test_hooks_on_all_modules_are_seen() -> None:
         assert "backward hooks" in setting_of(step).refusal
     finally:
         handle.remove()
+
+
+def test_anomaly_detection_is_a_refusal_while_it_lasts() -> None:
+    step = step_of()
+    with torch.autograd.set_detect_anomaly(True):
+        assert "anomaly detection" in setting_of(step).refusal
+    assert setting_of(step).refusal == ""
+
+
+def test_nothing_to_train_is_a_refusal() -> None:
+    step = step_of()
+    step.optimizer.param_groups.clear()
+    assert setting_of(step).refusal == "the optimizer has no parameters that require gradients"
+
+
+# Memory
+
+
+def share(step: TrainingStep, name: str) -> None:
+    states = list(step.optimizer.state.values())
+    states[1][name] = states[0][name]
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg"])
+def test_state_in_the_same_memory_is_a_refusal_and_stays_there(name: str) -> None:
+    step = step_of(Adam, nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)))
+    one, other = step.model.parameters()
+    for parameter in (one, other):
+        parameter.grad = torch.ones_like(parameter)
+    step.optimizer.step()
+    assert setting_of(step).refusal == ""
+    share(step, name)
+    assert "share memory" in setting_of(step).refusal
+    assert step.optimizer.state[one][name] is step.optimizer.state[other][name]
+
+
+def test_parameters_that_lie_beside_each_other_are_none() -> None:
+    """As those of an LSTM do on a GPU."""
+    flat = torch.ones(8)
+    step = step_of(model=nn.Linear(3, 2))
+    step.model.weight.data, step.model.bias.data = flat[:6].view(2, 3), flat[6:]
+    assert step.overlapping() == ""
+    step.model.bias.data = flat[5:7]
+    assert "share memory" in step.overlapping()
+
+
+def test_so_are_others_than_ordinary_ones() -> None:
+    step = step_of(model=nn.ParameterList([torch.eye(2).to_sparse(), torch.eye(2).to_sparse()]))
+    assert step.overlapping() == ""
 
 
 # As they are
