@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.tracing.bytecode import Named, names_of
+from autostream.tracing.contents import contents_of, has_contents
 from autostream.tracing.tree import exact
 
 Read = tuple[tuple[str, type, Hashable], ...]
@@ -82,10 +83,19 @@ class Reads:
         """
         return self._now().modules
 
+    def unwatched(self) -> list[str]:
+        """What users call the containers that cannot be looked at in each call, since they are large.
+
+        Example:
+            >>> large, small = bytearray(1 << 20), bytearray(1)
+            >>> Reads([lambda x: x * large[0] * small[0]]).unwatched()
+            ['large']
+        """
+        return [label for label, _, contents in self._now().contents if contents is None]
+
     def _now(self) -> _Seen:
         seen = self._seen  # one value: other threads look meanwhile
-        found = seen.found()
-        return self._look() if found is None or not all(map(operator.is_, found, seen.then)) else seen
+        return seen if seen.holds() else self._look()
 
     def _look(self) -> _Seen:
         finder = Finder()
@@ -94,6 +104,7 @@ class Reads:
         self._seen = seen = _Seen(
             [place for place in places if isinstance(place.holder, dict)],
             [place for place in places if not isinstance(place.holder, dict)],
+            finder.contents.values(),
             finder.modules,
         )
         return seen
@@ -105,18 +116,39 @@ class _Seen:
     Args:
         entries: of dictionaries.
         others: attributes of something else.
+        containers: the label and the value of those to be looked into.
         modules: those that were met, by name.
     """
 
-    def __init__(self, entries: Sequence[Place], others: Sequence[Place], modules: dict[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Place],
+        others: Sequence[Place],
+        containers: Iterable[tuple[str, Any]],
+        modules: dict[str, nn.Module],
+    ) -> None:
         self.modules = modules
         self._dicts, self._keys = [own.holder for own in entries], [own.key for own in entries]
         self._holders, self._attributes = [own.holder for own in others], [own.key for own in others]
-        self.then = self.found() or []
-        told = zip((own.label for own in (*entries, *others)), self.then, strict=False)
-        self.told: Read = tuple((label, *_told(value)) for label, value in told if _is_told(value))
+        self._containers = list(containers)
+        self._then = self._found() or []
+        self.contents = self._contents()
+        told = zip((own.label for own in (*entries, *others)), self._then, strict=False)
+        self.told: Read = (*((label, *_told(value)) for label, value in told if _is_told(value)), *self.contents)
 
-    def found(self) -> list[Any] | None:
+    def holds(self) -> bool:
+        """Whether the very same is there now, with the same contents."""
+        found = self._found()
+        return (
+            found is not None
+            and all(map(operator.is_, found, self._then))
+            and (not self._containers or self._contents() == self.contents)
+        )
+
+    def _contents(self) -> Read:
+        return tuple((label, type(value), contents_of(value)) for label, value in self._containers)
+
+    def _found(self) -> list[Any] | None:
         """What is there now; nothing where one is gone."""
         try:
             return [*map(dict.get, self._dicts, self._keys), *map(getattr, self._holders, self._attributes)]
@@ -149,12 +181,13 @@ _Found = tuple[str, Any, int]
 
 
 class Finder:
-    """Collects the places that functions read, the modules that are there, and the names that they write."""
+    """Collects the places that functions read, the modules and containers there, and the names that they write."""
 
     def __init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
         self._modules: set[int] = set()
         self.places: dict[tuple[int, Any], Place] = {}
+        self.contents: dict[int, tuple[str, Any]] = {}
         self._named = Named()
         self._attributes: frozenset[str] = frozenset()  # that it names, as ``getattr`` with a constant does too
         self._pending = deque[_Found]()
@@ -215,6 +248,8 @@ class Finder:
             where = label or f"{getattr(function, '__name__', 'partial')}(…)"
             for item in (*value.args, *value.keywords.values()):
                 self.follow(where, item, depth + 1)
+        elif has_contents(value):
+            self.contents[id(value)] = label, value
         else:
             self._asked.append((label, value, depth))
             self._ask(label, value, depth)

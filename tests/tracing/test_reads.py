@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import types
-from collections import defaultdict
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autostream import optimize
+from autostream import TraceError, optimize
 from autostream.tracing import reads as reads_module
 from autostream.tracing.functions import module_of
 from autostream.tracing.reads import Reads, functions_of, unlike
@@ -449,15 +451,18 @@ def test_a_graph_has_the_numbers_of_objects_that_are_handed_on() -> None:
     assert len(fast.reports) == 3
 
 
-class Blocks(nn.ModuleList):
+class Blocks(nn.Module):
     def __getitem__(self, at: Any) -> Any:
-        return [*self._modules.values()][int(at * number)]
+        return lambda x: x * number
+
+    def forward(self, x: Any) -> Any:
+        return x
 
 
 class Indexing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = Blocks([nn.ReLU()])
+        self.blocks = Blocks()
 
     def forward(self, x: Any) -> Any:
         return self.blocks[0](x)
@@ -505,6 +510,48 @@ def test_an_object_may_be_called_by_a_name_that_is_found_last() -> None:
         return runs(x, holder)
 
     assert "number" in seen(lambda x: hands_on(x) * progress.alpha)
+
+
+class Tabled(nn.Module):
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: Any) -> Any:
+        return x * float(self.table[0])
+
+
+@pytest.mark.parametrize("make", [np.ones, lambda size: array("d", [1.0] * size), lambda size: deque([1.0] * size)])
+@torch.no_grad()
+def test_a_graph_has_the_numbers_that_an_array_contains_now(make: Callable[[int], Any]) -> None:
+    model = Tabled(make(2))
+    fast, x = optimize(model, policy="sequential"), torch.ones(2)
+    for value in (1.0, 2.0, 1.0):
+        model.table[0] = value
+        torch.testing.assert_close(fast(x), model(x))
+    assert len(fast.reports) == 2
+
+
+@torch.no_grad()
+def test_a_model_that_reads_a_large_array_is_refused() -> None:
+    model = Tabled(np.ones(1 << 20))
+    with pytest.raises(TraceError, match=r"reads Tabled.table, whose contents are too large"):
+        optimize(model, strict=True)(torch.ones(2))
+    fast, x = optimize(model), torch.ones(2)
+    for value in (1.0, 2.0, 1.0):
+        model.table[0] = value
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_contents_are_told_until_they_are_what_they_were() -> None:
+    table = bytearray(b"ab")
+    reads = Reads([lambda x: x * table[0]])
+    before = reads()
+    assert reads() is before
+    table[0] = 0
+    assert list(unlike(before, reads())) == ["table"]
+    table[:] = b"ab"
+    assert reads() == before
 
 
 def test_the_nearest_way_to_an_object_counts() -> None:
