@@ -233,7 +233,8 @@ class Finder:
         if id(value) not in self._seen:
             self._seen[id(value)] = value  # and keep it, so that no other gets its id
             self._pending.append((label, value, depth))
-        self._more |= name not in self._names[id(value)]
+        else:  # what is another object at each look asks for no more of them
+            self._more |= name not in self._names[id(value)]
         self._names[id(value)].add(name)
 
     def _into(self, label: str, value: Any, depth: int) -> None:
@@ -273,10 +274,10 @@ class Finder:
                 self.follow("", inspect.unwrap(function), depth)
             return
         code, variables = function.__code__, function.__globals__
-        named = names_of(code)
+        named, known = names_of(code), self._named
         self._named |= named
         self._attributes |= named.attributes | named.keys
-        self._more = True
+        self._more |= self._named != known
         self._entries("", variables, named.variables & variables.keys(), depth)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._attribute(name, cell, "cell_contents", name, depth)

@@ -554,6 +554,23 @@ def test_contents_are_told_until_they_are_what_they_were() -> None:
     assert reads() == before
 
 
+class Fresh(dict[str, Any]):
+    """Another object at each look; and it says so when that goes on and on."""
+
+    looks = 0
+
+    def __getitem__(self, key: str) -> Any:
+        self.looks += 1
+        assert self.looks < 100
+        return Fresh(one=lambda x: x)
+
+
+def test_what_is_another_object_at_each_look_is_not_looked_at_without_end() -> None:
+    fresh = Fresh(one=1.0)
+    seen(lambda x: fresh["one"]["one"](x))
+    assert fresh.looks < 10
+
+
 def test_the_nearest_way_to_an_object_counts() -> None:
     far = Link(1, Link(2, None))
 
