@@ -21,12 +21,32 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What code names: global variables, attributes, and keys; and the variables and attributes that it writes."""
+    """What code names.
+
+    Attributes:
+        variables: global ones.
+        attributes: of whatever it reads.
+        keys: its strings.
+        written: the variables and attributes that it writes.
+        whole: the variables, its own among them, and the attributes that it does not ask at once for an attribute, but
+            calls, hands on, or does anything else with.
+    """
 
     variables: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     keys: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+
+    def __or__(self, other: Named) -> Named:
+        """What either names."""
+        return Named(
+            self.variables | other.variables,
+            self.attributes | other.attributes,
+            self.keys | other.keys,
+            self.written | other.written,
+            self.whole | other.whole,
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -44,6 +64,7 @@ def names_of(code: CodeType) -> Named:
         _arguments(code, _ATTRIBUTES).union(*(own.attributes for own in inner)),
         frozenset(keys).union(*(own.keys for own in inner)),
         _arguments(code, _WRITING).union(*(own.written for own in inner)).difference(code.co_cellvars),
+        frozenset(_whole(code)).union(*(own.whole for own in inner)),
     )
 
 
@@ -173,6 +194,22 @@ def _arguments(code: CodeType, ops: frozenset[str]) -> frozenset[str]:
     return frozenset(step.argument for step in _steps(code) if step.op in ops)
 
 
+def _whole(code: CodeType) -> Iterator[str]:
+    """The names of what code reads and does not ask at once for an attribute."""
+    steps = _steps(code)
+    return (
+        step.argument
+        for at, step in enumerate(steps)
+        if step.op in _VARIABLES | _ATTRIBUTES | _READING and not _is_owner(steps, at + 1)
+    )
+
+
+def _is_owner(steps: Sequence[_Step], at: int) -> bool:
+    """Whether a step takes the value on top for its attributes alone: to read one, to write one, or both."""
+    at += steps[at].op == "COPY"
+    return not steps[at].target and steps[at].op in _OF_OWNERS
+
+
 def _is_of_others(code: CodeType, step: _Step) -> bool:
     """Whether a step reads a variable that is not the code's own."""
     return step.op in _VARIABLES or (step.op == "LOAD_DEREF" and step.argument in code.co_freevars)
@@ -250,6 +287,7 @@ _VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_SUPER_ATTR"})
 _READING = frozenset({"LOAD_FAST", "LOAD_DEREF"})
 _WRITING = frozenset(f"{what}_{where}" for what in ("STORE", "DELETE") for where in ("GLOBAL", "DEREF", "ATTR"))
+_OF_OWNERS = _ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR"}
 _CELLS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
 _IMPORTING = frozenset({"IMPORT_NAME", "STORE_NAME"})
 

@@ -38,6 +38,7 @@ from autostream.tracing.guards import has_torchscript, unusual
 from autostream.tracing.leaks import recalled, taken_back
 from autostream.tracing.lines import at_line
 from autostream.tracing.numbers import unknown_in
+from autostream.tracing.reads import Reads, functions_of
 from autostream.tracing.state import name_of
 from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
 from autostream.tracing.tree import TENSOR, Structure, UnknownNumberError, flatten, unflatten
@@ -120,6 +121,11 @@ class FlatModel(nn.Module):
         outside = referred_to(self.model)
         if named := outside.iterators:
             raise FastPathError(f"the model refers to {named[0]}, an iterator: a graph would take from it once")
+        if unwatched := Reads(functions_of(list(self.model.modules()))).unwatched():
+            raise TraceError(
+                f"the model reads {unwatched[0]}, whose contents are too large to be compared in each call: make it a "
+                "tensor, and a buffer"
+            )
         before = holders(self.model)
         self.constants.watch(tensors)
         given = [*tensors, *self.model.parameters(), *self.model.buffers()]

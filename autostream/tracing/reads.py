@@ -1,9 +1,11 @@
 """What functions read by name from elsewhere: numbers and flags that a graph of them would keep for good, and modules.
 
     loss_fn ──▶ code ──▶ names ──▶ globals, closures, defaults ──▶ numbers, modules
-                                          └──▶ functions, and objects with what the code names of them ──▶ …
+                                          └──▶ functions, and objects with what any code names of them ──▶ …
 
-Where they are is looked up once. From then on, one look at all of them says whether any is another object.
+An object may be handed on, so that other code than what reads it asks it for its attributes: what is looked at of each
+is what all the functions together name. Where they are is looked up once. From then on, one look at all of them says
+whether any is another object.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import operator
 import re
 import sys
 from argparse import Namespace
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.tracing.bytecode import Named, names_of
+from autostream.tracing.contents import contents_of, has_contents
 from autostream.tracing.tree import exact
 
 Read = tuple[tuple[str, type, Hashable], ...]
@@ -44,8 +48,9 @@ _DEPTH = 4
 class Reads:
     """What functions read by name from elsewhere.
 
-    Numbers, flags, strings, tuples of these, and functions are told; of objects and Python modules, what the code names
-    of them. What a function writes itself is not, nor what is in lists, or found by a name that is computed.
+    Numbers, flags, strings, tuples of these, and functions are told; of objects and Python modules, what the code of
+    any of the functions names. What a function writes itself is not, nor what is in lists, or found by a name that is
+    computed.
 
     Args:
         functions: those to look at. Of what they call, libraries are left out.
@@ -78,19 +83,28 @@ class Reads:
         """
         return self._now().modules
 
+    def unwatched(self) -> list[str]:
+        """What users call the containers that cannot be looked at in each call, since they are large.
+
+        Example:
+            >>> large, small = bytearray(1 << 20), bytearray(1)
+            >>> Reads([lambda x: x * large[0] * small[0]]).unwatched()
+            ['large']
+        """
+        return [label for label, _, contents in self._now().contents if contents is None]
+
     def _now(self) -> _Seen:
         seen = self._seen  # one value: other threads look meanwhile
-        found = seen.found()
-        return self._look() if found is None or not all(map(operator.is_, found, seen.then)) else seen
+        return seen if seen.holds() else self._look()
 
     def _look(self) -> _Seen:
         finder = Finder()
-        for function in self._functions:
-            finder.look(function)
+        finder.look(self._functions)
         places = [place for place in finder.places.values() if place.name not in finder.written]
         self._seen = seen = _Seen(
             [place for place in places if isinstance(place.holder, dict)],
             [place for place in places if not isinstance(place.holder, dict)],
+            finder.contents.values(),
             finder.modules,
         )
         return seen
@@ -102,18 +116,39 @@ class _Seen:
     Args:
         entries: of dictionaries.
         others: attributes of something else.
+        containers: the label and the value of those to be looked into.
         modules: those that were met, by name.
     """
 
-    def __init__(self, entries: Sequence[Place], others: Sequence[Place], modules: dict[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Place],
+        others: Sequence[Place],
+        containers: Iterable[tuple[str, Any]],
+        modules: dict[str, nn.Module],
+    ) -> None:
         self.modules = modules
         self._dicts, self._keys = [own.holder for own in entries], [own.key for own in entries]
         self._holders, self._attributes = [own.holder for own in others], [own.key for own in others]
-        self.then = self.found() or []
-        told = zip((own.label for own in (*entries, *others)), self.then, strict=False)
-        self.told: Read = tuple((label, *_told(value)) for label, value in told if _is_told(value))
+        self._containers = list(containers)
+        self._then = self._found() or []
+        self.contents = self._contents()
+        told = zip((own.label for own in (*entries, *others)), self._then, strict=False)
+        self.told: Read = (*((label, *_told(value)) for label, value in told if _is_told(value)), *self.contents)
 
-    def found(self) -> list[Any] | None:
+    def holds(self) -> bool:
+        """Whether the very same is there now, with the same contents."""
+        found = self._found()
+        return (
+            found is not None
+            and all(map(operator.is_, found, self._then))
+            and (not self._containers or self._contents() == self.contents)
+        )
+
+    def _contents(self) -> Read:
+        return tuple((label, type(value), contents_of(value)) for label, value in self._containers)
+
+    def _found(self) -> list[Any] | None:
         """What is there now; nothing where one is gone."""
         try:
             return [*map(dict.get, self._dicts, self._keys), *map(getattr, self._holders, self._attributes)]
@@ -141,83 +176,126 @@ class Place:
     label: str
 
 
-_NOTHING = Named()
+_Found = tuple[str, Any, int]
+"""What users call a value, the value, and how far from the first functions it is."""
 
 
 class Finder:
-    """Collects the places that functions read, the modules that are there, and the names that they write."""
+    """Collects the places that functions read, the modules and containers there, and the names that they write."""
 
     def __init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
         self._modules: set[int] = set()
         self.places: dict[tuple[int, Any], Place] = {}
-        self.written: set[str] = set()
-        self._seen: dict[tuple[int, int], object] = {}
+        self.contents: dict[int, tuple[str, Any]] = {}
+        self._named = Named()
+        self._attributes: frozenset[str] = frozenset()  # that it names, as ``getattr`` with a constant does too
+        self._pending = deque[_Found]()
+        self._seen: dict[int, object] = {}
+        self._names = defaultdict[int, set[str]](set)
+        self._asked = list[_Found]()
+        self._more = False
 
-    def look(self, function: Callable[..., Any]) -> None:
-        """Follow a function, as far as the objects that it names can be looked at: some fail, or have no end."""
-        with suppress(Exception):
-            self.follow("", _called(function), _NOTHING, 0)
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of variables and attributes that functions write."""
+        return self._named.written
 
-    def follow(self, label: str, value: Any, named: Named, depth: int) -> None:
-        """Note what lies behind a value that some code reads, and what else that code names of it."""
-        if not self._enters(value, named, depth) or isinstance(value, Tensor):
+    def look(self, functions: Iterable[Callable[..., Any]]) -> None:
+        """Follow functions to what they read, the nearest first, and ask what is there for all that any of them names.
+
+        What cannot be looked at, since a user's own way to do so fails, is let alone.
+        """
+        for function in functions:
+            with suppress(Exception):
+                self.follow("", _called(function), 0)
+        while self._pending or self._more:
+            self._more = False
+            for found in tuple(self._asked):
+                with suppress(Exception):
+                    self._ask(*found)
+            while self._pending:
+                found = self._pending.popleft()
+                with suppress(Exception):
+                    self._into(*found)
+
+    def follow(self, label: str, value: Any, depth: int, name: str = "") -> None:
+        """Look, later, into a value that some code reads: not too deep, and once.
+
+        Args:
+            label: what users call it.
+            value: what is there.
+            depth: how far from the first functions.
+            name: what code calls it; ``""`` where it may do anything with it.
+        """
+        if depth > _DEPTH or type(value) in _PLAIN or isinstance(value, Tensor):
             return
-        if isinstance(value, nn.Module):
-            self._module(label, value, named, depth)
-        elif isinstance(value, FunctionType):
+        if id(value) not in self._seen:
+            self._seen[id(value)] = value  # and keep it, so that no other gets its id
+            self._pending.append((label, value, depth))
+        else:  # what is another object at each look asks for no more of them
+            self._more |= name not in self._names[id(value)]
+        self._names[id(value)].add(name)
+
+    def _into(self, label: str, value: Any, depth: int) -> None:
+        """Note what lies behind a value."""
+        if isinstance(value, FunctionType):
             self._function(value, depth)
         elif isinstance(value, MethodType):
             self._method(label, value.__self__, value.__func__, depth)
         elif isinstance(value, partial):
             function = _called(value.func)
-            self.follow(label, function, named, depth + 1)
-            code = getattr(function, "__code__", None)
+            self.follow(label, function, depth + 1)
             where = label or f"{getattr(function, '__name__', 'partial')}(…)"
             for item in (*value.args, *value.keywords.values()):
-                self.follow(where, item, names_of(code) if code else named, depth + 1)
+                self.follow(where, item, depth + 1)
+        elif has_contents(value):
+            self.contents[id(value)] = label, value
+        else:
+            self._asked.append((label, value, depth))
+            self._ask(label, value, depth)
+
+    def _ask(self, label: str, value: Any, depth: int) -> None:
+        """Note what a value has under the names that are known by now."""
+        if isinstance(value, nn.Module):
+            self._module(label, value, depth)
         elif isinstance(value, dict):
-            self._entries(label, value, named.keys & value.keys(), named, "{}[{!r}]", depth)
+            for key in sorted(self._named.keys.intersection(value)):
+                self._note(Place(value, key, "", f"{label}[{key!r}]"), value[key], depth)
         elif isinstance(value, ModuleType):
             if not _is_library(value.__name__, getattr(value, "__file__", None)):
-                self._entries(label, vars(value), named.attributes & vars(value).keys(), named, "{}.{}", depth)
+                self._entries(f"{label}.", vars(value), self._attributes.intersection(vars(value)), depth)
         elif _is_users(value):
-            self._object(label, value, named, depth)
-
-    def _enters(self, value: Any, named: Named, depth: int) -> bool:
-        """Whether to look into a value for what some code names of it: not too deep, and once."""
-        key = id(value), id(named)
-        if depth > _DEPTH or key in self._seen:
-            return False
-        self._seen[key] = value, named  # and keep both, so that no other gets their ids
-        return True
+            self._object(label, value, depth)
 
     def _function(self, function: FunctionType, depth: int) -> None:
         if depth and _is_library(function.__module__, function.__code__.co_filename):
             if inspect.unwrap(function) is not function:  # as by ``torch.no_grad()``
-                self.follow("", inspect.unwrap(function), _NOTHING, depth)
+                self.follow("", inspect.unwrap(function), depth)
             return
         code, variables = function.__code__, function.__globals__
-        named = names_of(code)
-        self.written |= named.written
-        self._entries("", variables, named.variables & variables.keys(), named, "{}{}", depth)
+        named, known = names_of(code), self._named
+        self._named |= named
+        self._attributes |= named.attributes | named.keys
+        self._more |= self._named != known
+        self._entries("", variables, named.variables & variables.keys(), depth)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._attribute(name, cell, "cell_contents", name, named, depth)
+            self._attribute(name, cell, "cell_contents", name, depth)
         if function.__defaults__:
-            self._attribute(f"the defaults of {function.__name__}", function, "__defaults__", "", named, depth)
+            self._attribute(f"the defaults of {function.__name__}", function, "__defaults__", "", depth)
             own = code.co_varnames[code.co_argcount - len(function.__defaults__) : code.co_argcount]
             for name, item in zip(own, function.__defaults__, strict=True):
-                self.follow(name, item, named, depth + 1)
+                self.follow(name, item, depth + 1, name)
         if function.__kwdefaults__:
-            self._entries("", function.__kwdefaults__, frozenset(function.__kwdefaults__), named, "{}{}", depth)
+            self._entries("", function.__kwdefaults__, function.__kwdefaults__, depth)
 
     def _method(self, label: str, owner: Any, function: Any, depth: int) -> None:
-        self.follow(label, function, _NOTHING, depth)
+        self.follow(label, function, depth)
         if isinstance(function, FunctionType):
-            self.follow(label or "self", owner, names_of(function.__code__), depth)
+            self.follow(label or "self", owner, depth, *function.__code__.co_varnames[:1])
 
-    def _module(self, label: str, module: nn.Module, named: Named, depth: int) -> None:
-        """A module, and what code names of the objects that it has, and of its class; its own attributes others watch.
+    def _module(self, label: str, module: nn.Module, depth: int) -> None:
+        """A module, and what it has of objects, and its class of anything; its own attributes others watch.
 
         It is noted under a name that is no path, and no other's.
         """
@@ -228,47 +306,50 @@ class Finder:
                 name = f"{name}_{len(self.modules)}"
             self.modules[name] = module
         label = type(module).__name__
-        for name in sorted(named.attributes & vars(module).keys()):
-            self.follow(f"{label}.{name}", vars(module)[name], named, depth + 1)
-        self._shared(label, module, type(module), named, named.attributes - vars(module).keys(), depth)
+        for name in sorted(self._attributes.intersection(vars(module))):
+            self.follow(f"{label}.{name}", vars(module)[name], depth + 1, name)
+        self._shared(label, module, type(module), vars(module), depth)
 
-    def _object(self, label: str, value: Any, named: Named, depth: int) -> None:
-        """What code names of an object or a class: attributes of its own and of its class, and its methods."""
+    def _object(self, label: str, value: Any, depth: int) -> None:
+        """An object or a class: attributes of its own and of its class, and its methods."""
         own = vars(value) if not isinstance(value, type) and hasattr(value, "__dict__") else {}
-        self._entries(label, own, named.attributes & own.keys(), named, "{}.{}", depth)
-        self._shared(label, value, value, named, named.attributes - own.keys(), depth)
+        self._entries(f"{label}.", own, self._attributes.intersection(own), depth)
+        self._shared(label, value, value, own, depth)
 
-    def _shared(
-        self, label: str, value: Any, holder: Any, named: Named, attributes: Collection[str], depth: int
-    ) -> None:
-        """These attributes of a value's class, as they are found at ``holder``."""
-        classes = (value if isinstance(value, type) else type(value)).__mro__
-        users = [each for each in classes if not _is_library(each.__module__)]
-        items = [(name, item) for each in users for name, item in vars(each).items() if name in attributes]
+    def _shared(self, label: str, value: Any, holder: Any, own: Collection[str], depth: int) -> None:
+        """What a value's class has and code names, or Python calls, unless it is the value's own; at ``holder``."""
+        kind = value if isinstance(value, type) else type(value)
+        users = [each for each in kind.__mro__ if not _is_library(each.__module__)]
+        whole = issubclass(kind, nn.Module) or not self._names[id(value)].isdisjoint((*self._named.whole, ""))
+        makes = kind is value and not issubclass(kind, nn.Module)
+        items = [
+            (name, item)
+            for each in users
+            for name, item in vars(each).items()
+            if (name in self._attributes and name not in own) or (whole and _is_implied(each, name, item, makes))
+        ]
         for name, item in sorted(items, key=operator.itemgetter(0)):  # of each class: some call their like above
             if (function := function_of(item)) is not item or isinstance(item, FunctionType):
                 self._method(label, value, function, depth + 1)
             elif isinstance(item, MemberDescriptorType) or not hasattr(item, "__get__"):  # others run a user's code
-                self._attribute(f"{label}.{name}", holder, name, name, named, depth)
+                self._attribute(f"{label}.{name}", holder, name, name, depth)
 
-    def _entries(
-        self, label: str, holder: dict[str, Any], keys: Iterable[str], named: Named, form: str, depth: int
-    ) -> None:
+    def _entries(self, prefix: str, holder: dict[str, Any], keys: Iterable[str], depth: int) -> None:
         for key in sorted(keys):
-            self._note(Place(holder, key, key, form.format(label, key)), holder[key], named, depth)
+            self._note(Place(holder, key, key, f"{prefix}{key}"), holder[key], depth)
 
-    def _attribute(self, label: str, holder: Any, key: str, name: str, named: Named, depth: int) -> None:
+    def _attribute(self, label: str, holder: Any, key: str, name: str, depth: int) -> None:
         try:
             value = getattr(holder, key)
         except Exception:  # it has no value yet, or a user's own way to look it up fails
             return
-        self._note(Place(holder, key, name, label), value, named, depth)
+        self._note(Place(holder, key, name, label), value, depth)
 
-    def _note(self, place: Place, value: Any, named: Named, depth: int) -> None:
-        if isinstance(value, Tensor) or _is_torchs(value):
-            return
-        self.places.setdefault((id(place.holder), place.key), place)
-        self.follow(place.label, value, named, depth + 1)
+    def _note(self, place: Place, value: Any, depth: int) -> None:
+        with suppress(Exception):  # what one value hides, others do not
+            if not isinstance(value, Tensor) and not _is_torchs(value):
+                self.places.setdefault((id(place.holder), place.key), place)
+                self.follow(place.label, value, depth + 1, place.name)
 
 
 def function_of(item: Any) -> Any:
@@ -276,6 +357,28 @@ def function_of(item: Any) -> Any:
     if isinstance(item, property):
         return item.fget
     return item.__func__ if isinstance(item, (staticmethod, classmethod)) else item
+
+
+def _is_implied(kind: type, name: str, item: Any, makes: bool) -> bool:
+    """Whether Python calls what a class has under a name where no code names it, such as ``__getitem__``.
+
+    Args:
+        kind: the class.
+        name: in the class.
+        item: what it has there.
+        makes: whether code makes objects of it.
+    """
+    function = function_of(item)
+    if not (name.startswith("__") and isinstance(function, FunctionType)):
+        return False
+    generated = "__dataclass_fields__" in vars(kind) and function.__code__.co_filename == "<string>"
+    return not generated and (name not in _BETWEEN if name not in _MAKING else makes)
+
+
+_MAKING = frozenset({"__init__", "__new__"})
+_BETWEEN = frozenset({"__repr__", "__del__", "__dir__", "__init_subclass__", "__copy__", "__deepcopy__"})
+_BETWEEN |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"}
+"""What is called where objects are copied, told or come to an end, not in a call of a model."""
 
 
 def _called(function: Any) -> Any:
@@ -311,6 +414,9 @@ _NAMESPACES = (SimpleNamespace, Namespace)
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 """What leads to nothing else."""
 
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+"""The same of most values, at one look."""
+
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, nn.Module)
 
 
@@ -326,13 +432,22 @@ def _told(value: Any) -> tuple[type, Hashable]:
 
 
 def functions_of(modules: Sequence[nn.Module]) -> list[Callable[..., Any]]:
-    """The functions that modules of a user's are made of: those that they were made from, or how each goes forward.
+    """A user's functions that modules call: those that they were made from or have, and how each goes forward.
 
     Example:
         >>> functions_of([nn.Linear(1, 1)])
         []
     """
-    made = [vars(module)["_autostream_function"] for module in modules if "_autostream_function" in vars(module)]
+    own = (value for module in modules for value in vars(module).values() if _is_called(value, type(module)))
     users = [module for module in modules if not _is_library(type(module).__module__)]
     forwards = (MethodType(type(own).forward, own) for own in users if isinstance(type(own).forward, FunctionType))
-    return [*(function for function in made if not _is_torchs(function)), *forwards]
+    return [*own, *forwards]
+
+
+def _is_called(value: Any, owner: type) -> bool:
+    """Whether what a module of some kind has is a function of a user's; or an object to be called, by a library's."""
+    kind = type(value)
+    if kind in (FunctionType, MethodType, partial):
+        return not _is_torchs(value.__func__ if kind is MethodType else value)
+    of_library = _is_library(owner.__module__) and not _is_library(kind.__module__)
+    return of_library and callable(value) and not issubclass(kind, (type, nn.Module))

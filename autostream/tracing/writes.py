@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from io import IOBase
 from typing import Any
 
-from autostream.tracing.bytecode import Named
 from autostream.tracing.generators import is_generator
 from autostream.tracing.reads import CONSTANTS, Finder, Place
 
@@ -42,12 +41,11 @@ class Writable:
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         finder = _Writes()
-        for function in functions:
-            finder.look(function)
+        finder.look(functions)
         self.variables = [(place.holder, place.key, place.label) for place in finder.variables.values()]
         self.containers = list(finder.containers.values())
         self.generators = list(finder.generators.values())
-        self.iterators = list(finder.iterators)
+        self.iterators = sorted(finder.iterators)
 
 
 class _Writes(Finder):
@@ -61,17 +59,20 @@ class _Writes(Finder):
         self.iterators: dict[str, None] = {}
         self._left = _MOST
 
-    def follow(self, label: str, value: Any, named: Named, depth: int) -> None:
+    def follow(self, label: str, value: Any, depth: int, name: str = "") -> None:
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
             self.iterators[label] = None
         if is_generator(value):
             self.generators.setdefault(id(value), (label, value))
-        if not isinstance(value, (*CONTAINERS, tuple)):
-            super().follow(label, value, named, depth)
-        elif self._enters(value, named, depth):
-            self._container(label, value, named, depth)
+        super().follow(label, value, depth, name)
 
-    def _container(self, label: str, value: Any, named: Named, depth: int) -> None:
+    def _into(self, label: str, value: Any, depth: int) -> None:
+        if isinstance(value, (*CONTAINERS, tuple)):
+            self._container(label, value, depth)
+        else:
+            super()._into(label, value, depth)
+
+    def _container(self, label: str, value: Any, depth: int) -> None:
         """Note a container and those in it, and follow what else is in them."""
         pending = deque([(label, value)])
         while pending:
@@ -86,27 +87,25 @@ class _Writes(Finder):
                     continue
                 where = f"{label}[{repr(name) if isinstance(name, CONSTANTS) else type(name).__name__}]"
                 if not isinstance(item, (*CONTAINERS, tuple)):
-                    self.follow(where, item, named, depth)
+                    self.follow(where, item, depth)
                 elif id(item) not in self.containers:
                     pending.append((where, item))
 
-    def _entries(
-        self, label: str, holder: dict[str, Any], keys: Iterable[str], named: Named, form: str, depth: int
-    ) -> None:
-        for key in sorted(named.written):
-            self._write(Place(holder, key, key, form.format(label, key)), named)
-        super()._entries(label, holder, keys, named, form, depth)
+    def _entries(self, prefix: str, holder: dict[str, Any], keys: Iterable[str], depth: int) -> None:
+        for key in sorted(self.written):
+            self._write(Place(holder, key, key, f"{prefix}{key}"))
+        super()._entries(prefix, holder, keys, depth)
 
-    def _attribute(self, label: str, holder: Any, key: str, name: str, named: Named, depth: int) -> None:
-        self._write(Place(holder, key, name, label), named)
-        super()._attribute(label, holder, key, name, named, depth)
+    def _attribute(self, label: str, holder: Any, key: str, name: str, depth: int) -> None:
+        self._write(Place(holder, key, name, label))
+        super()._attribute(label, holder, key, name, depth)
 
-    def _note(self, place: Place, value: Any, named: Named, depth: int) -> None:
-        self._write(place, named)
-        super()._note(place, value, named, depth)
+    def _note(self, place: Place, value: Any, depth: int) -> None:
+        self._write(place)
+        super()._note(place, value, depth)
 
-    def _write(self, place: Place, named: Named) -> None:
-        if place.name in named.written:
+    def _write(self, place: Place) -> None:
+        if place.name in self.written:
             self.variables.setdefault((id(place.holder), place.key), place)
 
 

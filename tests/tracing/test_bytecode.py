@@ -16,6 +16,7 @@ def told(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
 
 
 total: Any = 0
+handed: Any = None
 
 
 def names(x: Any) -> Any:
@@ -32,6 +33,16 @@ def test_names_of_code_and_of_what_it_defines() -> None:
     assert named.written == {"total", "other"}
     assert "key" in named.keys
     assert [code.co_name for code in inner_of(names.__code__)] == ["<lambda>"]
+
+
+def test_what_is_only_asked_for_attributes_is_not_used_whole() -> None:
+    def function(x: Any, owner: Any, other: Any) -> Any:
+        x.owned.count += 1
+        x.owned.last = None
+        handed(owner.part, x.owned.value)
+        return (lambda: other), math.pi
+
+    assert names_of(function.__code__).whole == {"handed", "part", "value", "count", "other", "pi"}
 
 
 def test_what_super_is_asked_for_is_named() -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import types
-from collections import defaultdict
-from collections.abc import Callable
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autostream import optimize
+from autostream import TraceError, optimize
 from autostream.tracing import reads as reads_module
 from autostream.tracing.functions import module_of
 from autostream.tracing.reads import Reads, functions_of, unlike
@@ -78,8 +81,23 @@ def uses_an_object(x: Any) -> Any:
     return config.own + config.shared + config.inner.value
 
 
+inner = Inner(1.0)
+
+
 def takes_an_object(config: Config, x: Any) -> Any:
     return config.own * x
+
+
+def asks(config: Config) -> float:
+    return config.own
+
+
+def asks_its_inner(owner: Any) -> Any:
+    return owner.inner.value
+
+
+def asks_a_dictionary(table: dict[str, float]) -> float:
+    return table["one"]
 
 
 def uses_methods(x: Any) -> Any:
@@ -133,10 +151,30 @@ FOUND = {
     "modules of Python": (uses_a_module, {"settings.alpha": ONE}),
     "itself": (recurses, {"recurses": recurses, "number": ONE}),
     "closures": (closure(2.0), {"scale": TWO}),
-    "what partial holds": (partial(closure(2.0), config), {"scale": TWO}),
+    "what partial holds": (partial(closure(2.0), config), {"scale": TWO, "scaled(…).shared": ONE}),
     "objects that are called": (config, {"self.shared": ONE}),
     "objects whose method it is": (config.product, {"self.own": ONE}),
-    "what partial hands on": (partial(takes_an_object, config), {"takes_an_object(…).own": ONE}),
+    "what partial hands on, which may be called": (
+        partial(takes_an_object, config),
+        {"takes_an_object(…).own": ONE, "takes_an_object(…).shared": ONE},
+    ),
+    "what functions that it is handed to ask an object for": (
+        lambda x: x * asks(config),
+        {"asks": asks, "config.own": ONE, "config.shared": ONE},
+    ),
+    "also of an object that another has": (
+        lambda x: x * asks_its_inner(config),
+        {"asks_its_inner": asks_its_inner, "config.inner.value": ONE, "config.shared": ONE},
+    ),
+    "what other functions ask a dictionary for": (
+        lambda x: x * asks_a_dictionary(table),
+        {"asks_a_dictionary": asks_a_dictionary, "table['one']": ONE},
+    ),
+    "what is asked for by a constant name": (
+        lambda x: x * getattr(inner, "value", 0.0),
+        {"inner.value": ONE},
+    ),
+    "objects that code calls": (lambda x: config(x), {"config.shared": ONE}),
     "nothing of PyTorch's": (partial(F.mse_loss, reduction="sum"), {}),
 }
 
@@ -321,6 +359,236 @@ def test_of_modules_it_is_what_they_do_in_forward_and_what_they_were_made_from()
     assert functions_of([module_of(helper), module_of(F.mse_loss)]) == [helper]
 
 
+def test_of_pytorchs_modules_it_is_what_they_were_given() -> None:
+    layer = nn.TransformerEncoderLayer(2, 1, 2, activation=helper)
+    assert functions_of([layer, nn.TransformerEncoderLayer(2, 1, 2)]) == [helper]
+    assert functions_of([nn.TripletMarginWithDistanceLoss(distance_function=config)]) == [config]
+
+
+class Rooted(nn.Sequential):
+    """Python calls its methods where code names none of them."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._modules.values())[: int(number)])  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"{count}"
+
+
+class Halved(nn.Module):
+    def __truediv__(self, x: Any) -> Any:
+        return x * number
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Any) -> Any:
+        return self / x
+
+
+class Activation(Enum):
+    LINEAR = 1
+
+    def __call__(self, x: Any) -> Any:
+        return x * number
+
+
+class Activated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = Activation.LINEAR
+
+    def forward(self, x: Any) -> Any:
+        return self.activation(x)
+
+
+class Counted:
+    def __init__(self, x: Any) -> None:
+        self.x = x * number
+
+
+class Constructing(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return Counted(x).x
+
+
+@pytest.mark.parametrize("kind", [Rooted, Halved, Activated, Constructing])
+def test_what_python_calls_of_a_class_is_looked_at_and_what_copies_or_prints_is_not(kind: type[nn.Module]) -> None:
+    names = {name for name, _, _ in Reads(functions_of([kind()]))()}
+    assert "number" in names
+    assert "count" not in names
+
+
+class Handed(nn.Module):
+    """It hands on an object to a submodule, and itself to a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.part = Config(), Part()
+
+    def forward(self, x: Any) -> Any:
+        return self.part(x, self.config) * asks_its_config(self)
+
+
+class Part(nn.Module):
+    def forward(self, x: Any, config: Config) -> Any:
+        return x * config.own
+
+
+def asks_its_config(module: Handed) -> float:
+    return module.config.inner.value
+
+
+@torch.no_grad()
+def test_a_graph_has_the_numbers_of_objects_that_are_handed_on() -> None:
+    model = Handed()
+    fast, x = optimize(model), torch.ones(2)
+    for holder, name in ((model.config, "own"), (model.config.inner, "value")):
+        torch.testing.assert_close(fast(x), model(x))
+        setattr(holder, name, 3.0)
+        torch.testing.assert_close(fast(x), model(x))
+    assert len(fast.reports) == 3
+
+
+class Blocks(nn.Module):
+    def __getitem__(self, at: Any) -> Any:
+        return lambda x: x * number
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Indexing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Blocks()
+
+    def forward(self, x: Any) -> Any:
+        return self.blocks[0](x)
+
+
+def test_of_modules_python_may_call_anything() -> None:
+    assert "number" in {name for name, _, _ in Reads(functions_of(list(Indexing().modules())))()}
+
+
+@dataclass
+class Progress:
+    """It is compared by all that it has, by code that nobody wrote, and nobody here calls it."""
+
+    alpha: float = 1.0
+    step: int = 0
+
+    def __call__(self, x: Any) -> Any:
+        return x * number
+
+
+class Progressing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.progress = Progress()
+
+    def forward(self, x: Any) -> Any:
+        return x * self.progress.alpha
+
+
+def test_of_objects_python_calls_what_code_does_not_only_ask_for_attributes() -> None:
+    progress = Progress()
+    assert seen(lambda x: x * progress.alpha) == {"progress.alpha": ONE}
+    assert seen(lambda x: progress(x)) == {"number": ONE}
+    assert seen(Progressing().forward) == {"Progressing.progress.alpha": ONE}
+
+
+def test_an_object_may_be_called_by_a_name_that_is_found_last() -> None:
+    progress = Progress()
+    holder = types.SimpleNamespace(part=types.SimpleNamespace(run=progress))
+
+    def runs(x: Any, holder: Any) -> Any:
+        return holder.part.run(x)
+
+    def hands_on(x: Any) -> Any:
+        return runs(x, holder)
+
+    assert "number" in seen(lambda x: hands_on(x) * progress.alpha)
+
+
+class Tabled(nn.Module):
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: Any) -> Any:
+        return x * float(self.table[0])
+
+
+@pytest.mark.parametrize("make", [np.ones, lambda size: array("d", [1.0] * size), lambda size: deque([1.0] * size)])
+@torch.no_grad()
+def test_a_graph_has_the_numbers_that_an_array_contains_now(make: Callable[[int], Any]) -> None:
+    model = Tabled(make(2))
+    fast, x = optimize(model, policy="sequential"), torch.ones(2)
+    for value in (1.0, 2.0, 1.0):
+        model.table[0] = value
+        torch.testing.assert_close(fast(x), model(x))
+    assert len(fast.reports) == 2
+
+
+@torch.no_grad()
+def test_a_model_that_reads_a_large_array_is_refused() -> None:
+    model = Tabled(np.ones(1 << 20))
+    with pytest.raises(TraceError, match=r"reads Tabled.table, whose contents are too large"):
+        optimize(model, strict=True)(torch.ones(2))
+    fast, x = optimize(model), torch.ones(2)
+    for value in (1.0, 2.0, 1.0):
+        model.table[0] = value
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_contents_are_told_until_they_are_what_they_were() -> None:
+    table = bytearray(b"ab")
+    reads = Reads([lambda x: x * table[0]])
+    before = reads()
+    assert reads() is before
+    table[0] = 0
+    assert list(unlike(before, reads())) == ["table"]
+    table[:] = b"ab"
+    assert reads() == before
+
+
+class Fresh(dict[str, Any]):
+    """Another object at each look; and it says so when that goes on and on."""
+
+    looks = 0
+
+    def __getitem__(self, key: str) -> Any:
+        self.looks += 1
+        assert self.looks < 100
+        return Fresh(one=lambda x: x)
+
+
+def test_what_is_another_object_at_each_look_is_not_looked_at_without_end() -> None:
+    fresh = Fresh(one=1.0)
+    seen(lambda x: fresh["one"]["one"](x))
+    assert fresh.looks < 10
+
+
+def test_the_nearest_way_to_an_object_counts() -> None:
+    far = Link(1, Link(2, None))
+
+    def fourth(x: Any) -> Any:
+        return far.value * x
+
+    def third(x: Any) -> Any:
+        return fourth(x)
+
+    def second(x: Any) -> Any:
+        return third(x)
+
+    def first(x: Any) -> Any:
+        return second(x) * far.following.value  # type: ignore[union-attr]
+
+    assert "far.following.value" in seen(first)
+
+
 class Configured(nn.Module):
     """It looks at objects that it has, and at its class, itself and in a method; its own numbers are others' matter."""
 
@@ -341,14 +609,17 @@ class Configured(nn.Module):
 def test_of_modules_it_is_also_what_they_name_of_the_objects_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = Configured(), Configured()
     reads = Reads(functions_of([one, other]))
-    of_each = ["Configured.config.inner.value", "Configured.space.alpha"]
+    of_each = [
+        *("Configured.config.inner.value", "Configured.config.own", "Configured.config.shared"),
+        "Configured.space.alpha",
+    ]
     assert sorted(name for name, _, _ in reads()) == sorted([*of_each, *of_each, "Configured.shared"])
     for holder, name in ((other.config.inner, "value"), (one.space, "alpha"), (Configured, "shared")):
         before = reads()
         monkeypatch.setattr(holder, name, 2.0)
         assert reads() != before
     before = reads()
-    one.own = one.config.own = one.space.unread = 2.0
+    one.own = one.config.unread = one.space.unread = 2.0
     assert reads() == before
 
 
@@ -453,6 +724,8 @@ def test_what_fails_when_it_is_looked_at_or_has_no_end_is_let_alone() -> None:
     for _ in range(3000):
         nested = (nested,)  # type: ignore[assignment]
     assert Reads([lambda x: x * lazy])() == ()
+    scale = 1.0
+    assert seen(lambda x: x * lazy * scale) == {"scale": ONE}
     assert Reads([lambda x: x * len(nested)])() == ()
 
 
