@@ -256,8 +256,9 @@ def _used(module: nn.Module, asked: Set[str], by_torch: Set[str]) -> Iterator[tu
     yield from ((name, own[name]) for name in own.keys() & asked)
     yield from ((name, own[name]) for name in own.keys() & by_torch if not isinstance(own[name], _SHARED))
     for kind in type(module).__mro__:
-        if not _is_trusted(kind):
-            yield from ((name, function_of(vars(kind)[name])) for name in vars(kind).keys() & (asked | by_torch))
+        for name, item in () if _is_trusted(kind) else vars(kind).items():
+            if name in asked or name in by_torch or ("format" in asked and isinstance(item, property)):
+                yield name, function_of(item)  # "{.name}".format(module) gets a property
     yield from ((name, value) for name, value in _methods(type(module)) if name.startswith("__"))
 
 
@@ -424,7 +425,7 @@ _LIBRARIES = ("aten", "autostream", "prims", "torchvision")
 
 _BEFORE = frozenset({"__init__", "__new__", "__setattr__", "__delattr__", "__del__", "__init_subclass__"})
 _BEFORE |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__dir__"}
-_BEFORE |= {"_load_from_state_dict", "_save_to_state_dict", "state_dict", "reset_parameters", *_CHANGING}
+_BEFORE |= {"_load_from_state_dict", "_save_to_state_dict", "state_dict", "reset_parameters"}
 _BEFORE |= {"get_extra_state", "set_extra_state", "_member_type_", "_new_member_"}
 """What is not called in a call, but where modules are made, copied, saved or written to."""
 

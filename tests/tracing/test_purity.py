@@ -635,6 +635,9 @@ def test_what_torchs_layers_are_given_may_be_pure() -> None:
             self.calls = 1
             return super().train(mode)
 
+        def add(self) -> None:  # as PyTorch's code asks sets of modules for
+            self.calls = 1
+
         def reset_parameters(self) -> None:
             self.calls = 1
             super().reset_parameters()
@@ -702,10 +705,15 @@ def test_inherited_methods_and_properties_are_looked_at() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.scale
 
+    class Formatted(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float("{.scale}".format(self))  # noqa: UP032
+
     assert "counted writes calls" in impurity(Derived())
     assert "counted writes calls" in impurity(Super())
     assert impurity(Layers(nn.Linear(1, 1))) == ""
     assert "scale writes asked" in impurity(Scaled())
+    assert "scale writes asked" in impurity(Formatted())
 
 
 def test_what_cannot_be_looked_at_is_not_known() -> None:
