@@ -82,7 +82,8 @@ class Use(NamedTuple):
         line: where.
         name: of the variable or the attribute; ``"an item"``; or how it changes a value. What ``__class__`` is asked at
             once is part of it.
-        of: the attributes that what is read is asked for at once; else the variable with the value, where one has it.
+        of: the attributes that what is read is asked for at once; else the variable with the value, where one has it,
+            or ``""`` and the attribute, of what is asked.
     """
 
     does: str
@@ -107,7 +108,7 @@ def uses(code: CodeType) -> Iterator[Use]:
             asked = 1 + len(of)
             yield Use("reads", step.line, step.argument, of)
         elif step.op in _ATTRIBUTES and asked <= 0:
-            of = _variable(steps, at, 0) if step.op == "LOAD_ATTR" else ()
+            of = _owner(steps, at) if step.op == "LOAD_ATTR" else ()
             asking = list(_asked(steps, at)) if step.argument == "__class__" else [step.argument]
             asked = len(asking)
             yield Use("asks", step.line, ".".join(asking), of)
@@ -245,6 +246,13 @@ def _variable(steps: Sequence[_Step], at: int, depth: int) -> tuple[str, ...]:
     """The variable that the value so deep on the stack was read from."""
     found = _pushed_by(steps, at, depth)
     return () if found is None or steps[found].op not in _READING else (steps[found].argument,)
+
+
+def _owner(steps: Sequence[_Step], at: int) -> tuple[str, ...]:
+    """What the value that a step asks was read from: a variable, or ``""`` and an attribute."""
+    if steps[at - 1].op in _ATTRIBUTES and not steps[at].target:
+        return "", steps[at - 1].argument
+    return _variable(steps, at, 0)
 
 
 def _maker(steps: Sequence[_Step], at: int, depth: int) -> tuple[str, ...]:

@@ -11,20 +11,30 @@ from __future__ import annotations
 
 import builtins
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
 from dataclasses import dataclass
 from enum import Enum, EnumType
 from functools import lru_cache, partial
 from itertools import chain
 from linecache import getline
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autostream.tracing.bytecode import LITERAL, inner_of, makers, uses
+from autostream.tracing.bytecode import LITERAL, Use, inner_of, makers, names_of, uses
 from autostream.tracing.lines import at_line
 from autostream.tracing.reads import CONSTANTS, function_of
 
@@ -61,6 +71,8 @@ class _Finder:
         """What values are asked for, and where first."""
         self._written: dict[str, str] = {}
         """Methods of tensors whose results are written to, and where first."""
+        self._converted: dict[str, str] = {}
+        """What values are asked for before what they have is asked for a conversion, and where first."""
         self._fields: set[str] = set()
         self._shared = self._changed = ""
         """What has items and is there before a call, and where something may be changed in place."""
@@ -82,11 +94,14 @@ class _Finder:
             if not (hasattr(value, "__wrapped__") and _wraps_by_torch_alone(value)):
                 raise _Impure(f"it uses {name}, of which nobody knows what it does{where}")
             self.look(value.__wrapped__, name, where)
-        elif isinstance(value, _WHOLE):
+        elif isinstance(value, _WHOLE) or type(type(value)) is EnumType:
             for part in self._parts(value, name):
                 self.look(part, name, where)
-        elif _is_named_tuple(value):
-            self._fields.update(value._fields)
+        elif _is_named_tuple(value) or type(value) is EnumType:
+            self._fields.update(getattr(value, "_fields", ()))
+            members = vars(value).get("_member_map_", {})
+            for attribute, part in (*members.items(), *_methods(value)):
+                self.look(part, f"{value.__name__}.{attribute}", where)
         elif not _is_harmless(value):
             raise _Impure(f"it uses {name}, of which nobody knows what it does{where}")
 
@@ -96,11 +111,13 @@ class _Finder:
             for module in value.modules():
                 self._modules[id(module)] = module
                 yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-                yield vars(module).get("_autostream_function")
+                yield from (*module._parameters.values(), *module._buffers.values())
         elif isinstance(value, MethodType):
             yield from (value.__self__, value.__func__)
         elif isinstance(value, partial):
             yield from (type(value), value.func, *value.args, *value.keywords.values())
+        elif type(type(value)) is EnumType:
+            yield from (type(value), *vars(value).values())
         else:
             yield type(value)  # whose methods may be a user's
             self._shared = self._shared or (name if isinstance(value, _SHARED) else "")
@@ -115,17 +132,18 @@ class _Finder:
         known = -1
         while known < len(self._asked) + len(self._modules):  # a method asks for more of them
             known = len(self._asked) + len(self._modules)
-            for module in list(self._modules.values()):
-                for name, where in list(self._asked.items()):
-                    for value in _found(module, name):
-                        self.look(value, f"{type(module).__name__}.{name}", where)
-                for name, value in _implied(module):
-                    self.look(value, f"{type(module).__name__}.{name}")
+            modules, asked = list(self._modules.values()), self._asked.copy()
+            by_torch = frozenset().union(*(_asked_by(kind) for kind in {*map(type, modules)}))
+            for module in modules:
+                for name, value in _used(module, asked.keys(), by_torch):
+                    self.look(value, f"{type(module).__name__}.{name}", asked.get(name, ""))
         of_modules = {name for name in self._asked for module in self._modules.values() if _has(module, name)}
         for name in sorted(self._asked.keys() - of_modules - self._fields - _known()):
             raise _Impure(f"it asks for {name}, which neither tensors nor its modules have{self._asked[name]}")
         for name in sorted(self._written.keys() & of_modules):
             raise _Impure(f"it writes an item of what {name} returns{self._written[name]}")
+        for name in sorted(self._converted.keys() & {name for own in self._modules.values() for name in own._modules}):
+            raise _Impure(f"it converts {name}, a module{self._converted[name]}")
         if self._shared and self._changed:
             raise _Impure(f"it may change {self._shared}{self._changed}")
 
@@ -139,7 +157,10 @@ class _Finder:
                 if value is not scope:
                     self.look(value, ".".join((use.name, *use.of[: len(use.of) - len(asked)])), where)
                 for at, name in enumerate(asked):
-                    self._ask(name, where, scope, use.name if value is scope and at == 0 else "")
+                    owner = ("", asked[at - 1]) if at else (use.name if value is scope else "",)
+                    self._ask(name, where, scope, *owner)
+                if asked and asked[0] in _CONVERTING and isinstance(value, nn.Module):
+                    raise _Impure(f"it converts {use.name}, a module{where}")
             elif use.does == "asks":
                 self._ask(use.name, where, scope, *use.of)
             elif use.does == "writes" and not self._is_new(scope, where, *use.of):
@@ -149,12 +170,14 @@ class _Finder:
         for inner in inner_of(code):
             self._look_at_code(scope.within(inner))
 
-    def _ask(self, name: str, where: str, scope: _Scope, variable: str = "") -> None:
-        """Note that code asks a value, which one of its variables has, for an attribute."""
+    def _ask(self, name: str, where: str, scope: _Scope, variable: str = "", attribute: str = "") -> None:
+        """Note that code asks a value, which one of its variables or an attribute has, for an attribute."""
         if _changes(name) or (name in _OF_ITEMS and not self._is_new(scope, where, variable)):
             raise _Impure(f"{scope.code.co_name} uses {name}, which may change a module or a setting{where}")
         if name in _SORTING and not self._is_new(scope, where, variable):
             self._changed = self._changed or where
+        if name in _CONVERTING:
+            self._converted.setdefault(attribute, where)
         self._asked.setdefault(name, where)
 
     def _is_new(self, scope: _Scope, where: str, variable: str = "") -> bool:
@@ -227,22 +250,42 @@ class _Scope:
         return makers(self.code).get(variable, frozenset())
 
 
-def _found(module: nn.Module, name: str) -> Iterator[Any]:
-    """What a module, or its class, has under a name, unless PyTorch defines it."""
-    if name in vars(module):
-        yield vars(module)[name]
+def _used(module: nn.Module, asked: Set[str], by_torch: Set[str]) -> Iterator[tuple[str, Any]]:
+    """What a module has under names that its code or PyTorch's asks for, and what Python calls of its class."""
+    own = vars(module)
+    yield from ((name, own[name]) for name in own.keys() & asked)
+    yield from ((name, own[name]) for name in own.keys() & by_torch if not isinstance(own[name], _SHARED))
     for kind in type(module).__mro__:
-        if name in vars(kind) and not _is_trusted(kind):
-            yield function_of(vars(kind)[name])
+        for name, item in () if _is_trusted(kind) else vars(kind).items():
+            if name in asked or name in by_torch or ("format" in asked and isinstance(item, property)):
+                yield name, function_of(item)  # "{.name}".format(module) gets a property
+    yield from ((name, value) for name, value in _methods(type(module)) if name.startswith("__"))
 
 
-def _implied(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What Python calls of a module's class that no code names, such as ``__getitem__``."""
-    for kind in type(module).__mro__:
-        if not _is_trusted(kind):
-            for name, item in vars(kind).items():
-                if name.startswith("__") and name not in _BEFORE and callable(function_of(item)):
-                    yield name, function_of(item)
+def _methods(kind: type) -> Iterator[tuple[str, Any]]:
+    """What a class has, and its bases have, that runs when it is called or asked for, unless it is of a library."""
+    for base in kind.__mro__:
+        for name, item in () if _is_trusted(base) else vars(base).items():
+            value = function_of(item)
+            runs = callable(value) or hasattr(type(value), "__get__")
+            if runs and name not in _BEFORE and not isinstance(value, _SLOTS) and not _is_made(value):
+                yield name, value
+
+
+def _is_made(value: Any) -> bool:
+    """Whether a function is one that a library puts into classes."""
+    return isinstance(value, FunctionType) and value.__globals__.get("__name__") in ("collections", "enum")
+
+
+@lru_cache(maxsize=1024)
+def _asked_by(kind: type) -> frozenset[str]:
+    """What PyTorch's code asks modules of a class for, and others that they have; of all modules, their own methods."""
+    asked = set[str]()
+    for base in filter(_is_trusted, kind.__mro__):
+        functions = (item for item in map(function_of, vars(base).values()) if isinstance(item, FunctionType))
+        names = {name for function in functions for name in names_of(function.__code__).attributes}
+        asked |= names & {*dir(nn.Module)} if base is nn.Module else names
+    return frozenset(name for name in asked - _BEFORE if not _changes(name))
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -255,22 +298,26 @@ def _is_harmless(value: Any) -> bool:
     """Whether code may have a value, call it, and do with it what no name tells."""
     if isinstance(value, type):
         torchs = value.__module__.startswith("torch.nn.modules.") or value in _TORCH_TYPES
-        errors = value.__module__ == "builtins" and issubclass(value, Exception)
-        return torchs or errors or value in _TYPES or _is_named_tuple(value)
+        errors = issubclass(value, Exception) and (value.__module__ == "builtins" or _is_torchs(value))
+        return torchs or errors or value in _TYPES
     if isinstance(value, _CALLED):
         maths = isinstance(value, BuiltinFunctionType) and value.__module__ == "math"
         return maths or value in _FUNCTIONS or _computes(value) or _asks(value)
-    return _computes(value) or isinstance(value, (*CONSTANTS, Tensor, torch.layout, torch.memory_format))
+    constant = isinstance(value, CONSTANTS) and _is_trusted(type(value))
+    return constant or type(value) in _TORCH_TYPES or _computes(value)
 
 
 def _computes(value: Any) -> bool:
     """Whether a value is a function of torch's that makes tensors, of tensors or of numbers, and does nothing else."""
+    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        library, name = str(value).split(".")[:2]
+        return library in _LIBRARIES and not (_changes(name) or name in _ALIASES | _OF_ITEMS)
     if not isinstance(value, _CALLED):
-        return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        return False
     name = value.__name__
     makes = isinstance(value, BuiltinFunctionType) and value.__self__ is None and value.__module__ == "torch"
     known = (makes and not name.startswith("_")) or value in _of_tensors()
-    return known and not _changes(name) and name not in _ALIASES
+    return known and not (_changes(name) or name in _ALIASES | _OF_ITEMS)
 
 
 def _asks(value: Any) -> bool:
@@ -318,7 +365,7 @@ def _is_torchs(value: Any) -> bool:
 
 
 def _is_trusted(kind: type) -> bool:
-    """Whether what a class of modules does is known to be harmless."""
+    """Whether what a class does is known to be harmless."""
     return f"{kind.__module__}.".startswith(_TRUSTED)
 
 
@@ -335,17 +382,20 @@ _TRUSTED = (
     "torch.nn.modules.",
     "torch.nn.utils.",
     "torch.ao.nn.",
+    "autostream.overlap.parallel.",
     "autostream.tracing.functions.",
     "builtins.",
     "abc.",
+    "enum.",
+    "numpy.",
     "typing.",
 )
 
 _NAMES = frozenset({"__class__.__name__", "__module__", "__name__", "__qualname__"})
 
 _METHODS = """
-    add_module apply apply_ backward eval initial_seed load_state_dict map_ requires_grad_ retain_grad seed send
-    share_memory_ throw to_empty train zero_grad
+    _apply add_module apply apply_ backward eval initial_seed load_state_dict map_ requires_grad_ retain_grad seed send
+    share_memory share_memory_ throw to_empty train zero_grad
 """
 _CHANGING = frozenset(_METHODS.split())
 """Methods of modules and tensors that change what is no tensor's contents."""
@@ -367,9 +417,20 @@ _SORTING = frozenset({"add", "reverse", "sort"})
 _ALIASES = frozenset({"from_file", "from_numpy", "frombuffer", "numpy", "storage", "untyped_storage"})
 """What lets others than tensors write to a tensor's memory."""
 
-_BEFORE = frozenset({"__init__", "__new__", "__repr__", "__setattr__", "__delattr__", "__del__", "__init_subclass__"})
+_CONVERTING = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "ipu", "to", "type", "xpu"})
+"""Methods that change modules, and make other tensors of tensors."""
+
+_LIBRARIES = ("aten", "autostream", "prims", "torchvision")
+"""Of ops, none of which is a user's Python."""
+
+_BEFORE = frozenset({"__init__", "__new__", "__setattr__", "__delattr__", "__del__", "__init_subclass__"})
 _BEFORE |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__dir__"}
-"""What is not called in a call, but where modules are made, copied, told or written to."""
+_BEFORE |= {"_load_from_state_dict", "_save_to_state_dict", "state_dict", "reset_parameters"}
+_BEFORE |= {"get_extra_state", "set_extra_state", "_member_type_", "_new_member_"}
+"""What is not called in a call, but where modules are made, copied, saved or written to."""
+
+_SLOTS = (GetSetDescriptorType, MemberDescriptorType, WrapperDescriptorType, type(vars(Use)["does"]))
+"""What C code gets a field of an object, or the method behind an operator, by."""
 
 _NEW = (list, dict, set, OrderedDict)
 _OTHERS = (nn.Module, str, list, tuple, dict, set, OrderedDict)
@@ -400,6 +461,7 @@ _TYPES = frozenset(
 _TORCH_TYPES = frozenset(
     {
         *(Tensor, nn.Parameter, nn.Module, torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo),
+        *(torch.layout, torch.memory_format),
         *(torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast, torch.profiler.record_function),
     }
 )

@@ -58,7 +58,7 @@ def test_attributes_belong_to_the_variable_of_others_that_is_asked_at_once() -> 
     factor = 2.0
 
     def function(x: Any, y: Any) -> Any:
-        return math.floor.real(x.real) + factor.real + (x or math).imag + y.__class__.__name__
+        return math.floor.real(x.real) + factor.real + (x or math).imag + y.__class__.__name__ + x.real.imag + (-x).real
 
     assert told(function) == [
         ("reads", "math", ("floor", "real")),
@@ -67,6 +67,9 @@ def test_attributes_belong_to_the_variable_of_others_that_is_asked_at_once() -> 
         ("reads", "math", ()),
         ("asks", "imag", ()),
         ("asks", "__class__.__name__", ("y",)),
+        ("asks", "real", ("x",)),
+        ("asks", "imag", ("", "real")),
+        ("asks", "real", ()),
     ]
 
 

@@ -14,6 +14,7 @@ from random import random as draw
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, vmap
@@ -25,6 +26,7 @@ from torch.utils._contextlib import context_decorator
 from torch.utils.checkpoint import checkpoint
 
 import autostream.tracing.purity as ours
+from autostream import Parallel
 from autostream.tracing.purity import impurity
 from tests.semantics import Model
 
@@ -37,10 +39,24 @@ class Mode(Enum):
     MEAN = 1
     SUM = 2
 
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
 
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor
+
+    def __add__(self, other: Any) -> Any:
+        return self.first + self.second + other
+
+
+class Level(float, Enum):
+    HALF = 0.5
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def scaled(x: Tensor, by: float = SCALE) -> Tensor:
@@ -145,7 +161,19 @@ def in_other_modes(s: Model, x: Tensor) -> Tensor:
 
 def chooses_by_members(s: Model, x: Tensor) -> Pair:
     pair = Pair(x.mean() if s.mode is Mode.MEAN else x.sum(), x.max(dim=0).values)
-    return Pair(pair.first * s.sizes[0], pair.second + SIZES[1])
+    return Pair(pair.first * s.sizes[0], pair.second + SIZES[1] * Level.HALF)
+
+
+def converts_tensors(s: Model, x: Tensor) -> Tensor:
+    y = x.float().to(s.scale.dtype)
+    return (y + s.scale.double()).type(x.dtype) * s.layers[0].weight.to(x.device).half().bfloat16()
+
+
+def catches_errors(s: Model, x: Tensor) -> Tensor:
+    try:
+        return torch.linalg.cholesky(x) * s.root
+    except (torch.linalg.LinAlgError, torch.OutOfMemoryError):
+        return x
 
 
 @pytest.mark.parametrize(
@@ -161,6 +189,8 @@ def chooses_by_members(s: Model, x: Tensor) -> Pair:
         pytest.param(calls_back, id="what calls what code names, which is looked at"),
         pytest.param(in_other_modes, id="modes that end with a block; functions in modules"),
         pytest.param(chooses_by_members, id="enumerations, named tuples, and lists that are read"),
+        pytest.param(converts_tensors, id="conversions of tensors and of parameters"),
+        pytest.param(catches_errors, id="errors of torch's, and NumPy's numbers"),
         pytest.param(lambda s, x: factorial(x, 3), id="functions that name each other"),
         pytest.param(lambda s, x: without_gradients(x), id="a function that torch wraps"),
         pytest.param(lambda s, x: in_autocast(x), id="one that it wraps with constants"),
@@ -168,7 +198,9 @@ def chooses_by_members(s: Model, x: Tensor) -> Pair:
 )
 def test_what_computes_is_pure(forward: Callable[..., Any]) -> None:
     layers = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout())])
-    assert impurity(Model(forward, layers=layers, mode=Mode.SUM, sizes=[4, 2])) == ""
+    model = Model(forward, layers=layers, mode=Mode.SUM, sizes=[4, 2], root=np.sqrt(2.0))
+    model.register_buffer("scale", torch.ones(1))
+    assert impurity(model) == ""
 
 
 def test_modules_of_torch_are_pure() -> None:
@@ -232,6 +264,13 @@ class Through:
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
+
+
+class Later:
+    """A property of a user's own kind."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return HISTORY
 
 
 class Tracked(torch.no_grad):  # type: ignore[misc]
@@ -315,6 +354,60 @@ def default_that_nobody_knows(s: Any, x: Tensor, by: Any = Through()) -> Tensor:
     return by(x)
 
 
+LIBRARY = torch.library.Library("users_own", "FRAGMENT")
+LIBRARY.define("noted(Tensor x) -> Tensor")
+LAYER = nn.Linear(1, 1)
+HOLDER = Model(scaled, layer=LAYER)
+
+
+class Act(Enum):
+    PLAIN = 1
+    CALLED = 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        HISTORY.append(1.0)
+        return x
+
+
+class Held(Enum):
+    FIRST = (Through(),)
+
+
+class Noting(NamedTuple):
+    x: Tensor
+
+    def __getitem__(self, at: Any) -> Any:
+        HISTORY.append(1.0)
+        return at
+
+
+class Shaped(NamedTuple):
+    x: Tensor
+
+    @property
+    def shape(self) -> int:
+        HISTORY.append(1.0)
+        return 1
+
+
+class Cached(NamedTuple):
+    x: Tensor
+
+    real = Later()
+
+
+class Number(int):
+    def __rmul__(self, other: Any) -> Any:
+        HISTORY.append(1.0)
+        return other
+
+
+class Special(Tensor):
+    def sin(self) -> Tensor:
+        HISTORY.append(1.0)
+        return self
+
+
 def inner_changes(s: Any, x: Tensor) -> Tensor:
     seen = []
 
@@ -383,6 +476,24 @@ def inner_changes(s: Any, x: Tensor) -> Tensor:
         (lambda s, x: s.through(x), "Model.through"),
         (lambda s, x: x * s.settings.scale, "Model.settings"),
         (lambda s, x: vars(s), "vars"),
+        (lambda s, x: s.w.half() + s.layer.half()(x), "converts layer, a module"),
+        (lambda s, x: [x, s.layer.to(x.dtype)][0], "converts layer, a module"),
+        (lambda s, x: LAYER.double()(x), "converts LAYER, a module"),
+        (lambda s, x: [x, HOLDER.layer.float()][0], "converts layer, a module"),
+        (lambda s, x: [x, s.layer.share_memory()][0], "uses share_memory"),
+        (lambda s, x: [x, s.layer._apply(scaled)][0], "uses _apply"),
+        (lambda s, x: [x, torch.detach_(x)][0], "uses torch.detach_"),
+        (lambda s, x: torch.ops.aten.set_.source_Tensor(x, x), "uses torch.ops.aten.set_.source_Tensor"),
+        (lambda s, x: torch.ops.users_own.noted(x), "uses torch.ops.users_own.noted"),
+        (lambda s, x: torch.ops.users_own.noted.default(x), "uses torch.ops.users_own.noted.default"),
+        (lambda s, x: Act.CALLED(x), "__call__ uses append"),
+        (lambda s, x: s.act(x), "__call__ uses append"),
+        (lambda s, x: [x, Held.FIRST][0], "uses Held.FIRST"),
+        (lambda s, x: Noting(x)[0], "__getitem__ uses append"),
+        (lambda s, x: s.shaped.shape, "shape uses append"),
+        (lambda s, x: s.cached.real, "uses Cached.real"),
+        (lambda s, x: x * s.number, "uses Model.number"),
+        (lambda s, x: s.special.sin(), "uses Model.special"),
     ],
 )
 def test_what_may_do_more_is_not(forward: Callable[..., Any], said: str) -> None:
@@ -393,6 +504,13 @@ def test_what_may_do_more_is_not(forward: Callable[..., Any], said: str) -> None
         "through": Through(),
         "calls": 0,
         "seen": {},
+        "layer": nn.Linear(1, 1),
+        "act": Act.CALLED,
+        "noting": Noting(torch.ones(1)),
+        "shaped": Shaped(torch.ones(1)),
+        "cached": Cached(torch.ones(1)),
+        "number": Number(2),
+        "special": torch.ones(1).as_subclass(Special),
     }
     model = Model(forward, w=nn.Parameter(torch.ones(1)), **attributes)
     assert said in impurity(nn.Sequential(model))
@@ -442,6 +560,94 @@ def test_a_variable_that_hides_another_is_not_that() -> None:
         return inner(x)() * part.pi
 
     assert "asks for put_away" in impurity(Model(forward))
+
+
+def noted_gelu(x: Tensor) -> Tensor:
+    HISTORY.append(1.0)
+    return F.gelu(x)
+
+
+class Convolution(nn.Conv1d):
+    def _conv_forward(self, *args: Any) -> Tensor:
+        HISTORY.append(1.0)
+        return super()._conv_forward(*args)
+
+
+class Norm(nn.BatchNorm1d):
+    def _check_input_dim(self, input: Tensor) -> None:
+        HISTORY.append(1.0)
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    def _sa_block(self, *args: Any, **kwargs: Any) -> Tensor:
+        HISTORY.append(1.0)
+        return super()._sa_block(*args, **kwargs)
+
+
+class Unbiased(nn.Linear):
+    @property
+    def bias(self) -> None:  # type: ignore[override]
+        HISTORY.append(1.0)
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        if name != "bias":
+            super().register_parameter(name, param)
+
+
+class Told(nn.Linear):
+    def extra_repr(self) -> str:
+        HISTORY.append(1.0)
+        return ""
+
+
+class Shown(nn.Linear):
+    def __repr__(self) -> str:
+        HISTORY.append(1.0)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (nn.TransformerEncoderLayer(4, 2, 8, activation=noted_gelu), "noted_gelu uses append"),
+        (nn.TransformerEncoderLayer(4, 2, 8, activation=Through()), "uses TransformerEncoderLayer.activation"),
+        (nn.Dropout(Number(0)), "uses Dropout.p"),
+        (Convolution(1, 1, 1), "_conv_forward uses append"),
+        (Norm(1), "_check_input_dim uses append"),
+        (Encoder(4, 2, 8), "_sa_block uses append"),
+        (Unbiased(1, 1, bias=False), "bias uses append"),
+        (Told(1, 1), "extra_repr uses append"),
+        (Shown(1, 1), "__repr__ uses append"),
+        (Model(scaled, w=nn.Parameter(torch.ones(1).as_subclass(Special))), "uses the model"),
+        (Parallel(nn.Identity(), nn.Identity(), reduce=lambda x, y: [x, HISTORY.append(1.0)]), "uses append"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_code_of_torchs_layers_asks_for_is_looked_at(module: nn.Module, said: str) -> None:
+    assert said in impurity(nn.Sequential(module))
+
+
+def test_what_torchs_layers_are_given_may_be_pure() -> None:
+    class Trained(nn.Linear):
+        calls = 0
+
+        def train(self, mode: bool = True) -> Trained:
+            self.calls = 1
+            return super().train(mode)
+
+        def add(self) -> None:  # as PyTorch's code asks sets of modules for
+            self.calls = 1
+
+        def reset_parameters(self) -> None:
+            self.calls = 1
+            super().reset_parameters()
+
+        def extra_repr(self) -> str:
+            return f"{super().extra_repr()}, calls={self.calls}"
+
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, activation=scaled)
+    assert impurity(nn.Sequential(encoder, Trained(1, 1), nn.LSTM(2, 2))) == ""
+    assert impurity(Parallel(nn.ReLU(), Trained(1, 1), reduce=torch.add)) == ""
 
 
 def test_the_line_is_told() -> None:
@@ -499,10 +705,15 @@ def test_inherited_methods_and_properties_are_looked_at() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.scale
 
+    class Formatted(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float("{.scale}".format(self))  # noqa: UP032
+
     assert "counted writes calls" in impurity(Derived())
     assert "counted writes calls" in impurity(Super())
     assert impurity(Layers(nn.Linear(1, 1))) == ""
     assert "scale writes asked" in impurity(Scaled())
+    assert "scale writes asked" in impurity(Formatted())
 
 
 def test_what_cannot_be_looked_at_is_not_known() -> None:
