@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from autostream.dispatch import Dispatcher
 from autostream.options import Options
 
 settings.register_profile("no clocks", deadline=None, max_examples=40)
@@ -44,3 +46,25 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path_factory.mktemp("autostream")))
         patch.setattr("autostream.tuning.place_of", lambda *_: None)
         yield
+
+
+_CAUGHT = Dispatcher._caught
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_schedule_fails() -> Iterator[None]:
+    """A schedule that fails where the model does not is a fault of ours, which the model would hide."""
+
+    def caught(self: Dispatcher, entry: Any, error: str, *call: Any) -> Any:
+        _CAUGHT(self, entry, error, *call)
+        raise AssertionError(f"a schedule has failed: {error}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dispatcher, "_caught", caught)
+        yield
+
+
+@pytest.fixture
+def schedules_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For models that catch what data makes their ops raise."""
+    monkeypatch.setattr(Dispatcher, "_caught", _CAUGHT)

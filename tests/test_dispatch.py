@@ -369,6 +369,7 @@ def or_else(s: Model, x: Tensor) -> Tensor:
         return x * 2
 
 
+@pytest.mark.usefixtures("schedules_may_fail")
 @pytest.mark.parametrize("configuration", ["default", "scattered"])
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("earlier", [0, 1, 3])

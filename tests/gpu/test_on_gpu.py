@@ -372,6 +372,7 @@ class OrElse(nn.Module):
             return y * 2
 
 
+@pytest.mark.usefixtures("schedules_may_fail")
 @pytest.mark.parametrize("gradients", [False, True])
 def test_what_the_model_catches_nobody_sees(gradients: bool) -> None:
     torch.manual_seed(0)
