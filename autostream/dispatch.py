@@ -264,11 +264,13 @@ class Dispatcher(Optimized):
                     self._drop(entry)
                 if not isinstance(entry, Scheduled | Differentiated):
                     raise
-                given_up = self._given_up(entry, error)
-                ours = isinstance(error, AutostreamError) or hooks_are_set()  # by which a checkpoint ends a call early
-                if ours or self.options.strict or not entry.repeatable:
+                if not self._given_up(entry, error):
+                    # A checkpoint ends a call early by an error of its hooks.
+                    if self.options.strict or isinstance(error, AutostreamError) or hooks_are_set():
+                        raise
+                    failed = first_line(error)
+                if not entry.repeatable:
                     raise
-                failed = "" if given_up else first_line(error)
             else:
                 proven()
                 self._calls += 1
@@ -279,7 +281,7 @@ class Dispatcher(Optimized):
                     self._shortcut = self._short_way(entry, args, structure, signature)
                 return outputs
             if failed:
-                return self._caught(entry, failed, args, kwargs)
+                return self._instead(entry, failed, args, kwargs)
             del entry, proven  # what comes next may need their memory
         raise self._refused("the model's state changes while it is called")
 
@@ -426,7 +428,7 @@ class Dispatcher(Optimized):
             self._replace(entry, lambda signature: Plain(self.model, signature, reason))
         return True
 
-    def _caught(self, entry: Entry, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _instead(self, entry: Entry, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns where its schedule failed: if it does not fail too, it makes all such calls."""
         outputs = self.model(*args, **kwargs)
         reason = f"its schedule fails at some inputs ({error}), and the model does not: perhaps it catches that"

@@ -25,6 +25,13 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
+def as_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU and Triton, though no tensor is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("autostream.tracing.inductor._installed", lambda package: True)
+
+
+@pytest.fixture
 def aten_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops of ATen by default on a GPU too: for tests of streams and memory, which need no compiler for that."""
     monkeypatch.setitem(Options.__init__.__kwdefaults__, "kernels", "eager")
@@ -48,23 +55,23 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-_CAUGHT = Dispatcher._caught
+_INSTEAD = Dispatcher._instead
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_schedule_fails() -> Iterator[None]:
     """A schedule that fails where the model does not is a fault of ours, which the model would hide."""
 
-    def caught(self: Dispatcher, entry: Any, error: str, *call: Any) -> Any:
-        _CAUGHT(self, entry, error, *call)
+    def instead(self: Dispatcher, entry: Any, error: str, *call: Any) -> Any:
+        _INSTEAD(self, entry, error, *call)
         raise AssertionError(f"a schedule has failed: {error}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Dispatcher, "_caught", caught)
+        patch.setattr(Dispatcher, "_instead", instead)
         yield
 
 
 @pytest.fixture
 def schedules_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """For models that catch what data makes their ops raise."""
-    monkeypatch.setattr(Dispatcher, "_caught", _CAUGHT)
+    monkeypatch.setattr(Dispatcher, "_instead", _INSTEAD)

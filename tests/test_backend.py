@@ -16,7 +16,6 @@ from autostream.api import OptimizedModule
 from autostream.backend import autostream
 from autostream.errors import OptionError
 from autostream.explaining import reports_of
-from autostream.tracing import inductor
 from tests.data_branches import DYNAMOS_OWN, Branching, same_gradients, trained
 from tests.semantics import CONFIGURATIONS, Model, force_streams, same
 
@@ -200,22 +199,15 @@ def test_a_part_that_is_checkpointed_draws_what_the_model_draws(
     assert not made
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a GPU and Triton, though no tensor is there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inductor, "_installed", lambda package: True)
-
-
 @torch.no_grad()
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("as_with_a_gpu")
 def test_a_model_on_the_cpu_is_not_fused_where_there_is_a_gpu_either() -> None:
     with pytest.raises(OptionError, match=r'is not to be had: .* runs on the CPU: use kernels="eager"'):
         autostream(torch.fx.symbolic_trace(Net()), [nn.Parameter(t(3))], options={"kernels": "inductor"})(t(3, 4))
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("as_with_a_gpu")
 def test_a_piece_without_weights_runs_where_it_is_and_says_why_it_is_not_fused() -> None:
     """The model may well be on the GPU."""
     piece = autostream(torch.fx.symbolic_trace(lambda x: x.relu() + 1), [t(3)], options={"kernels": "inductor"})

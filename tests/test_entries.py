@@ -32,7 +32,6 @@ from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
 from autostream.options import Options
 from autostream.pieces import Pieces
-from autostream.tracing import inductor
 from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
 from autostream.tracing.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch
@@ -286,15 +285,8 @@ def test_pieces_that_nobody_asked_for_have_to_be_the_faster(
 # What is looked at before anything is traced
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a GPU and Triton, though no tensor is there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inductor, "_installed", lambda package: True)
-
-
 @torch.no_grad()
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("as_with_a_gpu")
 @pytest.mark.parametrize("model", [LAYER, Model(lambda s, x: x)], ids=["parameters", "none"])
 def test_a_model_on_the_cpu_is_not_fused_and_not_traced(model: nn.Module) -> None:
     own = subject(model, failing(AssertionError("it is traced")), kernels="inductor")
@@ -303,7 +295,7 @@ def test_a_model_on_the_cpu_is_not_fused_and_not_traced(model: nn.Module) -> Non
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("as_with_a_gpu")
 def test_a_piece_on_the_cpu_is_not_fused_and_says_why() -> None:
     entry = made(subject(bound_inputs=frozenset(), kernels="inductor"))
     assert isinstance(entry, Scheduled)

@@ -170,6 +170,21 @@ def test_what_has_too_little_memory_as_scheduled_runs_plainly(
 
 
 @torch.no_grad()
+def test_what_has_too_little_memory_under_hooks_of_saved_tensors_runs_plainly_too() -> None:
+    """As a checkpoint sets them; other errors may be theirs, and go through."""
+    model, x = Quiet(), t(4, 8)
+    fast = autostream.optimize(model, x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        Risk.is_at(1, lambda: RuntimeError("of a hook"))
+        with pytest.raises(RuntimeError, match="of a hook"):
+            fast(x)
+        assert [report.mode for report in fast.reports] == ["one stream"]
+        Risk.is_at(1, out_of_memory)
+        same(fast(x), model(x))
+    assert [report.mode for report in fast.reports] == ["plain"]
+
+
+@torch.no_grad()
 def test_what_has_changed_something_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
     """The running mean has taken in the inputs when memory ends; only the next call runs plainly."""
     model, x = Noisy(), t(4, 8)

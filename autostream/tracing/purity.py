@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autostream.tracing.bytecode import LITERAL, Use, inner_of, makers, names_of, uses
 from autostream.tracing.lines import at_line
-from autostream.tracing.reads import CONSTANTS, function_of
+from autostream.tracing.reads import BETWEEN_CALLS, CONSTANTS, MAKING, function_of
 
 
 def impurity(model: nn.Module) -> str:
@@ -86,7 +86,7 @@ class _Finder:
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value  # and keep it, so that no other gets its id
-        if isinstance(value, FunctionType) and not _is_torchs(value):
+        if isinstance(value, FunctionType) and not _is_torchs_own(value):
             for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
                 self.look(default, f"a default of {name}", where)
             self._look_at_code(_Scope.of(value))
@@ -236,7 +236,7 @@ class _Scope:
         else:
             value = self.variables.get(name, getattr(builtins, name, None))  # what is not there, nobody can use
         while of and isinstance(value, (ModuleType, torch._ops.OpOverloadPacket)):
-            if not (_is_torchs(value) or of[0] in vars(value)):  # a user's own way to look something up
+            if not (_is_torchs_own(value) or of[0] in vars(value)):  # a user's own way to look something up
                 break
             value, of = getattr(value, of[0]), of[1:]
         if of and isinstance(value, EnumType) and of[0] in value.__members__:
@@ -298,7 +298,7 @@ def _is_harmless(value: Any) -> bool:
     """Whether code may have a value, call it, and do with it what no name tells."""
     if isinstance(value, type):
         torchs = value.__module__.startswith("torch.nn.modules.") or value in _TORCH_TYPES
-        errors = issubclass(value, Exception) and (value.__module__ == "builtins" or _is_torchs(value))
+        errors = issubclass(value, Exception) and (value.__module__ == "builtins" or _is_torchs_own(value))
         return torchs or errors or value in _TYPES
     if isinstance(value, _CALLED):
         maths = isinstance(value, BuiltinFunctionType) and value.__module__ == "math"
@@ -322,7 +322,7 @@ def _computes(value: Any) -> bool:
 
 def _asks(value: Any) -> bool:
     """Whether a function is one of torch's that only tells what is so, or complains."""
-    return _is_torchs(value) and value.__name__.startswith(_TELLING)
+    return _is_torchs_own(value) and value.__name__.startswith(_TELLING)
 
 
 def _wraps_by_torch_alone(function: Any) -> bool:
@@ -331,7 +331,9 @@ def _wraps_by_torch_alone(function: Any) -> bool:
         cell.cell_contents for cell in function.__closure__ or () if cell.cell_contents is not function.__wrapped__
     )
     owners = (value.__self__ if isinstance(value, MethodType) else value for value in values)
-    return all(isinstance(own, CONSTANTS) or _is_torchs(own if isinstance(own, type) else type(own)) for own in owners)
+    return all(
+        isinstance(own, CONSTANTS) or _is_torchs_own(own if isinstance(own, type) else type(own)) for own in owners
+    )
 
 
 @lru_cache(maxsize=1)
@@ -355,7 +357,7 @@ def _changes(name: str) -> bool:
     return ours or name in _CHANGING or (name.startswith("__") and name not in _NAMES)
 
 
-def _is_torchs(value: Any) -> bool:
+def _is_torchs_own(value: Any) -> bool:
     """Whether PyTorch defines a module of Python's or a function, whatever that says of itself."""
     if isinstance(value, FunctionType):
         name = value.__globals__.get("__name__")
@@ -423,8 +425,7 @@ _CONVERTING = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "
 _LIBRARIES = ("aten", "autostream", "prims", "torchvision")
 """Of ops, none of which is a user's Python."""
 
-_BEFORE = frozenset({"__init__", "__new__", "__setattr__", "__delattr__", "__del__", "__init_subclass__"})
-_BEFORE |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__dir__"}
+_BEFORE = (MAKING | BETWEEN_CALLS | {"__setattr__", "__delattr__"}) - {"__repr__"}  # which a format string calls
 _BEFORE |= {"_load_from_state_dict", "_save_to_state_dict", "state_dict", "reset_parameters"}
 _BEFORE |= {"get_extra_state", "set_extra_state", "_member_type_", "_new_member_"}
 """What is not called in a call, but where modules are made, copied, saved or written to."""
@@ -437,25 +438,8 @@ _OTHERS = (nn.Module, str, list, tuple, dict, set, OrderedDict)
 
 _TYPES = frozenset(
     {
-        *(
-            bool,
-            chain,
-            complex,
-            dict,
-            enumerate,
-            filter,
-            float,
-            int,
-            list,
-            map,
-            range,
-            reversed,
-            set,
-            slice,
-            str,
-            super,
-        ),
-        *(tuple, zip, frozenset, partial, OrderedDict, FunctionType),
+        *(bool, complex, dict, enumerate, filter, float, frozenset, int, list, map, range, reversed, set, slice, str),
+        *(super, tuple, zip, chain, partial, OrderedDict, FunctionType),
     }
 )
 _TORCH_TYPES = frozenset(

@@ -372,12 +372,12 @@ def _is_implied(kind: type, name: str, item: Any, makes: bool) -> bool:
     if not (name.startswith("__") and isinstance(function, FunctionType)):
         return False
     generated = "__dataclass_fields__" in vars(kind) and function.__code__.co_filename == "<string>"
-    return not generated and (name not in _BETWEEN if name not in _MAKING else makes)
+    return not generated and (name not in BETWEEN_CALLS if name not in MAKING else makes)
 
 
-_MAKING = frozenset({"__init__", "__new__"})
-_BETWEEN = frozenset({"__repr__", "__del__", "__dir__", "__init_subclass__", "__copy__", "__deepcopy__"})
-_BETWEEN |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"}
+MAKING = frozenset({"__init__", "__new__"})
+BETWEEN_CALLS = frozenset({"__repr__", "__del__", "__dir__", "__init_subclass__", "__copy__", "__deepcopy__"})
+BETWEEN_CALLS |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"}
 """What is called where objects are copied, told or come to an end, not in a call of a model."""
 
 
