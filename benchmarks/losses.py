@@ -57,11 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")
     device, now = torch.device("cuda", torch.cuda.current_device()), stamp()
-    for name in options.workloads:
-        workload = zoo.TRAINING[name]
-        found = [row(workload, *how, device) for how in product(zoo.OPTIMIZERS, PRECISIONS)]
+    for name, optimizer, precision in product(options.workloads, zoo.OPTIMIZERS, PRECISIONS):
+        found = row(zoo.TRAINING[name], optimizer, precision, device)
         earlier = earlier_rows("losses", options.out, now)  # now: what ran beside this has been written
-        rows = list({_key(row): row for row in (*earlier, *found)}.values())
+        rows = list({_key(row): row for row in (*earlier, found)}.values())
         save("losses", {"schema": 1, "stamp": now, "rows": rows}, table(rows), options.out)
     return 0
 

@@ -154,7 +154,7 @@ def test_the_table_has_a_line_for_each_row() -> None:
     assert found == ["w ×4 sgd", AUTOCAST, "2.0000 to 1.5000", "1.2e-06", "0.005"]
 
 
-def test_commands_save_after_each_workload_into_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_save_after_each_row_into_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that measures a workload again replaces its rows; of another commit, it replaces all."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -174,6 +174,13 @@ def test_commands_save_after_each_workload_into_one_file(monkeypatch: pytest.Mon
         assert [(row["workload"], row["optimizer"], row["precision"]) for row in saved["rows"]] == list(
             product(kept, zoo.OPTIMIZERS, losses.PRECISIONS)
         )
+    now["commit"] = "c"
+    found = iter([known(zoo.TRAINING["train_mlp12"], "sgd", "bfloat16", None)])
+    monkeypatch.setattr(losses, "row", lambda *how: next(found))
+    with pytest.raises(StopIteration):
+        main(["--out", str(tmp_path)])
+    saved = json.loads((tmp_path / "losses.json").read_text())
+    assert len(saved["rows"]) == 1, "what was measured before an interruption is kept"
 
 
 @pytest.mark.parametrize(("arguments", "said"), [([], "no CUDA device"), (["--workloads", "x"], "no workload x")])
