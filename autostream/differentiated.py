@@ -29,6 +29,7 @@ from autostream.repetition import Before, Repetition
 from autostream.reporting.report import Report
 from autostream.tracing.export import Tracer
 from autostream.tracing.gradients import trace_gradients
+from autostream.tracing.saved_tensors import apply
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
@@ -103,7 +104,7 @@ class Differentiated:
             raise Stale
         values = [*present, *tensors]
         trained = (values[at] for at in self._halves.trained)
-        outputs = _Node.apply(self, values, *trained)  # type: ignore[no-untyped-call]
+        outputs = apply(_Node, self, values, *trained)
         return unflatten(self._halves.structure, outputs)
 
     def renew_lock(self) -> None:

@@ -234,8 +234,7 @@ class TrainStep:
                 result = done.complete(outputs)
             else:
                 result = step.complete(step(*arguments))
-                _, setting, _ = step.arguments(())
-                self._stateless = setting.stateless
+                self._stateless = step.stateless(setting)
         step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
         return result
 

@@ -31,6 +31,7 @@ from autostream import build
 from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.reporting.report import Report
+from autostream.tracing.parameters import OptimizerState
 from autostream.training import TrainStep, train_step
 from tests.alone import alone
 from tests.semantics import force_streams
@@ -936,6 +937,22 @@ OVERLAPPING = {
 def test_what_shares_memory_is_updated_one_after_the_other(name: str) -> None:
     step = assert_trains_alike(OVERLAPPING[name], policy="sequential")
     assert "share memory" in reasons(step)
+
+
+def test_between_the_first_two_steps_state_is_as_the_optimizer_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counters, for one: where parameters are on a GPU, a graph needs them there."""
+    model, losses, looks = mlp().double(), list[Tensor](), list[tuple[int, bool]]()
+    renew = OptimizerState.renew
+
+    def look(self: OptimizerState, *args: Any) -> str:
+        looks.append((len(losses), bool(step._step.optimizer.state)))
+        return renew(self, *args)
+
+    step = train_step(model, Adam(model.parameters()), mse, policy="sequential")
+    monkeypatch.setattr(OptimizerState, "renew", look)
+    for _ in range(2):
+        losses.append(step(t(8, 6), t(8, 4)))
+    assert set(looks) == {(0, False), (1, True)}, "before the first step and the second, and not after the first"
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam])

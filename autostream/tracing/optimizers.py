@@ -145,7 +145,8 @@ def _names(name: str, group: Group) -> list[str]:
 def inputs(optimizer: Optimizer, varying: Set[str] = frozenset()) -> dict[int, Input]:
     """Which of the :func:`values` are inputs of an update: learning rates, tensors, and what varies and is above zero.
 
-    Update rules leave out what belongs to a number that is zero, so one that becomes zero is another rule's.
+    Update rules leave out what belongs to a number that is zero, so one that becomes zero is another rule's; not so a
+    learning rate, which schedules begin and end with.
 
     Args:
         optimizer: the optimizer.
@@ -153,12 +154,12 @@ def inputs(optimizer: Optimizer, varying: Set[str] = frozenset()) -> dict[int, I
 
     Example:
         >>> optimizer = SGD([{"params": [torch.ones(2)], "momentum": 0.9}], lr=0.1)
-        >>> inputs(optimizer, {"momentum", "dampening"})
+        >>> inputs(optimizer, {"lr", "momentum", "dampening"})
         {0: Input(positive=False), 1: Input(positive=True)}
     """
     found = {}
     for at, (name, value) in enumerate(zip(names(optimizer), values(optimizer), strict=True)):
-        varies = name in varying and is_positive(value)
+        varies = name != "lr" and name in varying and is_positive(value)
         if varies or name == "lr" or isinstance(value, Tensor):
             found[at] = Input(positive=varies)
     return found

@@ -1,4 +1,4 @@
-"""Hooks of what autograd saves (``torch.autograd.graph.saved_tensors_hooks``), and how to do without.
+"""Hooks of what autograd saves (``torch.autograd.graph.saved_tensors_hooks``): to do without them; what they raise.
 
 Private to PyTorch (seen in 2.11 and 2.13): its public relatives can add hooks, but none can take them away.
 """
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
 from autostream.errors import TraceError
 
@@ -62,5 +63,50 @@ def hooks_are_set() -> bool:
         >>> inside, hooks_are_set()
         (True, False)
     """
-    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    top = _top()
     return top is None or top(True) is not None
+
+
+def apply(function: type[Function], *args: Any) -> Any:
+    """What a function of autograd returns, or what a hook raises that is given the tensors which it saves.
+
+    A checkpoint's hook raises to end what is computed once more as soon as it has all. PyTorch 2.11 can lose that on
+    its way, and raises a ``SystemError`` that says ``returned NULL without setting an exception`` (pytorch#179536).
+
+    Example:
+        >>> class Exp(Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         y = x.exp()
+        ...         ctx.save_for_backward(y)
+        ...         return y
+        >>> apply(Exp, torch.zeros(2))
+        tensor([1., 1.])
+    """
+    top = _top()
+    if top is None or (pair := top(True)) is None:
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    pack, unpack = pair
+    raised: list[BaseException] = []
+
+    def noted(tensor: Any) -> Any:
+        try:
+            return pack(tensor)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
+            return function.apply(*args)  # type: ignore[no-untyped-call]
+    except SystemError:
+        if raised:
+            raise raised[-1] from None
+        raise
+    finally:
+        raised.clear()  # an error has the frames that it came through, and these have this list
+
+
+def _top() -> Any:
+    """What gives the pair of hooks that was set last, or nothing where this version of PyTorch has no such thing."""
+    return getattr(getattr(torch._C, "_autograd", None), _NEEDED[0], None)

@@ -173,6 +173,13 @@ class Backward(nn.Module):
         """Why a graph would not do the same, as tensors lie in memory now, or ``""``; settings do not tell of all."""
         return ""
 
+    def stateless(self, setting: Setting) -> frozenset[str]:
+        """Names of the parameters that require gradients and have no state now, if the optimizer is part of the step.
+
+        Nothing is looked up or moved for it: before the next step, others may change the state.
+        """
+        return frozenset()
+
     def arguments(self, batch: Batch) -> tuple[Batch, Setting, list[Tensor]]:
         """What to call the step with, to do it with this batch, as everything else is now.
 
@@ -370,6 +377,11 @@ class TrainingStep(Backward):
         ordinary = (tensor for tensor in written if not unusual(tensor))  # others are no part of a graph
         return _OVERLAPPING if share_bytes(ordinary) else ""
 
+    def stateless(self, setting: Setting) -> frozenset[str]:
+        """Names of the parameters that require gradients and for which the optimizer has no state now."""
+        pairs = zip(chain.from_iterable(setting.names), parameters_of(self.optimizer), strict=True)
+        return frozenset(name for name, own in compress(pairs, setting.trained) if not self.optimizer.state.get(own))
+
     def _numbers(self, parameters: Sequence[Tensor], setting: Setting) -> list[Tensor]:
         """The hyperparameters that are inputs; none of a step that is in no graph, where they may be anything."""
         if setting.refusal:
@@ -395,7 +407,7 @@ class TrainingStep(Backward):
         self._varying |= self._changed()
         self._values, self._inputs = values(self.optimizer), inputs(self.optimizer, self._varying)
         setting = super()._looked_up(parameters)
-        setting = replace(setting, stateless=frozenset(self._stateless(setting, parameters)))
+        setting = replace(setting, stateless=self.stateless(setting))
         refusal = setting.refusal or self.overlapping() or unfit(self.optimizer, self._inputs)
         refusal = refusal or self.state.renew(self.optimizer, parameters)
         try:
@@ -408,10 +420,6 @@ class TrainingStep(Backward):
         """Numbers that are not what they were: as inputs, they need no other graph when they change again."""
         found = zip(names(self.optimizer), self._values, values(self.optimizer), strict=False)
         return {name for name, then, now in found if is_number(then) and is_number(now) and then != now}
-
-    def _stateless(self, setting: Setting, parameters: Sequence[Tensor]) -> Iterator[str]:
-        trained = compress(zip(chain.from_iterable(setting.names), parameters, strict=True), setting.trained)
-        return (name for name, parameter in trained if not self.optimizer.state.get(parameter))
 
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
         return super()._refusal(parameters) or obstacle(self.optimizer)

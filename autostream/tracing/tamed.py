@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -142,43 +143,44 @@ def _preserved_flags() -> Iterator[None]:
 
 @contextmanager
 def _told_to_this_thread() -> Iterator[None]:
-    """Let export set these flags for this thread alone.
+    """Let this thread alone be told that something is exported.
 
     In others, attention would compute otherwise, and what Dynamo is not to look at would write to what is being traced.
+    PyTorch has one flag of each kind for the process. The functions that tell them get other code, for models may have
+    imported these functions.
 
-    Private to PyTorch (seen in 2.11 and 2.13); where a version sets them elsewhere, all threads are told.
+    Private to PyTorch (seen in 2.11 and 2.13); where a version tells it in another way, all threads are told.
     """
-    from torch.export import _trace  # not until a model is traced: it takes a while
-
-    setting = getattr(_trace, _SETTING, None)
-    if setting is None:
-        yield
-        return
-    tracing = _ThisThread()
-
-    @contextmanager
-    def set_for_this_thread() -> Iterator[None]:
-        with setting():
-            for name in _FLAGS:
-                setattr(torch.compiler, name, tracing)
-            yield
-
-    setattr(_trace, _SETTING, set_for_this_thread)
+    told = {getattr(torch.compiler, own.__name__, None): own.__code__ for own in (is_compiling, is_exporting)}
+    codes = {function: function.__code__ for function in told if isinstance(function, FunctionType)}
+    tellers = [function for function, code in codes.items() if not set(_FLAGS).isdisjoint(code.co_names)]
     try:
+        for function in tellers:
+            function.__code__ = _of_this_thread(told[function], codes[function])
         yield
     finally:
-        setattr(_trace, _SETTING, setting)
+        for function in tellers:
+            function.__code__ = codes[function]
 
 
-class _ThisThread:
-    """True in the thread that made it, false in others."""
+def is_compiling() -> bool:
+    """What that of PyTorch does for a time."""
+    from threading import get_ident  # among PyTorch's names there is only this way to it
 
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
+    return torch.compiler._is_compiling_flag and get_ident() == -1
 
-    def __bool__(self) -> bool:
-        return threading.get_ident() == self._thread
+
+def is_exporting() -> bool:
+    """Likewise."""
+    from threading import get_ident
+
+    return torch.compiler._is_exporting_flag and get_ident() == -1
+
+
+def _of_this_thread(code: CodeType, place: CodeType) -> CodeType:
+    """Code with this thread for -1, said to be where that was whose place it takes: TorchScript reads there."""
+    constants = tuple(threading.get_ident() if constant == -1 else constant for constant in code.co_consts)
+    return code.replace(co_consts=constants, co_filename=place.co_filename, co_firstlineno=place.co_firstlineno)
 
 
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
-_SETTING = "_compiling_state_context"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from autostream.errors import TraceError
 from autostream.tracing import saved_tensors
-from autostream.tracing.saved_tensors import hooks_are_set, hooks_set_aside
+from autostream.tracing.saved_tensors import apply, hooks_are_set, hooks_set_aside
 
 
 def saves() -> None:
@@ -74,3 +77,75 @@ def test_they_are_set_where_somebody_looks_or_nobody_can_tell(monkeypatch: pytes
     assert not hooks_are_set()
     monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
     assert hooks_are_set(), "nobody can tell"
+
+
+class Exp(Function):
+    """Saves what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y * gradients[0]
+
+
+class EndsEarlyError(Exception):
+    """What a hook raises."""
+
+
+def refusing(tensor: Tensor) -> Tensor:
+    raise EndsEarlyError
+
+
+def loses_errors(*args: Any) -> Tensor:
+    """``Exp.apply`` where PyTorch loses what a hook raises."""
+    try:
+        return Function.__dict__["apply"].__get__(None, Exp)(*args)  # type: ignore[no-any-return]
+    except EndsEarlyError:
+        raise SystemError("<built-in method apply> returned NULL without setting an exception") from None
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_a_hook_raises_is_raised(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes with the frames that it came through: nothing is left for the garbage collector."""
+    if lost:
+        monkeypatch.setattr(Exp, "apply", loses_errors)
+    x = torch.ones(2, requires_grad=True)
+    raised = []
+    gc.collect()
+    gc.disable()
+    try:
+        with saved_tensors_hooks(refusing, refusing):
+            try:
+                apply(Exp, x)
+            except EndsEarlyError as error:
+                raised.append(ref(error))
+        assert [error() for error in raised] == [None]
+    finally:
+        gc.enable()
+
+
+def test_an_error_that_is_no_hooks_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Tensor:
+        raise SystemError("another")
+
+    monkeypatch.setattr(Exp, "apply", fail)
+    with Hooks("outer", []), pytest.raises(SystemError, match="another"):
+        apply(Exp, torch.ones(2, requires_grad=True))
+
+
+def test_hooks_see_what_is_applied_and_stay() -> None:
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    with Hooks("outer", seen):
+        apply(Exp, x).sum().backward()
+        saves()
+    assert seen == ["outer packs", "outer unpacks"] * 2
+    torch.testing.assert_close(x.grad, torch.ones(2).exp())
+    apply(Exp, x)
+    assert len(seen) == 4

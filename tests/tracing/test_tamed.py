@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.compiler import is_compiling
 
 from autostream import optimize
 from autostream.tracing import tamed as tamed_module
@@ -84,27 +87,48 @@ def test_flags_that_a_failure_leaves_set_are_put_back(monkeypatch: pytest.Monkey
     assert torch.compiler._is_exporting_flag is False
 
 
+def told() -> tuple[object, ...]:
+    return torch.compiler.is_exporting(), is_compiling()
+
+
+def told_in_another_thread() -> tuple[object, ...]:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(told).result()
+
+
 @pytest.mark.parametrize("lacking", [False, True])
 def test_other_threads_are_not_told_of_an_export(lacking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a version of PyTorch has no place to say so, they are."""
-    if lacking:
-        monkeypatch.setattr(tamed_module, "_SETTING", "_nothing")
-    told: list[tuple[bool, bool]] = []
+    """Where a version of PyTorch has no function that says so, they are. All are told so by a ``bool``.
 
-    def ask() -> None:
-        told.append((bool(torch.compiler.is_exporting()), bool(torch.compiler.is_compiling())))
+    Models compute with it: ``tracing |= is_fake(tensor)``.
+    """
+    if lacking:
+        monkeypatch.setattr(tamed_module, "_FLAGS", ("_nothing",))
+    seen = []
 
     class Asking(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            other = threading.Thread(target=ask)
-            for begin in (ask, other.start, other.join):
-                begin()
+            seen.extend([told(), told_in_another_thread()])
             return x + 1
 
     with tamed():
         torch.export.export(Asking(), (torch.ones(2),), strict=False)
-    ask()
-    assert told[-3:] == [(True, True), (lacking, lacking), (False, False)]
+        assert told() == (False, False)
+    seen.append(told())
+    assert seen[-3:] == [(True, True), (lacking, lacking), (False, False)]
+    assert {type(answer) for answers in seen for answer in answers} == {bool}
+
+
+def test_what_tells_of_an_export_is_as_it_was_afterwards() -> None:
+    codes = [function.__code__ for function in (is_compiling, torch.compiler.is_exporting)]
+    source = inspect.getsource(is_compiling)
+    with pytest.raises(KeyError), tamed():
+        assert is_compiling.__code__ is not codes[0]
+        assert inspect.getsource(is_compiling) == source, "TorchScript reads it"
+        with tamed():
+            assert told() == told_in_another_thread() == (False, False)
+        raise KeyError
+    assert [function.__code__ for function in (is_compiling, torch.compiler.is_exporting)] == codes
 
 
 def test_patched_methods_are_this_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
