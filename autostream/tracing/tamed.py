@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+import torch.fx._symbolic_trace
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -143,44 +143,91 @@ def _preserved_flags() -> Iterator[None]:
 
 @contextmanager
 def _told_to_this_thread() -> Iterator[None]:
-    """Let this thread alone be told that something is exported.
+    """Let nobody else be told that something is traced.
 
-    In others, attention would compute otherwise, and what Dynamo is not to look at would write to what is being traced.
-    PyTorch has one flag of each kind for the process. The functions that tell them get other code, for models may have
-    imported these functions.
-
-    Private to PyTorch (seen in 2.11 and 2.13); where a version tells it in another way, all threads are told.
+    In other threads, attention would compute otherwise, what Dynamo is not to look at would write to what is being
+    traced, and what Dynamo has compiled would refuse to run.
     """
-    told = {getattr(torch.compiler, own.__name__, None): own.__code__ for own in (is_compiling, is_exporting)}
-    codes = {function: function.__code__ for function in told if isinstance(function, FunctionType)}
-    tellers = [function for function, code in codes.items() if not set(_FLAGS).isdisjoint(code.co_names)]
+    before, _here.thread = _here.thread, threading.get_ident()
     try:
-        for function in tellers:
-            function.__code__ = _of_this_thread(told[function], codes[function])
         yield
     finally:
-        for function in tellers:
-            function.__code__ = codes[function]
+        _here.thread = before
+
+
+class _Here:
+    """Where something is traced: as PyTorch's flags, one for the process.
+
+    Attributes:
+        thread: which traces by way of :func:`tamed`, if one does.
+    """
+
+    thread: int | None = None
+
+
+_here = _Here()
+
+
+def traced_elsewhere() -> bool:
+    """Whether another thread than this traces by way of :func:`tamed`."""
+    return _here.thread not in (None, threading.get_ident())
 
 
 def is_compiling() -> bool:
-    """What that of PyTorch does for a time."""
-    from threading import get_ident  # among PyTorch's names there is only this way to it
+    """What that of ``torch.compiler`` does; it has no other names than those there."""
+    if not torch.compiler._is_compiling_flag:
+        return False
+    from autostream.tracing.tamed import traced_elsewhere
 
-    return torch.compiler._is_compiling_flag and get_ident() == -1
+    return not traced_elsewhere()
 
 
 def is_exporting() -> bool:
-    """Likewise."""
-    from threading import get_ident
+    """What that of ``torch.compiler`` does."""
+    if not torch.compiler._is_exporting_flag:
+        return False
+    from autostream.tracing.tamed import traced_elsewhere
 
-    return torch.compiler._is_exporting_flag and get_ident() == -1
+    return not traced_elsewhere()
 
 
-def _of_this_thread(code: CodeType, place: CodeType) -> CodeType:
-    """Code with this thread for -1, said to be where that was whose place it takes: TorchScript reads there."""
-    constants = tuple(threading.get_ident() if constant == -1 else constant for constant in code.co_consts)
-    return code.replace(co_consts=constants, co_filename=place.co_filename, co_firstlineno=place.co_firstlineno)
+def is_fx_symbolic_tracing() -> bool:
+    """What that of ``torch.fx`` does, by which what Dynamo has compiled refuses to run."""
+    if not torch.fx._symbolic_trace._is_fx_tracing_flag or torch.compiler.is_compiling():
+        return False
+    from autostream.tracing.tamed import traced_elsewhere
+
+    return not traced_elsewhere()
+
+
+def tell_by_thread(function: Any, own: Callable[[], bool], flag: str) -> bool:
+    """Let a function of PyTorch's, that tells what is the case in the process, tell what is in the thread that asks.
+
+    It gets the code of another, for good: many have imported it, and Dynamo compiles anew what has called it, if its
+    code becomes another. The code says that it is where the old one was, for TorchScript reads there.
+
+    Private to PyTorch (seen in 2.11 and 2.13).
+
+    Args:
+        function: the function.
+        own: whose code it gets.
+        flag: the global variable that it looks at.
+
+    Returns:
+        Whether it could be done: where a version has another such function, all threads are told.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or flag not in code.co_names or code.co_freevars or code.co_argcount:
+        return False
+    function.__code__ = own.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno)
+    return True
 
 
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+_TELLERS = (
+    (torch.compiler, is_compiling, "_is_compiling_flag"),
+    (torch.compiler, is_exporting, "_is_exporting_flag"),
+    (torch.fx._symbolic_trace, is_fx_symbolic_tracing, "_is_fx_tracing_flag"),
+)
+for _module, _own, _flag in _TELLERS:
+    tell_by_thread(getattr(_module, _own.__name__, None), _own, _flag)

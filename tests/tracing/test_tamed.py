@@ -7,17 +7,23 @@ import logging
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from torch.compiler import is_compiling
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autostream import optimize
 from autostream.tracing import tamed as tamed_module
-from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
+from autostream.tracing.tamed import patched_for_this_thread, tamed, tell_by_thread, unreferenced
 
 TALKATIVE = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
@@ -88,47 +94,86 @@ def test_flags_that_a_failure_leaves_set_are_put_back(monkeypatch: pytest.Monkey
 
 
 def told() -> tuple[object, ...]:
-    return torch.compiler.is_exporting(), is_compiling()
+    return torch.compiler.is_exporting(), is_compiling(), is_fx_symbolic_tracing()
 
 
-def told_in_another_thread() -> tuple[object, ...]:
+def in_another_thread(function: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(told).result()
+        return pool.submit(function).result()
 
 
-@pytest.mark.parametrize("lacking", [False, True])
-def test_other_threads_are_not_told_of_an_export(lacking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a version of PyTorch has no function that says so, they are. All are told so by a ``bool``.
+class Asking(nn.Module):
+    """Calls this while it is traced."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ask()
+        return x + 1
+
+
+def test_other_threads_are_not_told_of_a_trace() -> None:
+    """But for one that is not ours, of which all are told. Who asks gets a ``bool``.
 
     Models compute with it: ``tracing |= is_fake(tensor)``.
     """
-    if lacking:
-        monkeypatch.setattr(tamed_module, "_FLAGS", ("_nothing",))
     seen = []
-
-    class Asking(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.extend([told(), told_in_another_thread()])
-            return x + 1
-
+    asking = Asking(lambda: seen.extend([told(), in_another_thread(told)])), (torch.ones(2),)
     with tamed():
-        torch.export.export(Asking(), (torch.ones(2),), strict=False)
-        assert told() == (False, False)
-    seen.append(told())
-    assert seen[-3:] == [(True, True), (lacking, lacking), (False, False)]
+        torch.export.export(*asking, strict=False)
+        assert told() == in_another_thread(told) == (False, False, False)
+    assert seen == [(True, True, False), (False, False, False)]
+    torch.export.export(*asking, strict=False)
+    assert seen[2:] == [(True, True, False)] * 2
+    assert told() == (False, False, False)
     assert {type(answer) for answers in seen for answer in answers} == {bool}
 
 
-def test_what_tells_of_an_export_is_as_it_was_afterwards() -> None:
-    codes = [function.__code__ for function in (is_compiling, torch.compiler.is_exporting)]
-    source = inspect.getsource(is_compiling)
-    with pytest.raises(KeyError), tamed():
-        assert is_compiling.__code__ is not codes[0]
-        assert inspect.getsource(is_compiling) == source, "TorchScript reads it"
-        with tamed():
-            assert told() == told_in_another_thread() == (False, False)
-        raise KeyError
-    assert [function.__code__ for function in (is_compiling, torch.compiler.is_exporting)] == codes
+@pytest.mark.parametrize("trace", [partial(make_fx, tracing_mode="fake"), make_fx])
+def test_what_is_compiled_runs_in_other_threads_meanwhile(trace: Callable[..., Any]) -> None:
+    """Of a trace that PyTorch does not call an export, it says that it cannot be traced."""
+    compiled, x = torch.compile(lambda x: x.sin(), backend="eager"), torch.ones(2)
+    expected, seen = compiled(x), list[Tensor]()
+    with tamed():
+        trace(Asking(lambda: seen.append(in_another_thread(lambda: compiled(x)))))(x)
+    torch.testing.assert_close(seen, [expected] * len(seen))
+    assert seen
+
+
+def test_what_is_compiled_stays_when_something_is_traced() -> None:
+    """What asks whether it is compiled is guarded by the code that it asks."""
+
+    def ask(x: Tensor) -> Tensor:
+        return x.sin() if torch.compiler.is_compiling() else x.cos()
+
+    counter = CompileCounter()
+    compiled = torch.compile(ask, backend=counter)
+    for _ in range(3):
+        compiled(torch.ones(2))
+        optimize(nn.Linear(2, 2), policy="critical_path").eval()(torch.ones(1, 2))
+    assert counter.frame_count == 1
+
+
+def test_who_asks_finds_pytorchs_own_source() -> None:
+    """TorchScript reads it."""
+    assert "torch.jit.is_scripting()" in inspect.getsource(is_compiling)
+
+
+def test_a_function_of_another_kind_tells_what_it_told() -> None:
+    def other() -> int:
+        return 3
+
+    def bound() -> bool:
+        return bool(seen and torch.compiler._is_compiling_flag)
+
+    seen: list[int] = []
+    for function in (other, bound, lambda _is_compiling_flag: True, len, None):
+        code = getattr(function, "__code__", None)
+        assert not tell_by_thread(function, tamed_module.is_compiling, "_is_compiling_flag")
+        assert getattr(function, "__code__", None) is code
+    assert other() == 3
 
 
 def test_patched_methods_are_this_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
