@@ -234,7 +234,7 @@ class TrainStep:
                 result = done.complete(outputs)
             else:
                 result = step.complete(step(*arguments))
-                self._stateless = step.stateless(setting)
+                self._stateless = step.stateless()
         step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
         return result
 

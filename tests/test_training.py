@@ -607,6 +607,128 @@ def test_what_happens_between_steps_takes_effect_and_needs_no_other_schedule(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def load_and_schedule(number: int, model: Any, optimizer: Any) -> None:
+    """What is loaded is other tensors, and a rate that is a number again."""
+    load_optimizer(2, model, optimizer)
+    schedule_rate(number, model, optimizer)
+
+
+def freeze_in_turn(number: int, model: Any, optimizer: Any) -> None:
+    schedule_rate(number, model, optimizer)
+    model[0].requires_grad_(number % 2 == 0)
+
+
+def another_rate_tensor(number: int, model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.05 / (number + 2), dtype=torch.float64)
+
+
+def a_rate_of_zero(number: int, model: Any, optimizer: Any) -> None:
+    load_optimizer(2, model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.01 * (number % 2)
+
+
+AGAIN: dict[str, tuple[Between, int]] = {
+    "state is loaded": (load_and_schedule, 1),
+    "a layer is frozen in every second step": (freeze_in_turn, 2),
+    "the rate is another tensor": (another_rate_tensor, 1),
+    "the rate is zero in every second step": (a_rate_of_zero, 1),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_what_happens_again_and_again_is_traced_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[object] = []
+    original = build.tune
+    monkeypatch.setattr(build, "tune", lambda *args: (traced.append(args), original(*args))[1])
+    between, count = AGAIN[name]
+    step = assert_trains_alike(Scene(mlp, partial(Adam, lr=0.01), between=between, steps=8), policy="sequential")
+    assert len(traced) == count
+    assert set(modes(step)) == {"one stream"}
+
+
+class InTurn(nn.Module):
+    """Trains one of two layers, and is trained on with the other from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.calls = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            layer.requires_grad_(at == self.calls % 2)
+        self.calls += 1
+        return sum(layer(x) for layer in self.layers)  # type: ignore[return-value]
+
+
+class Growing(nn.Module):
+    """Makes a layer in the first call, and has the optimizer train it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.optimizers = nn.Linear(6, 4), list[Optimizer]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "second"):
+            self.second = nn.Linear(4, 4).double()
+            self.optimizers[0].add_param_group({"params": [*self.second.parameters()]})
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+TWO_RULES = [partial(SGD, lr=0.05, momentum=0.9), partial(Adam, lr=0.01)]
+
+
+@pytest.mark.parametrize("optimizer", TWO_RULES)
+def test_a_forward_may_change_what_is_trained(optimizer: Make) -> None:
+    assert_trains_alike(Scene(InTurn, optimizer, steps=8), policy="sequential")
+
+
+def growing(optimizer: Make) -> tuple[Any, Optimizer]:
+    """A model that gives the optimizer parameters."""
+    model = Growing().double()
+    model.optimizers.append(made := optimizer(model.parameters()))
+    return model, made
+
+
+def half(optimizer: Make) -> tuple[Any, Optimizer]:
+    """A model of which half is trained."""
+    model = mlp().double()
+    return model, optimizer(model[0].parameters())
+
+
+def train_all(model: Any, optimizer: Optimizer) -> None:
+    def grow(*step: Any) -> None:
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [*model[2].parameters()]})
+
+    optimizer.register_step_post_hook(grow)
+
+
+def nothing(model: Any, optimizer: Optimizer) -> None:
+    pass
+
+
+@pytest.mark.parametrize("optimizer", TWO_RULES)
+@pytest.mark.parametrize(("make", "afterwards"), [(growing, nothing), (half, train_all)])
+def test_the_optimizer_may_get_parameters_in_a_step(
+    make: Make, afterwards: Callable[[Any, Optimizer], None], optimizer: Make
+) -> None:
+    """By the forward, or by a hook of its own that came later than the step."""
+    twins = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        twins.append(make(optimizer))
+    (ours, theirs), step = twins, train_step(*twins[0], mse, policy="sequential")
+    for twin in twins:
+        afterwards(*twin)
+    for number in range(5):
+        results = []
+        for run in (step, lambda *batch: eager(*theirs, mse, batch)):
+            torch.manual_seed(number)
+            results.append(run(*ROWS[0]))
+        close(*results)
+        close(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
+
+
 def test_steps_take_the_short_way_whatever_their_batch_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     long: list[object] = []
     original = Dispatcher._scheduled

@@ -138,9 +138,8 @@ def set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def take_gradients(parameters: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Give those of the parameters that require gradients theirs, as they are."""
-    trained = (parameter for parameter in parameters if parameter.requires_grad)
-    for parameter, gradient in zip(trained, gradients, strict=True):
+    """Give parameters their gradients, as they are."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
 

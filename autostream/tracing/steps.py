@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
@@ -135,7 +135,7 @@ class Backward(nn.Module):
         return f"{name_of(self.model)}, {super()._get_name()}"  # type: ignore[no-untyped-call]
 
     def forward(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
-        """What ``loss_fn`` returns, detached, and the gradients: ``None`` for what the loss does not depend on.
+        """What ``loss_fn`` returns, detached, and the gradients of the optimizer's parameters, or ``None``.
 
         Args:
             batch: the batch.
@@ -156,7 +156,8 @@ class Backward(nn.Module):
                     raise TargetError("the loss of loss_fn depends on no parameter that requires gradients")
                 loss.backward()  # type: ignore[no-untyped-call]
                 results.append(result)
-            gradients = [parameter.grad for parameter in compress(parameters, setting.trained)]
+            parameters = parameters_of(self.optimizer)  # a forward may have given it more
+            gradients = [parameter.grad for parameter in parameters]
         clear_gradients(parameters)
         return summed(results), gradients
 
@@ -167,13 +168,13 @@ class Backward(nn.Module):
             TraceError: a graph would not do the same.
         """
         result, groups = self._with_gradients(batch, setting, numbers)
-        return result, [parameter.grad for parameter in compress(chain.from_iterable(groups), setting.trained)]
+        return result, [parameter.grad for parameter in chain.from_iterable(groups)]
 
     def overlapping(self) -> str:
         """Why a graph would not do the same, as tensors lie in memory now, or ``""``; settings do not tell of all."""
         return ""
 
-    def stateless(self, setting: Setting) -> frozenset[str]:
+    def stateless(self) -> frozenset[str]:
         """Names of the parameters that require gradients and have no state now, if the optimizer is part of the step.
 
         Nothing is looked up or moved for it: before the next step, others may change the state.
@@ -187,8 +188,7 @@ class Backward(nn.Module):
             TargetError: the optimizer has a parameter that neither the model nor the loss has any more.
         """
         parameters = parameters_of(self.optimizer)
-        if not self._holders.hold(self.optimizer, parameters):
-            self._holders.look(self, self.optimizer)
+        self._look(parameters)
         setting = self._setting(self._seen(parameters), lambda: self._looked_up(parameters))
         if any(map(_REQUIRES_GRADIENTS, tensors_of(batch))):
             reason = "a tensor of the batch requires gradients, and a graph would compute none"
@@ -216,19 +216,19 @@ class Backward(nn.Module):
         Args:
             evaluate: does what :meth:`forward` does, or a run of its program.
         """
-        parameters, results = parameters_of(self.optimizer), []
+        results: list[Any] = []
 
         def closure() -> Tensor:
             self.zero_gradients()
             with torch.no_grad():
                 result, gradients = evaluate()
-            take_gradients(parameters, gradients)
-            self._clip(parameters)
+            take_gradients(parameters_of(self.optimizer), gradients)
+            self._clip(parameters_of(self.optimizer))
             results.append(result)
             return loss_in(result)
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
-        self._end(parameters)
+        self._end(parameters_of(self.optimizer))
         return results[0]
 
     def _end(self, parameters: Sequence[Tensor]) -> None:
@@ -310,6 +310,15 @@ class Backward(nn.Module):
         if self.options.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.options.max_norm)
 
+    def _look(self, parameters: Sequence[Tensor]) -> None:
+        """Find where the parameters are now.
+
+        Raises:
+            TargetError: the optimizer has a parameter that neither the model nor the loss has any more.
+        """
+        if not self._holders.hold(self.optimizer, parameters):
+            self._holders.look(self, self.optimizer)
+
     def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
         """What a setting is made of: to compare it takes a tenth of the time."""
         names = self._holders.names
@@ -340,10 +349,7 @@ class TrainingStep(Backward):
         super().__init__(model, loss_fn, optimizer, options)
         self.state = OptimizerState()
         self._as_tensor = Numbers()
-        self._values: list[Any] = []
-        self._varying: set[str] = set()
-        """Hyperparameters that were seen to change."""
-        self._inputs: dict[int, Input] = {}
+        self._known = _Hyperparameters()
         self.arguments(())
 
     def forward(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
@@ -377,22 +383,26 @@ class TrainingStep(Backward):
         ordinary = (tensor for tensor in written if not unusual(tensor))  # others are no part of a graph
         return _OVERLAPPING if share_bytes(ordinary) else ""
 
-    def stateless(self, setting: Setting) -> frozenset[str]:
+    def stateless(self) -> frozenset[str]:
         """Names of the parameters that require gradients and for which the optimizer has no state now."""
-        pairs = zip(chain.from_iterable(setting.names), parameters_of(self.optimizer), strict=True)
-        return frozenset(name for name, own in compress(pairs, setting.trained) if not self.optimizer.state.get(own))
+        parameters = parameters_of(self.optimizer)
+        self._look(parameters)
+        state, named = self.optimizer.state, zip(chain.from_iterable(self._holders.names), parameters, strict=True)
+        return frozenset(name for name, own in named if own.requires_grad and not state.get(own))
 
     def _numbers(self, parameters: Sequence[Tensor], setting: Setting) -> list[Tensor]:
         """The hyperparameters that are inputs; none of a step that is in no graph, where they may be anything."""
         if setting.refusal:
             return []
         found = values(self.optimizer)
-        return [self._as_tensor([found[at] for at in self._inputs], parameters[0].device)]
+        return [self._as_tensor([found[at] for at in self._known.inputs], parameters[0].device)]
 
     def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
         state, found = self.optimizer.state, values(self.optimizer)
-        if len(found) == len(self._values):  # of what varies, the one thing that matters is whether it is above zero
-            for at, own in self._inputs.items():
+        if len(found) == len(
+            self._known.values
+        ):  # of what varies, the one thing that matters is whether it is above zero
+            for at, own in self._known.inputs.items():
                 if is_positive(found[at]) or (is_number(found[at]) and not own.positive):
                     found[at] = own.positive
         return [
@@ -404,25 +414,40 @@ class TrainingStep(Backward):
         ]
 
     def _looked_up(self, parameters: Sequence[Tensor]) -> Setting:
-        self._varying |= self._changed()
-        self._values, self._inputs = values(self.optimizer), inputs(self.optimizer, self._varying)
+        self._known.varying |= self._changed()
+        self._known.values, self._known.inputs = values(self.optimizer), inputs(self.optimizer, self._known.varying)
         setting = super()._looked_up(parameters)
-        setting = replace(setting, stateless=self.stateless(setting))
-        refusal = setting.refusal or self.overlapping() or unfit(self.optimizer, self._inputs)
+        setting = replace(setting, stateless=self.stateless())
+        refusal = setting.refusal or self.overlapping() or unfit(self.optimizer, self._known.inputs)
         refusal = refusal or self.state.renew(self.optimizer, parameters)
         try:
-            _, groups = flatten(groups_of(self.optimizer, self._inputs))
+            _, groups = flatten(groups_of(self.optimizer, self._known.inputs))
         except TraceError as error:
             return replace(setting, refusal=f"a hyperparameter of {type(self.optimizer).__name__}: {error}")
         return replace(setting, refusal=refusal, groups=groups)
 
     def _changed(self) -> set[str]:
         """Numbers that are not what they were: as inputs, they need no other graph when they change again."""
-        found = zip(names(self.optimizer), self._values, values(self.optimizer), strict=False)
+        found = zip(names(self.optimizer), self._known.values, values(self.optimizer), strict=False)
         return {name for name, then, now in found if is_number(then) and is_number(now) and then != now}
 
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
         return super()._refusal(parameters) or obstacle(self.optimizer)
+
+
+@dataclass(slots=True)
+class _Hyperparameters:
+    """What is known of an optimizer's: an object that stays, as those that a setting is found by.
+
+    Attributes:
+        values: as they were when they were last looked up.
+        inputs: those of them that are inputs, by place.
+        varying: names of those that were seen to change.
+    """
+
+    values: list[Any] = field(default_factory=list)
+    inputs: dict[int, Input] = field(default_factory=dict)
+    varying: set[str] = field(default_factory=set)
 
 
 _OVERLAPPING = (

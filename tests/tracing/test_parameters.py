@@ -117,10 +117,10 @@ def test_gradients_are_set_aside_and_come_back_whatever_happens() -> None:
     assert parameter.grad is before
 
 
-def test_those_that_require_gradients_take_them_and_are_cleared() -> None:
+def test_parameters_take_gradients_and_are_cleared() -> None:
     trained, frozen = torch.ones(2, requires_grad=True), torch.ones(2)
     gradient = torch.ones(2)
-    take_gradients([frozen, trained], [gradient])
+    take_gradients([frozen, trained], [None, gradient])
     assert (frozen.grad, trained.grad) == (None, gradient)
     clear_gradients([frozen, trained])
     assert trained.grad is None

@@ -117,14 +117,13 @@ def test_a_setting_names_what_the_optimizer_may_have_to_make_state_for() -> None
 
 def test_what_has_no_state_is_found_without_a_look_at_the_state_itself() -> None:
     step = step_of(Adam)
-    setting = setting_of(step)
     run(step)
-    assert step.stateless(setting) == frozenset()
+    assert step.stateless() == frozenset()
     assert not list(step.state.buffers()), "others may change the state before the next step"
     setting_of(step)
     assert list(step.state.buffers())
     del step.optimizer.state[step.model.weight]
-    assert step.stateless(setting) == {"model.weight"}
+    assert step.stateless() == {"model.weight"}
 
 
 def hook_a_parameter(step: Any) -> None:
