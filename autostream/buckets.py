@@ -85,8 +85,17 @@ class Span(NamedTuple):
     size: int
 
 
-Cuts = tuple[tuple[tuple[int, str], ...], ...]
-"""Per output, which of its dimensions are cut back, and the names of these."""
+class Cut(NamedTuple):
+    """How an output is cut back."""
+
+    shape: tuple[int, ...]
+    """With padding."""
+    dims: tuple[tuple[int, str], ...]
+    """Those that are cut, and their names."""
+
+
+Cuts = tuple[Cut, ...]
+"""One for each output."""
 
 
 class Unfit(Exception):  # noqa: N818 - a notice between modules, not an error
@@ -249,7 +258,7 @@ def cuts_of(plain: Sequence[Tensor], filled: Sequence[Tensor], spans: Mapping[st
     Example:
         >>> import torch
         >>> cuts_of([torch.ones(3, 5)], [torch.ones(4, 5)], {"length": Span(3, 4)})
-        (((0, 'length'),),)
+        (Cut(shape=(4, 5), dims=((0, 'length'),)),)
     """
     names = {span: name for name, span in spans.items()}
     cuts = []
@@ -260,35 +269,31 @@ def cuts_of(plain: Sequence[Tensor], filled: Sequence[Tensor], spans: Mapping[st
         changed = {dim: both for dim, both in changed.items() if both.length != both.size}
         if odd := [dim for dim, both in changed.items() if both not in names]:
             raise Unfit(f"dimension {odd[0]} of output {at} depends on {' and '.join(spans)}, and is not as long")
-        cuts.append(tuple((dim, names[both]) for dim, both in changed.items()))
+        cuts.append(Cut(tuple(long.shape), tuple((dim, names[both]) for dim, both in changed.items())))
     return tuple(cuts)
 
 
-def can_cut(tensors: Sequence[Tensor], cuts: Cuts, spans: Mapping[str, Span]) -> bool:
-    """Whether outputs are as many, and as long where they are to be cut, as those that the cuts were found for.
+def can_cut(tensors: Sequence[Tensor], cuts: Sequence[Cut]) -> bool:
+    """Whether outputs are as many, and as long with padding, as those that the cuts were found for.
 
     Example:
         >>> import torch
-        >>> [can_cut([torch.ones(size)], (((0, "length"),),), {"length": Span(3, 4)}) for size in (4, 8)]
+        >>> [can_cut([torch.ones(size)], [Cut((4,), ((0, "length"),))]) for size in (4, 8)]
         [True, False]
     """
-    return len(tensors) == len(cuts) and all(
-        dim < tensor.ndim and tensor.shape[dim] == spans[name].size
-        for tensor, own in zip(tensors, cuts, strict=True)
-        for dim, name in own
-    )
+    return [tuple(tensor.shape) for tensor in tensors] == [own.shape for own in cuts]
 
 
-def cut(tensors: Sequence[Tensor], cuts: Cuts, spans: Mapping[str, Span]) -> list[Tensor]:
+def cut(tensors: Sequence[Tensor], cuts: Sequence[Cut], spans: Mapping[str, Span]) -> list[Tensor]:
     """Outputs as long as they are without padding, and as dense.
 
     Example:
         >>> import torch
-        >>> cut([torch.arange(4)], (((0, "length"),),), {"length": Span(3, 4)})
+        >>> cut([torch.arange(4)], [Cut((4,), ((0, "length"),))], {"length": Span(3, 4)})
         [tensor([0, 1, 2])]
     """
     return [
-        _cut(tensor, [(dim, spans[name].length) for dim, name in own])
+        _cut(tensor, [(dim, spans[name].length) for dim, name in own.dims])
         for tensor, own in zip(tensors, cuts, strict=True)
     ]
 

@@ -11,6 +11,7 @@ call ──▶ its lengths ──▶ all fill a bucket, or one has none? ──�
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +52,12 @@ log = logging.getLogger(__name__)
 _MOST_VERDICTS = 1000
 """Then they are found anew: arguments that differ in other dimensions as well could be any number."""
 
+_MOST_FAILURES = 3
+"""Of trials of one bucket: whether one fails may be a matter of what is in its tensors."""
+
+_MOST_REASONS = 100
+"""What is kept of why calls were not padded: a reason may say how much something is off by."""
+
 
 class PaddingDispatcher(Dispatcher):
     """Runs calls of a model at the sizes of buckets.
@@ -82,6 +89,7 @@ class PaddingDispatcher(Dispatcher):
         self._dynamic = dynamic
         self._places = places_of(dynamic, parameters_of(model))
         self._verdicts: dict[Hashable, Cuts | str] = {}
+        self._failures = Counter[Hashable]()
         self._reasons: tuple[str, ...] = ()
         self._unfit = ""
         """Why no call is padded any more."""
@@ -108,6 +116,7 @@ class PaddingDispatcher(Dispatcher):
         """Drop all that was made."""
         super().forget()
         self._verdicts, self._unfit = {}, ""
+        self._failures.clear()
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         padding = self._padding(args, kwargs)
@@ -145,29 +154,38 @@ class PaddingDispatcher(Dispatcher):
         if verdict is None:
             if len(self._verdicts) >= _MOST_VERDICTS:
                 self._verdicts = {}
-            verdict = self._verdicts[key] = self._verdict(plain, filled, spans)
+                self._failures.clear()
+            verdict = self._verdicts[key] = self._verdict(plain, filled, spans, key)
         if isinstance(verdict, str):
             raise Unfit(verdict)
         return verdict
 
-    def _verdict(self, plain: _Arguments, filled: _Arguments, spans: Mapping[str, Span]) -> Cuts | str:
-        """Where outputs are to be cut, or why the call cannot be padded."""
+    def _verdict(self, plain: _Arguments, filled: _Arguments, spans: Mapping[str, Span], key: Hashable) -> Cuts | str:
+        """Where outputs are to be cut, or why calls of this key cannot be padded.
+
+        Raises:
+            Unfit: this call cannot; the next one may be another matter.
+        """
         if has_torchscript(self.model):
             return "TorchScript cannot be tried with padding and without"
-        if len(set(spans.values())) < len(spans):  # not kept, here and below: the next call may be another
+        if len(set(spans.values())) < len(spans):
             raise Unfit(f"{' and '.join(spans)} are as long as each other: outputs do not tell which is which")
         try:
             without, with_padding = tried(self.model, *plain), tried(self.model, *filled)
         except Exception as error:
-            raise Unfit(f"it fails when it is tried with padding and without ({first_line(error)})") from None
+            reason = f"it fails when it is tried with padding and without ({first_line(error)})"
+            self._failures[key] += 1
+            if self._failures[key] == _MOST_FAILURES:
+                return reason
+            raise Unfit(reason) from None
         try:
             cuts = _same_but_longer(flatten(plain)[0], without, with_padding, spans)
             for other in shorter(self._places, spans):
                 self._check_cuts(narrowed(self._places, other, *plain), other, cuts)
         except torch.OutOfMemoryError as error:
             raise Unfit(f"there is too little memory to try it at other lengths ({first_line(error)})") from None
-        except (Unfit, TraceError) as reason:
-            return str(reason)
+        except (Unfit, TraceError) as refusal:
+            return str(refusal)
         return cuts
 
     def _check_cuts(self, plain: _Arguments, spans: Mapping[str, Span], cuts: Cuts) -> None:
@@ -187,7 +205,7 @@ class PaddingDispatcher(Dispatcher):
             raise Unfit(f"which dimensions of outputs depend on {' and '.join(spans)} depends on how long that is")
 
     def _note_unpadded(self, reason: str) -> None:
-        if reason not in self._reasons:
+        if reason not in self._reasons and len(self._reasons) < _MOST_REASONS:
             log.warning("%s runs at its own shape, not padded: %s", name_of(self.model), reason)
             self._reasons = (*self._reasons, reason)
 
@@ -219,7 +237,7 @@ class _Padding:
             Unfit: that is not what was found out about such calls.
         """
         tensors, structure = flatten(outputs)
-        if not can_cut(tensors, self.cuts, self.spans):
+        if not can_cut(tensors, self.cuts):
             raise Unfit(_OTHER_BRANCH)
         return unflatten(structure, cut(tensors, self.cuts, self.spans))
 

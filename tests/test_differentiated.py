@@ -628,6 +628,29 @@ def test_it_can_be_explained() -> None:
     assert (backward["half"], backward["summary"]["width"]) == ("backward", 2), "the weight's gradient and the bias'"
 
 
+class Counts(nn.Linear):
+    """Returns as many as there are numbers above zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum() + torch.arange((x > 0).sum().item())  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize("back", [Tensor.sum, Tensor.mean, lambda y: (y * torch.ones_like(y)).sum()])
+def test_an_output_of_a_length_that_a_run_tells_has_the_plain_models_gradients(
+    back: Callable[[Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    ours = Counts(4, 4)
+    theirs, fast = copy.deepcopy(ours), autostream.optimize(ours, policy="critical_path")
+    for seed in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+        for run in (fast, theirs):
+            run.zero_grad()
+            back(run(x)).backward()
+        torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+    assert any("the shape of an output depends on data" in own.reason for r in fast.reports for own in r.refusals)
+
+
 class Asks(nn.Module):
     """Asks tensors for numbers, and writes to them afterwards."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autostream import padding
 from autostream.buckets import Bucket
 from autostream.errors import TargetError
 from autostream.options import Options
@@ -278,6 +279,46 @@ def test_what_another_branch_returns_in_another_size_is_not_cut(other: Callable[
     for size, value in ((3, 1.0), (3, 99.0), (3, 1.0), (3, 99.0), (4, 99.0)):
         same(dispatch(torch.full((size, 2), value)), plain(torch.full((size, 2), value)))
     assert "outputs of other sizes" in reasons(dispatch)[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [lambda x: x[:1] + 1, lambda x: x.sum(), lambda x: x.sum(0), lambda x: x[:1, :1] * 2])
+def test_nor_is_what_had_none_of_that_size_where_it_was_tried(first: Callable[[Tensor], Any]) -> None:
+    dispatch = over(lambda s, x: first(x) if x.sum() < 99 else x + 1)
+    plain = copy.deepcopy(dispatch.model)
+    for size, value in ((3, 1.0), (3, 99.0), (2, 99.0), (3, 1.0)):
+        same(dispatch(torch.full((size, 2), value)), plain(torch.full((size, 2), value)))
+    assert "outputs of other sizes" in reasons(dispatch)[0]
+
+
+@torch.no_grad()
+def test_trials_that_fail_come_to_an_end(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(s: Model, x: Tensor) -> Tensor:
+        if len(x) > 3:
+            raise ValueError(f"no such rows: {x.sum().item()}")
+        return x * 2
+
+    trials: list[nn.Module] = []
+    monkeypatch.setattr(padding, "tried", lambda model, *call: (trials.append(model), tried(model, *call))[1])
+    dispatch = over(forward)
+    for value in range(9):
+        same(dispatch(torch.full((3, 2), float(value))), torch.full((3, 2), 2.0 * value))
+    assert len(trials) == 2 * len(reasons(dispatch)) == 6
+    assert caplog.text.count("runs at its own shape, not padded") == 3
+    dispatch.forget()
+    dispatch(torch.ones(3, 2))
+    assert len(trials) == 8
+
+
+@torch.no_grad()
+def test_not_all_reasons_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "_MOST_REASONS", 2)
+    monkeypatch.setattr(padding, "_MOST_VERDICTS", 1)
+    dispatch = over(lambda s, x: x - x.mean(0))
+    for columns in range(1, 6):
+        x = torch.full((3, columns), 2.0**columns)
+        same(dispatch(x), x - x.mean(0))
+    assert len(reasons(dispatch)) == 2
 
 
 @torch.no_grad()

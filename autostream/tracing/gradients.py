@@ -214,6 +214,7 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
     bases, views = _origins(crossing)
     saved = [node for node in first if node in bases and node.op != "placeholder"]
     _check_saved(saved, outputs)
+    _check_tangents(tangents)
     needed = [at for at, node in enumerate(placeholders) if node in bases]
     left = [*outputs, *(node for node in saved if node not in outputs)]
     forward = _graph(joint.module, "Forward", [], first, left)
@@ -285,6 +286,18 @@ def _check_saved(saved: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
     storages = {storage_of(node.meta["val"]) for node in saved if node not in outputs}
     if any(storage_of(node.meta["val"]) in storages for node in outputs):
         raise TraceError("an output shares memory with what its backward needs")
+
+
+def _check_tangents(tangents: Sequence[fx.Node]) -> None:
+    """See that gradients of outputs come in one layout, which they are brought into.
+
+    Raises:
+        TraceError: one has none that is known.
+    """
+    for node in tangents:
+        value = node.meta["val"]
+        if any(not isinstance(number, int) for number in (*value.shape, *value.stride())):
+            raise TraceError("the shape of an output depends on data, and gradients are recorded")
 
 
 def _origins(nodes: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:

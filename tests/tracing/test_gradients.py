@@ -146,6 +146,7 @@ def function(run: Callable[..., Any]) -> nn.Module:
         (lambda y, x: (y, y[0]), "an output shares memory"),
         (lambda y, x: y.tanh()[:, :2], "an output shares memory with what its backward needs"),
         (lambda y, x: y[y.sin().nonzero()[:, 0]].sin(), "its backward needs a tensor whose shape depends on data"),
+        (lambda y, x: y.sum() + torch.arange(x.sum().int().item()), "the shape of an output depends on data"),
         (lambda y, x: y.register_hook(torch.neg) and y * 1, "calls register_hook, which a graph would not"),
         (lambda y, x: y * torch.rand(4, generator=torch.Generator()), "a generator of the model's own|_C.Generator"),
         (lambda y, x: y.sum().backward() or x.sum() + y, "calls backward, which a graph would not"),
