@@ -11,7 +11,7 @@ import operator
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from autostream.ir import Placeholder, Role
+from autostream.tracing.bytecode import names_of
 from autostream.tracing.functions import References
 from autostream.tracing.reads import Read, Reads, functions_of
 from autostream.tracing.tree import exact
@@ -347,13 +348,23 @@ def _settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         for slots in _slots_of(module):
             yield from ((slots, name) for name, tensor in slots.items() if tensor is None)
         yield attributes, "forward"  # of the class, unless somebody sets another one on the module
-        kind = type(module).__module__
-        if kind.startswith("torch.") and kind not in _FEW:
+        kind: type = type(module)
+        if kind.__module__.startswith("torch.") and kind.__module__ not in _FEW:
             yield from ((attributes, name) for name in _TORCHS_OWN if name in attributes)
+            given = (name for name in attributes.keys() - common.keys() if name not in _set_by(kind))
+            yield from ((attributes, name) for name in given if _is_plain(attributes[name]))
             continue
         own = (name for name, value in attributes.items() if name not in common and not isinstance(value, Tensor))
         yield from ((attributes, name) for name in own if name != "forward")
-        yield from ((attributes, name) for name in _defaults(type(module)) if name not in attributes)
+        yield from ((attributes, name) for name in _defaults(kind) if name not in attributes)
+
+
+@cache
+def _set_by(kind: type) -> frozenset[str]:
+    """The attributes that a class of PyTorch's sets itself; others are of a user's, who reads them."""
+    classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    functions = (value for each in classes for value in vars(each).values() if isinstance(value, FunctionType))
+    return frozenset(_TORCHS_OWN).union(*(names_of(function.__code__).written for function in functions))
 
 
 def _defaults(kind: type) -> set[str]:

@@ -433,6 +433,17 @@ def test_of_layers_that_a_model_has_by_the_thousand_little_is_looked_at() -> Non
         assert LiveState(layer, (), {})._setting_names == names
 
 
+@pytest.mark.parametrize("module", [nn.Sequential(), nn.Linear(2, 2), nn.LSTM(2, 2), nn.MultiheadAttention(2, 1)])
+def test_what_a_user_has_put_on_a_layer_is_watched(module: Any) -> None:
+    """As a scale that the loss multiplies by."""
+    module.scale, module.notes = 1.0, object()
+    state = LiveState(nn.Sequential(nn.Linear(2, 2), module), (), {})
+    module.notes = object()
+    assert state.configured()
+    module.scale = 2.0
+    assert not state.configured()
+
+
 @pytest.mark.parametrize("private", [True, False])
 def test_what_is_undone_does_not_fail_a_pending_backward(monkeypatch: pytest.MonkeyPatch, private: bool) -> None:
     if not private:
