@@ -399,9 +399,7 @@ class TrainingStep(Backward):
 
     def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
         state, found = self.optimizer.state, values(self.optimizer)
-        if len(found) == len(
-            self._known.values
-        ):  # of what varies, the one thing that matters is whether it is above zero
+        if len(found) == len(self._known.values):  # of what varies, one thing matters: whether it is above zero
             for at, own in self._known.inputs.items():
                 if is_positive(found[at]) or (is_number(found[at]) and not own.positive):
                     found[at] = own.positive
