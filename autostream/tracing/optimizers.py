@@ -12,14 +12,11 @@ depends on its own gradient alone.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,6 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.overrides import TorchFunctionMode
 
 from autostream.errors import TraceError
+from autostream.tracing.tamed import compiling
 from autostream.tracing.tree import Constant
 
 TRACED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad)
@@ -293,7 +291,7 @@ def update(
         {**inputs.filled(group), **{name: value for name, value in _MODE.items() if name in group}, "params": [*its]}
         for group, its in zip(groups, parameters, strict=True)
     ]
-    with torch.no_grad(), _compiling(), inputs:
+    with torch.no_grad(), compiling(), inputs:  # takes numbers for what only a device knows, as for a compiler
         inspect.unwrap(type(optimizer).step)(twin)
     with torch.no_grad():
         for parameter, values in twin.state.items():
@@ -384,22 +382,6 @@ def _widened(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     In float32, the small numbers that are left of ``1 - beta ** step`` at first would be off by up to 1e-4 of them.
     """
     return {name: value.double() if name == "step" else value for name, value in values.items()}
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Let this thread's optimizers take numbers for what only a device knows, as they do for compilers."""
-    tracing: int | None = threading.get_ident()
-    answer = torch.compiler.is_compiling
-
-    def is_compiling() -> bool:
-        return threading.get_ident() == tracing or answer()
-
-    try:
-        with mock.patch.object(torch.compiler, "is_compiling", is_compiling):
-            yield
-    finally:
-        tracing = None  # a module that is first imported in between keeps what it imports
 
 
 @cache

@@ -155,6 +155,22 @@ def _told_to_this_thread() -> Iterator[None]:
         _here.thread = before
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Let what this thread runs, and nobody else, be told that it is compiled, as ``torch.compile`` tells it.
+
+    Example:
+        >>> with compiling():
+        ...     torch.compiler.is_compiling()
+        True
+        >>> torch.compiler.is_compiling()
+        False
+    """
+    with _preserved_flags(), _told_to_this_thread():
+        torch.compiler._is_compiling_flag = True
+        yield
+
+
 class _Here:
     """Where something is traced: as PyTorch's flags, one for the process.
 

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autostream import optimize
 from autostream.tracing import tamed as tamed_module
-from autostream.tracing.tamed import patched_for_this_thread, tamed, tell_by_thread, unreferenced
+from autostream.tracing.tamed import compiling, patched_for_this_thread, tamed, tell_by_thread, unreferenced
 
 TALKATIVE = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
@@ -129,6 +129,17 @@ def test_other_threads_are_not_told_of_a_trace() -> None:
     assert seen[2:] == [(True, True, False)] * 2
     assert told() == (False, False, False)
     assert {type(answer) for answers in seen for answer in answers} == {bool}
+
+
+def test_other_threads_are_not_told_of_what_is_compiled_here() -> None:
+    def fail() -> None:
+        with compiling():
+            assert (told(), in_another_thread(told)) == ((False, True, False), (False, False, False))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert told() == (False, False, False)
 
 
 @pytest.mark.parametrize("trace", [partial(make_fx, tracing_mode="fake"), make_fx])
