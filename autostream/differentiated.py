@@ -66,7 +66,7 @@ class Differentiated:
         make_piece: MakePiece,
         make_section: MakePiece,
     ) -> None:
-        halves = trace_gradients(model, tensors, structure)
+        halves = trace_gradients(model, tensors, structure, bound_inputs)
         tracer = Tracer(lambda *_: halves.forward, may_split=False, may_cut=True, may_try=False, may_renew=True)
         own = GraphPools()  # no other graph's turn may come between the two halves' in memory that is lent
         self._device = torch.device(halves.forward.program.device)

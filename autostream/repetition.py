@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from autostream.analysis.effects import effects_of
 from autostream.analysis.values import tensors_in, value_of
-from autostream.ir import Program
+from autostream.ir import Program, Role
 from autostream.storages import storage_of
 
 
@@ -43,7 +43,7 @@ class Repetition:
     Args:
         model: the model that the program was traced from, its modules in the modes that it was traced in.
         program: its forward.
-        names: of the values that a call takes, as far as they are the model's state; inputs are never written.
+        names: of the values that a call takes, as far as they are the model's state; its inputs come after these.
 
     Attributes:
         written: positions of the values that a call writes.
@@ -51,9 +51,12 @@ class Repetition:
 
     def __init__(self, model: nn.Module, program: Program, names: Sequence[str]) -> None:
         graph = program.module.graph
-        positions = {name: at for at, name in enumerate(names)}
+        state = {name: at for at, name in enumerate(names)}
         placeholders = zip(graph.find_nodes(op="placeholder"), program.placeholders, strict=True)
-        places = {positions[p.target]: storage_of(value_of(node)) for node, p in placeholders if p.target in positions}
+        places = {
+            len(state) + int(p.target) if p.role is Role.INPUT else state[p.target]: storage_of(value_of(node))
+            for node, p in placeholders
+        }
         written, mattering = _written(graph), _mattering(graph)
         self.written = [at for at, storage in places.items() if storage in written]
         self._kept = [at for at in self.written if places[at] in mattering]

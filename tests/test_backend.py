@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -124,6 +125,27 @@ def test_forward_and_backward_of_each_piece_are_scheduled(made: list[OptimizedMo
     model, plain = Branching(), Branching()
     fast = torch.compile(model, backend="autostream", options={"policy": "critical_path"})
     same_gradients(trained(model, fast), trained(plain, plain))
+    assert {report.mode for module in made for report in module.reports} == {"forward and backward"}
+
+
+@DYNAMOS_OWN
+def test_buffers_that_come_to_a_piece_are_written_in_its_forward(made: list[OptimizedModule]) -> None:
+    """The statistics of a batch norm that trains; where its gradients have gradients, they are not counted twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    plain = copy.deepcopy(model)
+    fast = torch.compile(model, backend="autostream", options={"policy": "critical_path"})
+    for number in range(3):
+        for own, run in ((model, fast), (plain, plain)):
+            x = torch.randn(
+                5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number), requires_grad=True
+            )
+            loss = run(x).sum()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            torch.optim.SGD(own.parameters(), lr=0.1).step()
+        same(model.state_dict(), plain.state_dict(), 1e-10)
+        same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], 1e-10)
     assert {report.mode for module in made for report in module.reports} == {"forward and backward"}
 
 

@@ -431,6 +431,19 @@ class Unregistered(nn.Linear):
         return super().forward(x) * self.mask
 
 
+class Recurrent(nn.LSTM):
+    """In float32, whatever others are: the kernel is for that alone."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.float())[0] * 1
+
+    def double(self) -> Recurrent:
+        return self
+
+
 def hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].register_full_backward_pre_hook(lambda module, out: tuple(2 * gradient for gradient in out))
@@ -472,6 +485,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "backward hooks": hooked,
     "the model calls register_hook": partial(Listening, 4, 4),
     "not registered with it": Unregistered,
+    "leaves its backward what that needs": Recurrent,
     "the model writes to its input": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
 }
 

@@ -53,6 +53,27 @@ def test_running_statistics_do_not_matter() -> None:
     assert found.before([*state.values()]).copies == {}
 
 
+def test_inputs_that_stay_are_written_as_state_is() -> None:
+    """As buffers come to a piece of a model: the first of two, which the results depend on."""
+
+    class Piece(nn.Linear):
+        def forward(self, first: Tensor, x: Tensor) -> Tensor:
+            return super().forward(x) * first.mul_(2)
+
+    model, first, x = Piece(4, 4), torch.ones(4), torch.ones(3, 4)
+    tensors, structure = flatten(((first, x), {}))
+    halves = trace_gradients(model, tensors, structure, {0})
+    values = [*model.parameters(), first, x]
+    found = Repetition(model, halves.forward.program, [own.target for own in halves.state])
+    assert [values[at] is first for at in found.written] == [True]
+    before = found.before(values)
+    first.zero_()
+    again = found.values(values, before)
+    assert again[2].tolist() == [1] * 4
+    assert again[2].add_(1).sum() == 8
+    assert first.sum() == 0
+
+
 def test_copies_share_memory_where_the_state_does() -> None:
     """And hold what it held before the call; what is written to them is not seen in the state."""
     found, state = repetition(Counting())

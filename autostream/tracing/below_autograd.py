@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autostream.errors import TraceError
 from autostream.ir import Placeholder, Role
 from autostream.storages import storage_of
 from autostream.tracing.convolutions import GRADIENTS_APART
@@ -36,14 +37,23 @@ def graph_of(
     """The graph of a function that calls a flat model, and may go through its backward.
 
     Raises:
-        TraceError: it cannot be traced, or draws random numbers again from a state that is put back.
+        TraceError: it cannot be traced, draws random numbers again from a state that is put back, or has an op that
+            would not leave its backward what that needs.
     """
     tracer = make_fx(run, {**GRADIENTS_APART, **decompositions}, "fake", _allow_non_fake_inputs=True)
     # In one thread, for what is patched for this one has to hold for the backward too.
     with hooks_set_aside(), torch.autograd.set_multithreading_enabled(False):
         module = watched(lambda: tracer(*values), flat)
     check_graph(flat, module)
+    if module.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
+        raise TraceError(_RECURRENT)
     return module
+
+
+_RECURRENT = (
+    "oneDNN's kernel, which computes LSTMs in float32 on a CPU, leaves its backward what that needs (a workspace) where "
+    "autograd records it, and in a graph nobody does"
+)
 
 
 def reached_originals(module: fx.GraphModule, model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ numbers asked of them again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -96,13 +96,17 @@ class Halves:
     trained: tuple[int, ...]
 
 
-def trace_gradients(model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> Halves:
+def trace_gradients(
+    model: nn.Module, tensors: Sequence[Tensor], structure: Structure, bound_inputs: Set[int] = frozenset()
+) -> Halves:
     """Trace a call that records gradients, and its backward, without computing anything or changing a tensor.
 
     Args:
         model: any module.
         tensors: the flat tensors of its arguments.
         structure: the structure of ``(args, kwargs)`` that they were taken from.
+        bound_inputs: positions of inputs that stay where they are from call to call: like the model's own state, they
+            may be written.
 
     Raises:
         TraceError: it cannot be traced; the message says why.
@@ -114,7 +118,7 @@ def trace_gradients(model: nn.Module, tensors: Sequence[Tensor], structure: Stru
         lambda own: _joint(own, model, tensors, structure),
         lambda found: reached_originals(found.module, model),
     )
-    return _taken_apart(joint, model, tensors)
+    return _taken_apart(joint, model, tensors, bound_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,7 @@ def _check_outputs(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         )
 
 
-def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> Halves:
+def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor], bound_inputs: Set[int]) -> Halves:
     graph = joint.module.graph
     _ask_copies(graph)
     placeholders = list(graph.find_nodes(op="placeholder"))
@@ -228,7 +232,8 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor]) -> 
     roles = tidied(forward, model, tensors)
     program = program_of(forward, roles)
     check_one_device(program)
-    if written := [p.target for p in roles if p.role is Role.INPUT and _is_written(forward, p.name)]:
+    passing = [p for p in roles if p.role is Role.INPUT and int(p.target) not in bound_inputs]
+    if written := [p.target for p in passing if _is_written(forward, p.name)]:
         raise TraceError(f"the model writes to its input {written[0]}, and gradients are recorded")
     places = list(compress(range(joint.outputs), joint.differentiable))
     sources = _sources(second, dict(zip(tangents, places, strict=True)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from autostream.errors import TraceError
 from autostream.ir import Role
 from autostream.tracing.below_autograd import graph_of, reached_originals, state_of, tidied
 from autostream.tracing.constants import registered
@@ -89,3 +91,23 @@ def test_a_tensor_of_the_models_that_became_a_constant_shows() -> None:
     lost.output(lost.get_attr("kept"))
     assert reached_originals(fx.GraphModule({"kept": model.steps[1:]}, lost), model)
     assert not reached_originals(fx.GraphModule({"kept": torch.ones(3)}, lost), model)
+
+
+def test_a_kernel_that_leaves_its_backward_nothing_in_a_graph_is_refused() -> None:
+    """That of oneDNN for LSTMs asks whether gradients are recorded; without them it is like any other."""
+    lstm, x = nn.LSTM(4, 4), torch.ones(3, 2, 4)
+    _, structure = flatten(((x,), {}))
+
+    def trace(backward: bool) -> fx.GraphModule:
+        def run(*values: Tensor) -> list[Tensor]:
+            state = {f"model.{name}": value for name, value in zip(state_of(lstm), values, strict=False)}
+            with torch.set_grad_enabled(backward):
+                y = torch.func.functional_call(flat, state, values[-1:])[0]
+                return list(torch.autograd.grad(y.sum(), values[:-1])) if backward else [y]
+
+        flat = FlatModel(lstm, structure, registered(lstm), "make_fx")
+        return graph_of(run, {}, flat, [*state_of(lstm).values(), x])
+
+    with pytest.raises(TraceError, match="leaves its backward what that needs"):
+        trace(backward=True)
+    assert trace(backward=False).graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default)

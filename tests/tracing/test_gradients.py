@@ -166,6 +166,8 @@ def test_a_model_that_writes_to_its_input_is_refused(write: Callable[[Tensor], o
 
     with pytest.raises(TraceError, match="writes to its input 0"):
         halves(Writing(4, 4), X.clone())
+    tensors, structure = flatten(((X.clone(),), {}))
+    assert trace_gradients(Writing(4, 4), tensors, structure, {0}).trained == (0,), "one that stays is like a buffer"
 
 
 def test_a_model_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
