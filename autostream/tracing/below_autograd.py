@@ -51,8 +51,8 @@ def graph_of(
 
 
 _RECURRENT = (
-    "oneDNN's kernel, which computes LSTMs in float32 on a CPU, leaves its backward what that needs (a workspace) where "
-    "autograd records it, and in a graph nobody does"
+    "oneDNN's kernel, which computes LSTMs in float32 on a CPU, leaves its backward what that needs (a workspace) "
+    "where autograd records it, and in a graph nobody does"
 )
 
 
