@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from autostream.build import Scheduled
 from autostream.differentiated import Differentiated
-from autostream.errors import BranchError, ChoiceError, FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.errors import (
+    BranchError,
+    ChoiceError,
+    FastPathError,
+    ObjectError,
+    OptionError,
+    TargetError,
+    TraceError,
+    first_line,
+)
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.ir import Decision
@@ -215,9 +224,9 @@ def _instead(
 
 
 def _has_pieces(error: Exception, signature: Signature) -> bool:
-    """Whether pieces may do what cannot be traced whole: of what no backward can be traced of, they are no better."""
+    """Whether pieces may do what cannot be traced whole: where it is the backward that cannot, they are no better."""
     if signature.gradients:
-        return isinstance(error, BranchError)
+        return isinstance(error, BranchError | ObjectError)
     return isinstance(error, TraceError) and not isinstance(error, FastPathError)
 
 

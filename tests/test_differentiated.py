@@ -26,6 +26,7 @@ from autostream.api import OptimizedModule
 from autostream.build import Scheduled
 from autostream.errors import TraceError
 from autostream.execution.lending import Lending
+from tests.data_branches import DYNAMOS_OWN
 from tests.semantics import force_streams
 
 Body = Callable[[Any, Any, torch.optim.Optimizer, int], Any]
@@ -495,6 +496,54 @@ def test_what_no_graph_would_do_runs_as_it_is_and_the_report_says_why(reason: st
     fast = assert_trains_alike(PLAIN[reason], backward_only, policy="sequential")
     assert modes(fast) == {"plain"}
     assert reason in reasons(fast)
+
+
+class Counting(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(x) * 1
+
+
+class Outputs:
+    """What no tracer knows."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Returning(nn.Linear):
+    """Returns an object, as models do that keep a cache of keys and values."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Outputs(super().forward(x).sin())
+
+
+OBJECTS = {"changes its own attribute calls": Counting, "Outputs is neither a tensor": Returning}
+
+
+@DYNAMOS_OWN
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("reason", OBJECTS)
+def test_what_only_python_does_is_done_between_pieces(reason: str) -> None:
+    """The tensors between are computed by a scheduled forward, and their gradients by a scheduled backward."""
+    models = [OBJECTS[reason](4, 4).double() for _ in range(2)]
+    models[0].load_state_dict(models[1].state_dict())
+    fast = autostream.optimize(models[0], policy="sequential")
+    for number in range(3):
+        for model, run in zip(models, (fast, models[1]), strict=True):
+            found = run(t(5, 4, seed=number))
+            (found.y if isinstance(found, Outputs) else found).square().sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        close(list(models[0].state_dict().values()), list(models[1].state_dict().values()))
+        close([own.grad for own in models[0].parameters()], [own.grad for own in models[1].parameters()])
+    assert getattr(models[0], "calls", 0) == getattr(models[1], "calls", 0)
+    assert reason in reasons(fast)
+    assert modes(fast) == {"graph breaks"}
+    assert {part.mode for report in fast.reports for part in report.parts} == {"forward and backward"}
 
 
 def test_on_a_cpu_the_model_does_it_unless_somebody_asks_for_a_schedule() -> None:

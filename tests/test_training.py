@@ -1209,6 +1209,39 @@ def test_where_the_loss_cannot_be_in_a_graph_forward_and_backward_of_the_model_a
     )
 
 
+def test_another_optimizer_may_step_in_the_backward() -> None:
+    """As where the update of a parameter is a hook on it, to save the memory of its gradient."""
+    models = [mlp().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def step_in_the_backward(own: Any) -> None:
+        SGD([own], lr=0.1).step()
+        own.grad = None
+
+    for model in models:
+        for own in model[0].parameters():
+            own.register_post_accumulate_grad_hook(step_in_the_backward)
+    optimizers = [SGD(model[2].parameters(), lr=0.1) for model in models]
+    step = train_step(models[0], optimizers[0], mse, policy="sequential")
+    for number in range(4):
+        close(step(*ROWS[number % 2]), eager(models[1], optimizers[1], mse, ROWS[number % 2]).detach())
+        close(dict(models[0].state_dict()), dict(models[1].state_dict()))
+    assert "a parameter that is not the optimizer's has hooks" in reasons(step)
+    assert modes(step) == ["forward and backward"]
+
+
+def test_what_is_saved_for_a_backward_is_shown_to_who_asks() -> None:
+    model, optimizer = small()
+    step = train_step(model, optimizer, mse, policy="sequential")
+    for _ in range(2):
+        step(*ROWS[0])
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda own: (packed.append(own), own)[1], lambda own: own):
+        step(*ROWS[0])
+    assert packed
+    assert "hooks of saved tensors" in reasons(step)
+
+
 class Layers(nn.Sequential):
     """A model that a loss looks into."""
 

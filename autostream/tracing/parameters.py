@@ -24,6 +24,24 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def have_hooks(parameters: Sequence[Tensor]) -> bool:
+    """Whether something else happens when one of these gets a gradient.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> handle = weight.register_hook(lambda gradient: gradient * 2)
+        >>> before = have_hooks([weight])
+        >>> handle.remove()
+        >>> before, have_hooks([weight])
+        (True, False)
+    """
+    return any(map(_HOOKS, parameters)) or any(map(_LATER_HOOKS, parameters))
+
+
+_HOOKS = operator.attrgetter("_backward_hooks")
+_LATER_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
 class Holders:
     """Where the modules of a step hold the parameters of its optimizer.
 
@@ -71,6 +89,11 @@ class Holders:
             chain.from_iterable(children),
             chain.from_iterable(map(dict.values, children)),
         )
+        ours = set(map(id, parameters))
+        dicts = (module._parameters for module in modules if isinstance(module._parameters, dict))
+        self._others = [
+            holder for holder in dicts if any(own is not None and id(own) not in ours for own in holder.values())
+        ]
         self._hooks = [hooks for module in modules for hooks in (module._backward_hooks, module._backward_pre_hooks)]
         self.parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
 
@@ -85,11 +108,13 @@ class Holders:
         )
 
     def hooked(self) -> str:
-        """Why the modules do more in a backward than a graph of it would, or ``""``."""
+        """Why the modules, or parameters of theirs, do more in a backward than a graph of it would, or ``""``."""
         if self.parallel:
             return "DistributedDataParallel averages gradients by hooks, which a graph would not call"
         if any(self._hooks) or nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
             return "a submodule has backward hooks, which a graph would not call"
+        if have_hooks([own for holder in self._others for own in holder.values() if own is not None]):
+            return "a parameter that is not the optimizer's has hooks on its gradient, which a graph would not call"
         return ""
 
 

@@ -49,11 +49,13 @@ from autostream.tracing.parameters import (
     Holders,
     OptimizerState,
     clear_gradients,
+    have_hooks,
     parameters_of,
     set_aside,
     set_gradients,
     take_gradients,
 )
+from autostream.tracing.saved_tensors import hooks_are_set
 from autostream.tracing.state import name_of
 from autostream.tracing.tree import Constant, Structure, flatten, unflatten
 
@@ -330,10 +332,12 @@ class Backward(nn.Module):
         return Setting(self._holders.names, trained, self._refusal(parameters))
 
     def _refusal(self, parameters: Sequence[Tensor]) -> str:
-        if any(map(_HOOKS, parameters)) or any(map(_LATER_HOOKS, parameters)):
+        if have_hooks(parameters):
             return "a parameter has hooks on its gradient, which a graph would not call"
         if not any(map(_REQUIRES_GRADIENTS, parameters)):
             return "the optimizer has no parameters that require gradients"
+        if hooks_are_set():
+            return "hooks of saved tensors are set, and a graph saves none"
         return self._holders.hooked() or anomalies_sought()
 
 
@@ -469,8 +473,6 @@ class _Memory(Generic[Found]):
 
 
 _REQUIRES_GRADIENTS = attrgetter("requires_grad")
-_HOOKS = attrgetter("_backward_hooks")
-_LATER_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
-from autostream.errors import BranchError, TraceError
+from autostream.errors import BranchError, ObjectError, TraceError
 from autostream.operators import is_unknown, symbols_of
 
 _CONSTANTS = {
@@ -248,9 +248,10 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
     if is_unknown(value):
         raise UnknownNumberError(value)
     if opened is None:
-        raise TraceError(
+        raise ObjectError(
             f"a value of type {kind.__module__}.{kind.__qualname__} is neither a tensor, a constant nor "
-            "a known container: register it with torch.utils._pytree.register_pytree_node, or pass its tensors"
+            "a known container: register it with torch.utils._pytree.register_pytree_node, or pass "
+            f"{'it as a dict' if isinstance(value, Mapping) else 'its tensors'}"
         )
     context, children = opened
     return Structure(kind, _comparable(kind, context), tuple(_flatten(child, tensors) for child in children))

@@ -81,6 +81,17 @@ def test_hooks_on_modules_are_seen_and_those_that_are_gone_are_not() -> None:
     assert holders.hooked() == ""
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_so_are_hooks_on_parameters_that_are_not_the_optimizers(register: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    holders = Holders(model, SGD([model[0].weight], lr=0.1))
+    for weight in (model[0].bias, model[1].weight):
+        handle = getattr(weight, register)(lambda _: None)
+        assert "not the optimizer's has hooks" in holders.hooked()
+        handle.remove()
+        assert holders.hooked() == ""
+
+
 # State
 
 

@@ -179,6 +179,13 @@ def test_anomaly_detection_is_a_refusal_while_it_lasts() -> None:
     assert setting_of(step).refusal == ""
 
 
+def test_so_are_hooks_of_saved_tensors() -> None:
+    step = step_of()
+    with torch.autograd.graph.save_on_cpu():
+        assert "hooks of saved tensors" in setting_of(step).refusal
+    assert setting_of(step).refusal == ""
+
+
 def test_nothing_to_train_is_a_refusal() -> None:
     step = step_of()
     step.optimizer.param_groups.clear()

@@ -261,6 +261,12 @@ def test_unknown_objects_are_refused_by_type_in_one_line_that_says_what_to_do(va
     assert "\n" not in str(refusal.value)
 
 
+def test_of_a_mapping_a_dict_is_asked_for() -> None:
+    """As of what tokenizers return."""
+    with pytest.raises(TraceError, match=r"UserDict is neither .* or pass it as a dict"):
+        flatten([UserDict(x=ONE)])
+
+
 def test_numbers_of_numpy_are_no_floats() -> None:
     numpy = pytest.importorskip("numpy")
     with pytest.raises(TraceError, match="numpy"):
