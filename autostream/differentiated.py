@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from autostream.build import Scheduled, Stale
+from autostream.build import Scheduled, Stale, Unsuitable
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.lending import Lending
 from autostream.options import Options
@@ -85,6 +85,7 @@ class Differentiated:
             halves.backward([*self._copied, *self._lent]), frozenset([*kept, *range(first, first + len(lent))])
         )
         self._state = LiveState(model, halves.state, {})
+        self._given = [at for at in halves.needed if at >= len(halves.state)]
         self._model, self._structure, self._signature, self._halves = model, structure, signature, halves
         self._repetition = Repetition(model, halves.forward.program, [own.target for own in halves.state])
         self._autocast = _autocast(self._device)
@@ -103,6 +104,8 @@ class Differentiated:
         if len(present) < len(state) or not self._state.tied(state) or _required(present) != self._required:
             raise Stale
         values = [*present, *tensors]
+        if any(values[at].is_inference() for at in self._given):
+            raise Unsuitable("its backward needs an input that was made in inference mode, which autograd cannot save")
         trained = (values[at] for at in self._halves.trained)
         outputs = apply(_Node, self, values, *trained)
         return unflatten(self._halves.structure, outputs)

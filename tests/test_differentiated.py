@@ -349,6 +349,21 @@ def test_inputs_may_be_made_in_inference_mode_where_no_backward_needs_them() -> 
     assert torch.equal(model[1].bias.grad, torch.full((4,), 2.0))
 
 
+def test_where_a_backward_needs_one_the_model_says_that_there_is_no_way() -> None:
+    """As far as it gets, and no farther: what comes after it is not computed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    fast = autostream.optimize(model, policy="sequential")
+    fast(torch.ones(2, 4)).sum().backward()
+    with torch.inference_mode():
+        x = torch.ones(2, 4)
+    before = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        fast(x)
+    assert torch.equal(before[0], torch.get_rng_state())
+    close(list(before[1].values()), list(model.state_dict().values()))
+    assert "made in inference mode" in reasons(fast)
+
+
 def test_many_gradients_of_an_output_may_go_back_at_once() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
     each = torch.eye(12).view(12, 3, 4)
