@@ -318,12 +318,15 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _blamed(error: Exception) -> str:
-    """The innermost line of an error's traceback that is neither PyTorch's nor ours, or ``""``."""
-    libraries = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<string>")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-    if not frames:
-        return ""
-    return at_line(frames[-1].filename, frames[-1].lineno, frames[-1].line)
+    """The innermost line of an error's traceback that is neither PyTorch's nor ours, else of a layer, else ``""``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    layers = [frame for frame in frames if frame.filename.startswith(_LAYERS) and frame.name == "forward"]
+    return next((at_line(own[-1].filename, own[-1].lineno, own[-1].line) for own in (users, layers) if own), "")
+
+
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<string>")
+_LAYERS = os.path.dirname(nn.modules.__file__)
 
 
 def tensors_in(value: object) -> list[Tensor]:

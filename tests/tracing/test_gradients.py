@@ -175,3 +175,10 @@ def test_a_model_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gradients, "program_of", lambda *given: replace(made(*given), peers=("cuda:1",)))
     with pytest.raises(TraceError, match=r"several devices \(cpu, cuda:1\)"):
         halves(nn.Linear(4, 5))
+
+
+def test_of_what_a_layer_of_pytorchs_does_its_own_line_is_told() -> None:
+    """There is none of the user's: a layer calls a layer."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(TraceError, match=r"batchnorm.py:\d+: .*float\(self.num_batches_tracked\)"):
+        halves(model)
