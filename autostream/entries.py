@@ -224,7 +224,11 @@ def _instead(
 
 
 def _has_pieces(error: Exception, signature: Signature) -> bool:
-    """Whether pieces may do what cannot be traced whole: where it is the backward that cannot, they are no better."""
+    """Whether pieces may do what cannot be traced whole.
+
+    With gradients, they are no better where it is the backward that cannot; and what a model keeps in its attributes
+    is then an output of theirs, from which nobody can go back by way of another.
+    """
     if signature.gradients:
         return isinstance(error, BranchError | ObjectError)
     return isinstance(error, TraceError) and not isinstance(error, FastPathError)

@@ -7,7 +7,7 @@
     ├── TraceError                  a model cannot be turned into a dataflow graph
     │   ├── BranchError             … for it goes by values of tensors; pieces of it can
     │   │   └── ChoiceError         … which Python only asks whether they are true; each way through it can
-    │   ├── ObjectError             … for it changes or returns objects that no graph has; pieces of it can
+    │   ├── ObjectError             … for it returns an object that no graph has; pieces of it can
     │   └── FastPathError           … and pieces of it would not compute the same either
     ├── FusionError                 a program's ops cannot be fused into kernels
     ├── ScheduleError               a schedule failed verification; it was not executed
@@ -50,7 +50,7 @@ class ChoiceError(BranchError):
 
 
 class ObjectError(TraceError):
-    """A model changes or returns objects of Python's; the message says which. What lies between can be traced."""
+    """A model returns an object that is no known container; the message says which. What comes before can be traced."""
 
 
 class FastPathError(TraceError):
