@@ -4,6 +4,7 @@
                           └── saved: in the memory of the forward's graph, where there is one ──┘
 
 Gradients arrive at parameters as ever: hooks, accumulation, and whatever else waits for them there, see no difference.
+So they do at outputs that others are computed from (``links.py``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.func import functional_call
 from autostream.build import Scheduled, Stale, Unsuitable
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.lending import Lending
+from autostream.links import linked, linked_in, shares, stand_in
 from autostream.options import Options
 from autostream.pieces import MakePiece
 from autostream.pipeline import versions
@@ -29,7 +31,7 @@ from autostream.repetition import Before, Repetition
 from autostream.reporting.report import Report
 from autostream.tracing.export import Tracer
 from autostream.tracing.gradients import trace_gradients
-from autostream.tracing.saved_tensors import apply
+from autostream.tracing.saved_tensors import apply, keeps_graph
 from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
@@ -50,6 +52,7 @@ class Differentiated:
 
     Attributes:
         repeatable: whether a call more than asked, or one that fails, changes nothing that anybody can see.
+        linked: positions of the outputs that others are computed from, and of these.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -85,6 +88,7 @@ class Differentiated:
             halves.backward([*self._copied, *self._lent]), frozenset([*kept, *range(first, first + len(lent))])
         )
         self._state = LiveState(model, halves.state, {})
+        self.linked = linked_in(halves.parents)
         self._given = [at for at in halves.needed if at >= len(halves.state)]
         self._model, self._structure, self._signature, self._halves = model, structure, signature, halves
         self._repetition = Repetition(model, halves.forward.program, [own.target for own in halves.state])
@@ -106,8 +110,11 @@ class Differentiated:
         values = [*present, *tensors]
         if any(values[at].is_inference() for at in self._given):
             raise Unsuitable("its backward needs an input that was made in inference mode, which autograd cannot save")
-        trained = (values[at] for at in self._halves.trained)
-        outputs = apply(_Node, self, values, *trained)
+        run = _Run(self, values)
+        outputs = apply(_Node, run, *(values[at] for at in self._halves.trained))
+        if self.linked:
+            own, run.outputs = run.outputs, ()
+            outputs = linked(own, outputs, self._halves.parents, run.derived)
         return unflatten(self._halves.structure, outputs)
 
     def renew_lock(self) -> None:
@@ -165,30 +172,25 @@ class Differentiated:
         written = self._repetition.written
         return [0 if at in written or own.is_inference() else own._version for at, own in enumerate(values)]
 
-    def differentiable(
-        self, values: Sequence[Tensor], versions_then: Sequence[int], before: Before, tangents: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        """The same gradients, recorded by autograd: the model computes all once more.
+    def again(self, run: _Run) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of a call, recorded by autograd, and what they lead to: the model computes all once more.
 
         Raises:
             RuntimeError: it would not compute the same.
         """
-        halves = self._halves
-        if self.versions(values) != versions_then:
+        if self.versions(run.values) != run.versions:
             raise RuntimeError(
-                "for gradients of gradients (create_graph=True) all is computed once more, and weights or inputs have "
-                "changed since the call: call the model itself, not the optimized one, where you need them"
+                "for gradients of gradients (create_graph=True), or of outputs that others are computed from, all is "
+                "computed once more, and weights or inputs have changed since the call: call the model itself, not the "
+                "optimized one, where you need them"
             )
         # Each stands for itself, for one may be computed from another: this call ends here.
-        values = self._repetition.values(values, before)
-        state = {own.target: value for own, value in zip(halves.state, values, strict=False)}
+        values = self._repetition.values(run.values, run.before)
+        state = {own.target: value for own, value in zip(self._halves.state, values, strict=False)}
         args, kwargs = unflatten(self._structure, values[len(state) :])
-        with self._autocast(), self._repetition.as_then(before):
+        with torch.enable_grad(), self._autocast(), self._repetition.as_then(run.before):
             outputs, _ = flatten(functional_call(self._model, state, args, kwargs))
-        used = [(output, tangent) for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
-        trained = [values[at] for at in halves.trained]
-        given = [output for output, _ in used], trained, [tangent for _, tangent in used]
-        return torch.autograd.grad(*given, create_graph=True, allow_unused=True)
+        return outputs, [values[at] for at in self._halves.trained]
 
     def _laid_out(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
         pairs = zip(tangents, self._halves.tangents, strict=True)
@@ -199,13 +201,53 @@ class Differentiated:
         return [output for output, like in zip(outputs, self._halves.tangents, strict=True) if like is None]
 
 
+class _Run:
+    """A call, for as long as somebody may go back from it.
+
+    Args:
+        call: whose it is.
+        values: what it takes.
+
+    Attributes:
+        outputs: that get nodes of their own, by position among all.
+        versions: how often the values had been written.
+        before: what the call found.
+        memory: what is lent of the forward's.
+    """
+
+    def __init__(self, call: Differentiated, values: Sequence[Tensor]) -> None:
+        self.call, self.values = call, values
+        self.outputs: Sequence[Tensor] = ()
+        self.versions: Sequence[int] = ()
+        self.before = Before((), {})
+        self.memory: Sequence[Tensor] = ()
+
+    def end(self) -> None:
+        """Let go of all, as autograd does of what is saved: losses may be kept."""
+        self.values = self.memory = ()
+        self.before = Before((), {})
+
+    def derived(self, at: int, parents: Sequence[int], gradient: Tensor) -> Sequence[Tensor | None]:
+        """What outputs are due that another one is computed from (:data:`~autostream.links.Derive`)."""
+        if not self.values:
+            return [None] * len(parents)  # autograd will say that the graph is gone
+        outputs, _ = self.call.again(self)
+        return shares(outputs[at], [outputs[parent] for parent in parents], gradient)
+
+
 class _Node(torch.autograd.Function):
     """What autograd sees of a call."""
 
     @staticmethod
-    def forward(ctx: Any, call: Differentiated, values: Sequence[Tensor], *trained: Tensor) -> tuple[Tensor, ...]:
-        outputs, taken, ctx.memory, ctx.before = call.forward(values)
-        ctx.call, ctx.values, ctx.versions = call, values, call.versions(values)
+    def forward(ctx: Any, run: _Run, *trained: Tensor) -> tuple[Tensor, ...]:
+        call, ctx.run = run.call, run
+        outputs, taken, run.memory, run.before = call.forward(run.values)
+        run.versions = call.versions(run.values)
+        if call.linked:  # what has another node is saved under another name, or it would hold itself
+            own = {id(outputs[at]) for at in call.linked}
+            taken = [tensor.detach() if id(tensor) in own else tensor for tensor in taken]
+            run.outputs = outputs
+            outputs = [stand_in(output) if at in call.linked else output for at, output in enumerate(outputs)]
         ctx.save_for_backward(*taken)  # it sees to it that nobody has written to them when they are used
         ctx.mark_non_differentiable(*call.constants(outputs))
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, which is not zero
@@ -213,20 +255,16 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        taken = ctx.saved_tensors
+        taken, run = ctx.saved_tensors, ctx.run
         if torch.is_grad_enabled():
-            return None, None, *ctx.call.differentiable(ctx.values, ctx.versions, ctx.before, tangents)
-        gradients = ctx.call.backward(taken, ctx.memory, tangents)
-        if taken and not _keeps_graph():
-            ctx.values = ctx.memory = ctx.before = ()  # as autograd lets go of what is saved: losses may be kept
-        return None, None, *gradients
-
-
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-"""Whether a backward that is running may be run again (``retain_graph=True``).
-
-Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, inputs are kept as long as the loss.
-"""
+            outputs, trained = run.call.again(run)
+            used = [(output, tangent) for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
+            given = [output for output, _ in used], trained, [tangent for _, tangent in used]
+            return None, *torch.autograd.grad(*given, create_graph=True, allow_unused=True)
+        gradients = run.call.backward(taken, run.memory, tangents)
+        if taken and not keeps_graph():
+            run.end()
+        return None, *gradients
 
 
 def _required(tensors: Sequence[Tensor | None]) -> list[bool]:

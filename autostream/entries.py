@@ -226,8 +226,8 @@ def _instead(
 def _has_pieces(error: Exception, signature: Signature) -> bool:
     """Whether pieces may do what cannot be traced whole.
 
-    With gradients, they are no better where it is the backward that cannot; and what a model keeps in its attributes
-    is then an output of theirs, from which nobody can go back by way of another.
+    With gradients, they are no better where it is the backward that cannot. Nor are they where a model changes its own
+    attributes: Dynamo looks no second time for one that was missing, nor does what a checkpoint calls once more.
     """
     if signature.gradients:
         return isinstance(error, BranchError | ObjectError)

@@ -522,8 +522,26 @@ class Keeping(nn.Sequential):
         return last(self.kept)
 
 
+class Remembering(nn.Linear):
+    """Goes on from where the last call has ended."""
+
+    def forward(self, x: Tensor) -> Any:
+        try:
+            state = self.state
+        except AttributeError:
+            state = torch.zeros_like(x)
+        state = super().forward(x + state).tanh()
+        self.state = state.detach().clone()
+        return state
+
+
+def test_a_model_that_remembers_runs_as_it_is() -> None:
+    """In pieces, TorchDynamo would go on to find that there is nothing to remember."""
+    fast = assert_trains_alike(partial(Remembering, 4, 4), backward_only, steps=3, policy="sequential")
+    assert modes(fast) == {"plain"}
+
+
 def test_a_model_that_keeps_what_it_computes_runs_as_it_is() -> None:
-    """What it keeps would be an output beside the one that is computed from it: no gradient would come by that way."""
     model = Keeping(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     fast = autostream.optimize(model, policy="sequential")
     for _ in range(2):

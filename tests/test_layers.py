@@ -43,6 +43,7 @@ FLOORS = {
             "build",
             "differentiated",
             "repetition",
+            "links",
             "dispatch",
             "entries",
             "buckets",

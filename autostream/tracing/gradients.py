@@ -79,6 +79,8 @@ class Halves:
             order, and tangents; it returns gradients.
         structure: of the model's outputs.
         tangents: how those of each output come; ``None`` for outputs that have none.
+        parents: for each output, the positions of those with gradients that it is computed from, in the order in which
+            they are computed.
         sources: for each of the gradients, the positions of the outputs whose tangents it depends on.
         state: what parameters and buffers there are.
         needed: positions of the values that ``backward`` takes.
@@ -90,6 +92,7 @@ class Halves:
     backward: Callable[[Sequence[int]], fx.GraphModule]
     structure: Structure
     tangents: tuple[Tangent | None, ...]
+    parents: tuple[tuple[int, ...], ...]
     sources: tuple[frozenset[int], ...]
     state: tuple[Placeholder, ...]
     needed: tuple[int, ...]
@@ -244,10 +247,28 @@ def _taken_apart(joint: _Joint, model: nn.Module, tensors: Sequence[Tensor], bou
         backward=backward,
         structure=joint.structure,
         tangents=tuple(next(layouts) if has else None for has in joint.differentiable),
+        parents=_parents(first, outputs, joint.differentiable),
         sources=tuple(sources[storage_of(gradient.meta["val"])] or frozenset(places) for gradient in gradients),
         state=tuple(Placeholder(name, Role.BUFFER, name, name) for name in state_of(model)),
         needed=tuple(needed),
         trained=joint.trained,
+    )
+
+
+def _parents(
+    nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], differentiable: Sequence[bool]
+) -> tuple[tuple[int, ...], ...]:
+    """For each output that has gradients, those others that a way leads from."""
+    places = {node: at for at, node in enumerate(outputs) if differentiable[at]}
+    ways = dict[fx.Node, frozenset[int]]()
+    for node in nodes:
+        ways[node] = frozenset[int]().union(*(ways[argument] for argument in node.all_input_nodes))
+        if node in places:
+            ways[node] |= {places[node]}
+    order = [places[node] for node in nodes if node in places]
+    return tuple(
+        tuple(place for place in order if place in ways[node] and place != at) if differentiable[at] else ()
+        for at, node in enumerate(outputs)
     )
 
 

@@ -1,11 +1,11 @@
-"""Hooks of what autograd saves (``torch.autograd.graph.saved_tensors_hooks``): to do without them; what they raise.
+"""What autograd saves: hooks of it (``torch.autograd.graph.saved_tensors_hooks``), what these raise, how long it stays.
 
 Private to PyTorch (seen in 2.11 and 2.13): its public relatives can add hooks, but none can take them away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,13 @@ def hooks_are_set() -> bool:
     """
     top = _top()
     return top is None or top(True) is not None
+
+
+keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+"""Whether what is saved stays after the backward that is running, which may be run again (``retain_graph=True``).
+
+Where a version of PyTorch does not tell, it may.
+"""
 
 
 def apply(function: type[Function], *args: Any) -> Any:
