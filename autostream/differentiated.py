@@ -184,11 +184,11 @@ class Differentiated:
                 "computed once more, and weights or inputs have changed since the call: call the model itself, not the "
                 "optimized one, where you need them"
             )
-        # Each stands for itself, for one may be computed from another: this call ends here.
-        values = self._repetition.values(run.values, run.before)
-        state = {own.target: value for own, value in zip(self._halves.state, values, strict=False)}
-        args, kwargs = unflatten(self._structure, values[len(state) :])
         with torch.enable_grad(), self._autocast(), self._repetition.as_then(run.before):
+            # Each stands for itself, for one may be computed from another: this call ends here.
+            values = self._repetition.values(run.values, run.before)
+            state = {own.target: value for own, value in zip(self._halves.state, values, strict=False)}
+            args, kwargs = unflatten(self._structure, values[len(state) :])
             outputs, _ = flatten(functional_call(self._model, state, args, kwargs))
         return outputs, [values[at] for at in self._halves.trained]
 
@@ -209,7 +209,7 @@ class _Run:
         values: what it takes.
 
     Attributes:
-        outputs: that get nodes of their own, by position among all.
+        outputs: as the forward returned them, until some of them get nodes of their own.
         versions: how often the values had been written.
         before: what the call found.
         memory: what is lent of the forward's.

@@ -165,6 +165,30 @@ def test_so_it_is_with_captured_graphs(use: Use) -> None:
     assert_seen_alike(use, "cuda")
 
 
+def test_a_weight_that_the_call_writes_has_a_gradient_all_the_same() -> None:
+    class Clamping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-2, 2, 4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            first = (x * self.weight).exp()
+            return first, first.square().sin()
+
+    plain, model = Clamping().double(), Clamping().double()
+    fast = autostream.optimize(model, policy="sequential")
+    results = []
+    for own, run in ((plain, plain), (model, fast)):
+        first, second = run(torch.ones(3, 4).double())
+        first.retain_grad()
+        second.sum().backward()
+        results.append([first.grad, own.weight.grad])
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+    assert fast.reports[0].mode == "forward and backward"
+
+
 def test_where_nobody_looks_nothing_is_computed_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     again: list[Any] = []
     monkeypatch.setattr(Differentiated, "again", lambda self, run: again.append(run))
