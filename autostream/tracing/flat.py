@@ -6,7 +6,6 @@ it is looked for, and refused; and it is undone, so that a trace leaves nothing 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import traceback
@@ -36,7 +35,7 @@ from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.generators import GeneratorState
 from autostream.tracing.guards import has_torchscript, unusual
 from autostream.tracing.leaks import recalled, taken_back
-from autostream.tracing.lines import at_line
+from autostream.tracing.lines import error_line
 from autostream.tracing.numbers import unknown_in
 from autostream.tracing.reads import Reads, functions_of
 from autostream.tracing.state import name_of
@@ -203,12 +202,12 @@ class FlatModel(nn.Module):
             return self.constants.numbers.refusal(error.symbols)
         if isinstance(error, TraceError):
             reason, _, _ = str(error).partition("\n")  # torch.fx adds pages to errors in graphs that it interprets
-            return type(error)(f"{reason}{_blamed(error)}")
+            return type(error)(f"{reason}{error_line(error)}")
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # tracing has imported it by now
 
         branch = ChoiceError if self.constants.last in ASKING else BranchError
         kind = branch if isinstance(error, GuardOnDataDependentSymNode) else TraceError
-        return kind(f"{self._tracer} cannot trace {name_of(self.model)}: {first_line(error)}{_blamed(error)}")
+        return kind(f"{self._tracer} cannot trace {name_of(self.model)}: {first_line(error)}{error_line(error)}")
 
     @contextmanager
     def _unasked(self) -> Iterator[None]:
@@ -315,18 +314,6 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _blamed(error: Exception) -> str:
-    """The innermost line of an error's traceback that is neither PyTorch's nor ours, else of a layer, else ``""``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    layers = [frame for frame in frames if frame.filename.startswith(_LAYERS) and frame.name == "forward"]
-    return next((at_line(own[-1].filename, own[-1].lineno, own[-1].line) for own in (users, layers) if own), "")
-
-
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<string>")
-_LAYERS = os.path.dirname(nn.modules.__file__)
 
 
 def tensors_in(value: object) -> list[Tensor]:

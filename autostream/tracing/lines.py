@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import traceback
 from types import CodeType, FrameType
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import set_stack_trace
 
-_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<eval_with_key>")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_NOT_THE_USERS = (_TORCH, os.path.dirname(__file__) + os.sep, "<eval_with_key>")
 
 
 def note_line(frame: FrameType | None, outermost: CodeType) -> None:
@@ -55,6 +57,28 @@ def users_line(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     return at_line(frame.f_code.co_filename, frame.f_lineno, _code(frame))
+
+
+def error_line(error: BaseException) -> str:
+    """The innermost line that an error went through of code that is neither PyTorch's nor ours, to end a message with.
+
+    Where there is none, it is that of one of PyTorch's layers; else ``""``.
+
+    Example:
+        >>> try:
+        ...     torch.nn.Linear(2, 2)(torch.ones(3), torch.ones(3))
+        ... except TypeError as error:
+        ...     error_line(error)
+        ' (at <doctest autostream.tracing.lines.error_line[0]>:2: torch.nn.Linear(2, 2)(torch.ones(3), torch.ones(3)))'
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    layers = [frame for frame in frames if frame.filename.startswith(_LAYERS) and frame.name == "forward"]
+    return next((at_line(own[-1].filename, own[-1].lineno, own[-1].line) for own in (users, layers) if own), "")
+
+
+_LIBRARIES = (_TORCH, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<string>")
+_LAYERS = os.path.dirname(torch.nn.modules.__file__) + os.sep
 
 
 def at_line(path: str, number: int | None, code: str | None) -> str:

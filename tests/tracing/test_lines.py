@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
+import autostream
 from autostream.tracing.export import trace
-from autostream.tracing.lines import at_line, keep_lines, note_line, users_frame, users_line
+from autostream.tracing.lines import at_line, error_line, keep_lines, note_line, users_frame, users_line
 from autostream.tracing.tree import flatten
 
 
@@ -95,3 +98,21 @@ def test_a_line_is_told_with_its_path_from_here() -> None:
     assert said.endswith(": said = users_line(frame))")
     assert at_line(os.path.join(os.getcwd(), "net.py"), 3, "y = x") == " (at net.py:3: y = x)"
     assert users_line(users_frame(sys._getframe(), sys._getframe().f_code)) == ""
+
+
+def raised_in(path: str) -> str:
+    """The line of an error that code of a file raises."""
+    try:
+        exec(compile("raise ValueError", path, "exec"))
+    except ValueError as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        return error_line(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("package", [torch, autostream])
+def test_only_what_lies_within_a_package_is_the_packages(package: ModuleType) -> None:
+    """As torchvision lies beside torch, and the models of somebody in a folder of a similar name."""
+    folder = os.path.dirname(str(package.__file__))
+    assert raised_in(os.path.join(folder, "within.py")) == ""
+    assert "-models/net.py:1" in raised_in(os.path.join(f"{folder}-models", "net.py"))
