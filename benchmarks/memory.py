@@ -24,7 +24,8 @@ def memory_table(rows: Iterable[Row]) -> str:
 
     First what the plans allocate: one stream, what autostream chose, and how many times as much that is, without and
     with weights and inputs, which are *given*. Then what the caching allocator reserves of the device in each mode, in
-    whole segments and with the workspaces of libraries, and how many times ``torch.compile``'s that is.
+    whole segments and with the workspaces of libraries, and how many times ``torch.compile``'s that is. A mode of
+    training makes a model and an optimizer of its own: what is reserved for it has all that is given.
 
     Example:
         >>> planned = {"planned_bytes": 3_000_000, "given_bytes": 7_000_000}
@@ -52,12 +53,13 @@ def _line(row: Row) -> Sequence[str]:
     given = cells[CHOSEN]["schedule"]["given_bytes"]
     one, chosen = (cells[mode]["schedule"]["planned_bytes"] for mode in (ONE_STREAM, CHOSEN))
     theirs, ones, ours = (cells[mode]["reserved_bytes"] for mode in (COMPILED, ONE_STREAM, CHOSEN))
+    besides = 0 if row.get("optimizer") else given
     return (
         title(row),
         *map(_mb, (given, one, chosen)),
         *(_times(chosen, one), _times(given + chosen, given + one)),
         *map(_mb, (theirs, ones, ours)),
-        *(_times(ours, theirs), _times(given + ours, given + theirs)),
+        *(_times(ours, theirs), _times(besides + ours, besides + theirs)),
     )
 
 

@@ -123,7 +123,9 @@ def tables(result: Any) -> str:
         f"{text}\n\n{ratios_table(result['rows'], baseline, measure, 'github')}" for measure, text in _MEASURES.items()
     ]
     if memory := memory_table(result["rows"]):
-        parts.append(f"Memory, MB on top of the weights and inputs that are given:\n\n{memory}")
+        trained = any(row["optimizer"] for row in result["rows"])
+        but = " (in training, what is reserved has these too)" if trained else ""
+        parts.append(f"Memory, MB on top of the weights and inputs that are given{but}:\n\n{memory}")
     used = sorted({row.get("stamp", 0) for row in result["rows"]})
     stamps = "; ".join(f"{stamp['date']}, commit {stamp['commit']}" for stamp in (result["stamps"][n] for n in used))
     first = result["stamps"][0]

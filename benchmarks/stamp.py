@@ -31,7 +31,7 @@ def stamp() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cpus": os.cpu_count(),
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),

@@ -158,8 +158,8 @@ def _prepared(contest: Contest, mode: str, ready: dict[str, Contender]) -> Cell:
         contender.call()
         memory.synchronize()
         first_s = round(time.perf_counter() - start, 3)
+        allocated, reserved = memory.used(contender.call)  # before others multiply to find the error
         error = contender.error()
-        allocated, reserved = memory.used(contender.call)
     except Exception as failure:
         memory.synchronize()  # raises where the device is lost, and nothing more can be done in this process
         return Cell("failed", first_line(failure))
@@ -215,6 +215,10 @@ def _schedule(reports: tuple[Report, ...]) -> dict[str, Any]:
     return facts
 
 
+_SETTLED = 3
+"""Runs after which a mode does what it always does: ``torch.compile``'s graphs warm up, then record, then replay."""
+
+
 class _Memory:
     """What the caching allocator holds for a mode; nothing is known of the CPU's.
 
@@ -234,9 +238,11 @@ class _Memory:
             torch.cuda.synchronize(self._device)
 
     def used(self, call: Callable[[], object]) -> tuple[int | None, int | None]:
-        """Peak bytes allocated and reserved in a run, above those of before."""
+        """Peak bytes allocated and reserved in a run that is like all later ones, above those of before."""
         if self._device is None:
             return None, None
+        for _ in range(_SETTLED):
+            call()
         self._now()
         torch.cuda.reset_peak_memory_stats(self._device)
         call()

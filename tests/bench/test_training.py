@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.bench import training
+from autostream.bench.contest import hold
 from autostream.bench.training import CPU, CUDA, Training, TrainingSubject, eager, training_modes_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -344,3 +345,19 @@ def test_what_is_timed_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     contender.call()
     eager(twin)(*twin.data)
     torch.testing.assert_close(made[-1].model.state_dict(), twin.model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_no_mode_pays_for_the_products_of_those_who_looked_at_its_subject() -> None:
+    """The step has none itself; cuBLAS takes a workspace of 8 MiB at least for whoever multiplies."""
+
+    def make(dtype: torch.dtype) -> TrainingSubject:
+        model = nn.PReLU(8).to("cuda:0", dtype)
+        x = torch.randn(64, 8, device="cuda:0", dtype=dtype)
+        x @ x.T
+        return TrainingSubject(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, x.clone()), mean_square)
+
+    cell = hold(Training(make, torch.float32), ["cuda_graph"])["cuda_graph"]
+    assert cell.status == "ok", cell.reason
+    assert cell.allocated_bytes is not None
+    assert cell.allocated_bytes < 2**20

@@ -33,6 +33,12 @@ def test_each_row_has_both_ratios_without_and_with_what_is_given() -> None:
     ]
 
 
+def test_what_is_reserved_for_training_has_what_is_given() -> None:
+    """Reserved 45 against 20 MB, and no weights besides: each mode has made its own."""
+    ((*_, ratio, whole),) = entries(memory_table([row("net", 8, **CELLS) | {"optimizer": "sgd"}]))
+    assert (ratio, whole) == ("2.25×", "2.25×")
+
+
 @pytest.mark.parametrize("mode", CELLS)
 def test_a_row_that_lacks_a_mode_or_what_it_takes_is_left_out(mode: str) -> None:
     unknown = {name: value for name, value in CELLS[mode].items() if name not in ("reserved_bytes", "schedule")}
