@@ -361,6 +361,10 @@ LESS_WORKSPACE = "; CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 in the environment make
 """What PyTorch takes on GPUs before Hopper. It is read once, before the first product."""
 
 
+_PIECES = 2 * 2**20, 20 * 2**20
+"""What PyTorch's allocator takes from a GPU at a time: for what is up to 1 MiB, and for what is up to 10 MiB."""
+
+
 def _memory(memory: Memory, streams: int, hopper: bool) -> Iterator[str]:
     one = memory.sequential_bytes
     ratio = f", {memory.bytes / one:.2f}× one stream ({size(one)})" if one else ""
@@ -370,6 +374,8 @@ def _memory(memory: Memory, streams: int, hopper: bool) -> Iterator[str]:
         each = f"{who} takes {size(memory.workspace_bytes // streams)} for each stream that it is used on"
         most = f"{size(memory.workspace_bytes)} at most{LESS_WORKSPACE if hopper else ''}"
         yield f"workspaces come on top, and no budget counts them: {each}, {most}"
+        pieces = " or ".join(map(size, _PIECES))
+        yield f"so do the parts of pieces that nothing uses: for each stream, PyTorch takes {pieces} at a time"
 
 
 def _cost_of_budget(best: KeptOut) -> str:

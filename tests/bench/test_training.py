@@ -352,10 +352,11 @@ def test_no_mode_pays_for_the_products_of_those_who_looked_at_its_subject() -> N
     """The step has none itself; cuBLAS takes a workspace of 8 MiB at least for whoever multiplies."""
 
     def make(dtype: torch.dtype) -> TrainingSubject:
-        model = nn.PReLU(8).to("cuda:0", dtype)
-        x = torch.randn(64, 8, device="cuda:0", dtype=dtype)
+        made = subject(device="cuda:0", dtype=dtype)
+        x, _ = made.data
         x @ x.T
-        return TrainingSubject(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, x.clone()), mean_square)
+        model = nn.BatchNorm1d(8).to("cuda:0", dtype).train()
+        return TrainingSubject(model, OPTIMIZERS["sgd"](model.parameters()), (x, x.flip(0)), mean_square)
 
     cell = hold(Training(make, torch.float32), ["cuda_graph"])["cuda_graph"]
     assert cell.status == "ok", cell.reason
