@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from autostream.budget import exemption
 from autostream.errors import CaptureError, TargetError
-from autostream.execution.bound import Frozen, Writes
+from autostream.execution.bound import Frozen, Writes, is_ordinary
 from autostream.execution.cuda_graph import GraphPools, return_unused
 from autostream.execution.lower import lower
 from autostream.execution.places import Place, Places
@@ -101,6 +101,7 @@ class Scheduled:
             self._state = LiveState(model, placeholders, traced.constants)
             self._signature = signature
             self._shortcut: Shortcut | None = None
+            self._noticed = False
             self._slots = slots if slots is not None and not signature.aliases else SlotTable()
             arguments = self._arguments(tensors)
             self._bound = _staying(placeholders, arguments, bound_inputs)
@@ -176,7 +177,9 @@ class Scheduled:
         if torch.is_grad_enabled() or not tensors or self._signature.aliases or self._detached:
             return None
         known = self._shortcut
-        if known is None or known.outdated or known.fits(args) is None:
+        if known is not None and not known.current():
+            known, self._noticed = None, True
+        if known is None or known.fits(args) is None:
             self._shortcut = self._new_shortcut(call, tensors, watch)
         return self._shortcut
 
@@ -197,6 +200,22 @@ class Scheduled:
         shortcut = Shortcut(run, self._structure, call, tensors, held, self._state, watch, *known)
         # Asked afterwards: whatever the settings were when the shortcut looked, it serves no others than these.
         return shortcut if numerics() == signature.numerics else None
+
+    def noticed(self) -> bool:
+        """Whether a call has found tensors of the model elsewhere than those before it, since this was last asked."""
+        noticed = self._noticed or self._own.moved
+        self._noticed = self._own.moved = False
+        return noticed
+
+    def let_go(self) -> None:
+        """Let go of tensors that were the model's and no longer are: nobody may ever call with this signature again."""
+        if self._shortcut is not None and not self._shortcut.current():
+            self._shortcut = None
+        ordinary = (tensor for tensor in self._state.tensors() if isinstance(tensor, Tensor) and is_ordinary(tensor))
+        own = frozenset(map(storage_of, ordinary))
+        self._own.let_go(own)
+        if isinstance(self._execution, Places):
+            self._execution.let_go(own)
 
     def lend(self, places: frozenset[int]) -> frozenset[int]:
         """Hand out outputs at these places where a captured graph computes them: they are the caller's for one call.
@@ -313,7 +332,7 @@ class Scheduled:
                 return found
             if places.over:
                 raise Unsuitable(places.over)
-            self._shortcut = None  # it holds weights
+            self._shortcut, self._noticed = None, True  # it holds weights
             try:
                 return places.add(arguments)
             except (CaptureError, torch.OutOfMemoryError):
@@ -429,10 +448,14 @@ class _Own:
 
     Args:
         shared: for each of them, the place of the first in the same storage when the model was traced.
+
+    Attributes:
+        moved: whether one has been found elsewhere than before.
     """
 
     def __init__(self, shared: list[int]) -> None:
         self._shared = shared
+        self.moved = False
         # Tensors are held so that nothing else can come to lie there. One value, for other threads look meanwhile.
         self._known: tuple[list[int], list[Tensor], frozenset[int]] = ([], [], frozenset())
 
@@ -452,9 +475,16 @@ class _Own:
             each = list(map(storage_of, own))
             if _first_places(each) != self._shared:
                 raise Stale
+            self.moved |= bool(known)
             storages = frozenset(each)
             self._known = addresses, [tensor.detach() for tensor in own], storages
         return storages
+
+    def let_go(self, storages: frozenset[int]) -> None:
+        """Hold no tensors but those in these storages, which are the model's now."""
+        *_, known = self._known
+        if not known <= storages:
+            self._known = [], [], frozenset()
 
 
 def _first_places(values: Sequence[Hashable]) -> list[int]:

@@ -10,6 +10,7 @@ So they do at outputs that others are computed from (``links.py``).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -33,7 +34,7 @@ from autostream.tracing.export import Tracer
 from autostream.tracing.gradients import trace_gradients
 from autostream.tracing.saved_tensors import apply, keeps_graph
 from autostream.tracing.signature import Signature
-from autostream.tracing.state import LiveState, name_of
+from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
 
 
@@ -87,7 +88,7 @@ class Differentiated:
         self._backward = make_piece(
             halves.backward([*self._copied, *self._lent]), frozenset([*kept, *range(first, first + len(lent))])
         )
-        self._state = LiveState(model, halves.state, {})
+        self._state, self._watch = LiveState(model, halves.state, {}), ModelWatch(model)
         self.linked = linked_in(halves.parents)
         self._given = [at for at in halves.needed if at >= len(halves.state)]
         self._model, self._structure, self._signature, self._halves = model, structure, signature, halves
@@ -115,6 +116,7 @@ class Differentiated:
         if self.linked:
             own, run.outputs = run.outputs, ()
             outputs = linked(own, outputs, self._halves.parents, run.derived)
+        run.given = list(map(weakref.ref, outputs))
         return unflatten(self._halves.structure, outputs)
 
     def renew_lock(self) -> None:
@@ -150,7 +152,9 @@ class Differentiated:
             memory = [results[place] for place in self._lent]
             lent = self._lending.lend(memory)
         copied = (results[place] for place in self._copied)
-        return results[: len(halves.tangents)], [*(values[at] for at in halves.needed), *copied, *lent], memory, before
+        # Autograd would save parameters and inputs themselves, and find in them what ``.data = …`` gives them later.
+        needed = (values[at].detach() for at in halves.needed)
+        return results[: len(halves.tangents)], [*needed, *copied, *lent], memory, before
 
     def backward(
         self, taken: Sequence[Tensor], memory: Sequence[Tensor], tangents: Sequence[Tensor | None]
@@ -167,10 +171,14 @@ class Differentiated:
         pairs = zip(gradients, self._halves.sources, strict=True)
         return [None if used.isdisjoint(sources) else gradient for gradient, sources in pairs]
 
-    def versions(self, values: Sequence[Tensor]) -> list[int]:
-        """How often values that no call writes were written; for those made in inference mode nobody counts."""
+    def marks(self, values: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """How often values that no call writes were written, and where they lie.
+
+        For those made in inference mode nobody counts.
+        """
         written = self._repetition.written
-        return [0 if at in written or own.is_inference() else own._version for at, own in enumerate(values)]
+        others = (own for at, own in enumerate(values) if at not in written)
+        return [(0 if own.is_inference() else own._version, own.data_ptr()) for own in others]
 
     def again(self, run: _Run) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of a call, recorded by autograd, and what they lead to: the model computes all once more.
@@ -178,19 +186,38 @@ class Differentiated:
         Raises:
             RuntimeError: it would not compute the same.
         """
-        if self.versions(run.values) != run.versions:
+        if self.marks(run.values) != run.marks:
+            raise RuntimeError(f"{_AGAIN} weights or inputs have changed since the call: {_ITSELF}")
+        if torch.is_grad_enabled() and run.is_looked_at():
             raise RuntimeError(
-                "for gradients of gradients (create_graph=True), or of outputs that others are computed from, all is "
-                "computed once more, and weights or inputs have changed since the call: call the model itself, not the "
-                "optimized one, where you need them"
+                f"{_AGAIN} a hook of an output, or an output that retains its gradient, would miss what the gradients "
+                f"of gradients bring it: {_ITSELF}"
             )
-        with torch.enable_grad(), self._autocast(), self._repetition.as_then(run.before):
+        with (
+            torch.enable_grad(),
+            self._autocast(),
+            self._repetition.as_then(run.before),
+            self._state.as_traced(),
+        ):
+            watch = self._watch
+            if (
+                not watch.intact()
+                or watch.hooked()
+                or watch.read() != self._signature.read
+                or not self._state.configured()
+            ):
+                raise RuntimeError(f"{_AGAIN} the model has changed since the call: {_ITSELF}")
             # Each stands for itself, for one may be computed from another: this call ends here.
-            values = self._repetition.values(run.values, run.before)
+            values = self._repetition.values(run.values, run.before, self._halves.trained)
             state = {own.target: value for own, value in zip(self._halves.state, values, strict=False)}
             args, kwargs = unflatten(self._structure, values[len(state) :])
             outputs, _ = flatten(functional_call(self._model, state, args, kwargs))
         return outputs, [values[at] for at in self._halves.trained]
+
+    def _is_as_traced(self) -> bool:
+        """Whether the model's modules, what they hold and what their functions read are as the trace found them."""
+        watch, read = self._watch, self._signature.read
+        return watch.intact() and not watch.hooked() and watch.read() == read and self._state.configured()
 
     def _laid_out(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
         pairs = zip(tangents, self._halves.tangents, strict=True)
@@ -199,6 +226,13 @@ class Differentiated:
     def constants(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs that have no gradients."""
         return [output for output, like in zip(outputs, self._halves.tangents, strict=True) if like is None]
+
+
+_AGAIN = (
+    "for gradients of gradients (create_graph=True), or of outputs that others are computed from, all is computed once "
+    "more, and"
+)
+_ITSELF = "call the model itself, not the optimized one, where you need them"
 
 
 class _Run:
@@ -210,17 +244,24 @@ class _Run:
 
     Attributes:
         outputs: as the forward returned them, until some of them get nodes of their own.
-        versions: how often the values had been written.
+        marks: of the values, by which it is seen whether they have changed.
         before: what the call found.
         memory: what is lent of the forward's.
+        given: what the caller got for the outputs; it is not kept alive.
     """
 
     def __init__(self, call: Differentiated, values: Sequence[Tensor]) -> None:
         self.call, self.values = call, values
         self.outputs: Sequence[Tensor] = ()
-        self.versions: Sequence[int] = ()
+        self.marks: Sequence[tuple[int, int]] = ()
         self.before = Before((), {})
         self.memory: Sequence[Tensor] = ()
+        self.given: Sequence[weakref.ref[Tensor]] = ()
+
+    def is_looked_at(self) -> bool:
+        """Whether somebody waits for the gradient of an output that is still there."""
+        given = (reference() for reference in self.given)
+        return any(own is not None and (own._backward_hooks or own.retains_grad) for own in given)
 
     def end(self) -> None:
         """Let go of all, as autograd does of what is saved: losses may be kept."""
@@ -242,7 +283,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, *trained: Tensor) -> tuple[Tensor, ...]:
         call, ctx.run = run.call, run
         outputs, taken, run.memory, run.before = call.forward(run.values)
-        run.versions = call.versions(run.values)
+        run.marks = call.marks(run.values)
         if call.linked:  # what has another node is saved under another name, or it would hold itself
             own = {id(outputs[at]) for at in call.linked}
             taken = [tensor.detach() if id(tensor) in own else tensor for tensor in taken]

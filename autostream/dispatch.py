@@ -125,6 +125,7 @@ class Dispatcher(Optimized):
                 if not (isinstance(reason, Changed) or shortcut.repeatable):
                     raise
                 shortcut = None
+                self._let_go()
         if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.disabled or exporting():
@@ -279,6 +280,8 @@ class Dispatcher(Optimized):
                 stays = watch is self._watch and self._entries.get(signature) is entry
                 if not kwargs and stays and not self._paranoid:
                     self._shortcut = self._short_way(entry, args, structure, signature)
+                if isinstance(entry, Scheduled) and entry.noticed():
+                    self._let_go()
                 return outputs
             if failed:
                 return self._instead(entry, failed, args, kwargs)
@@ -380,11 +383,18 @@ class Dispatcher(Optimized):
                     modes, read = self._watch.training(), self._watch.read()
                     signature = signature_of(structure, tensors, modes, signature.gradients, read)
                     if signature not in entries:
+                        self._let_go()
                         entries[signature] = entry_of(self._subject, structure, tensors, signature)
                         self._keep_to_limit(entries)
             entries.move_to_end(signature)
             entry = entries[signature]
             return entry, partial(self._prove, entries, signature, entry)
+
+    def _let_go(self) -> None:
+        """Keep no memory for what was the model's: entries that nobody calls any more do not find out."""
+        for entry in list(self._entries.values()):
+            if isinstance(entry, Scheduled):
+                entry.let_go()
 
     def _prove(self, entries: OrderedDict[Signature, Entry], signature: Signature, entry: Entry) -> None:
         """Count an entry among those that have worked."""

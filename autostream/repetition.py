@@ -10,7 +10,7 @@ copied which its results depend on. They do not on the running statistics of a b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,10 +70,20 @@ class Repetition:
             copies=_copies(values, self._kept),
         )
 
-    def values(self, now: Sequence[Tensor], before: Before) -> list[Tensor]:
-        """What the model may take, and write to, once more; autograd leads from it to the values that there are now."""
+    def values(self, now: Sequence[Tensor], before: Before, trained: Collection[int]) -> list[Tensor]:
+        """What the model may take, and write to, once more; autograd leads from it to the values that there are now.
+
+        Args:
+            now: these values.
+            before: what the call found.
+            trained: positions of those that required gradients then, whatever they do now.
+        """
         copies = {**_copies(now, self.written), **before.copies}
-        return [_StandIn.apply(own, copies[at]) if at in copies else own.view_as(own) for at, own in enumerate(now)]  # type: ignore[no-untyped-call]
+        found = []
+        for at, value in enumerate(now):
+            own = value if value.requires_grad and at in trained else value.detach().requires_grad_(at in trained)
+            found.append(_StandIn.apply(own, copies[at]) if at in copies else own.view_as(own))  # type: ignore[no-untyped-call]
+        return found
 
     @contextmanager
     def as_then(self, before: Before) -> Iterator[None]:

@@ -107,6 +107,10 @@ class Shortcut:
         self.outdated = False
         self.repeatable = run.repeatable
 
+    def current(self) -> bool:
+        """Whether the model still has the tensors that this holds."""
+        return not self.outdated and self._state.holds(self._held)
+
     def fits(self, args: tuple[Any, ...]) -> Sequence[Tensor] | None:
         """The tensors of these positional arguments, if a call with them, as things are now, is like the one before."""
         tensors = args if self._call is None else tensors_like(self._call, args)

@@ -722,6 +722,151 @@ def test_gradients_of_gradients_are_refused_where_weights_have_changed() -> None
         torch.autograd.grad(loss, list(layer.parameters()), create_graph=True)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "weight", nn.Parameter(model.weight.detach().clone())),
+        lambda model: setattr(model.weight, "data", model.weight.data * 2),
+    ],
+)
+def test_so_they_are_where_weights_lie_elsewhere(change: Callable[[nn.Linear], object]) -> None:
+    layer = nn.Linear(4, 4).double()
+    loss = autostream.optimize(layer, policy="sequential")(t(5, 4)).square().sum()
+    weight = layer.weight
+    change(layer)
+    if layer.weight is weight:
+        with pytest.raises(RuntimeError, match=r"weights or inputs have changed since the call"):
+            torch.autograd.grad(loss, weight, create_graph=True)
+    else:  # the call was made with the other, which is as it was
+        assert torch.autograd.grad(loss, weight, create_graph=True)[0].requires_grad
+
+
+class Tempered(nn.Module):
+    """A number that is a plain attribute, one of a layer, and features beside what is computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout, self.second = nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 4)
+        self.temperature, self.notes = 1.0, [1.0]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.dropout(self.first(x).tanh())
+        return (self.second(features) * self.temperature * self.notes[0] * FACTORS["one"]).sin(), features
+
+
+FACTORS = {"one": 1.0}
+
+
+def annealed(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    """Two temperatures, one penalty."""
+    x, found = t(5, 4, seed=number).requires_grad_(), list[Tensor]()
+    for temperature in (1.0, 3.0):
+        model.temperature, model.dropout.p = temperature, temperature / 10
+        found.append(fast(x)[0].sum())
+    (gradient,) = torch.autograd.grad(torch.stack(found).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return [gradient.detach(), model.temperature, model.dropout.p]
+
+
+def looked_at(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    """Gradients of features at two temperatures."""
+    losses, kept = [], []
+    for temperature in (1.0, 3.0):
+        model.temperature = temperature
+        found, features = fast(t(5, 4, seed=number))
+        features.retain_grad()
+        losses.append(found.sum())
+        kept.append(features)
+    torch.stack(losses).sum().backward()
+    return [features.grad for features in kept]
+
+
+def frozen_since(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    """As a critic is, behind its forward."""
+    x = t(5, 4, seed=number).requires_grad_()
+    found, features = fast(x)
+    features.retain_grad()
+    model.first.requires_grad_(False)
+    found.sum().backward(retain_graph=True)
+    found = fast(x)[0]
+    model.requires_grad_(False)
+    (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    model.requires_grad_(True)
+    return [features.grad, gradient.detach()]
+
+
+@pytest.mark.parametrize("body", [annealed, looked_at, frozen_since])
+def test_what_is_computed_once_more_is_the_call_as_it_was(body: Body) -> None:
+    """Numbers that the model holds, and what requires gradients, have changed since."""
+    assert modes(assert_trains_alike(Tempered, body, policy="sequential")) == {"forward and backward"}
+
+
+def with_a_hook(model: Tempered) -> None:
+    model.first.register_forward_hook(lambda module, args, output: output * 5)
+
+
+def with_another_layer(model: Tempered) -> None:
+    model.dropout = nn.Identity()  # type: ignore[assignment]
+
+
+def with_another_item(model: Tempered) -> None:
+    model.notes[0] = 2.0
+
+
+def with_another_global(model: Tempered) -> None:
+    FACTORS["one"] = 2.0
+
+
+@pytest.mark.parametrize("change", [with_a_hook, with_another_layer, with_another_item, with_another_global])
+def test_gradients_of_gradients_are_refused_where_the_model_is_another(
+    change: Callable[[Tempered], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FACTORS, "one", 1.0)
+    model, x = Tempered().double(), t(5, 4).requires_grad_()
+    found, _ = autostream.optimize(model, policy="sequential")(x)
+    change(model)
+    with pytest.raises(RuntimeError, match=r"the model has changed since the call: call the model itself"):
+        torch.autograd.grad(found.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("look", [Tensor.retain_grad, lambda own: own.register_hook(lambda gradient: -gradient)])
+@pytest.mark.parametrize("at", [0, 1])
+def test_gradients_of_gradients_are_refused_where_an_output_is_looked_at(
+    look: Callable[[Tensor], Any], at: int
+) -> None:
+    """They lead to weights and inputs, and not by way of the outputs that the caller has."""
+    x = t(5, 4).requires_grad_()
+    outputs = autostream.optimize(Tempered().double(), policy="sequential")(x)
+    look(outputs[at])
+    with pytest.raises(RuntimeError, match=r"a hook of an output, or an output that retains its gradient, would miss"):
+        torch.autograd.grad(outputs[0].sum(), x, create_graph=True)
+
+
+def given_other_memory(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    found = fast(t(5, 4, seed=number))
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    found.square().sum().backward()
+    return found
+
+
+def test_a_backward_has_the_weights_of_its_forward() -> None:
+    make = partial(nn.Sequential, nn.Linear(4, 6).double(), nn.Tanh(), nn.Linear(6, 2).double())
+    assert modes(assert_trains_alike(lambda: copy.deepcopy(make()), given_other_memory, policy="sequential")) == {
+        "forward and backward"
+    }
+
+
+def test_a_backward_may_come_behind_a_change_of_dtype() -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    found = autostream.optimize(layer, policy="sequential")(t(5, 4))
+    expected = torch.autograd.grad(layer(t(5, 4)).sum(), layer[0].weight)[0]
+    layer.float()
+    found.sum().backward()
+    torch.testing.assert_close(layer[0].weight.grad, expected, check_dtype=False)
+
+
 def test_gradients_of_gradients_are_those_of_each_call_where_one_calls_the_other() -> None:
     """The second call's input depends on the weights as well, which is no business of the second call."""
 

@@ -68,7 +68,7 @@ def test_inputs_that_stay_are_written_as_state_is() -> None:
     assert [values[at] is first for at in found.written] == [True]
     before = found.before(values)
     first.zero_()
-    again = found.values(values, before)
+    again = found.values(values, before, {0, 1})
     assert again[2].tolist() == [1] * 4
     assert again[2].add_(1).sum() == 8
     assert first.sum() == 0
@@ -79,7 +79,7 @@ def test_copies_share_memory_where_the_state_does() -> None:
     found, state = repetition(Counting())
     before = found.before([*state.values()])
     state["first"].zero_()
-    values = dict(zip(state, found.values([*state.values()], before), strict=True))
+    values = dict(zip(state, found.values([*state.values()], before, ()), strict=True))
     values["first"][2] = 5
     assert values["third"].tolist() == [1, 5, 1]
     assert state["first"].sum() == 0
@@ -94,7 +94,8 @@ def test_gradients_lead_from_a_copy_to_the_value() -> None:
 
     model = Shrinking(4, 4)
     found, state = repetition(model)
-    values = dict(zip(state, found.values([*state.values()], found.before([*state.values()])), strict=True))
+    trained = [at for at, name in enumerate(state) if name in ("weight", "bias")]
+    values = dict(zip(state, found.values([*state.values()], found.before([*state.values()]), trained), strict=True))
     values["weight"].square().sum().backward()
     torch.testing.assert_close(model.weight.grad, 2 * model.weight.detach())
 
@@ -110,3 +111,17 @@ def test_numbers_are_drawn_once_more_and_modes_are_as_they_were() -> None:
         assert torch.equal(model(x), first)
     assert not model.training
     assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_what_required_gradients_then_is_what_does_now() -> None:
+    """A weight that has been frozen since leads nowhere, but may be asked for; one that was frozen is no business."""
+    model = nn.Linear(4, 4)
+    found, state = repetition(model)
+    now, trained = [*state.values()], [[*state].index("weight")]
+    before = found.before(now)
+    model.weight.requires_grad_(False)
+    values = dict(zip(state, found.values(now, before, trained), strict=True))
+    assert values["weight"].requires_grad
+    assert not values["bias"].requires_grad
+    (gradient,) = torch.autograd.grad(values["weight"].square().sum(), values["weight"])
+    torch.testing.assert_close(gradient, 2 * model.weight)

@@ -7,6 +7,7 @@ model, optimizer ──┬─▶ zero_grad, loss, backward, clip, step, zero_gra
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import pickle
@@ -30,6 +31,7 @@ import autostream
 from autostream import build
 from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError, TargetError, TraceError
+from autostream.execution.bound import still_there
 from autostream.reporting.report import Report
 from autostream.tracing.parameters import OptimizerState
 from autostream.training import TrainStep, train_step
@@ -878,6 +880,30 @@ def test_a_state_dict_taken_between_steps_continues_elsewhere() -> None:
     steps(step)
     for other in others:
         close(dict(model.state_dict()), dict(other.state_dict()))
+
+
+@pytest.mark.parametrize("change", ["load", "move"])
+def test_what_was_loaded_over_is_gone_though_batches_of_another_size_do_not_come_again(change: str) -> None:
+    """Such as the last of an epoch, before the best state is loaded."""
+    torch.manual_seed(0)
+    model = ConvNet().double()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    step = train_step(model, optimizer, cross_entropy, policy="sequential")
+    x, y = IMAGES[0]
+    for batch in ((x, y), (x[:-1], y[:-1])):
+        for _ in range(3):
+            step(*batch)
+    if change == "move":
+        is_there = [still_there([parameter]) for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    else:
+        is_there = [still_there([optimizer.state[own]["exp_avg"]]) for own in model.parameters()]
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        step(x, y)
+    gc.collect()
+    assert not any(there() for there in is_there)
 
 
 def pickled(step: TrainStep) -> TrainStep:

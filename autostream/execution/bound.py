@@ -172,14 +172,15 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(torch.compiler.disable(_note_step))  # type: ignore[no-untyped-call]
 
 
-_ORDINARY = (Tensor, nn.Parameter)
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is of PyTorch's own kind and has a storage."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _note_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if watching := _watching.valuerefs():  # a copy
         tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
-        ordinary = (tensor for tensor in tensors if type(tensor) in _ORDINARY and tensor.layout is torch.strided)
-        storages = frozenset(map(storage_of, ordinary))
+        storages = frozenset(map(storage_of, filter(is_ordinary, tensors)))
         for writes in filter(None, (reference() for reference in watching)):
             writes.note(storages)
 

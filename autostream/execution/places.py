@@ -21,6 +21,7 @@ from autostream.execution.bound import still_there
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.static import Output, static_copies
 from autostream.execution.variants import Variants
+from autostream.storages import storage_of
 
 Capture = Callable[[CapturedGraph, Sequence[Tensor], Sequence[Tensor]], CapturedGraph]
 """Captures a graph's run again: with what it then reads, and the arguments of a call, which are left as they are."""
@@ -66,6 +67,10 @@ class Settled:
     def __init__(self, place: Place, bound: Sequence[Tensor]) -> None:
         self.place, self.launch, self.unmoved, self.calls = place, place.launch, place.unmoved, 0
         self._held = [tensor.detach() for tensor in bound]
+
+    def lies_in(self, storages: frozenset[int]) -> bool:
+        """Whether all that it holds is in these storages."""
+        return storages.issuperset(map(storage_of, self._held))
 
 
 class Places:
@@ -133,6 +138,12 @@ class Places:
             found.is_used = still_there(self._those_bound(arguments))
         self._latest = found
         return found
+
+    def let_go(self, storages: frozenset[int]) -> None:
+        """Hold no tensors but those in these storages: others are looked at before the next launch."""
+        settled = self._settled
+        if settled is not None and not settled.lies_in(storages):
+            self._settled = None
 
     @property
     def over(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import cache, partial
 from itertools import chain
@@ -246,6 +246,7 @@ class LiveState:
         self._setting_dicts: list[dict[str, Any]] = [holder for holder, _ in settings]
         self._setting_names = [name for _, name in settings]
         self._settings_then = self._settings()
+        self._absent = [name not in holder for holder, name in settings]
         self._contents = Contents(filter(_is_plain, self._settings_then))
 
     def tensors(self) -> list[Tensor | None]:
@@ -273,6 +274,19 @@ class LiveState:
             return False
         return self.contents_intact()
 
+    @contextmanager
+    def as_traced(self) -> Iterator[None]:
+        """Numbers, flags and functions that modules hold are for a while what they were when the program was traced."""
+        then = list(zip(self._setting_dicts, self._setting_names, self._settings_then, self._absent, strict=True))
+        changed = [(holder, name) for holder, name, value, _ in then if holder.get(name) is not value]
+        now = [(holder, name, holder[name], False) for holder, name in changed if name in holder]
+        gone = [(holder, name, None, True) for holder, name in changed if name not in holder]
+        try:
+            _put(then)
+            yield
+        finally:
+            _put((*now, *gone))
+
     def contents_intact(self) -> bool:
         """Whether what another look at the same objects may find changed is as it was.
 
@@ -296,6 +310,15 @@ class LiveState:
 
     def _settings(self) -> list[Any]:
         return list(map(dict.get, self._setting_dicts, self._setting_names))
+
+
+def _put(entries: Iterable[tuple[dict[str, Any], str, Any, bool]]) -> None:
+    """Let dictionaries hold values under names, or, where they are absent, nothing."""
+    for holder, name, value, absent in entries:
+        if absent:
+            holder.pop(name, None)
+        elif holder.get(name) is not value or name not in holder:
+            holder[name] = value
 
 
 _SETTINGS = (

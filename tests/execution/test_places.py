@@ -23,6 +23,7 @@ from autostream.execution.slots import SlotTable
 from autostream.execution.static import static_copies
 from autostream.execution.variants import Variants
 from autostream.options import Options
+from autostream.storages import storage_of
 from tests.captures import Captures
 from tests.replays import CPU
 from tests.threads import in_threads
@@ -315,6 +316,25 @@ def test_memory_stays_until_a_call_notices_that_the_weight_has_moved(
     assert not is_there()
 
 
+@torch.no_grad()
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("rows", [2, 3, 1])
+def test_so_it_does_until_a_call_of_another_shape_notices(rows: int, captures: Captures) -> None:
+    """Of the shape of the last call, of the other, or the first of its shape."""
+    model = linear()
+    fast = autostream.optimize(model)
+    for x in (X, X[:2]):
+        for _ in range(3):
+            fast(x)
+    is_there = still_there([model.weight])
+    moved(model)
+    assert is_there()
+    torch.testing.assert_close(fast(X[:rows]), model(X[:rows]))
+    assert not is_there()
+    for x in (X, X[:2]):
+        torch.testing.assert_close(fast(x), model(x))
+
+
 # Apart from models
 
 
@@ -570,3 +590,13 @@ class Product(nn.Module):
 
     def forward(self, weight: Tensor, x: Tensor) -> Tensor:
         return weight * x
+
+
+def test_what_lies_in_storages_that_are_the_models_is_kept(lot: Callable[[int, int], Lot]) -> None:
+    here, own = lot(2, 5).places, frozenset([storage_of(ONES)])
+    assert here.guess(at(ONES)) is not None
+    here.let_go(own | {storage_of(TWOS)})
+    assert here.guess(at(ONES)) is not None
+    here.let_go(frozenset([storage_of(TWOS)]))
+    assert here.guess(at(ONES)) is None
+    assert here.find(at(ONES)) is not None

@@ -223,6 +223,37 @@ ASKED: dict[str, Callable[[Asking], object]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net, "factor", 3.0),
+        lambda net: setattr(net, "empty", torch.ones(1)),
+        lambda net: delattr(net, "mode"),
+        lambda net: setattr(net.body[1], "eps", 1.0),
+        lambda net: setattr(net.body[1], "forward", lambda x: x),
+        lambda net: setattr(net.body[0], "bias", None),
+    ],
+)
+def test_settings_are_for_a_while_as_they_were_traced(net: Net, change: Callable[[Net], Any]) -> None:
+    net.body[0].bias = None
+    live, x = Live(net), torch.ones(3, 2)
+    expected = net(x)
+    change(net)
+    now = [dict(vars(module)) for module in net.modules()]
+    with live.state.as_traced():
+        torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
+        assert live.state.configured()
+    assert [dict(vars(module)) for module in net.modules()] == now
+
+
+def test_settings_are_put_back_where_the_call_fails(net: Net) -> None:
+    live = Live(net)
+    net.factor = 3.0
+    with pytest.raises(ZeroDivisionError), live.state.as_traced():
+        raise ZeroDivisionError
+    assert net.factor == 3.0
+
+
 @pytest.mark.parametrize("change", ASKED.values(), ids=ASKED)
 @torch.no_grad()
 def test_what_a_tensor_is_like_that_nobody_reads_is_watched(change: Callable[[Asking], object]) -> None:
