@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from autostream.build import Scheduled, Stale, Unsuitable
 from autostream.comparison import compared
 from autostream.differentiated import Differentiated
-from autostream.entries import Entry, Plain, Refused, Refusing, Subject, entry_of, optimized_in_part, pieces_of
+from autostream.entries import Entry, Plain, Refused, Refusing, Subject, entry_of, is_due, optimized_in_part, pieces_of
 from autostream.errors import AutostreamError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
@@ -376,15 +376,18 @@ class Dispatcher(Optimized):
         """What runs calls of this signature, and what to call as soon as it has."""
         with self._lock:
             entries = self._entries
-            if signature not in entries:
+            if is_due(entries.get(signature)):
                 with preparing:
                     order_attention()
                     # Again, for a trace in another thread sets flags for all threads that are part of a signature.
                     modes, read = self._watch.training(), self._watch.read()
                     signature = signature_of(structure, tensors, modes, signature.gradients, read)
-                    if signature not in entries:
+                    former = entries.get(signature)
+                    if is_due(former):
                         self._let_go()
-                        entries[signature] = entry_of(self._subject, structure, tensors, signature)
+                        made = entries[signature] = entry_of(self._subject, structure, tensors, signature)
+                        if former is not None and isinstance(made, Plain):
+                            made.passing = False  # it has not passed, nor will it
                         self._keep_to_limit(entries)
             entries.move_to_end(signature)
             entry = entries[signature]

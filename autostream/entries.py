@@ -23,6 +23,7 @@ from autostream.build import Scheduled
 from autostream.differentiated import Differentiated
 from autostream.errors import (
     BranchError,
+    ChangeError,
     ChoiceError,
     FastPathError,
     ObjectError,
@@ -61,15 +62,17 @@ class Plain:
         model: the live model.
         signature: what this is made for.
         reason: why it could not be scheduled.
+        passing: whether that may have passed after a call.
 
     Attributes:
         report: says so.
         works: whether a call has returned something.
+        passing: as given.
     """
 
-    def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
+    def __init__(self, model: nn.Module, signature: Signature, reason: str, passing: bool = False) -> None:
         self._model = model
-        self.works = False
+        self.works, self.passing = False, passing
         refusal = Decision("", "plain", reason)
         self.report = Report(name_of(model), str(signature), "plain", refusals=(refusal,), versions=versions())
 
@@ -83,8 +86,8 @@ class Plain:
 class Refusing(Plain):
     """What calls of a signature meet that no graph can do, where the caller has another way."""
 
-    def __init__(self, model: nn.Module, signature: Signature, reason: str) -> None:
-        super().__init__(model, signature, reason)
+    def __init__(self, model: nn.Module, signature: Signature, reason: str, passing: bool = False) -> None:
+        super().__init__(model, signature, reason, passing)
         self.works = True
         self._reason = reason
 
@@ -99,6 +102,11 @@ class Refusing(Plain):
 
 Entry = Scheduled | Differentiated | Ways | Pieces | Plain
 """What calls of one signature run."""
+
+
+def is_due(entry: Entry | None) -> bool:
+    """Whether an entry is to be made: there is none, or what stood in the way of a schedule may have passed."""
+    return entry is None or (isinstance(entry, Plain) and entry.passing and entry.works)
 
 
 @dataclass(frozen=True)
@@ -214,13 +222,14 @@ def _instead(
                 return Ways(model, signature, reason, partial(_along, subject, structure, signature))
             reason = f"{reason}; it has no graph for each way, since {does}"
         return pieces_of(subject, signature, reason)
+    passing = isinstance(error, ChangeError)  # such as what a first call makes for all others
     if isinstance(error, TraceError):
         if subject.tracer.may_refuse:
-            return Refusing(model, signature, reason)
+            return Refusing(model, signature, reason, passing)
     else:
         reason = f"it cannot be scheduled: {first_line(error)}"
     log.warning("%s runs plainly: %s", name_of(model), reason)
-    return Plain(model, signature, reason)
+    return Plain(model, signature, reason, passing)
 
 
 def _has_pieces(error: Exception, signature: Signature) -> bool:

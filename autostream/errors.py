@@ -8,6 +8,8 @@
     │   ├── BranchError             … for it goes by values of tensors; pieces of it can
     │   │   └── ChoiceError         … which Python only asks whether they are true; each way through it can
     │   ├── ObjectError             … for it returns an object that no graph has; pieces of it can
+    │   ├── ChangeError             … for it changes what it has; it may do so in its first call only
+    │   ├── ChangeError             … for it changes what it has; its next call may not
     │   └── FastPathError           … and pieces of it would not compute the same either
     ├── FusionError                 a program's ops cannot be fused into kernels
     ├── ScheduleError               a schedule failed verification; it was not executed
@@ -51,6 +53,10 @@ class ChoiceError(BranchError):
 
 class ObjectError(TraceError):
     """A model returns an object that is no known container; the message says which. What comes before can be traced."""
+
+
+class ChangeError(TraceError):
+    """A model changes what it has or refers to; the message says what. Its next call may change nothing more."""
 
 
 class FastPathError(TraceError):

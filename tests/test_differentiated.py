@@ -553,6 +553,33 @@ def test_a_model_that_keeps_what_it_computes_runs_as_it_is() -> None:
     assert "changes its own attribute kept" in reasons(fast)
 
 
+class Configured(nn.Linear):
+    """Finds out in its first call what it is for, as classifiers of transformers do."""
+
+    factors: list[float] | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.factors is None:
+            self.factors = [float(x.shape[-1])]
+        return (super().forward(x) * self.factors[0]).sin()
+
+
+def test_what_a_first_call_makes_for_all_others_is_no_obstacle_to_these() -> None:
+    fast = assert_trains_alike(partial(Configured, 4, 4), backward_only, steps=3, policy="sequential")
+    assert modes(fast) == {"forward and backward"}
+
+
+def test_a_model_that_goes_on_changing_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = list[object]()
+    trace = differentiated.trace_gradients
+    monkeypatch.setattr(differentiated, "trace_gradients", lambda *given: traces.append(given) or trace(*given))
+    fast = autostream.optimize(Keeping(nn.Linear(4, 4), nn.Linear(4, 4)).double(), policy="sequential")
+    for number in range(5):
+        fast(t(5, 4)).sum().backward()
+        assert modes(fast) == {"plain"}
+        assert len(traces) == min(number + 1, 2)
+
+
 class Featured(nn.Sequential):
     """Returns what its first layer has computed, too."""
 

@@ -17,7 +17,7 @@ import autostream
 from autostream import entries
 from autostream.build import Scheduled
 from autostream.differentiated import Differentiated
-from autostream.entries import Entry, Plain, Refused, Refusing, Subject, entry_of, optimized_in_part, pieces_of
+from autostream.entries import Entry, Plain, Refused, Refusing, Subject, entry_of, is_due, optimized_in_part, pieces_of
 from autostream.errors import (
     BranchError,
     ChoiceError,
@@ -241,6 +241,18 @@ def test_the_plain_model_has_worked_once_it_has_returned_something() -> None:
     assert plain.works
     assert (plain.report.model, plain.report.mode) == ("Linear", "plain")
     assert plain.report.refusals == (Decision("", "plain", "it cannot be scheduled"),)
+
+
+@torch.no_grad()
+def test_what_may_have_passed_is_due_after_a_call() -> None:
+    signature = call_of(LAYER, torch.ones(4))[-1]
+    assert is_due(None)
+    assert not is_due(Plain(LAYER, signature, "it has hooks"))
+    passing = Plain(LAYER, signature, "it changes something", passing=True)
+    assert not is_due(passing)
+    passing(torch.ones(4))
+    assert is_due(passing)
+    assert is_due(Refusing(LAYER, signature, "it changes something", passing=True)), "others have done the call"
 
 
 def test_who_has_another_way_is_told_and_nothing_is_done() -> None:

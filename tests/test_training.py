@@ -882,6 +882,22 @@ def test_a_state_dict_taken_between_steps_continues_elsewhere() -> None:
         close(dict(model.state_dict()), dict(other.state_dict()))
 
 
+class Configured(nn.Linear):
+    """Finds out in its first call what it is for."""
+
+    kind: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind = "regression"
+        return super().forward(x)
+
+
+def test_what_a_first_call_makes_for_all_others_keeps_only_that_one_out_of_a_graph() -> None:
+    scene = Scene(partial(Configured, 6, 4), partial(SGD, lr=0.05), steps=4)
+    assert modes(assert_trains_alike(scene, policy="sequential"))[0] == "one stream"
+
+
 @pytest.mark.parametrize("change", ["load", "move"])
 def test_what_was_loaded_over_is_gone_though_batches_of_another_size_do_not_come_again(change: str) -> None:
     """Such as the last of an epoch, before the best state is loaded."""

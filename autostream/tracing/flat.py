@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
-from autostream.errors import BranchError, ChoiceError, FastPathError, TraceError, first_line
+from autostream.errors import BranchError, ChangeError, ChoiceError, FastPathError, TraceError, first_line
 from autostream.operators import symbols_of
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
@@ -194,7 +194,7 @@ class FlatModel(nn.Module):
             raise FastPathError(f"the model draws from {drawn[0]}: a graph would do so only once")
         if own or others:
             what = f"its own attribute {own[0].changed()}" if own else others[0].changed()
-            raise TraceError(f"the model's forward changes {what}: a graph would do so only once")
+            raise ChangeError(f"the model's forward changes {what}: a graph would do so only once")
 
     def refusal(self, error: Exception) -> TraceError:
         """What keeps the model from being traced, in one line, with the user's own if there is one."""
