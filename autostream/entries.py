@@ -186,7 +186,7 @@ def _whole(
     if subject.bound_inputs is None:  # of pieces some may well be on the CPU
         check_level(options.kernels, chain(model.parameters(), model.buffers(), tensors))
     if optimized_in_part(model):
-        raise TraceError("a part of it is optimized already: optimize the whole alone")
+        raise TraceError("it, or a part of it, is optimized already: give the model itself, and optimize no part of it")
     if signature.gradients:
         call, bound_inputs = (model, structure, tensors, signature), subject.bound_inputs or frozenset()
         return Differentiated(*call, bound_inputs, options, subject.make_piece, subject.make_section)

@@ -65,7 +65,7 @@ def train_step(
     watched by name: another value makes another graph. Give what changes in every step with the batch, as a tensor.
     Modules that it refers to in these ways are part of the graph. A loss that changes such a number itself, or keeps,
     returns or prints one of a tensor (``total += loss.item()``), is in no graph. What it writes under names that are
-    computed, in containers of ten thousands, or to a file or a generator of its own, is not noticed.
+    computed, in containers of ten thousands, or to a file, is not noticed, nor that it prints a whole tensor.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a
@@ -75,7 +75,7 @@ def train_step(
 
     Args:
         model: the model, in training mode or not; frozen parameters stay as they are.
-        optimizer: one of ``torch.optim`` of its parameters, all or some.
+        optimizer: one of ``torch.optim`` of its parameters, all or some, and of those of modules that ``loss_fn`` has.
         loss_fn: a loss of PyTorch's, such as ``nn.CrossEntropyLoss()`` or ``F.mse_loss``, which compares the model's
             outputs with the last of the batch; or a function, ``loss_fn(model, *batch)``, that returns the loss, a
             scalar, or a tuple that begins with it, such as ``(loss, outputs)``.
@@ -89,9 +89,9 @@ def train_step(
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.
-        TargetError: the model is no module, the optimizer none of ``torch.optim``, or it has parameters that are not
-            the model's. Steps raise it where ``loss_fn`` does not take the batch, the loss is no scalar, a batch has no
-            equal parts, or the model's parameters are not those of the average any more.
+        TargetError: the model is no module, the optimizer none of ``torch.optim``, or it has parameters of neither
+            the model nor the loss. Steps raise it where ``loss_fn`` does not take the batch, the loss is no scalar, a
+            batch has no equal parts, or the model's parameters are not those of the average any more.
 
     Example:
         >>> model = nn.Linear(4, 1)
