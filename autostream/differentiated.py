@@ -37,6 +37,8 @@ from autostream.tracing.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
 from autostream.tracing.tree import Structure, flatten, unflatten
 
+Lock = AbstractContextManager[Any]
+
 
 class Differentiated:
     """A model scheduled for one signature whose calls record gradients.
@@ -50,6 +52,7 @@ class Differentiated:
         options: how to schedule.
         make_piece: makes what runs the graph of the backward, some of whose inputs stay where they are.
         make_section: makes what runs a part of the forward, where a CUDA graph cannot hold the whole.
+        repeating: held while the model computes a call once more.
 
     Attributes:
         repeatable: whether a call more than asked, or one that fails, changes nothing that anybody can see.
@@ -69,6 +72,7 @@ class Differentiated:
         options: Options,
         make_piece: MakePiece,
         make_section: MakePiece,
+        repeating: Lock,
     ) -> None:
         halves = trace_gradients(model, tensors, structure, bound_inputs)
         tracer = Tracer(lambda *_: halves.forward, may_split=False, may_cut=True, may_try=False, may_renew=True)
@@ -80,7 +84,7 @@ class Differentiated:
         lent = self._forward.lend(frozenset(place for place in halves.saved if place >= len(halves.tangents)))
         self._lent = sorted(lent)
         self._copied = [place for place in halves.saved if place not in lent]
-        self._lending, self._lock = Lending(self._device), threading.Lock()
+        self._lending, self._lock, self._repeating = Lending(self._device), threading.Lock(), repeating
         # State and inputs, what is copied, what is lent, tangents: the third stays where it is, and some of the first.
         staying = {*range(len(halves.state)), *(len(halves.state) + at for at in bound_inputs)}
         kept = [at for at, value in enumerate(halves.needed) if value in staying]
@@ -90,6 +94,7 @@ class Differentiated:
         )
         self._state, self._watch = LiveState(model, halves.state, {}), ModelWatch(model)
         self.linked = linked_in(halves.parents)
+        self._seen_again = sorted(self.linked.union(at for at in halves.saved if at < len(halves.tangents)))
         self._given = [at for at in halves.needed if at >= len(halves.state)]
         self._model, self._structure, self._signature, self._halves = model, structure, signature, halves
         self._repetition = Repetition(model, halves.forward.program, [own.target for own in halves.state])
@@ -116,12 +121,21 @@ class Differentiated:
         if self.linked:
             own, run.outputs = run.outputs, ()
             outputs = linked(own, outputs, self._halves.parents, run.derived)
-        run.given = list(map(weakref.ref, outputs))
+        run.given = [weakref.ref(outputs[at]) for at in self._seen_again]
         return unflatten(self._halves.structure, outputs)
 
-    def renew_lock(self) -> None:
-        """In a forked process, where no thread is left that could release the old one."""
-        self._lock = threading.Lock()
+    def noticed(self) -> bool:
+        """As of :class:`~autostream.build.Scheduled`."""
+        return self._forward.noticed()
+
+    def let_go(self) -> None:
+        """As of :class:`~autostream.build.Scheduled`."""
+        self._forward.let_go()
+        self._backward.let_go()
+
+    def renew_locks(self, repeating: Lock) -> None:
+        """In a forked process, where no thread is left that could release the old ones."""
+        self._lock, self._repeating = threading.Lock(), repeating
 
     @property
     def report(self) -> Report:
@@ -194,6 +208,7 @@ class Differentiated:
                 f"of gradients bring it: {_ITSELF}"
             )
         with (
+            self._repeating,
             torch.enable_grad(),
             self._autocast(),
             self._repetition.as_then(run.before),
@@ -247,7 +262,7 @@ class _Run:
         marks: of the values, by which it is seen whether they have changed.
         before: what the call found.
         memory: what is lent of the forward's.
-        given: what the caller got for the outputs; it is not kept alive.
+        given: of the outputs by way of which gradients of gradients come, what the caller got; it is not kept alive.
     """
 
     def __init__(self, call: Differentiated, values: Sequence[Tensor]) -> None:
@@ -260,8 +275,9 @@ class _Run:
 
     def is_looked_at(self) -> bool:
         """Whether somebody waits for the gradient of an output that is still there."""
-        given = (reference() for reference in self.given)
-        return any(own is not None and (own._backward_hooks or own.retains_grad) for own in given)
+        given = [own for own in (reference() for reference in self.given) if own is not None]
+        # What was written to in place is another op's by now.
+        return any((own._backward_hooks or own.retains_grad) and type(own.grad_fn).__name__ in _OURS for own in given)
 
     def end(self) -> None:
         """Let go of all, as autograd does of what is saved: losses may be kept."""
@@ -274,6 +290,9 @@ class _Run:
             return [None] * len(parents)  # autograd will say that the graph is gone
         outputs, _ = self.call.again(self)
         return shares(outputs[at], [outputs[parent] for parent in parents], gradient)
+
+
+_OURS = ("_NodeBackward", "_LinkBackward")
 
 
 class _Node(torch.autograd.Function):

@@ -125,7 +125,7 @@ class Dispatcher(Optimized):
                 if not (isinstance(reason, Changed) or shortcut.repeatable):
                     raise
                 shortcut = None
-                self._let_go()
+                self.let_go()
         if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.disabled or exporting():
@@ -205,6 +205,17 @@ class Dispatcher(Optimized):
             entries = [entry for entry in reversed(self._entries.values()) if not isinstance(entry, Refusing)]
             return (*(entry.report for entry in entries), *self._bypasses.values())
 
+    def let_go(self) -> None:
+        """Keep no memory for what was the model's: entries that nobody calls any more do not find out."""
+        if not self._lock.acquire(blocking=False):
+            return  # another thread makes an entry, and sees to it
+        try:
+            for entry in self._entries.values():
+                if isinstance(entry, Scheduled | Differentiated):
+                    entry.let_go()
+        finally:
+            self._lock.release()
+
     def forget(self) -> None:
         """Drop all that was made: the memory that it was made for is the model's no longer."""
         # Without the lock: it is held while another thread prepares, and that may be waiting for this thread.
@@ -280,8 +291,8 @@ class Dispatcher(Optimized):
                 stays = watch is self._watch and self._entries.get(signature) is entry
                 if not kwargs and stays and not self._paranoid:
                     self._shortcut = self._short_way(entry, args, structure, signature)
-                if isinstance(entry, Scheduled) and entry.noticed():
-                    self._let_go()
+                if isinstance(entry, Scheduled | Differentiated) and entry.noticed():
+                    self.let_go()
                 return outputs
             if failed:
                 return self._instead(entry, failed, args, kwargs)
@@ -384,7 +395,7 @@ class Dispatcher(Optimized):
                     signature = signature_of(structure, tensors, modes, signature.gradients, read)
                     former = entries.get(signature)
                     if is_due(former):
-                        self._let_go()
+                        self.let_go()
                         made = entries[signature] = entry_of(self._subject, structure, tensors, signature)
                         if former is not None and isinstance(made, Plain):
                             made.passing = False  # it has not passed, nor will it
@@ -392,12 +403,6 @@ class Dispatcher(Optimized):
             entries.move_to_end(signature)
             entry = entries[signature]
             return entry, partial(self._prove, entries, signature, entry)
-
-    def _let_go(self) -> None:
-        """Keep no memory for what was the model's: entries that nobody calls any more do not find out."""
-        for entry in list(self._entries.values()):
-            if isinstance(entry, Scheduled):
-                entry.let_go()
 
     def _prove(self, entries: OrderedDict[Signature, Entry], signature: Signature, entry: Entry) -> None:
         """Count an entry among those that have worked."""
@@ -521,9 +526,10 @@ def _renew_locks() -> None:
     """In a forked process, where no thread is left that could release them."""
     for dispatcher in _dispatchers:
         dispatcher._lock = threading.RLock()
+        dispatcher._subject = replace(dispatcher._subject, repeating=threading.RLock())
         for entry in dispatcher._entries.values():
             if isinstance(entry, Differentiated):
-                entry.renew_lock()
+                entry.renew_locks(dispatcher._subject.repeating)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -11,8 +11,9 @@ signature ──▶ a schedule of the whole model ──▶ Scheduled, or Differ
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autostream.build import Scheduled
-from autostream.differentiated import Differentiated
+from autostream.differentiated import Differentiated, Lock
 from autostream.errors import (
     BranchError,
     ChangeError,
@@ -123,6 +124,7 @@ class Subject:
         slots: where inputs may come in turn: captured graphs read them there.
         make_piece: makes what runs in the place of a piece of the model, or of a backward.
         make_section: makes what runs in the place of a part of a program, where a CUDA graph cannot hold the whole.
+        repeating: held while the model computes a call once more, for which it is as that call found it.
     """
 
     model: nn.Module
@@ -133,6 +135,7 @@ class Subject:
     slots: SlotTable
     make_piece: MakePiece
     make_section: MakePiece
+    repeating: Lock = field(default_factory=threading.RLock)
 
     def uses_gpu(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a call with these flat tensors has some of them, or of the model's parameters, on a GPU."""
@@ -189,7 +192,7 @@ def _whole(
         raise TraceError("it, or a part of it, is optimized already: give the model itself, and optimize no part of it")
     if signature.gradients:
         call, bound_inputs = (model, structure, tensors, signature), subject.bound_inputs or frozenset()
-        return Differentiated(*call, bound_inputs, options, subject.make_piece, subject.make_section)
+        return Differentiated(*call, bound_inputs, options, subject.make_piece, subject.make_section, subject.repeating)
     entry = _scheduled(subject, structure, tensors, signature)
     log.info("%s, %s: %s", name_of(model), signature, entry.report.mode)
     return entry

@@ -8,7 +8,6 @@
     │   ├── BranchError             … for it goes by values of tensors; pieces of it can
     │   │   └── ChoiceError         … which Python only asks whether they are true; each way through it can
     │   ├── ObjectError             … for it returns an object that no graph has; pieces of it can
-    │   ├── ChangeError             … for it changes what it has; it may do so in its first call only
     │   ├── ChangeError             … for it changes what it has; its next call may not
     │   └── FastPathError           … and pieces of it would not compute the same either
     ├── FusionError                 a program's ops cannot be fused into kernels

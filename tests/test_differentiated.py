@@ -28,6 +28,7 @@ from autostream.errors import TraceError
 from autostream.execution.lending import Lending
 from tests.data_branches import DYNAMOS_OWN
 from tests.semantics import force_streams
+from tests.threads import in_threads
 
 Body = Callable[[Any, Any, torch.optim.Optimizer, int], Any]
 """What is done in a step with a model, optimized or not, its plain self, an optimizer, and the step's number."""
@@ -790,9 +791,11 @@ def annealed(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: in
     for temperature in (1.0, 3.0):
         model.temperature, model.dropout.p = temperature, temperature / 10
         found.append(fast(x)[0].sum())
+        model.notes[0] = 1 + temperature
+        model.notes.append(found[-1].item())
     (gradient,) = torch.autograd.grad(torch.stack(found).sum(), x, create_graph=True)
     gradient.square().sum().backward()
-    return [gradient.detach(), model.temperature, model.dropout.p]
+    return [gradient.detach(), model.temperature, model.dropout.p, torch.tensor(model.notes)]
 
 
 def looked_at(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
@@ -837,15 +840,11 @@ def with_another_layer(model: Tempered) -> None:
     model.dropout = nn.Identity()  # type: ignore[assignment]
 
 
-def with_another_item(model: Tempered) -> None:
-    model.notes[0] = 2.0
-
-
 def with_another_global(model: Tempered) -> None:
     FACTORS["one"] = 2.0
 
 
-@pytest.mark.parametrize("change", [with_a_hook, with_another_layer, with_another_item, with_another_global])
+@pytest.mark.parametrize("change", [with_a_hook, with_another_layer, with_another_global])
 def test_gradients_of_gradients_are_refused_where_the_model_is_another(
     change: Callable[[Tempered], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -868,6 +867,47 @@ def test_gradients_of_gradients_are_refused_where_an_output_is_looked_at(
     look(outputs[at])
     with pytest.raises(RuntimeError, match=r"a hook of an output, or an output that retains its gradient, would miss"):
         torch.autograd.grad(outputs[0].sum(), x, create_graph=True)
+
+
+def test_what_was_written_to_in_place_is_another_ops_output() -> None:
+    x = t(5, 4).requires_grad_()
+    found, _ = autostream.optimize(Tempered().double(), policy="sequential")(x)
+    found.mul_(2)
+    found.retain_grad()
+    (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    assert gradient.requires_grad
+
+
+def test_an_output_that_no_derivative_has_may_be_looked_at() -> None:
+    x = t(5, 4).requires_grad_()
+    found = autostream.optimize(
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double(), policy="sequential"
+    )(x)
+    seen = list[Tensor]()
+    found.register_hook(seen.append)
+    (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    assert len(seen) == 1
+
+
+def test_threads_that_go_back_leave_the_model_as_it_is() -> None:
+    """From calls at other temperatures: each is put back for a while, by one after the other."""
+    model = Tempered().double().eval()
+    fast = autostream.optimize(model, policy="sequential")
+    calls, expected = [], []
+    for number in range(12):
+        model.temperature = 1.0 + number % 2
+        for run, kept in ((fast, calls), (model, expected)):
+            x = t(5, 4, seed=number).requires_grad_()
+            kept.append((run(x)[0].sum(), x))
+    model.temperature = 3.0
+
+    def penalty(loss: Tensor, x: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, x, create_graph=True)[0]
+
+    found = in_threads(len(calls), lambda number: penalty(*calls[number]))
+    close([gradient.detach() for gradient in found], [penalty(*call).detach() for call in expected])
+    assert model.temperature == 3.0
 
 
 def given_other_memory(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:

@@ -92,6 +92,7 @@ class Contents:
         self._then = list(map(_exactly, self._values))
         self._views = [view for value in self._values for container in _changing(value) for view in _views(container)]
         self._items = list(chain.from_iterable(self._views))
+        self._containers = [(held, _items(held)) for value in self._values for held in _changing(value)]
 
     def unchanged(self) -> bool:
         """Whether they contain what they did when this was made, or what no program can tell from it."""
@@ -101,6 +102,18 @@ class Contents:
             or list(map(_exactly, self._values)) == self._then
         )
 
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """The containers contain for a while what they did when this was made."""
+        changed = [] if self.unchanged() else [(held, then, _items(held)) for held, then in self._containers]
+        try:
+            for held, then, _ in changed:
+                _fill(held, then)
+            yield
+        finally:
+            for held, _, now in changed:
+                _fill(held, now)
+
 
 _UNCHANGING = (tuple, frozenset)
 _CONTAINERS = (list, dict, set, *_UNCHANGING)
@@ -108,6 +121,12 @@ _CONTAINERS = (list, dict, set, *_UNCHANGING)
 
 def _items(container: Any) -> tuple[Any, ...]:
     return tuple(container.items() if isinstance(container, dict) else container)
+
+
+def _fill(container: Any, items: tuple[Any, ...]) -> None:
+    """Let a list, dictionary or set contain these."""
+    container.clear()
+    container.extend(items) if isinstance(container, list) else container.update(items)
 
 
 def _changing(value: Any) -> Iterator[Any]:
@@ -276,14 +295,15 @@ class LiveState:
 
     @contextmanager
     def as_traced(self) -> Iterator[None]:
-        """Numbers, flags and functions that modules hold are for a while what they were when the program was traced."""
+        """What modules hold besides tensors is for a while what it was when the program was traced."""
         then = list(zip(self._setting_dicts, self._setting_names, self._settings_then, self._absent, strict=True))
         changed = [(holder, name) for holder, name, value, _ in then if holder.get(name) is not value]
         now = [(holder, name, holder[name], False) for holder, name in changed if name in holder]
         gone = [(holder, name, None, True) for holder, name in changed if name not in holder]
         try:
             _put(then)
-            yield
+            with self._contents.as_then():
+                yield
         finally:
             _put((*now, *gone))
 

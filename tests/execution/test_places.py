@@ -335,6 +335,23 @@ def test_so_it_does_until_a_call_of_another_shape_notices(rows: int, captures: C
         torch.testing.assert_close(fast(x), model(x))
 
 
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("rows", [2, 3, 1])
+def test_so_it_does_where_gradients_are_recorded(rows: int, captures: Captures) -> None:
+    model = linear()
+    fast = autostream.optimize(model, policy="sequential")
+    for x in (X, X[:2]):
+        for _ in range(3):
+            fast(x).sum().backward()
+    is_there = still_there([model.weight])
+    with torch.no_grad():
+        moved(model)
+    for _ in range(2):
+        fast(X[:rows]).sum().backward()
+    assert {report.mode for report in fast.reports} == {"forward and backward"}
+    assert not is_there()
+
+
 # Apart from models
 
 

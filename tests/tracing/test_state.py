@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -232,18 +233,26 @@ ASKED: dict[str, Callable[[Asking], object]] = {
         lambda net: setattr(net.body[1], "eps", 1.0),
         lambda net: setattr(net.body[1], "forward", lambda x: x),
         lambda net: setattr(net.body[0], "bias", None),
+        lambda net: net.options.append([2]),
+        lambda net: net.sizes.update(new=1),
+        lambda net: net.sizes["deep"].clear(),
+        lambda net: net.sizes.__setitem__("deep", 2),
     ],
 )
 def test_settings_are_for_a_while_as_they_were_traced(net: Net, change: Callable[[Net], Any]) -> None:
     net.body[0].bias = None
+    net.sizes = {"deep": {1, 2}, "other": [3]}
     live, x = Live(net), torch.ones(3, 2)
-    expected = net(x)
+    expected, then = net(x), copy.deepcopy((net.options, net.sizes))
     change(net)
     now = [dict(vars(module)) for module in net.modules()]
+    held = copy.deepcopy((net.options, net.sizes))
     with live.state.as_traced():
         torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
         assert live.state.configured()
+        assert (net.options, net.sizes) == then
     assert [dict(vars(module)) for module in net.modules()] == now
+    assert (net.options, net.sizes) == held
 
 
 def test_settings_are_put_back_where_the_call_fails(net: Net) -> None:
