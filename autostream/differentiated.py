@@ -93,6 +93,7 @@ class Differentiated:
             halves.backward([*self._copied, *self._lent]), frozenset([*kept, *range(first, first + len(lent))])
         )
         self._state, self._watch = LiveState(model, halves.state, {}), ModelWatch(model)
+        self._read = self._watch.read()
         self.linked = linked_in(halves.parents)
         self._seen_again = sorted(self.linked.union(at for at in halves.saved if at < len(halves.tangents)))
         self._given = [at for at in halves.needed if at >= len(halves.state)]
@@ -214,13 +215,7 @@ class Differentiated:
             self._repetition.as_then(run.before),
             self._state.as_traced(),
         ):
-            watch = self._watch
-            if (
-                not watch.intact()
-                or watch.hooked()
-                or watch.read() != self._signature.read
-                or not self._state.configured()
-            ):
+            if not self._is_as_traced():
                 raise RuntimeError(f"{_AGAIN} the model has changed since the call: {_ITSELF}")
             # Each stands for itself, for one may be computed from another: this call ends here.
             values = self._repetition.values(run.values, run.before, self._halves.trained)
@@ -231,8 +226,8 @@ class Differentiated:
 
     def _is_as_traced(self) -> bool:
         """Whether the model's modules, what they hold and what their functions read are as the trace found them."""
-        watch, read = self._watch, self._signature.read
-        return watch.intact() and not watch.hooked() and watch.read() == read and self._state.configured()
+        watch = self._watch
+        return watch.intact() and not watch.hooked() and watch.read() == self._read and self._state.configured()
 
     def _laid_out(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
         pairs = zip(tangents, self._halves.tangents, strict=True)

@@ -775,11 +775,12 @@ class Tempered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.dropout, self.second = nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 4)
-        self.temperature, self.notes = 1.0, [1.0]
+        self.temperature, self.notes, self.factors = 1.0, [1.0], {"two": 1.0}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         features = self.dropout(self.first(x).tanh())
-        return (self.second(features) * self.temperature * self.notes[0] * FACTORS["one"]).sin(), features
+        factor = self.factors["two"] * FACTORS["one"]
+        return (self.second(features) * self.temperature * self.notes[0] * factor).sin(), features
 
 
 FACTORS = {"one": 1.0}
@@ -789,7 +790,7 @@ def annealed(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: in
     """Two temperatures, one penalty."""
     x, found = t(5, 4, seed=number).requires_grad_(), list[Tensor]()
     for temperature in (1.0, 3.0):
-        model.temperature, model.dropout.p = temperature, temperature / 10
+        model.temperature, model.dropout.p, model.factors = temperature, temperature / 10, {"two": temperature}
         found.append(fast(x)[0].sum())
         model.notes[0] = 1 + temperature
         model.notes.append(found[-1].item())
