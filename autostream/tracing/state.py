@@ -296,16 +296,19 @@ class LiveState:
     @contextmanager
     def as_traced(self) -> Iterator[None]:
         """What modules hold besides tensors is for a while what it was when the program was traced."""
-        then = list(zip(self._setting_dicts, self._setting_names, self._settings_then, self._absent, strict=True))
-        changed = [(holder, name) for holder, name, value, _ in then if holder.get(name) is not value]
-        now = [(holder, name, holder[name], False) for holder, name in changed if name in holder]
-        gone = [(holder, name, None, True) for holder, name in changed if name not in holder]
+        then = zip(self._setting_dicts, self._setting_names, self._settings_then, self._absent, strict=True)
+        changed = [
+            (holder, name, value, absent)
+            for holder, name, value, absent in then
+            if holder.get(name) is not value or (name not in holder) is not absent
+        ]
+        now = [(holder, name, holder.get(name), name not in holder) for holder, name, *_ in changed]
         try:
-            _put(then)
+            _put(changed)
             with self._contents.as_then():
                 yield
         finally:
-            _put((*now, *gone))
+            _put(now)
 
     def contents_intact(self) -> bool:
         """Whether what another look at the same objects may find changed is as it was.
@@ -337,7 +340,7 @@ def _put(entries: Iterable[tuple[dict[str, Any], str, Any, bool]]) -> None:
     for holder, name, value, absent in entries:
         if absent:
             holder.pop(name, None)
-        elif holder.get(name) is not value or name not in holder:
+        else:
             holder[name] = value
 
 

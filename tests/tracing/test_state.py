@@ -21,6 +21,8 @@ from autostream.tracing.tree import flatten
 class Net(nn.Module):
     """Two tied layers, a norm, a buffer and a plain tensor."""
 
+    inherited: float | None = 2.0
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -233,6 +235,8 @@ ASKED: dict[str, Callable[[Asking], object]] = {
         lambda net: setattr(net.body[1], "eps", 1.0),
         lambda net: setattr(net.body[1], "forward", lambda x: x),
         lambda net: setattr(net.body[0], "bias", None),
+        lambda net: setattr(net, "inherited", None),
+        lambda net: delattr(net, "empty"),
         lambda net: net.options.append([2]),
         lambda net: net.sizes.update(new=1),
         lambda net: net.sizes["deep"].clear(),
