@@ -120,9 +120,14 @@ class Shortcut:
             and not torch.is_grad_enabled()
             and not unusual_call()
             and self._same_numerics()
-            and (self._alone or (_apart(tensors) and self._own.isdisjoint(map(storage_of, tensors))))
+            and (self._alone or self._apart(tensors))
         )
         return tensors if alike else None
+
+    def _apart(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether inputs share no memory with each other, nor with a model that may be written to."""
+        storages = set(map(storage_of, tensors))
+        return len(storages) == len(tensors) and self._own.isdisjoint(storages)
 
     def __call__(self, args: Sequence[Tensor]) -> Any:
         """What the model returns for the tensors of arguments that fit.

@@ -14,12 +14,17 @@ Batch = tuple[Any, ...]
 """What a step is called with."""
 
 
-def tensors_of(batch: Batch) -> list[Tensor]:
+def tensors_of(batch: Batch) -> Sequence[Tensor]:
     """The tensors of a batch; none of one that cannot be opened, whose step runs as it is."""
+    if {*map(type, batch)} == _TENSORS:  # most of them, at a tenth of the time
+        return batch
     try:
         return flatten(batch)[0]
     except TraceError:
         return []
+
+
+_TENSORS = {Tensor}
 
 
 def parts_of(batch: Batch, count: int) -> list[Batch]:

@@ -54,10 +54,11 @@ def obstacle(optimizer: Optimizer) -> str:
         return f"{name} has a step of its own"
     if clears_itself(optimizer):
         return f"{name} has a zero_grad of its own"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name} is differentiable, which nothing that is written in place is"
-    if any(group.get("capturable") and not _on_gpus(group["params"]) for group in optimizer.param_groups):
-        return f"{name} is capturable, which parameters on a CPU are not"
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return f"{name} is differentiable, which nothing that is written in place is"
+        if group.get("capturable") and not _on_gpus(group["params"]):
+            return f"{name} is capturable, which parameters on a CPU are not"
     return ""
 
 

@@ -21,7 +21,10 @@ from autostream.tracing.state import Entries
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of an optimizer, group by group."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list(chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
+
+
+_PARAMETERS = operator.itemgetter("params")
 
 
 def have_hooks(parameters: Sequence[Tensor]) -> bool:

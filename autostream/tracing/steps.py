@@ -191,11 +191,13 @@ class Backward(nn.Module):
         """
         parameters = parameters_of(self.optimizer)
         self._look(parameters)
-        setting = self._setting(self._seen(parameters), lambda: self._looked_up(parameters))
+        hyperparameters = self._hyperparameters()
+        seen = self._seen(parameters, hyperparameters)
+        setting = self._setting(seen, lambda: self._looked_up(parameters))
         if any(map(_REQUIRES_GRADIENTS, tensors_of(batch))):
             reason = "a tensor of the batch requires gradients, and a graph would compute none"
             setting = replace(setting, refusal=reason)
-        return batch, setting, self._numbers(parameters, setting)
+        return batch, setting, self._numbers(parameters, setting, hyperparameters)
 
     def zero_gradients(self) -> None:
         """Call the optimizer's ``zero_grad``, if that may do more than to leave no gradients."""
@@ -261,7 +263,11 @@ class Backward(nn.Module):
             scaler.step(self.optimizer)
             scaler.update()
 
-    def _numbers(self, parameters: Sequence[Tensor], setting: Setting) -> list[Tensor]:
+    def _hyperparameters(self) -> list[Any]:
+        """Those of the optimizer's that the step depends on, as they are now."""
+        return []
+
+    def _numbers(self, parameters: Sequence[Tensor], setting: Setting, hyperparameters: list[Any]) -> list[Tensor]:
         """What the scaler multiplies losses by now, if there is one."""
         scaler = self.options.scaler
         if scaler is None:
@@ -321,7 +327,7 @@ class Backward(nn.Module):
         if not self._holders.hold(self.optimizer, parameters):
             self._holders.look(self, self.optimizer)
 
-    def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
+    def _seen(self, parameters: Sequence[Tensor], hyperparameters: list[Any]) -> list[object]:
         """What a setting is made of: to compare it takes a tenth of the time."""
         names = self._holders.names
         return [names, *parameters, *map(_REQUIRES_GRADIENTS, parameters), self._refusal(parameters)]
@@ -394,21 +400,23 @@ class TrainingStep(Backward):
         state, named = self.optimizer.state, zip(chain.from_iterable(self._holders.names), parameters, strict=True)
         return frozenset(name for name, own in named if own.requires_grad and not state.get(own))
 
-    def _numbers(self, parameters: Sequence[Tensor], setting: Setting) -> list[Tensor]:
+    def _hyperparameters(self) -> list[Any]:
+        return values(self.optimizer)
+
+    def _numbers(self, parameters: Sequence[Tensor], setting: Setting, hyperparameters: list[Any]) -> list[Tensor]:
         """The hyperparameters that are inputs; none of a step that is in no graph, where they may be anything."""
         if setting.refusal:
             return []
-        found = values(self.optimizer)
-        return [self._as_tensor([found[at] for at in self._known.inputs], parameters[0].device)]
+        return [self._as_tensor([hyperparameters[at] for at in self._known.inputs], parameters[0].device)]
 
-    def _seen(self, parameters: Sequence[Tensor]) -> list[object]:
-        state, found = self.optimizer.state, values(self.optimizer)
+    def _seen(self, parameters: Sequence[Tensor], hyperparameters: list[Any]) -> list[object]:
+        state, found = self.optimizer.state, hyperparameters.copy()
         if len(found) == len(self._known.values):  # of what varies, one thing matters: whether it is above zero
             for at, own in self._known.inputs.items():
                 if is_positive(found[at]) or (is_number(found[at]) and not own.positive):
                     found[at] = own.positive
         return [
-            *super()._seen(parameters),
+            *super()._seen(parameters, hyperparameters),
             *state,
             *state.values(),
             *chain.from_iterable(map(dict.values, state.values())),

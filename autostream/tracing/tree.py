@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from itertools import repeat
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -117,22 +118,22 @@ def tensors_like(structure: Structure, value: object) -> list[Tensor] | None:
 
 
 def _gather(structure: Structure, value: Any, tensors: list[Tensor]) -> bool:
-    kind: Any = structure.kind
+    kind: Any
+    kind, context, children = structure
     if kind is Tensor:
         tensors.append(value)
         return isinstance(value, Tensor)
-    context, children = structure.context, structure.children
     if type(value) is not kind:
         return False
     if children is None:
         return value is context or bool(exact(value) == context)
     if kind is dict:
-        return _has_keys(value, context) and _gather_all(children, value.values(), tensors)
-    return kind in (tuple, list) and len(value) == len(children) and _gather_all(children, value, tensors)
-
-
-def _gather_all(structures: Iterable[Structure], values: Iterable[object], tensors: list[Tensor]) -> bool:
-    return all(_gather(structure, value, tensors) for structure, value in zip(structures, values, strict=True))
+        if not _has_keys(value, context):
+            return False
+        value = value.values()
+    elif not (kind in (tuple, list) and len(value) == len(children)):
+        return False
+    return all(map(_gather, children, value, repeat(tensors)))
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
