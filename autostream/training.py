@@ -187,10 +187,15 @@ class _Way:
 
 
 def _note(refused: Sequence[tuple[_Way, str]], instead: str) -> None:
-    """Remember, and say once, why steps could not be done in some ways."""
+    """Remember, and say once, why steps could not be done in some ways; two may have one reason."""
+    told = ""
     for way, reason in refused:
         if (reason, instead) not in way.refusals:
-            log.warning("%s: %s: %s", name_of(way.step), instead, reason)
+            why = reason.replace(name_of(way.step), "it")
+            if why != told:
+                what = "it runs as it is" if instead == "plain" else instead
+                log.warning("a training step of %s: %s: %s", name_of(way.step.model), what, why)
+            told = why
             way.refusals = {**way.refusals, (reason, instead): Decision("", instead, reason)}
 
 

@@ -349,6 +349,8 @@ TRAINED = {
     "a loss of PyTorch's": Scene(ConvNet, loss=criterion, batches=IMAGES),
     "clipped": Scene(mlp, kwargs={"max_norm": 0.1}),
     "microbatches": Scene(ConvNet, loss=cross_entropy, batches=IMAGES, kwargs={"microbatches": 4, "max_norm": 0.5}),
+    "a compiled model": Scene(lambda: torch.compile(normed(), backend="eager")),
+    "a compiled loss": Scene(mlp, loss=torch.compile(mse, backend="eager")),
     "not a number": Scene(mlp, batches=[(t(8, 6) * float("nan"), t(8, 4))]),
 }
 

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 @contextmanager
 def tamed() -> Iterator[None]:
     """Trace inside this: PyTorch says nothing, compiles nothing in between, and has its flags put back."""
-    with undisturbed(), _preserved_flags(), _told_to_this_thread(), _quiet(), _uncompiled():
+    with undisturbed(), _preserved_flags(), _told_to_this_thread(), _quiet(), _uncompiled(), _through_compiled():
         yield
 
 
@@ -79,6 +79,18 @@ def _uncompiled() -> AbstractContextManager[None]:
     """
     lazily = getattr(getattr(torch.fx, "_lazy_graph_module", None), "_use_lazy_graph_module", None)
     return lazily(True) if lazily else nullcontext()
+
+
+def _through_compiled() -> AbstractContextManager[None]:
+    """Let a tracer see the ops of what the user compiled with ``torch.compile``, as if it were not compiled.
+
+    Private to PyTorch (seen in 2.11 and 2.13); where a version lacks the setting, such models are refused.
+    """
+    config: Any = torch._dynamo.config
+    return config.patch(**_THROUGH) if all(hasattr(config, name) for name in _THROUGH) else nullcontext()
+
+
+_THROUGH = {"error_on_nested_fx_trace": False}
 
 
 def unreferenced(modes: Iterable[FakeTensorMode]) -> None:

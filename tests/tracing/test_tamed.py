@@ -153,6 +153,21 @@ def test_what_is_compiled_runs_in_other_threads_meanwhile(trace: Callable[..., A
     assert seen
 
 
+@pytest.mark.parametrize("trace", [partial(make_fx, tracing_mode="fake"), make_fx])
+def test_what_is_compiled_is_traced_as_it_was_written(trace: Callable[..., Any]) -> None:
+    """It is refused outside, as ever."""
+    compiled, x = torch.compile(lambda x: x.sin() + 1, backend="eager"), torch.ones(2)
+    compiled(x)
+    with tamed():
+        graph = trace(compiled)(x).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [
+        torch.ops.aten.sin.default,
+        torch.ops.aten.add.Tensor,
+    ]
+    with pytest.raises(RuntimeError, match="dynamo-optimized function"):
+        make_fx(compiled)(x)
+
+
 def test_what_is_compiled_stays_when_something_is_traced() -> None:
     """What asks whether it is compiled is guarded by the code that it asks."""
 
