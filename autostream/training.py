@@ -55,8 +55,8 @@ def train_step(
         optimizer.step()
         optimizer.zero_grad()
 
-    Gradients are temporary: ``parameter.grad`` is ``None`` after a step, and what it was before does not matter. All
-    else is as ever: weights, statistics and the optimizer's state are written where they are, ``state_dict`` and
+    Gradients are temporary: ``parameter.grad`` is ``None`` after a step, and what it was before does not matter (but
+    for optimizers with a ``zero_grad`` of their own, which may leave some). All else is as ever: weights, statistics and the optimizer's state are written where they are, ``state_dict`` and
     ``load_state_dict`` work between any two steps, and so do learning-rate schedulers. A changed rate takes effect in
     the next step, and so does any other number of the optimizer's, such as a momentum: when it first changes, another
     graph is made, of which it is an input. One that becomes zero, or a switch, makes another graph each time.

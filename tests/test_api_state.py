@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,52 @@ def test_what_a_model_learns_about_autograd_is_as_of_the_call(question: str) -> 
                     assert torch.equal(fast(x), model(x))
                     answers.add(bool(model.ask(x, model.layer.weight)))
     assert answers == {True, False}
+
+
+ATTRIBUTES: dict[str, Callable[[Tensor, Tensor], bool]] = {
+    "of a weight": lambda x, weight: getattr(weight, "doubled", False),
+    "whether a weight has it": lambda x, weight: hasattr(weight, "doubled"),
+    "of an input": lambda x, weight: getattr(x, "doubled", False),
+    "caught": lambda x, weight: is_doubled(x),
+    "of a view's base": lambda x, weight: x._base is None,
+    "the seed": lambda x, weight: torch.initial_seed() % 2 == 0,
+}
+
+
+def is_doubled(x: Tensor) -> bool:
+    try:
+        return bool(x.doubled)  # type: ignore[attr-defined]
+    except AttributeError:
+        return False
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("question", ATTRIBUTES)
+def test_what_a_user_has_put_on_tensors_is_as_of_the_call(question: str, grad_mode: Callable[[], Any]) -> None:
+    """Those of a trace are others, and have no such attribute."""
+    model, x = Asking(ATTRIBUTES[question]).eval(), X.clone()
+    model.layer.weight.doubled = x.doubled = True  # type: ignore[attr-defined]
+    fast = optimize(model, policy="sequential")
+    answers = set()
+    with grad_mode():
+        for doubled in (True, False, True):
+            if doubled:
+                model.layer.weight.doubled = x.doubled = True  # type: ignore[attr-defined]
+            else:
+                del model.layer.weight.doubled, x.doubled  # type: ignore[attr-defined]
+            for seed in (2, 3):
+                torch.manual_seed(seed)
+                for given in (x, x[:]):
+                    assert torch.equal(fast(given), model(given))
+                    answers.add(bool(model.ask(given, model.layer.weight)))
+    assert answers == {True, False}
+
+
+def test_attributes_that_nobody_asks_for_change_nothing() -> None:
+    model = Net().eval()
+    model.left.weight.name_of_mine = "left"  # type: ignore[attr-defined]
+    fast = called(model)
+    assert [report.mode for report in fast.reports] != ["plain"] or not fast.reports[0].refusals
 
 
 def test_who_does_not_ask_keeps_the_schedule_whatever_requires_gradients() -> None:

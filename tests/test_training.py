@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -309,6 +309,26 @@ def head_only(parameters: Any) -> Optimizer:
 
 
 criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
+
+
+class Gained(nn.Module):
+    """Some of its tensors have an attribute that a user gave them, which those of a trace have not."""
+
+    def __init__(self, ask: Callable[[Any, Tensor], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.linear.weight.gain = 2.0
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.ask(self.linear.weight, x)
+
+
+GAINS = {
+    "of a weight": lambda weight, x: getattr(weight, "gain", 1.0),
+    "whether a weight has it": lambda weight, x: 3.0 if hasattr(weight, "gain") else 1.0,
+    "of an input": lambda weight, x: getattr(x, "gain", 1.0),
+}
 
 
 def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -984,6 +1004,28 @@ def test_hooks_on_all_optimizers_are_called() -> None:
     assert "one stream" in modes(step)
 
 
+@pytest.mark.parametrize("since", [0, 2])
+def test_the_step_of_an_optimizers_class_may_be_another(since: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a decorator that says it is PyTorch's."""
+    written = SGD.step
+
+    @wraps(written)
+    def clamped(self: Any, closure: Any = None) -> Any:
+        written(self, closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.clamp_(-0.1, 0.1)
+
+    def patch(number: int, model: Any, optimizer: Any) -> None:
+        if number == since:
+            monkeypatch.setattr(SGD, "step", clamped)
+
+    if since == 0:
+        monkeypatch.setattr(SGD, "step", clamped)
+    step = assert_trains_alike(Scene(mlp, between=patch), policy="sequential")
+    assert "SGD.step is not PyTorch's own" in reasons(step)
+
+
 def watching_zero_grad(optimizer: Any, calls: list[str], name: str) -> None:
     own = optimizer.zero_grad
 
@@ -1009,6 +1051,44 @@ def test_a_zero_grad_of_an_optimizers_own_is_called(optimizer: Make) -> None:
         close(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
     assert calls == ["ours", "ours", "theirs", "theirs"] * 3
     assert optimizer is torch.optim.Adamax or "a zero_grad of its own" in reasons(step)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.Adamax])
+@pytest.mark.parametrize("leaves", ["zeros", "all"])
+@pytest.mark.parametrize("since", [0, 2])
+def test_a_zero_grad_of_an_optimizers_own_may_leave_gradients(optimizer: Make, leaves: str, since: int) -> None:
+    """A parameter that a step does not use then moves by its moments, or by earlier gradients."""
+
+    def one_of_two(model: Any, x: Tensor, y: Tensor, which: int) -> Tensor:
+        return F.mse_loss(model[which](x), y)
+
+    model = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]).double()
+    ours = model, optimizer(model.parameters(), lr=0.1)
+    theirs = copy.deepcopy(ours)
+    step: Any = None
+    for number in range(6):
+        if number == since:
+            for _, own in (ours, theirs):
+                own.zero_grad = partial(own.zero_grad, set_to_none=False) if leaves == "zeros" else lambda: None
+        if number == 0:
+            step = train_step(*ours, one_of_two, policy="sequential")
+        x, y = ROWS[number % 2]
+        close(step(x, y, number % 2), eager_one_of_two(*theirs, one_of_two, x, y, number % 2))
+        close(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
+        mine, its = ([parameter.grad for parameter in model.parameters()] for model, _ in (ours, theirs))
+        if number >= since:
+            assert [gradient is None for gradient in mine] == [gradient is None for gradient in its]
+            close([own for own in mine if own is not None], [own for own in its if own is not None])
+    assert "one stream" in modes(step)
+
+
+def eager_one_of_two(model: Any, optimizer: Optimizer, loss_fn: Make, x: Tensor, y: Tensor, which: int) -> Tensor:
+    optimizer.zero_grad()
+    loss: Tensor = loss_fn(model, x, y, which)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def test_so_is_that_of_one_that_takes_a_closure() -> None:
@@ -1353,6 +1433,17 @@ def test_where_the_optimizer_cannot_be_in_a_graph_forward_and_backward_are(caplo
     why = [(refusal.choice, refusal.reason) for refusal in step.reports[1].refusals]
     assert why[0] == ("the optimizer runs as it is", "SGD has hooks on its step, which a graph would not call")
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+@pytest.mark.parametrize("name", GAINS)
+def test_attributes_of_tensors_are_as_of_the_step(name: str) -> None:
+    model: Any = Gained(GAINS[name]).double()
+    step = train_step(model, SGD(model.parameters(), lr=0.0), mse)
+    for number in range(5):
+        x, y = ROWS[0][0].clone(), ROWS[0][1]
+        model.linear.weight.gain = x.gain = number  # type: ignore[attr-defined]
+        close(step(x, y), mse(model, x, y).detach())
+    assert "asks (tensor.gain)" in reasons(step)
 
 
 def test_a_loss_that_fails_later_is_no_reason_for_less_in_a_graph() -> None:

@@ -6,8 +6,8 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from types import CodeType, FrameType
 from typing import Any
@@ -49,6 +49,18 @@ def attributes_of(model: nn.Module) -> frozenset[int]:
     """
     values = (value for module in model.modules() for value in vars(module).values())
     return frozenset(id(value) for value in values if isinstance(value, Tensor))
+
+
+def names_given(tensors: Iterable[Tensor]) -> frozenset[str]:
+    """The names of attributes that somebody has given to tensors.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> weight.gain = 2.0
+        >>> names_given([weight])
+        frozenset({'gain'})
+    """
+    return frozenset(chain.from_iterable(map(vars, tensors)))
 
 
 class Constants(TorchFunctionMode):
@@ -162,6 +174,33 @@ def unasked(question: str) -> Iterator[None]:
         tracing = None  # a module that is first imported in between keeps what it imports
 
 
+@contextmanager
+def ungiven(names: frozenset[str]) -> Iterator[None]:
+    """Refuse, in this thread, a model that asks a tensor of a trace for attributes that only those of a user have.
+
+    Nobody can look at them in each call: a tensor of a batch is another each time.
+
+    Args:
+        names: of the attributes.
+
+    Example:
+        >>> with ungiven(frozenset({"gain"})):
+        ...     getattr(torch.ones(2), "gain", 1.0)
+        Traceback (most recent call last):
+        autostream.errors.FastPathError: the model asks (tensor.gain) what may change from call to call
+    """
+    tracing = threading.get_ident()
+
+    def ask(tensor: Tensor, name: str) -> Any:
+        if name in names and threading.get_ident() == tracing:
+            _refuse_question(f"tensor.{name}", sys._getframe(1))
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
+
+    # Found after all others: of what a tensor has, nothing is asked here.
+    with mock.patch.object(Tensor, "__getattr__", ask, create=True) if names else nullcontext():
+        yield
+
+
 def _refuse_question(name: str, asking: FrameType) -> None:
     """Raise an error unless it is PyTorch that asks, for whose ops it makes no difference where nothing is recorded.
 
@@ -179,9 +218,10 @@ _STEPS = {f"autostream.tracing.{name}" for name in ("steps", "lines")}
 """Where training steps ask."""
 
 
-_ATTRIBUTES = ("requires_grad", "is_leaf", "grad_fn", "grad", "_version", "retains_grad")
+_ATTRIBUTES = ("requires_grad", "is_leaf", "grad_fn", "grad", "_version", "retains_grad", "_base")
 _QUESTIONS = {
     **{getattr(Tensor, name).__get__: name for name in _ATTRIBUTES},
+    Tensor._is_view: "_is_view",
     Tensor.is_inference: "is_inference",
     torch.is_inference: "is_inference",
 }

@@ -21,7 +21,7 @@ from autostream.errors import BranchError, FastPathError, TraceError
 from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
 from autostream.tracing.branches import Way
-from autostream.tracing.constants import attributes_of, registered
+from autostream.tracing.constants import attributes_of, names_given, registered
 from autostream.tracing.expecting import expect
 from autostream.tracing.flat import FlatModel, check_graph, check_ordinary, tensors_in, watched
 from autostream.tracing.guards import unusual
@@ -100,9 +100,10 @@ def trace(
     """
     check_ordinary(model)
     originals, attributes = registered(model), attributes_of(model)
+    names = names_given([*model.parameters(), *model.buffers(), *tensors])
 
     def exported_from(own: nn.Module) -> tuple[FlatModel, ExportedProgram]:
-        flat = FlatModel(own, structure, originals, "torch.export", attributes, way)
+        flat = FlatModel(own, structure, originals, "torch.export", attributes, way, names)
         return flat, _export(flat, tensors)
 
     twin = with_ordinary_parameters(_padding_refused(replica(model)))

@@ -29,7 +29,7 @@ from autostream.tracing.attention import fused_attention
 from autostream.tracing.attributes import Holder, Variable, holders, host_generators, referred_to, untouched
 from autostream.tracing.branches import ASKING, Assumed, Way
 from autostream.tracing.comparisons import ReflectedComparisons
-from autostream.tracing.constants import Constants, unasked
+from autostream.tracing.constants import Constants, unasked, ungiven
 from autostream.tracing.draws import draws
 from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.generators import GeneratorState
@@ -90,6 +90,7 @@ class FlatModel(nn.Module):
         tracer: who calls it, for messages.
         attributes: the ids of other tensors that the live model may use.
         way: of branches on values, the outcomes to assume; by default such a model is refused.
+        names: of attributes that somebody gave to the live model's tensors, or to the arguments.
 
     Attributes:
         result: what is learnt in a trace.
@@ -104,10 +105,12 @@ class FlatModel(nn.Module):
         tracer: str,
         attributes: frozenset[int] = frozenset(),
         way: Way | None = None,
+        names: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.model = model
         self._way = way
+        self._names = names
         self._tracer = tracer
         self._structure = structure
         self._grad_mode = torch.is_grad_enabled()
@@ -211,9 +214,15 @@ class FlatModel(nn.Module):
 
     @contextmanager
     def _unasked(self) -> Iterator[None]:
-        """Refuse questions about modes of the call that export turns off."""
+        """Refuse questions about what is otherwise in a trace, such as modes that export turns off."""
         grad_mode = unasked("is_grad_enabled") if self._grad_mode else nullcontext()
-        with unasked("is_inference_mode_enabled"), grad_mode:
+        with (
+            unasked("is_inference_mode_enabled"),
+            unasked("is_anomaly_enabled"),
+            unasked("initial_seed"),
+            grad_mode,
+            ungiven(self._names),
+        ):
             yield
 
     @contextmanager

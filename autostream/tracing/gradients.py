@@ -29,7 +29,7 @@ from autostream.ir import Placeholder, Role
 from autostream.operators import is_unknown, written_arguments
 from autostream.storages import storage_of
 from autostream.tracing.below_autograd import graph_of, reached_originals, state_of, tidied
-from autostream.tracing.constants import registered
+from autostream.tracing.constants import names_given, registered
 from autostream.tracing.export import Traced, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
 from autostream.tracing.lines import keep_lines
@@ -149,9 +149,9 @@ class _ThereAndBack(nn.Module):
 
 
 def _joint(twin: nn.Module, model: nn.Module, tensors: Sequence[Tensor], structure: Structure) -> _Joint:
-    with torch.no_grad():  # whether gradients are recorded the model may ask: they are
-        flat = FlatModel(twin, structure, registered(model), "make_fx")
     state = state_of(model)
+    with torch.no_grad():  # whether gradients are recorded the model may ask: they are
+        flat = FlatModel(twin, structure, registered(model), "make_fx", names=names_given([*state.values(), *tensors]))
     names = [f"flat.model.{name}" for name in state]
     differentiable: list[bool] = []
     trained: list[int] = []

@@ -15,7 +15,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ def obstacle(optimizer: Optimizer) -> str:
         return "there are hooks on the steps of all optimizers, which a graph would not call"
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"{name} has a step of its own"
+    if not _is_pytorchs(type(optimizer).step):
+        return f"{name}.step is not PyTorch's own"
     if clears_itself(optimizer):
         return f"{name} has a zero_grad of its own"
     for group in optimizer.param_groups:
@@ -72,7 +74,19 @@ def clears_itself(optimizer: Optimizer) -> bool:
         >>> before, clears_itself(optimizer)
         (False, True)
     """
-    return "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad
+    return (
+        "zero_grad" in vars(optimizer)
+        or type(optimizer).zero_grad is not Optimizer.zero_grad
+        or not _is_pytorchs(Optimizer.zero_grad)
+    )
+
+
+@lru_cache(maxsize=64)
+def _is_pytorchs(method: Callable[..., Any]) -> bool:
+    """Whether a method is as PyTorch wrote it, and wrapped it: somebody may have put another into the class."""
+    inner = getattr(method, "__wrapped__", None)
+    module = str(getattr(method, "__globals__", {}).get("__name__"))
+    return module.partition(".")[0] == "torch" and (inner is None or _is_pytorchs(inner))
 
 
 def _on_gpus(parameters: Sequence[Tensor]) -> bool:

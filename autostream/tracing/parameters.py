@@ -75,7 +75,7 @@ class Holders:
             shapes = ", ".join("x".join(map(str, stranger.shape)) or "scalar" for stranger in strangers[:3])
             raise TargetError(
                 f"{len(strangers)} of the optimizer's {len(parameters)} parameters (of shape {shapes}) are not the "
-                "model's: make the optimizer of model.parameters()"
+                "model's: make the optimizer of model.parameters(), and loss_fn a module where it has parameters too"
             )
         self.names = tuple(tuple(names[id(each)] for each in group["params"]) for group in optimizer.param_groups)
         self._sizes = list(map(len, self.names))
@@ -166,9 +166,12 @@ def set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def take_gradients(parameters: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Give parameters their gradients, as they are."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+    """Give parameters their gradients, as they are; what they have is added to, as in a backward."""
+    for parameter, gradient in dict(zip(parameters, gradients, strict=True)).items():  # one may be there twice
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.grad = parameter.grad + gradient
 
 
 def clear_gradients(parameters: Iterable[Tensor]) -> None:

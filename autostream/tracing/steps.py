@@ -149,9 +149,9 @@ class Backward(nn.Module):
             TargetError: the loss is not a scalar that depends on a parameter, the batch has no equal parts, or the
                 average is of another model.
         """
-        parameters = parameters_of(self.optimizer)
+        known = parameters_of(self.optimizer)
         self._check_average()
-        with set_aside(chain(self.parameters(), parameters)):
+        with set_aside(chain(self.parameters(), known)):
             results = []
             for loss, result in self._losses(batch, numbers):
                 if not loss.requires_grad:
@@ -160,7 +160,7 @@ class Backward(nn.Module):
                 results.append(result)
             parameters = parameters_of(self.optimizer)  # a forward may have given it more
             gradients = [parameter.grad for parameter in parameters]
-        clear_gradients(parameters)
+        clear_gradients(set(parameters).difference(known))
         return summed(results), gradients
 
     def traced(self, batch: Batch, setting: Setting, numbers: Sequence[Tensor]) -> Any:
@@ -209,7 +209,7 @@ class Backward(nn.Module):
         result, gradients = outputs
         parameters = parameters_of(self.optimizer)
         self._check_average()
-        take_gradients(parameters, gradients)
+        self._take(parameters, gradients)
         self._step(parameters)
         self._end(parameters)
         return result
@@ -226,7 +226,7 @@ class Backward(nn.Module):
             self.zero_gradients()
             with torch.no_grad():
                 result, gradients = evaluate()
-            take_gradients(parameters_of(self.optimizer), gradients)
+            self._take(parameters_of(self.optimizer), gradients)
             self._clip(parameters_of(self.optimizer))
             results.append(result)
             return loss_in(result)
@@ -235,10 +235,18 @@ class Backward(nn.Module):
         self._end(parameters_of(self.optimizer))
         return results[0]
 
+    def _take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Give the parameters their gradients, on top of what a ``zero_grad`` of the optimizer's own has left."""
+        if not clears_itself(self.optimizer):
+            clear_gradients(parameters)
+        take_gradients(parameters, gradients)
+
     def _end(self, parameters: Sequence[Tensor]) -> None:
         """Do what comes after the optimizer's step."""
-        self.zero_gradients()
-        clear_gradients(parameters)
+        if clears_itself(self.optimizer):
+            self.optimizer.zero_grad()
+        else:
+            clear_gradients(parameters)
         if self.average is not None:
             follow(self.average, self.model, self.options.decay)
 
@@ -383,7 +391,8 @@ class TrainingStep(Backward):
 
     def complete(self, outputs: Any) -> Any:
         """Leave no gradient, whatever was there before the step; nothing else is left to do."""
-        clear_gradients(parameters_of(self.optimizer))
+        if not clears_itself(self.optimizer):
+            clear_gradients(parameters_of(self.optimizer))
         return outputs
 
     def overlapping(self) -> str:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from autostream.errors import TraceError
 from autostream.tracing.batches import Batch
 from autostream.tracing.below_autograd import graph_of, reached_originals, state_of, tidied
-from autostream.tracing.constants import registered
+from autostream.tracing.constants import names_given, registered
 from autostream.tracing.export import Traced, Tracer, check_one_device, ordinary, program_of
 from autostream.tracing.flat import FlatModel, check_ordinary
 from autostream.tracing.optimizers import lists_apart
@@ -73,8 +73,10 @@ class _Functional(nn.Module):
 def _made_fx(
     twin: nn.Module, step: nn.Module, tensors: Sequence[Tensor], structure: Structure
 ) -> tuple[FlatModel, fx.GraphModule]:
-    flat = FlatModel(_Functional(twin), structure, registered(step), "make_fx")
     state = state_of(step)
+    flat = FlatModel(
+        _Functional(twin), structure, registered(step), "make_fx", names=names_given([*state.values(), *tensors])
+    )
     names = [f"model.step.{name}" for name in state]
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:

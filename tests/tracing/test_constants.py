@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from autostream.errors import FastPathError, TraceError
-from autostream.tracing.constants import Constants, attributes_of, registered, unasked
+from autostream.tracing.constants import Constants, attributes_of, names_given, registered, unasked, ungiven
 from autostream.tracing.replica import ReachedOriginalError
 
 HELD, ATTRIBUTE, OTHER = torch.ones(3), torch.ones(3), torch.ones(3)
@@ -102,6 +104,8 @@ def test_what_is_not_registered_is_no_original(constants: Constants) -> None:
         lambda x: x.retains_grad,
         lambda x: x.is_inference(),
         lambda x: torch.is_inference(x),
+        lambda x: x._base,
+        lambda x: x._is_view(),
     ],
 )
 def test_what_a_tensor_is_to_autograd_may_not_be_asked(
@@ -123,6 +127,34 @@ def test_a_graph_that_pytorch_interprets_may_not(constants: Constants, argument:
     graph.output(graph.call_function(getattr, (graph.placeholder("x"), "requires_grad")))
     with constants, pytest.raises(FastPathError, match="requires_grad"):
         torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(argument)
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda x: x.gain, lambda x: getattr(x, "gain", 1.0), lambda x: hasattr(x, "gain")], ids=str
+)
+def test_what_a_user_gave_to_tensors_may_not_be_asked_of_those_of_a_trace(
+    ask: Callable[[Tensor], Any], argument: Tensor
+) -> None:
+    given, mine = torch.ones(2), torch.ones(2)
+    given.gain = mine.gain = 2.0  # type: ignore[attr-defined]
+    names = names_given([given, torch.ones(2)])
+    with ungiven(names):
+        with pytest.raises(FastPathError, match=r"asks \(tensor.gain\)"):
+            ask(argument)
+        assert ask(mine)
+        assert getattr(argument, "another", 1) == 1
+        with pytest.raises(AttributeError, match="'FakeTensor' object has no attribute 'another'"):
+            argument.another  # noqa: B018
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(getattr, argument, "gain", 3.0).result() == 3.0
+    assert getattr(argument, "gain", 1) == 1
+    assert not hasattr(Tensor, "__getattr__")
+
+
+def test_pytorch_may_ask_for_them() -> None:
+    asks = eval("lambda x: getattr(x, 'gain', 1)", {"__name__": "torch.somewhere"})
+    with ungiven(frozenset({"gain"})):
+        assert asks(torch.ones(2)) == 1
 
 
 def test_whether_inference_mode_is_on_may_not_be_asked_but_by_pytorch_and_other_threads() -> None:

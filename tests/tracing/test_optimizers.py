@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -265,6 +266,18 @@ def capturable(optimizer: Optimizer) -> None:
 
 def differentiable(optimizer: Optimizer) -> None:
     optimizer.param_groups[0]["differentiable"] = True
+
+
+def test_those_whose_class_was_changed_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = SGD([torch.ones(1)])
+    step, zero_grad = SGD.step, Optimizer.zero_grad
+    with monkeypatch.context() as patch:
+        patch.setattr(SGD, "step", wraps(step)(lambda *args: step(*args)))
+        assert obstacle(optimizer) == "SGD.step is not PyTorch's own"
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "zero_grad", wraps(zero_grad)(lambda *args: zero_grad(*args)))
+        assert obstacle(optimizer) == "SGD has a zero_grad of its own"
+    assert obstacle(optimizer) == ""
 
 
 @pytest.mark.parametrize("kind", TRACED)
