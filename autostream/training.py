@@ -56,10 +56,11 @@ def train_step(
         optimizer.zero_grad()
 
     Gradients are temporary: ``parameter.grad`` is ``None`` after a step, and what it was before does not matter (but
-    for optimizers with a ``zero_grad`` of their own, which may leave some). All else is as ever: weights, statistics and the optimizer's state are written where they are, ``state_dict`` and
-    ``load_state_dict`` work between any two steps, and so do learning-rate schedulers. A changed rate takes effect in
-    the next step, and so does any other number of the optimizer's, such as a momentum: when it first changes, another
-    graph is made, of which it is an input. One that becomes zero, or a switch, makes another graph each time.
+    for optimizers with a ``zero_grad`` of their own, which may leave some). All else is as ever: weights, statistics
+    and the optimizer's state are written where they are, ``state_dict`` and ``load_state_dict`` work between any two
+    steps, and so do learning-rate schedulers. A changed rate takes effect in the next step, and so does any other
+    number of the optimizer's, such as a momentum: when it first changes, another graph is made, of which it is an
+    input. One that becomes zero, or a switch, makes another graph each time.
 
     Numbers that ``loss_fn`` and what it calls read from globals, closures, dictionaries and attributes of objects are
     watched by name: another value makes another graph. Give what changes in every step with the batch, as a tensor.
