@@ -208,9 +208,12 @@ class FlatModel(nn.Module):
             return type(error)(f"{reason}{error_line(error)}")
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # tracing has imported it by now
 
-        branch = ChoiceError if self.constants.last in ASKING else BranchError
-        kind = branch if isinstance(error, GuardOnDataDependentSymNode) else TraceError
-        return kind(f"{self._tracer} cannot trace {name_of(self.model)}: {first_line(error)}{error_line(error)}")
+        why, where = f"{self._tracer} cannot trace {name_of(self.model)}:", error_line(error)
+        if not isinstance(error, GuardOnDataDependentSymNode):
+            return TraceError(f"{why} {first_line(error)}{where}")
+        kind = ChoiceError if self.constants.last in ASKING else BranchError
+        asked, _, _ = first_line(error).partition(" (unhinted")
+        return kind(f"{why} Python asks for a number that only a run tells (torch.where does not): {asked}{where}")
 
     @contextmanager
     def _unasked(self) -> Iterator[None]:
