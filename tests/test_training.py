@@ -1647,6 +1647,54 @@ def test_one_that_changes_at_every_step_ends_at_the_limit_and_is_named(monkeypat
     assert reasons(step).endswith("meets another: L2 changed")
 
 
+class Reverse(torch.autograd.Function):
+    """As where a model is trained not to tell domains apart."""
+
+    strength = 0.1
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -Reverse.strength * gradient
+
+
+class Counting(Reverse):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        Counting.calls += 1
+        return gradient
+
+
+def reversing(kind: type[Reverse]) -> Make:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(kind.apply(model(x)), y)  # type: ignore[no-untyped-call]
+
+    return loss
+
+
+def test_numbers_that_a_function_of_autograd_reads_take_effect_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def turn(number: int, model: Any, optimizer: Any) -> None:
+        monkeypatch.setattr(Reverse, "strength", 0.1 + number % 2)
+
+    monkeypatch.setattr(Reverse, "strength", 0.1)
+    step = assert_trains_alike(Scene(mlp, loss=reversing(Reverse), between=turn, steps=7), policy="sequential")
+    assert modes(step) == ["one stream"] * 2
+
+
+def test_a_function_of_autograd_that_counts_its_calls_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "calls", 0)
+    step = assert_trains_alike(Scene(mlp, loss=reversing(Counting), steps=4), policy="sequential")
+    assert modes(step) == ["forward and backward"]  # of the model
+    assert "changes kind.calls" in reasons(step)
+    assert Counting.calls == 8
+
+
 class Meter:
     """Sums over steps."""
 

@@ -50,21 +50,25 @@ class Named:
 
 
 @lru_cache(maxsize=1024)
-def names_of(code: CodeType) -> Named:
+def names_of(code: CodeType, own: str = "") -> Named:
     """What code names, that of functions which it defines included.
+
+    Args:
+        code: of a function.
+        own: a variable with an object that is made for each call: what code writes to that is not told.
 
     Example:
         >>> names_of((lambda x: x.real * scale).__code__).variables
         frozenset({'scale'})
     """
-    inner = list(map(names_of, inner_of(code)))
+    inner = [names_of(each, own) for each in inner_of(code)]
     keys = (constant for constant in code.co_consts if isinstance(constant, str))
     return Named(
-        _arguments(code, _VARIABLES).union(*(own.variables for own in inner)),
-        _arguments(code, _ATTRIBUTES).union(*(own.attributes for own in inner)),
-        frozenset(keys).union(*(own.keys for own in inner)),
-        _arguments(code, _WRITING).union(*(own.written for own in inner)).difference(code.co_cellvars),
-        frozenset(_whole(code)).union(*(own.whole for own in inner)),
+        _arguments(code, _VARIABLES).union(*(each.variables for each in inner)),
+        _arguments(code, _ATTRIBUTES).union(*(each.attributes for each in inner)),
+        frozenset(keys).union(*(each.keys for each in inner)),
+        frozenset(_written(code, own)).union(*(each.written for each in inner)).difference(code.co_cellvars),
+        frozenset(_whole(code)).union(*(each.whole for each in inner)),
     )
 
 
@@ -193,6 +197,16 @@ def _steps(code: CodeType) -> Sequence[_Step]:
 
 def _arguments(code: CodeType, ops: frozenset[str]) -> frozenset[str]:
     return frozenset(step.argument for step in _steps(code) if step.op in ops)
+
+
+def _written(code: CodeType, own: str) -> Iterator[str]:
+    """The names of what code writes, but to attributes of one variable."""
+    steps = _steps(code)
+    return (
+        step.argument
+        for at, step in enumerate(steps)
+        if step.op in _WRITING and not (own and step.op in _OF_OWNERS and _variable(steps, at, 0) == (own,))
+    )
 
 
 def _whole(code: CodeType) -> Iterator[str]:

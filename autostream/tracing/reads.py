@@ -23,6 +23,7 @@ from enum import Enum
 from functools import partial
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FunctionType,
     MemberDescriptorType,
     MethodType,
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from autostream.tracing.bytecode import Named, names_of
 from autostream.tracing.contents import contents_of, has_contents
@@ -194,6 +196,7 @@ class Finder:
         self._seen: dict[int, object] = {}
         self._names = defaultdict[int, set[str]](set)
         self._asked = list[_Found]()
+        self._contexts: dict[CodeType, str] = {}  # code of autograd functions, and what it calls their context
         self._more = False
 
     @property
@@ -274,7 +277,7 @@ class Finder:
                 self.follow("", inspect.unwrap(function), depth)
             return
         code, variables = function.__code__, function.__globals__
-        named, known = names_of(code), self._named
+        named, known = names_of(code, self._contexts.get(code, "")), self._named
         self._named |= named
         self._attributes |= named.attributes | named.keys
         self._more |= self._named != known
@@ -293,6 +296,12 @@ class Finder:
         self.follow(label, function, depth)
         if isinstance(function, FunctionType):
             self.follow(label or "self", owner, depth, *function.__code__.co_varnames[:1])
+
+    def _in_autograd(self, function: Any) -> None:
+        """Note that what a function writes to its first argument, the context of one call, is nobody else's."""
+        function = inspect.unwrap(function)  # as by ``once_differentiable``
+        if isinstance(function, FunctionType):
+            self._contexts[function.__code__] = next(iter(function.__code__.co_varnames), "")
 
     def _module(self, label: str, module: nn.Module, depth: int) -> None:
         """A module, and what it has of objects, and its class of anything; its own attributes others watch.
@@ -322,14 +331,19 @@ class Finder:
         users = [each for each in kind.__mro__ if not _is_library(each.__module__)]
         whole = issubclass(kind, nn.Module) or not self._names[id(value)].isdisjoint((*self._named.whole, ""))
         makes = kind is value and not issubclass(kind, nn.Module)
+        run = _RUN_BY_AUTOGRAD if issubclass(kind, Function) else frozenset()
         items = [
             (name, item)
             for each in users
             for name, item in vars(each).items()
-            if (name in self._attributes and name not in own) or (whole and _is_implied(each, name, item, makes))
+            if (name in self._attributes and name not in own)
+            or name in run
+            or (whole and _is_implied(each, name, item, makes))
         ]
         for name, item in sorted(items, key=operator.itemgetter(0)):  # of each class: some call their like above
             if (function := function_of(item)) is not item or isinstance(item, FunctionType):
+                if name in run:
+                    self._in_autograd(function)
                 self._method(label, value, function, depth + 1)
             elif isinstance(item, MemberDescriptorType) or not hasattr(item, "__get__"):  # others run a user's code
                 self._attribute(f"{label}.{name}", holder, name, name, depth)
@@ -379,6 +393,10 @@ MAKING = frozenset({"__init__", "__new__"})
 BETWEEN_CALLS = frozenset({"__repr__", "__del__", "__dir__", "__init_subclass__", "__copy__", "__deepcopy__"})
 BETWEEN_CALLS |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"}
 """What is called where objects are copied, told or come to an end, not in a call of a model."""
+
+
+_RUN_BY_AUTOGRAD = frozenset({"forward", "backward", "vjp", "jvp", "setup_context", "vmap"})
+"""What PyTorch calls of a :class:`torch.autograd.Function`, of which code names ``apply`` alone."""
 
 
 def _called(function: Any) -> Any:
@@ -448,6 +466,7 @@ def _is_called(value: Any, owner: type) -> bool:
     """Whether what a module of some kind has is a function of a user's; or an object to be called, by a library's."""
     kind = type(value)
     if kind in (FunctionType, MethodType, partial):
-        return not _is_torchs(value.__func__ if kind is MethodType else value)
+        of_users = kind is MethodType and isinstance(value.__self__, type) and _is_users(value.__self__)
+        return of_users or not _is_torchs(value.__func__ if kind is MethodType else value)
     of_library = _is_library(owner.__module__) and not _is_library(kind.__module__)
     return of_library and callable(value) and not issubclass(kind, (type, nn.Module))

@@ -45,6 +45,15 @@ def test_what_is_only_asked_for_attributes_is_not_used_whole() -> None:
     assert names_of(function.__code__).whole == {"handed", "part", "value", "count", "other", "pi"}
 
 
+def test_what_is_written_to_an_object_of_the_code_itself_is_left_out() -> None:
+    def function(ctx: Any, x: Any) -> None:
+        ctx.scale = x.scale
+        x.count = 1
+
+    assert names_of(function.__code__).written == {"scale", "count"}
+    assert names_of(function.__code__, "ctx").written == {"count"}
+
+
 def test_what_super_is_asked_for_is_named() -> None:
     class Child(dict[str, int]):
         def of(self, name: str) -> Any:

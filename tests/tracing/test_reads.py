@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from autostream import TraceError, optimize
@@ -671,6 +672,51 @@ def test_what_is_read_on_other_ways_is_watched_too(
     monkeypatch.setitem(globals(), "number", 2.0)
     assert {name: value for name, _, value in reads()}["number"] == TWO
     assert reads() != before
+
+
+class Reversed(torch.autograd.Function):
+    """PyTorch calls its methods where code names none of them."""
+
+    strength = 1.0
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, own: float) -> Any:
+        ctx.own = own  # of another object than the one that is read below
+        return x * number
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Any) -> Any:
+        Reversed.calls += 1
+        return -Reversed.strength * gradient * ctx.own, None
+
+
+class Activating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(2, 1, 2, activation=Reversed.apply)
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        [lambda x: Reversed.apply(x, config.own) + config.own],
+        [partial(lambda function, x: function(x, config.own), Reversed.apply)],
+        [Reversed.apply],
+        functions_of(list(Activating().modules())),
+    ],
+)
+def test_what_autograd_calls_of_a_users_function_is_looked_at(functions: list[Callable[..., Any]]) -> None:
+    told = {name: value for name, _, value in Reads(functions)()}
+    assert told["number"] == ONE
+    assert ONE in {value for name, value in told.items() if name.endswith("strength")}
+    assert not any(name.endswith("calls") for name in told)
+    assert told.get("config.own", ONE) == ONE
+
+
+def test_what_a_context_is_given_does_not_hide_what_others_read() -> None:
+    assert seen(lambda x: Reversed.apply(x, config.own))["config.own"] == ONE
 
 
 class Odd:

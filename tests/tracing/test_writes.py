@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,6 +45,23 @@ def test_generators_are_found_by_name_and_in_containers() -> None:
     dice, box = random.Random(), [torch.Generator()]
     found = Writable([lambda x: x * dice.random() + torch.rand(1, generator=box[0])]).generators
     assert dict(found) == {"dice": dice, "box[0]": box[0]}
+
+
+class Counted(torch.autograd.Function):
+    norms: ClassVar[list[float]] = []
+    calls = 0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Counted.calls += 1
+        Counted.norms.append(gradient.norm().item())
+        return gradient
+
+
+def test_what_autograd_calls_of_a_users_function_may_write_too() -> None:
+    found = Writable([lambda x: Counted.apply(x)])
+    assert "Counted.calls" in {label for _, _, label in found.variables}
+    assert {label for label, _ in found.containers} == {"Counted.norms"}
 
 
 class Unspeakable:
