@@ -1647,6 +1647,31 @@ def test_one_that_changes_at_every_step_ends_at_the_limit_and_is_named(monkeypat
     assert reasons(step).endswith("meets another: L2 changed")
 
 
+def test_a_loss_that_goes_by_the_rate_has_the_rate_of_each_step(options: dict[str, Any]) -> None:
+    """By that of a scheduler, and that of the optimizer."""
+
+    def schedule(model: nn.Module) -> tuple[Any, Any]:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    ours, theirs = mlp().double(), mlp().double()
+    theirs.load_state_dict(ours.state_dict())
+    found = []
+    for model in (ours, theirs):
+        optimizer, scheduler = schedule(model)
+
+        def loss(model: Any, x: Any, y: Any, optimizer: Any = optimizer, scheduler: Any = scheduler) -> Any:
+            return mse(model, x, y) * scheduler.get_last_lr()[0] * optimizer.param_groups[0]["lr"]
+
+        step = train_step(model, optimizer, loss, **options) if model is ours else None
+        losses = []
+        for _ in range(4):
+            losses.append(step(*ROWS[0]) if step else eager(model, optimizer, loss, ROWS[0]))
+            scheduler.step()
+        found.append((losses, dict(model.state_dict())))
+    close(*found)
+
+
 class Reverse(torch.autograd.Function):
     """As where a model is trained not to tell domains apart."""
 

@@ -40,8 +40,8 @@ def contents_of(value: Any) -> Hashable:
 
 
 def _contents(value: Any) -> Hashable:
-    if isinstance(value, _COLLECTIONS):
-        if len(value) > _MOST_ITEMS:
+    if isinstance(value, (*_COLLECTIONS, list)):
+        if len(value) > MOST_ITEMS:
             return None
         items = tuple(value.items()) if isinstance(value, Mapping) else tuple((item,) for item in value)
         return tuple(tuple(map(_item, item)) for item in items)
@@ -73,4 +73,4 @@ _COLLECTIONS = (deque, ChainMap, UserDict, UserList)
 _MOST_BYTES = 1 << 16
 """In an array: they are copied and compared in some µs."""
 
-_MOST_ITEMS = 256
+MOST_ITEMS = 256

@@ -14,21 +14,25 @@ import inspect
 import operator
 import re
 import sys
+import threading
 from argparse import Namespace
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import repeat
 from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
+    WrapperDescriptorType,
 )
 from typing import Any
 
@@ -37,7 +41,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from autostream.tracing.bytecode import Named, names_of
-from autostream.tracing.contents import contents_of, has_contents
+from autostream.tracing.contents import MOST_ITEMS, contents_of, has_contents
 from autostream.tracing.tree import exact
 
 Read = tuple[tuple[str, type, Hashable], ...]
@@ -153,7 +157,10 @@ class _Seen:
     def _found(self) -> list[Any] | None:
         """What is there now; nothing where one is gone."""
         try:
-            return [*map(dict.get, self._dicts, self._keys), *map(getattr, self._holders, self._attributes)]
+            return [
+                *map(dict.get, self._dicts, self._keys),
+                *map(getattr, self._holders, self._attributes, repeat(_ABSENT)),
+            ]
         except Exception:  # a variable has no value any more, or a user's own way to look something up fails
             return None
 
@@ -270,6 +277,8 @@ class Finder:
                 self._entries(f"{label}.", vars(value), self._attributes.intersection(vars(value)), depth)
         elif _is_users(value):
             self._object(label, value, depth)
+        elif not isinstance(value, type):
+            self._held(label, value, _attributes_of(value), depth)
 
     def _function(self, function: FunctionType, depth: int) -> None:
         if depth and _is_library(function.__module__, function.__code__.co_filename):
@@ -321,9 +330,40 @@ class Finder:
 
     def _object(self, label: str, value: Any, depth: int) -> None:
         """An object or a class: attributes of its own and of its class, and its methods."""
-        own = vars(value) if not isinstance(value, type) and hasattr(value, "__dict__") else {}
-        self._entries(f"{label}.", own, self._attributes.intersection(own), depth)
+        own = {} if isinstance(value, type) else _attributes_of(value)
+        self._held(label, value, own, depth)
         self._shared(label, value, value, own, depth)
+
+    def _held(self, label: str, value: Any, own: dict[str, Any], depth: int) -> None:
+        """What an object itself has, be its class a library's: under names of code, and for PyTorch's methods.
+
+        Of what only these read, constants and lists of constants; code of libraries is not followed.
+        """
+        if isinstance(value, threading.local):  # it has others in each thread, or none, so these are places too
+            named = {name for name in self._attributes | self.written if not hasattr(type(value), name)}
+            for name in sorted(named):
+                self._note(Place(value, name, name, f"{label}.{name}"), own.get(name, _ABSENT), depth)
+            return
+        self._entries(f"{label}.", own, self._attributes.intersection(own), depth)
+        if not _is_users(value):
+            for name in sorted(self._attributes.intersection(own)):
+                self._listed(f"{label}.{name}", own[name], depth)
+            for name in sorted(_slots_of(type(value)).intersection(self._attributes)):
+                self._attribute(f"{label}.{name}", value, name, name, depth)
+        read = _read_by_torchs(type(value), self._attributes).intersection(own) - self._attributes
+        for name in sorted(read):
+            if isinstance(own[name], CONSTANTS) or _is_list_of_constants(own[name]):
+                self.places.setdefault((id(own), name), Place(own, name, name, f"{label}.{name}"))
+                self._listed(f"{label}.{name}", own[name], depth)
+
+    def _listed(self, label: str, value: Any, depth: int) -> None:
+        """A list that an object of a library's has: constants, or dictionaries such as an optimizer's groups."""
+        if _is_list_of_constants(value):
+            self.contents[id(value)] = label, value
+        elif type(value) is list and len(value) <= MOST_ITEMS:
+            for at, item in enumerate(value):
+                if isinstance(item, dict):
+                    self.follow(f"{label}[{at}]", item, depth + 1)
 
     def _shared(self, label: str, value: Any, holder: Any, own: Collection[str], depth: int) -> None:
         """What a value's class has and code names, or Python calls, unless it is the value's own; at ``holder``."""
@@ -426,8 +466,45 @@ def _is_torchs(value: Any) -> bool:
     return isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType)) and _is_library(str(name))
 
 
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes that an object has itself, looked up without any code of its class."""
+    for kind in type(value).__mro__:
+        if "__dict__" in vars(kind):
+            found = vars(kind)["__dict__"]
+            return found.__get__(value) if isinstance(found, (GetSetDescriptorType, MemberDescriptorType)) else {}
+    return {}
+
+
+def _slots_of(kind: type) -> frozenset[str]:
+    """The names of the slots that objects of a class have, if that looks them up as Python does."""
+    if not isinstance(inspect.getattr_static(kind, "__getattribute__"), WrapperDescriptorType):
+        return frozenset()
+    slots = (name for each in kind.__mro__ for name, item in vars(each).items() if type(item) is MemberDescriptorType)
+    return frozenset(slots)
+
+
+def _read_by_torchs(kind: type, names: Set[str]) -> frozenset[str]:
+    """The attributes that methods and properties of these names, which a class has of PyTorch, read and do not write.
+
+    Example:
+        >>> sorted(_read_by_torchs(torch.optim.lr_scheduler.StepLR, {"get_last_lr"}))
+        ['_last_lr']
+    """
+    torchs = (vars(each) for each in kind.__mro__ if str(each.__module__).partition(".")[0] == "torch")
+    items = (function_of(own[name]) for own in torchs for name in names & own.keys())
+    named = [names_of(inspect.unwrap(item).__code__) for item in items if isinstance(item, FunctionType)]
+    return frozenset().union(*(each.attributes - each.written for each in named))
+
+
+def _is_list_of_constants(value: Any) -> bool:
+    return type(value) is list and len(value) <= MOST_ITEMS and all(isinstance(item, CONSTANTS) for item in value)
+
+
 _NAMESPACES = (SimpleNamespace, Namespace)
 """Of Python's library, and yet with what is a user's."""
+
+_ABSENT = object()
+"""What is in a place where nothing is."""
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 """What leads to nothing else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import types
 from array import array
 from collections import defaultdict, deque
@@ -672,6 +673,65 @@ def test_what_is_read_on_other_ways_is_watched_too(
     monkeypatch.setitem(globals(), "number", 2.0)
     assert {name: value for name, _, value in reads()}["number"] == TWO
     assert reads() != before
+
+
+class Halving(torch.optim.lr_scheduler.StepLR):
+    """A user's, which reads as PyTorch's do."""
+
+
+def test_what_objects_of_libraries_have_themselves_is_watched() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler, mine = torch.optim.lr_scheduler.StepLR(optimizer, 1, 2.0), Halving(optimizer, 1)
+    optimizer.step()  # a scheduler warns if that comes first
+    scaler, slice_ = torch.amp.GradScaler("cpu", 2.0), slice(1, 2)
+    cases: list[tuple[Callable[..., Any], str, Callable[[], Any]]] = [
+        (lambda x: x * scheduler.last_epoch, "scheduler.last_epoch", scheduler.step),
+        (lambda x: x * scheduler.get_last_lr()[0], "scheduler._last_lr", scheduler.step),
+        (lambda x: x * mine.get_last_lr()[0], "mine._last_lr", mine.step),
+        (lambda x: x * scheduler.base_lrs[0], "scheduler.base_lrs", lambda: scheduler.base_lrs.append(2.0)),
+        (lambda x: x * optimizer.param_groups[0]["lr"], "optimizer.param_groups[0]['lr']", scheduler.step),
+        (lambda x: x * optimizer.defaults["lr"], "optimizer.defaults['lr']", lambda: optimizer.defaults.update(lr=3.0)),
+        (lambda x: x * scaler._init_scale, "scaler._init_scale", lambda: setattr(scaler, "_init_scale", 3.0)),
+        (lambda x: x * scaler.get_scale(), "scaler._init_scale", lambda: setattr(scaler, "_init_scale", 4.0)),
+    ]
+    for function, label, change in cases:
+        reads = Reads([function])
+        before = reads()
+        assert reads() is before
+        change()
+        assert list(unlike(before, reads())) == [label]
+    assert seen(lambda x: x[slice_.start])["slice_.start"] == 1
+
+
+def test_attributes_of_a_thread_are_those_of_the_thread_that_asks() -> None:
+    local = threading.local()
+    local.scale = 1.0
+    reads, found = Reads([lambda x: x * local.scale]), list[Any]()
+    before = reads()
+
+    def elsewhere() -> None:
+        found.append(reads())
+        local.scale = 2.0
+        found.append(reads())
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [(), (("local.scale", float, TWO),)]
+    assert reads() == before
+
+
+def test_a_librarys_code_is_not_run_to_look() -> None:
+    class Proxy:
+        __dict__ = property(lambda self: pytest.fail("asked for its attributes"))  # type: ignore[assignment]
+
+        @property
+        def mean(self) -> float:
+            pytest.fail("asked for mean")
+
+    Proxy.__module__ = "torch.proxies"
+    proxy = Proxy()
+    assert seen(lambda x: x * proxy.mean * number) == {"number": ONE}
 
 
 class Reversed(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from io import StringIO
 from typing import Any, ClassVar
 
@@ -62,6 +63,18 @@ def test_what_autograd_calls_of_a_users_function_may_write_too() -> None:
     found = Writable([lambda x: Counted.apply(x)])
     assert "Counted.calls" in {label for _, _, label in found.variables}
     assert {label for label, _ in found.containers} == {"Counted.norms"}
+
+
+def test_what_a_thread_has_for_itself_may_be_written() -> None:
+    local = threading.local()
+    local.calls = 0
+
+    def counts(x: float) -> None:
+        local.calls += 1
+        local.last = x
+
+    found = Writable([counts])
+    assert {"local.calls", "local.last"} <= {label for _, _, label in found.variables}
 
 
 class Unspeakable:
