@@ -1094,3 +1094,27 @@ def test_a_copy_is_optimized_even_if_the_model_copies_itself() -> None:
     twin = copy.deepcopy(fast)
     assert isinstance(twin, autostream.OptimizedModule)
     same(twin(t(3, 4)), fast(t(3, 4)))
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.middle(self.layer(x))
+
+
+@torch.no_grad()
+def test_methods_that_are_replaced_in_a_class_take_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Middle(), torch.randn(3, 4)
+    fast = autostream.optimize(model, policy="sequential")
+    torch.testing.assert_close(fast(x), model(x))
+    monkeypatch.setattr(Middle, "middle", lambda self, x: 2 * x)
+    torch.testing.assert_close(fast(x), model(x))
+    monkeypatch.setattr(Middle, "forward", lambda self, x: 3 * self.layer(x))
+    torch.testing.assert_close(fast(x), model(x))
+    assert len(fast.reports) == 3

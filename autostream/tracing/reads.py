@@ -28,6 +28,7 @@ from types import (
     CodeType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -109,7 +110,8 @@ class Reads:
         places = [place for place in finder.places.values() if place.name not in finder.written]
         self._seen = seen = _Seen(
             [place for place in places if isinstance(place.holder, dict)],
-            [place for place in places if not isinstance(place.holder, dict)],
+            [place for place in places if isinstance(place.holder, MappingProxyType)],
+            [place for place in places if not isinstance(place.holder, (dict, MappingProxyType))],
             finder.contents.values(),
             finder.modules,
         )
@@ -121,6 +123,7 @@ class _Seen:
 
     Args:
         entries: of dictionaries.
+        methods: of classes.
         others: attributes of something else.
         containers: the label and the value of those to be looked into.
         modules: those that were met, by name.
@@ -129,17 +132,19 @@ class _Seen:
     def __init__(
         self,
         entries: Sequence[Place],
+        methods: Sequence[Place],
         others: Sequence[Place],
         containers: Iterable[tuple[str, Any]],
         modules: dict[str, nn.Module],
     ) -> None:
         self.modules = modules
         self._dicts, self._keys = [own.holder for own in entries], [own.key for own in entries]
+        self._classes, self._names = [own.holder for own in methods], [own.key for own in methods]
         self._holders, self._attributes = [own.holder for own in others], [own.key for own in others]
         self._containers = list(containers)
         self._then = self._found() or []
         self.contents = self._contents()
-        told = zip((own.label for own in (*entries, *others)), self._then, strict=False)
+        told = zip((own.label for own in (*entries, *methods, *others)), map(function_of, self._then), strict=False)
         self.told: Read = (*((label, *_told(value)) for label, value in told if _is_told(value)), *self.contents)
 
     def holds(self) -> bool:
@@ -159,6 +164,7 @@ class _Seen:
         try:
             return [
                 *map(dict.get, self._dicts, self._keys),
+                *map(MappingProxyType.get, self._classes, self._names),
                 *map(getattr, self._holders, self._attributes, repeat(_ABSENT)),
             ]
         except Exception:  # a variable has no value any more, or a user's own way to look something up fails
@@ -177,7 +183,7 @@ def unlike(one: Read, other: Read) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An entry of a dictionary, or an attribute of something else; what code calls it, and what users would."""
+    """An entry of a dictionary or a class, or an attribute of something else; what code calls it, and users would."""
 
     holder: Any
     key: Any
@@ -203,6 +209,7 @@ class Finder:
         self._seen: dict[int, object] = {}
         self._names = defaultdict[int, set[str]](set)
         self._asked = list[_Found]()
+        self._classes: dict[type, MappingProxyType[str, Any]] = {}  # what each has, one object for all looks at it
         self._contexts: dict[CodeType, str] = {}  # code of autograd functions, and what it calls their context
         self._more = False
 
@@ -306,6 +313,12 @@ class Finder:
         if isinstance(function, FunctionType):
             self.follow(label or "self", owner, depth, *function.__code__.co_varnames[:1])
 
+    def _defined(self, kind: type, name: str) -> None:
+        """Note what a class itself has of a method that is followed: somebody may set another."""
+        if not _is_library(kind.__module__):
+            methods = self._classes.setdefault(kind, vars(kind))
+            self.places.setdefault((id(methods), name), Place(methods, name, "", f"{kind.__name__}.{name}"))
+
     def _in_autograd(self, function: Any) -> None:
         """Note that what a function writes to its first argument, the context of one call, is nobody else's."""
         function = inspect.unwrap(function)  # as by ``once_differentiable``
@@ -373,17 +386,20 @@ class Finder:
         makes = kind is value and not issubclass(kind, nn.Module)
         run = _RUN_BY_AUTOGRAD if issubclass(kind, Function) else frozenset()
         items = [
-            (name, item)
+            (name, item, each)
             for each in users
             for name, item in vars(each).items()
             if (name in self._attributes and name not in own)
             or name in run
+            or (name == "forward" and issubclass(kind, nn.Module))
             or (whole and _is_implied(each, name, item, makes))
         ]
-        for name, item in sorted(items, key=operator.itemgetter(0)):  # of each class: some call their like above
+        for name, item, each in sorted(items, key=operator.itemgetter(0)):  # of each class: some call their like above
             if (function := function_of(item)) is not item or isinstance(item, FunctionType):
                 if name in run:
                     self._in_autograd(function)
+                self._defined(each, name)
+                self._defined(kind, name)  # which may come to have one of its own
                 self._method(label, value, function, depth + 1)
             elif isinstance(item, MemberDescriptorType) or not hasattr(item, "__get__"):  # others run a user's code
                 self._attribute(f"{label}.{name}", holder, name, name, depth)

@@ -132,7 +132,12 @@ def closure(scale: float) -> Callable[[Any], Any]:
 
 
 def seen(function: Callable[..., Any]) -> dict[str, Any]:
-    return {name: value for name, _, value in Reads([function])()}
+    """What is told, but for the methods of classes."""
+    return {name: value for name, kind, value in Reads([function])() if not is_method(name, kind)}
+
+
+def is_method(name: str, kind: type) -> bool:
+    return kind is types.FunctionType and "." in name
 
 
 ONE, TWO = (1.0).hex(), (2.0).hex()
@@ -615,7 +620,8 @@ def test_of_modules_it_is_also_what_they_name_of_the_objects_that_they_have(monk
         *("Configured.config.inner.value", "Configured.config.own", "Configured.config.shared"),
         "Configured.space.alpha",
     ]
-    assert sorted(name for name, _, _ in reads()) == sorted([*of_each, *of_each, "Configured.shared"])
+    found = [name for name, kind, _ in reads() if not is_method(name, kind)]
+    assert sorted(found) == sorted([*of_each, *of_each, "Configured.shared"])
     for holder, name in ((other.config.inner, "value"), (one.space, "alpha"), (Configured, "shared")):
         before = reads()
         monkeypatch.setattr(holder, name, 2.0)
@@ -673,6 +679,52 @@ def test_what_is_read_on_other_ways_is_watched_too(
     monkeypatch.setitem(globals(), "number", 2.0)
     assert {name: value for name, _, value in reads()}["number"] == TWO
     assert reads() != before
+
+
+class Plain:
+    def method(self, x: Any) -> Any:
+        return x
+
+    @property
+    def value(self) -> float:
+        return 1.0
+
+    @classmethod
+    def of_class(cls, x: Any) -> Any:
+        return x
+
+    @staticmethod
+    def static(x: Any) -> Any:
+        return x
+
+
+class Inheriting(Plain):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Plain, Inheriting])
+@pytest.mark.parametrize("wrap", [lambda function: function, property, classmethod, staticmethod])
+@pytest.mark.parametrize("name", ["method", "value", "of_class", "static"])
+def test_methods_that_are_replaced_in_a_class_are_told(
+    kind: type, wrap: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Inheriting()
+    reads = Reads([lambda x: own.static(own.of_class(own.method(x))) * own.value])
+    before = reads()
+    assert reads() is before
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, wrap(lambda *args: number))
+        assert list(unlike(before, reads())) == sorted(["number", f"{kind.__name__}.{name}"])
+    if kind is Plain:  # pytest leaves the other what it had inherited
+        assert reads() == before
+
+
+def test_a_forward_that_is_replaced_in_a_class_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(functions_of([Scaled(), Scaled()]))
+    before = reads()
+    assert reads() is before
+    monkeypatch.setattr(Scaled, "forward", lambda self, x: x * count)
+    assert set(unlike(before, reads())) == {"Scaled.forward", "count"}
 
 
 class Halving(torch.optim.lr_scheduler.StepLR):
