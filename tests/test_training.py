@@ -1672,6 +1672,34 @@ def test_a_loss_that_goes_by_the_rate_has_the_rate_of_each_step(options: dict[st
     close(*found)
 
 
+class Settings:
+    """Looks its attributes up itself."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__["values"] = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.values:
+            raise AttributeError(name)
+        return self.values[name]
+
+
+LOOKED_UP = Settings(l2=0.1)
+
+
+def with_settings(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) * LOOKED_UP.l2
+
+
+def test_settings_that_an_object_looks_up_itself_take_effect_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turn(number: int, model: Any, optimizer: Any) -> None:
+        monkeypatch.setitem(LOOKED_UP.values, "l2", 0.1 + number % 2)
+
+    monkeypatch.setitem(LOOKED_UP.values, "l2", 0.1)
+    step = assert_trains_alike(Scene(mlp, loss=with_settings, between=turn, steps=7), policy="sequential")
+    assert modes(step) == ["one stream"] * 2
+
+
 class Reverse(torch.autograd.Function):
     """As where a model is trained not to tell domains apart."""
 

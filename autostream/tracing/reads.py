@@ -210,6 +210,7 @@ class Finder:
         self._names = defaultdict[int, set[str]](set)
         self._asked = list[_Found]()
         self._classes: dict[type, MappingProxyType[str, Any]] = {}  # what each has, one object for all looks at it
+        self._answering: dict[int, dict[Any, Any]] = {}  # what objects with a way of their own look attributes up in
         self._contexts: dict[CodeType, str] = {}  # code of autograd functions, and what it calls their context
         self._more = False
 
@@ -277,7 +278,9 @@ class Finder:
         if isinstance(value, nn.Module):
             self._module(label, value, depth)
         elif isinstance(value, dict):
-            for key in sorted(self._named.keys.intersection(value)):
+            keys = self._attributes if id(value) in self._answering else self._named.keys
+            for key in sorted(keys.intersection(value)):
+                self._answers(value[key], id(value) in self._answering)
                 self._note(Place(value, key, "", f"{label}[{key!r}]"), value[key], depth)
         elif isinstance(value, ModuleType):
             if not _is_library(value.__name__, getattr(value, "__file__", None)):
@@ -344,8 +347,19 @@ class Finder:
     def _object(self, label: str, value: Any, depth: int) -> None:
         """An object or a class: attributes of its own and of its class, and its methods."""
         own = {} if isinstance(value, type) else _attributes_of(value)
+        lookups = _lookups_of(type(value))
+        for item in own.values():
+            self._answers(item, bool(lookups))
+        if "__getattribute__" in lookups:  # which may take any for any other
+            self._entries(f"{label}.", own, own, depth)
         self._held(label, value, own, depth)
         self._shared(label, value, value, own, depth)
+
+    def _answers(self, value: Any, answers: bool) -> None:
+        """Note that a dictionary has what code names as attributes, where it does."""
+        if answers and isinstance(value, dict) and id(value) not in self._answering:
+            self._answering[id(value)] = value
+            self._more = True
 
     def _held(self, label: str, value: Any, own: dict[str, Any], depth: int) -> None:
         """What an object itself has, be its class a library's: under names of code, and for PyTorch's methods.
@@ -381,7 +395,9 @@ class Finder:
     def _shared(self, label: str, value: Any, holder: Any, own: Collection[str], depth: int) -> None:
         """What a value's class has and code names, or Python calls, unless it is the value's own; at ``holder``."""
         kind = value if isinstance(value, type) else type(value)
-        users = [each for each in kind.__mro__ if not _is_library(each.__module__)]
+        above = inspect.getmro(type(value)) if isinstance(value, type) else ()  # what a class has of its own
+        kinds = (*kind.__mro__, *above)
+        users = [each for each in kinds if not _is_library(each.__module__)]
         whole = issubclass(kind, nn.Module) or not self._names[id(value)].isdisjoint((*self._named.whole, ""))
         makes = kind is value and not issubclass(kind, nn.Module)
         run = _RUN_BY_AUTOGRAD if issubclass(kind, Function) else frozenset()
@@ -392,6 +408,7 @@ class Finder:
             if (name in self._attributes and name not in own)
             or name in run
             or (name == "forward" and issubclass(kind, nn.Module))
+            or name in _LOOKING_UP
             or (whole and _is_implied(each, name, item, makes))
         ]
         for name, item, each in sorted(items, key=operator.itemgetter(0)):  # of each class: some call their like above
@@ -401,6 +418,8 @@ class Finder:
                 self._defined(each, name)
                 self._defined(kind, name)  # which may come to have one of its own
                 self._method(label, value, function, depth + 1)
+            elif isinstance(function := vars(type(item)).get("__get__"), FunctionType):
+                self._method(f"{label}.{name}", item, function, depth + 1)
             elif isinstance(item, MemberDescriptorType) or not hasattr(item, "__get__"):  # others run a user's code
                 self._attribute(f"{label}.{name}", holder, name, name, depth)
 
@@ -451,6 +470,9 @@ BETWEEN_CALLS |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"}
 """What is called where objects are copied, told or come to an end, not in a call of a model."""
 
 
+_LOOKING_UP = frozenset({"__getattr__", "__getattribute__"})
+"""What Python calls of a class where code names an attribute."""
+
 _RUN_BY_AUTOGRAD = frozenset({"forward", "backward", "vjp", "jvp", "setup_context", "vmap"})
 """What PyTorch calls of a :class:`torch.autograd.Function`, of which code names ``apply`` alone."""
 
@@ -489,6 +511,12 @@ def _attributes_of(value: Any) -> dict[str, Any]:
             found = vars(kind)["__dict__"]
             return found.__get__(value) if isinstance(found, (GetSetDescriptorType, MemberDescriptorType)) else {}
     return {}
+
+
+def _lookups_of(kind: type) -> frozenset[str]:
+    """The methods of a user's by which objects of a class say themselves what attributes they have."""
+    users = (vars(each).keys() for each in kind.__mro__ if not _is_library(each.__module__))
+    return frozenset().union(*(_LOOKING_UP & names for names in users))
 
 
 def _slots_of(kind: type) -> frozenset[str]:

@@ -681,6 +681,84 @@ def test_what_is_read_on_other_ways_is_watched_too(
     assert reads() != before
 
 
+class Answering:
+    """As most libraries of configurations have it."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.__dict__["answers"] = answers
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.answers:
+            raise AttributeError(name)
+        return self.answers[name] if number else None
+
+
+class Redirecting:
+    def __init__(self) -> None:
+        self.names, self.hidden = {"scale": "hidden"}, 1.0
+
+    def __getattribute__(self, name: str) -> Any:
+        names = object.__getattribute__(self, "__dict__")["names"]
+        return object.__getattribute__(self, names.get(name, name))
+
+
+class Descriptor:
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return owner._scale * number
+
+
+class Described:
+    scale = Descriptor()
+    _scale = 1.0
+
+
+class Meta(type):
+    def __getattr__(cls, name: str) -> Any:
+        return number
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+answering, redirecting, described = Answering(scale=1.0, part=Answering(scale=1.0)), Redirecting(), Described()
+
+
+@pytest.mark.parametrize(
+    ("function", "label", "change"),
+    [
+        (lambda x: x * answering.scale, "answering.answers['scale']", lambda: answering.answers.update(scale=2.0)),
+        (
+            lambda x: x * answering.part.scale,
+            "answering.answers['part'].answers['scale']",
+            lambda: answering.answers["part"].answers.update(scale=2.0),
+        ),
+        (lambda x: x * redirecting.scale, "redirecting.hidden", lambda: vars(redirecting).update(hidden=2.0)),
+        (lambda x: x * described.scale, "described._scale", lambda: setattr(described, "_scale", 2.0)),
+    ],
+)
+def test_what_a_users_way_to_look_up_an_attribute_reads_is_told(
+    function: Callable[..., Any], label: str, change: Callable[[], None]
+) -> None:
+    reads = Reads([function])
+    before = reads()
+    assert reads() is before
+    change()
+    assert list(unlike(before, reads())) == [label]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * answering.scale,
+        lambda x: x * described.scale,
+        lambda x: x * OfMeta.scale,  # type: ignore[attr-defined]
+    ],
+)
+def test_the_code_that_looks_an_attribute_up_is_followed(function: Callable[..., Any]) -> None:
+    assert seen(function)["number"] == ONE
+
+
 class Plain:
     def method(self, x: Any) -> Any:
         return x
