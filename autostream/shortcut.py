@@ -120,14 +120,9 @@ class Shortcut:
             and not torch.is_grad_enabled()
             and not unusual_call()
             and self._same_numerics()
-            and (self._alone or self._apart(tensors))
+            and (self._alone or _apart(tensors, self._own))
         )
         return tensors if alike else None
-
-    def _apart(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether inputs share no memory with each other, nor with a model that may be written to."""
-        storages = set(map(storage_of, tensors))
-        return len(storages) == len(tensors) and self._own.isdisjoint(storages)
 
     def __call__(self, args: Sequence[Tensor]) -> Any:
         """What the model returns for the tensors of arguments that fit.
@@ -245,9 +240,10 @@ def _nested(call: Structure) -> Structure | None:
     return None if all(child is TENSOR for child in call.children or ()) else call
 
 
-def _apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors share no memory with each other."""
-    return len(set(map(storage_of, tensors))) == len(tensors)
+def _apart(tensors: Sequence[Tensor], others: frozenset[int] = frozenset()) -> bool:
+    """Whether tensors share no memory with each other, nor lie in other storages."""
+    storages = set(map(storage_of, tensors))
+    return len(storages) == len(tensors) and others.isdisjoint(storages)
 
 
 def _no_guess(tensors: Sequence[Tensor]) -> None:

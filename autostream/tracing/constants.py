@@ -178,7 +178,7 @@ def unasked(question: str) -> Iterator[None]:
 def ungiven(names: frozenset[str]) -> Iterator[None]:
     """Refuse, in this thread, a model that asks a tensor of a trace for attributes that only those of a user have.
 
-    Nobody can look at them in each call: a tensor of a batch is another each time.
+    Their values are in no signature, and a tensor of a batch is another in each call.
 
     Args:
         names: of the attributes.

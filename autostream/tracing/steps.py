@@ -243,9 +243,8 @@ class Backward(nn.Module):
 
     def _end(self, parameters: Sequence[Tensor]) -> None:
         """Do what comes after the optimizer's step."""
-        if clears_itself(self.optimizer):
-            self.optimizer.zero_grad()
-        else:
+        self.zero_gradients()
+        if not clears_itself(self.optimizer):
             clear_gradients(parameters)
         if self.average is not None:
             follow(self.average, self.model, self.options.decay)

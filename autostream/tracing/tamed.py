@@ -87,10 +87,8 @@ def _through_compiled() -> AbstractContextManager[None]:
     Private to PyTorch (seen in 2.11 and 2.13); where a version lacks the setting, such models are refused.
     """
     config: Any = torch._dynamo.config
-    return config.patch(**_THROUGH) if all(hasattr(config, name) for name in _THROUGH) else nullcontext()
-
-
-_THROUGH = {"error_on_nested_fx_trace": False}
+    known = hasattr(config, "error_on_nested_fx_trace")
+    return config.patch(error_on_nested_fx_trace=False) if known else nullcontext()
 
 
 def unreferenced(modes: Iterable[FakeTensorMode]) -> None:

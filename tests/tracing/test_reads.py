@@ -682,7 +682,7 @@ def test_what_is_read_on_other_ways_is_watched_too(
 
 
 class Answering:
-    """As most libraries of configurations have it."""
+    """Looks its attributes up itself."""
 
     def __init__(self, **answers: Any) -> None:
         self.__dict__["answers"] = answers
