@@ -25,7 +25,7 @@ from autostream.tracing.constants import attributes_of, names_given, registered
 from autostream.tracing.expecting import expect
 from autostream.tracing.flat import FlatModel, check_graph, check_ordinary, tensors_in, watched
 from autostream.tracing.guards import unusual
-from autostream.tracing.reach import check_reach
+from autostream.frontend.reach import check_reach
 from autostream.tracing.replica import replica, traced_apart, with_ordinary_parameters
 from autostream.tracing.tree import Structure
 

@@ -1,0 +1,235 @@
+"""A captured graph as a program of ATen ops.
+
+    graph of torch ops ──make_fx on fake tensors──▶ graph of ATen ops ──▶ Program
+
+Nothing is computed, ops in place stay in place, and values that share memory have fake tensors that share a storage.
+Ops that PyTorch composes of others (``aten.linear``, ``aten.conv2d``) stay whole where no gradients are recorded.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from autostream.errors import TraceError, first_line
+from autostream.frontend.reach import check_reach
+from autostream.ir import Placeholder, Program, Role
+from autostream.storages import storage_of
+
+aten = torch.ops.aten
+
+Given = tuple[Role, str, Tensor]
+"""What an input of a graph is: whose, by which name, and the tensor itself."""
+
+
+def program_of(
+    module: fx.GraphModule,
+    given: Sequence[Given],
+    *,
+    device: str | None = None,
+    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
+) -> tuple[Program, dict[str, Tensor]]:
+    """Trace a graph of torch ops, or of ATen ops at other shapes.
+
+    Args:
+        module: takes flat tensors and returns a tuple of tensors.
+        given: what it takes.
+        device: what to say that the ops run on, to plan for a device that is not here.
+        decompositions: by which ops are replaced. Where there are some, composed ops are taken apart as well.
+
+    Returns:
+        A program whose placeholders are those of ``given`` that it uses, all inputs among them, then constants that
+        the graph makes; and these constants by name.
+
+    Raises:
+        TraceError: it cannot be traced; the message says why.
+
+    Example:
+        >>> class Twice(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return (x + x,)
+        >>> program, _ = program_of(fx.symbolic_trace(Twice()), [(Role.INPUT, "0", torch.ones(2))])
+        >>> program.module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+        [add]
+    """
+    traced = aten_graph(module, [tensor for *_, tensor in given], decompositions)
+    placeholders, constants = _tidied(traced, given)
+    if device is not None and torch.device(device).type != torch.device(devices_of(traced)[0]).type:
+        _relocate(traced, torch.device(device))
+    return _program(traced, placeholders), constants
+
+
+def aten_graph(
+    module: fx.GraphModule,
+    tensors: Sequence[Tensor],
+    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
+) -> fx.GraphModule:
+    """The ATen ops of a graph, each with its value (``meta["val"]``) and the user's stack (``meta["stack_trace"]``).
+
+    Raises:
+        TraceError: it cannot be traced; the message says why.
+    """
+    if decompositions is None and not _casts(module):
+        with suppress(TraceError):  # what composed ops are made of may be traced
+            return _traced(module, tensors, None, pre_dispatch=True)
+    return _traced(module, tensors, dict(decompositions or {}), pre_dispatch=False)
+
+
+def _traced(module: fx.GraphModule, tensors: Sequence[Tensor], table: Any, *, pre_dispatch: bool) -> fx.GraphModule:
+    mode = FakeTensorMode(shape_env=_shape_env(), allow_non_fake_inputs=True)
+    recorded = torch.is_grad_enabled()
+    run = fx.Interpreter(module).run
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(recorded), preserve_node_meta():
+            fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+            tracer = make_fx(run, table, "fake", _allow_non_fake_inputs=True, pre_dispatch=pre_dispatch)
+            traced: fx.GraphModule = tracer(*fakes)
+    except Exception as error:
+        raise TraceError(f"its graph has no ATen ops: {first_line(error)}") from error
+    finally:
+        _forget(mode)
+    constants = (getattr(traced, str(node.target), None) for node in traced.graph.find_nodes(op="get_attr"))
+    if any(isinstance(constant, FakeTensor) for constant in constants):
+        raise TraceError("it has a constant whose value is not known when it is traced")
+    return traced
+
+
+def _casts(module: fx.GraphModule) -> bool:
+    """Whether autocast is on, or switched on or off by the graph: what it casts is then recorded as ops of their own."""
+    graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+    switches = any(node.target in _SWITCHES for graph in graphs for node in graph.nodes)
+    return switches or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+_SWITCHES = {torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast}
+
+
+def _shape_env() -> Any:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+
+
+def _forget(mode: FakeTensorMode) -> None:
+    """Let a mode drop the weak references by which ``torch.utils.swap_tensors`` would refuse the tensors.
+
+    Private to PyTorch (seen in 2.11 and 2.13); where a version remembers in another way, the references stay.
+    """
+    with suppress(AttributeError):
+        mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+
+
+def _tidied(module: fx.GraphModule, given: Sequence[Given]) -> tuple[tuple[Placeholder, ...], dict[str, Tensor]]:
+    """What the placeholders of a graph are, once it is rid of what nobody needs; constants become placeholders."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=aten.dropout.default):
+        _, probability, train = node.args
+        if not train or probability == 0:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not _is_idle(node))
+    taken = {node.name for node in graph.nodes}
+    placeholders: list[Placeholder] = []
+    owners: dict[int, str] = {}
+
+    def add(node: fx.Node, role: Role, target: str, tensor: Tensor) -> None:
+        name = f"{role.value}_{target}".replace(".", "_")
+        if name.isidentifier() and name not in taken:
+            node.name = node.target = name
+            taken.add(name)
+        placeholders.append(Placeholder(node.name, role, target, owners.setdefault(storage_of(tensor), node.name)))
+
+    for node, (role, target, tensor) in zip(graph.find_nodes(op="placeholder"), given, strict=True):
+        if node.users or role is Role.INPUT:
+            add(node, role, target, tensor)
+        else:
+            graph.erase_node(node)
+    constants: dict[str, Tensor] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        constant = getattr(module, node.target, None)
+        if isinstance(constant, Tensor):
+            _lift(graph, node, constants, constant)
+    for node in graph.find_nodes(op="placeholder")[len(placeholders) :]:
+        add(node, Role.CONSTANT, node.target, constants[node.target])
+    module.recompile()
+    return tuple(placeholders), constants
+
+
+def _lift(graph: fx.Graph, node: fx.Node, constants: dict[str, Tensor], constant: Tensor) -> None:
+    """Make a placeholder of a constant, behind those that are there."""
+    if node.target not in constants:
+        constants[node.target] = constant
+        last = graph.find_nodes(op="placeholder")
+        with graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes))):
+            placeholder = graph.placeholder(node.target)
+        placeholder.meta = {**node.meta}
+        if "val" not in placeholder.meta:
+            placeholder.meta["val"] = constant
+    (placeholder,) = [own for own in graph.find_nodes(op="placeholder") if own.target == node.target]
+    node.replace_all_uses_with(placeholder)
+    graph.erase_node(node)
+
+
+def _is_idle(node: fx.Node) -> bool:
+    """Whether a node only looks at what it is given, takes memory, or checks what guards have checked."""
+    target = node.target
+    if target is operator.getitem or target is aten._assert_tensor_metadata.default or target in _NUMBERS:
+        return True
+    return isinstance(target, OpOverload) and (target.is_view or target.overloadpacket in _ALLOCATIONS)
+
+
+_NUMBERS = {aten.sym_size.int, aten.sym_stride.int, aten.sym_storage_offset.default, aten.sym_numel.default}
+_ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+
+
+def _relocate(module: fx.GraphModule, device: torch.device) -> None:
+    """Say of all values that they are on another device."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            for value in tensors_in(node.meta.get("val")):
+                if isinstance(value, FakeTensor):
+                    value.fake_device = device
+
+
+def _program(module: fx.GraphModule, placeholders: tuple[Placeholder, ...]) -> Program:
+    """The program that a flat graph of ATen ops is.
+
+    Raises:
+        TraceError: it uses memory that is no argument's and that it does not take itself, or returns what is no tensor.
+    """
+    check_reach(module.graph)
+    device, *peers = devices_of(module)
+    results: Any = module.graph.output_node().args[0]
+    if not all(isinstance(result, fx.Node) for result in results):
+        raise TraceError("its graph returns what is no tensor")
+    return Program(
+        module=module,
+        placeholders=placeholders,
+        outputs=tuple(result.name for result in results),
+        level="aten",
+        device=device,
+        peers=tuple(peers),
+    )
+
+
+def devices_of(module: fx.GraphModule) -> tuple[str, ...]:
+    """The devices that a program runs on, sorted by name; the host, if there is none."""
+    values = (value for node in module.graph.nodes for value in tensors_in(node.meta.get("val")))
+    devices = {str(value.device) for value in values} - {"cpu", "meta"}
+    return tuple(sorted(devices)) or ("cpu",)
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors of an fx node's value."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else []

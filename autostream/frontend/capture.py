@@ -1,0 +1,280 @@
+"""Capture with TorchDynamo: a callable and its arguments in, a graph and guards out.
+
+    model, args, kwargs ──▶ Capture ──┬─ module   an fx graph of torch ops: flat tensors in, flat tensors out
+                                      ├─ inputs   where each of its inputs comes from, and whether it stays there
+                                      ├─ guards   what has to hold for the graph to stand for a call
+                                      └─ restore  puts Python's side effects and the outputs back, by Dynamo's bytecode
+
+Dynamo is the only judge of whether a call is as it was traced. It does not guard which object a weight is, for its
+bytecode fetches weights anew in each call; a captured CUDA graph has their addresses. So the identity of every tensor
+that is no argument is guarded as well, by Dynamo's own guard for identities.
+
+Private interfaces of Dynamo are used in this file alone (seen in torch 2.11 and 2.13):
+
+    ``convert_frame.compile_frame``                 traces a code object; what ``fullgraph_capture`` is made of
+    ``GraphCaptureOutput``                          guards, bytecode and globals of a trace
+    ``CheckFunctionManager.guard_manager.check``    asks all guards about the locals of a call
+    ``InstructionTranslator.current_tx``            what Python objects the callable writes to (``side_effects``)
+    ``fx.Node._dynamo_source``                      where an input of the graph comes from
+
+Where one is missing, :func:`capture` raises a :class:`~autostream.errors.TraceError` that names it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autostream.errors import TraceError, first_line
+
+Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""Of a call: what is called, and its positional and keyword arguments."""
+
+SETTINGS: Mapping[str, Any] = {
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,  # another size is another graph
+    "specialize_float": True,
+    "capture_scalar_outputs": True,
+    "capture_dynamic_output_shape_ops": True,
+    "allow_rnn": True,
+    "skip_nnmodule_hook_guards": False,  # a hook that comes later takes effect
+    "use_recursive_dict_tags_for_guards": True,  # one look at a dictionary's version for all that is in it
+    "error_on_nested_fx_trace": False,
+    "trace_numpy": False,  # NumPy's functions would draw other numbers, and return arrays where there were scalars
+    "suppress_errors": False,
+}
+"""Dynamo's, while it captures. Those that a version lacks are left out."""
+
+
+def call(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What Dynamo traces: it inlines the model's ``__call__``, so hooks and wrappers are guarded like all else."""
+    return model(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Where an input of a captured graph comes from.
+
+    Attributes:
+        name: of the placeholder.
+        source: as Dynamo writes it, such as ``L['model']._modules['fc']._parameters['weight']``.
+        is_argument: whether it is, or lies in, an argument of the call. Others are the model's, or globals.
+    """
+
+    name: str
+    source: str
+    is_argument: bool
+
+
+class Guards:
+    """Whether a call is one that a graph was captured for, as far as Dynamo can see.
+
+    Args:
+        manager: Dynamo's.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._check: Callable[[dict[str, Any]], bool] = manager.check
+
+    def __call__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Ask all guards, in C++."""
+        return self._check({"model": model, "args": args, "kwargs": kwargs})
+
+    def failed(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The guard that does not hold of a call, as Dynamo writes it; ``""`` where all do."""
+        found = self._manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
+        return "" if found.result else "; ".join(found.verbose_code_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A call of a model as a graph.
+
+    Attributes:
+        module: takes the tensors of ``inputs`` and returns a tuple of tensors.
+        inputs: what it takes, in order.
+        tensors: what the captured call gave it.
+        guards: for which other calls it stands.
+        effects: whether a call does more to Python's objects than to return a value.
+        restore: see :meth:`restored`.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    tensors: tuple[Tensor, ...]
+    guards: Guards
+    effects: bool
+    restore: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def restored(self, run: Callable[..., Sequence[Any]]) -> Callable[[Any, Any, Any], Any]:
+        """A function of ``(model, args, kwargs)`` that does what the model does, with ``run`` for the graph.
+
+        Args:
+            run: takes the flat tensors, and returns as many as ``module``.
+        """
+        return self.restore(run)
+
+
+def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    """Trace a call, in the modes that are set now. Nothing is computed, and nothing that Python can see changes.
+
+    Args:
+        model: any callable.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TraceError: Dynamo cannot capture it as one graph, or this version of PyTorch lacks what capturing builds on;
+            the message is Dynamo's.
+
+    Example:
+        >>> captured = capture(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
+        >>> [given.is_argument for given in captured.inputs]
+        [True, False, False]
+        >>> captured.guards(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
+        False
+    """
+    found: list[tuple[fx.GraphModule, Sequence[Any], bool]] = []
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        found.append((module, example_inputs, _has_effects()))
+        return module
+
+    # Dynamo adds what it imports to the globals of the code that it traces: these are nobody's but this capture's.
+    globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}
+    function = FunctionType(call.__code__, globals_)
+    with _capturing():
+        try:
+            output = _compile_frame(function, {"model": model, "args": args, "kwargs": kwargs}, backend)
+        except Exception as error:
+            raise TraceError(reason_of(error)) from error
+        if not found:
+            raise TraceError("it computes nothing with tensors")
+        ((module, example_inputs, effects),) = found
+        return _capture_of(output, function.__code__, module, example_inputs, effects)
+
+
+def _compile_frame(function: FunctionType, scope: dict[str, Any], backend: Callable[..., Any]) -> Any:
+    from torch._dynamo.convert_frame import compile_frame, get_compile_id
+    from torch._guards import CompileContext, compile_context
+
+    with compile_context(CompileContext(get_compile_id({}))):
+        return compile_frame(
+            function.__code__,
+            function.__globals__,
+            scope,
+            builtins.__dict__,
+            (),  # type: ignore[arg-type]  # it has no closure
+            compiler_fn=backend,
+            one_graph=True,
+            restart_reasons=set(),
+        )
+
+
+def _capture_of(
+    output: Any, code: CodeType, module: fx.GraphModule, example_inputs: Sequence[Any], effects: bool
+) -> Capture:
+    graph_output = output.graph_capture_output()
+    placeholders = module.graph.find_nodes(op="placeholder")
+    sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
+    if None in sources:
+        raise TraceError(f"torch {torch.__version__} does not say where inputs of a captured graph come from")
+    if numbers := [node.name for node, value in zip(placeholders, example_inputs, strict=True) if _no_tensor(value)]:
+        raise TraceError(f"the graph takes a number, {numbers[0]}: pass it as a tensor")
+    inputs = tuple(
+        Input(node.name, _name(source), _root(source) in ("args", "kwargs"))
+        for node, source in zip(placeholders, sources, strict=True)
+    )
+    _guard_identities(graph_output, [s for s, given in zip(sources, inputs, strict=True) if not given.is_argument])
+    manager = graph_output.build_guards(code).guard_manager
+    backend_id = module.meta["backend_id"] if "backend_id" in module.meta else module._backend_id
+    environment = graph_output.get_runtime_env()
+
+    def restore(run: Callable[..., Any]) -> Callable[..., Any]:
+        restored: Callable[..., Any] = environment.forward_callable(
+            backend_id, run, extra_globals=_used(environment, graph_output.f_globals)
+        )
+        return restored
+
+    return Capture(module, inputs, tuple(example_inputs), Guards(manager), effects, restore)
+
+
+def _used(environment: Any, globals_: dict[str, Any]) -> dict[str, Any]:
+    return {name: globals_[name] for name in environment.external_refs if name in globals_}
+
+
+def _no_tensor(value: Any) -> bool:
+    return not isinstance(value, Tensor)
+
+
+def _name(source: Any) -> str:
+    """A source as Dynamo writes it: a property in 2.13, a method in 2.11."""
+    return str(source.name() if callable(source.name) else source.name)
+
+
+def _root(source: Any) -> str:
+    """The local that a source begins with, or ``""``."""
+    while (base := getattr(source, "base", None)) is not None:
+        source = base
+    return str(getattr(source, "local_name", ""))
+
+
+def _guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
+    from torch._dynamo.guards import GuardBuilder
+
+    guards = graph_output.output_graph.guards
+    for source in sources:
+        guards.add(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _has_effects() -> bool:
+    """Whether the trace that has come to its backend wrote to Python objects that were there before it."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    output_graph: Any = InstructionTranslator.current_tx().output
+    effects = output_graph.side_effects
+    changed = (item for item in effects.id_to_variable.values() if effects.is_modified(item))
+    return (
+        any(not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew) for item in changed)
+        or bool(effects.tensor_hooks)
+        or bool(effects.save_for_backward)
+        or bool(output_graph.random_calls)
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """Why Dynamo cannot capture something, in one line, with the user's line where it says which."""
+    return first_line(error)
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    """Dynamo's settings, its lock, and what its entry points enter."""
+    from torch._dynamo import config
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    known = {name: value for name, value in SETTINGS.items() if hasattr(config, name)}
+    recorded = torch.is_grad_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(_lock())
+        stack.enter_context(config.patch(known))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(recorded))  # leaving inference mode has set it
+        stack.enter_context(get_metrics_context())
+        stack.enter_context(dynamo_timed("autostream.capture", log_pt2_compile_event=True))
+        yield
+
+
+def _lock() -> AbstractContextManager[Any]:
+    lock: AbstractContextManager[Any] = getattr(torch._dynamo.convert_frame, "compile_lock", None) or nullcontext()
+    return lock
