@@ -28,7 +28,7 @@ from autostream.execution.static import Output
 from autostream.execution.watched import Unmatched, watch
 from autostream.ir import Candidate, Decision, OpGraph, Placeholder, Program, Role
 from autostream.options import Options
-from autostream.pieces import MakePiece
+from autostream.optimized import MakeSection as MakePiece
 from autostream.pipeline import planned
 from autostream.preparing import preparing
 from autostream.recapture import Copies, at_places, pooled
@@ -40,10 +40,10 @@ from autostream.shortcut import CapturedRun, Run, Shortcut, UncapturedRun
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
 from autostream.tracing.export import MODELS, Tracer, check_one_device, check_straight, trace
-from autostream.tracing.numerics import numerics
-from autostream.tracing.signature import Signature
+from autostream.frontend.numerics import numerics
+from autostream.frontend.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
-from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
+from autostream.frontend.tree import Structure, flatten, tensors_like, unflatten
 from autostream.tuning import Tuned, tune
 
 RECORDS_GRADIENTS = "gradients are recorded: call it under torch.no_grad() or torch.inference_mode()"

@@ -30,7 +30,7 @@ from autostream.stopwatch import Stopwatch
 from autostream.tracing.fingerprint import content_of, fingerprint, surroundings
 from autostream.tracing.inductor import with_settings
 from autostream.tracing.kernel_json import Unwritable
-from autostream.tracing.numerics import numerics
+from autostream.frontend.numerics import numerics
 
 log = logging.getLogger(__name__)
 

@@ -26,16 +26,16 @@ from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.lending import Lending
 from autostream.links import linked, linked_in, shares, stand_in
 from autostream.options import Options
-from autostream.pieces import MakePiece
+from autostream.optimized import MakeSection as MakePiece
 from autostream.pipeline import versions
 from autostream.repetition import Before, Repetition
 from autostream.reporting.report import Report
 from autostream.tracing.export import Tracer
 from autostream.tracing.gradients import trace_gradients
 from autostream.tracing.saved_tensors import apply, keeps_graph
-from autostream.tracing.signature import Signature
+from autostream.frontend.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
-from autostream.tracing.tree import Structure, flatten, unflatten
+from autostream.frontend.tree import Structure, flatten, unflatten
 
 Lock = AbstractContextManager[Any]
 

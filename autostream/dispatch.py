@@ -1,9 +1,12 @@
-"""What a call of a model runs: a schedule made for calls like it, or the model itself, and why.
+"""What a call of a model runs.
 
-call ──▶ like the last one? ──▶ short way
+call ──▶ like the last one? ──▶ Replay: the graph first, then its guards
                │ no
-               └─▶ signature ──▶ entry, made in the first call that has it (``entries.py``)
-                       └── no graph can do the same: the model itself
+               └─▶ an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled graph
+                       │ none
+                       └─▶ capture ──▶ one graph ──▶ Compiled, and a backward where gradients are recorded
+                              └── graph breaks ──▶ torch.compile, each graph Compiled
+                                        └── no graph at all, or too many ──▶ the model itself
 """
 
 from __future__ import annotations
@@ -11,55 +14,175 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.modules import module as nn_module
 
-from autostream.build import Scheduled, Stale, Unsuitable
+from autostream.admission import Admission
 from autostream.comparison import compared
-from autostream.differentiated import Differentiated
-from autostream.entries import Entry, Plain, Refused, Refusing, Subject, entry_of, is_due, optimized_in_part, pieces_of
-from autostream.errors import AutostreamError, TargetError, TraceError, first_line
+from autostream.compiled import Compiled
+from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
+from autostream.frontend.autograd import differentiable
+from autostream.frontend.capture import Capture, capture
+from autostream.frontend.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
+from autostream.frontend.inputs import names_of
+from autostream.frontend.numerics import numerics, order_attention
+from autostream.frontend.signature import aliases_of, described
+from autostream.split import Split
+from autostream.frontend.tree import Structure, flatten, unflatten
 from autostream.ir import Decision
+from autostream.optimized import Optimized
 from autostream.options import Options, disabled, paranoid
-from autostream.pieces import Optimized, Pieces
 from autostream.pipeline import versions
 from autostream.preparing import preparing
+from autostream.replay import Changed, Replay
 from autostream.reporting.report import Report
-from autostream.shortcut import Changed, Direct, Shortcut
-from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
-from autostream.tracing.guards import anomalies_sought, exporting, traced_by_fx, unusual_call, unusual_tensor
-from autostream.tracing.numerics import order_attention
-from autostream.tracing.saved_tensors import hooks_are_set
-from autostream.tracing.signature import Signature, signature_of
-from autostream.tracing.state import ModelWatch, name_of
-from autostream.tracing.tree import Structure, flatten, tensors_like, unflatten
+from autostream.scheduled import Surroundings
+from autostream.tracing.inductor import check_level
+from autostream.tracing.state import name_of
 from autostream.tracing.trial import check_call, check_devices
-from autostream.ways import ShortWays, Ways
 
 log = logging.getLogger(__name__)
 
 
+class Whole:
+    """A call that Dynamo captured as one graph.
+
+    Args:
+        captured: the graph and its guards.
+        run: what runs the graph; takes and returns flat tensors.
+        label: of the calls, readable.
+        compiled: what is scheduled: the graph, or its forward and its backward.
+    """
+
+    def __init__(
+        self, captured: Capture, run: Callable[..., Sequence[Any]], label: str, compiled: Sequence[Compiled]
+    ) -> None:
+        self.captured, self.label, self.compiled = captured, label, tuple(compiled)
+        self._run = run
+        self._restored = captured.restored(run)
+        self.guards = captured.guards
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns, with all that it does to Python's objects."""
+        return self._restored(model, args, kwargs)
+
+    def reports(self, model: str) -> tuple[Report, ...]:
+        """What is known of it."""
+        if len(self.compiled) == 1:
+            return tuple(replace(report, signature=self.label) for report in self.compiled[0].reports[:1])
+        halves = zip(("forward", "backward"), self.compiled, strict=False)
+        parts = tuple(replace(report, half=half) for half, compiled in halves for report in compiled.reports)
+        return (Report(model, self.label, "forward and backward", versions=versions(), parts=parts),)
+
+    def replay(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, guarded: bool
+    ) -> Replay | None:
+        """The short way of calls like this one, where there is one."""
+        captured = self.captured
+        if captured.effects or len(self.compiled) > 1:
+            return None
+        try:
+            tensors, call = flatten((args, kwargs))
+            found = self._returned(model, args, kwargs, tensors)
+        except TraceError:
+            return None
+        ready = self.compiled[0].ready(captured.given(model, args, kwargs))
+        if not tensors or found is None or ready is None or ready.scheduled is None:
+            return None
+        scheduled = ready.scheduled
+        if scheduled.detached or aliases_of(tensors):
+            return None
+        by_id = {id(tensor): at for at, tensor in enumerate(tensors)}
+        values = captured.given(model, args, kwargs)
+        arguments = ready.arguments(values)
+        own = {id(value) for value, item in zip(values, captured.inputs, strict=True) if not item.is_argument}
+        places = [None if id(a) in own or at is None else by_id.get(id(a), -1) for a, at in zip(arguments, ready.places, strict=True)]
+        if -1 in places:
+            return None
+        held = [argument for argument, at in zip(arguments, places, strict=True) if at is None]
+        place = scheduled.reading(arguments)
+        if scheduled.captured is not None and place is None:
+            return None
+        structure, sources = found
+        graph_outputs = len(ready.scheduled.program.outputs)
+        known = {id(tensor): graph_outputs + at for at, tensor in enumerate(tensors)}
+        known |= {id(tensor): graph_outputs + len(tensors) + at for at, tensor in enumerate(held)}
+        resolved = [source if isinstance(source, int) else known.get(id(source), -1) for source in sources]
+        if -1 in resolved:
+            return None
+        guards = partial(captured.guards, model) if guarded else None
+        return Replay(
+            scheduled if place is None else place.launch,
+            held,
+            places,
+            call,
+            tensors,
+            (structure, resolved),
+            guards,
+            looks_first=place is None or not scheduled.harmless or bool(scheduled.frozen),
+            writes=scheduled.writes,
+        )
+
+    def _returned(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> tuple[Structure, list[Any]] | None:
+        """How the model's value is put together: for each of its tensors, which output of the graph, or itself.
+
+        Found by Dynamo's bytecode with stand-ins for the graph's outputs. ``None`` where it does not make all
+        containers anew.
+        """
+        count = len(self.captured.module.graph.output_node().args[0])
+        outputs = [torch.empty(0) for _ in range(count)]
+        value, again = (self.captured.restored(lambda *_: outputs)(model, args, kwargs) for _ in range(2))
+        if _shares_containers(value, again):
+            return None
+        found, structure = flatten(value)
+        positions = {id(output): at for at, output in enumerate(outputs)}
+        return structure, [positions.get(id(tensor), tensor) for tensor in found]
+
+
+def _shares_containers(value: Any, again: Any) -> bool:
+    """Whether two values have a container in common, which is then the model's own."""
+    if isinstance(value, Tensor) or not isinstance(value, list | tuple | dict):
+        return False
+    if value is again and value:
+        return True
+    pairs = zip(value.values(), again.values(), strict=False) if isinstance(value, dict) else zip(value, again, strict=False)
+    return any(_shares_containers(mine, its) for mine, its in pairs)
+
+
+class Plain:
+    """The model itself, for calls that nothing else works for."""
+
+    def __init__(self, label: str, reason: str) -> None:
+        self.label, self.reason = label, reason
+
+    def reports(self, model: str) -> tuple[Report, ...]:
+        """Why."""
+        refusal = Decision("", "plain", self.reason)
+        return (Report(model, self.label, "plain", refusals=(refusal,), versions=versions()),)
+
+
+Entry = Whole | Split | Plain
+
+
 class Dispatcher(Optimized):
-    """Runs calls of a model, each by what was made for its signature.
+    """Runs calls of a model, each by what was made for such calls.
 
     Args:
         model: the module to run.
         options: how to schedule it.
-        bound_inputs: of a piece that Dynamo made, the flat positions of inputs that stay where they are from call to
-            call, as weights do. A piece is not split any further.
-        pools: of captured graphs; a piece shares those of its model.
-        tracer: makes programs of such models.
-        slots: where inputs may come in turn: captured graphs read them there.
 
     Attributes:
         disabled: whether every call goes to the plain model: ``AUTOSTREAM_DISABLE`` was set when this was made.
@@ -72,76 +195,46 @@ class Dispatcher(Optimized):
         ['2:float32 on cpu, train, no gradients']
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        bound_inputs: frozenset[int] | None = None,
-        pools: GraphPools | None = None,
-        tracer: Tracer = MODELS,
-        slots: SlotTable | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, options: Options) -> None:
         self.model = model
         self.options = options
-        self.slots = SlotTable() if slots is None else slots
-        pools = GraphPools() if pools is None else pools
-        self._subject = Subject(
-            model,
-            options,
-            tracer,
-            bound_inputs,
-            pools,
-            self.slots,
-            make_piece=partial(_part, options, pools, PIECES),
-            make_section=partial(_part, options, pools, SECTIONS),
-        )
+        self.slots = SlotTable()
         self.disabled = disabled()
+        self._surroundings = Surroundings(options, GraphPools(), self.slots)
         self._paranoid = paranoid()
         self._lock = threading.RLock()
-        self._entries: OrderedDict[Signature, Entry] = OrderedDict()
-        self._proven: WeakSet[Entry] = WeakSet()
+        self._forget()
         self._bypasses: dict[str, Report] = {}
-        self._shortcut: Shortcut | ShortWays | Direct | None = None
-        self._direct: WeakKeyDictionary[Entry, Direct] = WeakKeyDictionary()
-        self._dropped = False
-        self._calls = self._renewals = 0
-        self._watch = ModelWatch(model)
         _dispatchers.add(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments.
+    def _forget(self) -> None:
+        self._admission = Admission[list[Entry]](self.options.max_signatures)
+        self._replay: Replay | None = None
 
-        Raises:
-            Refused: no graph does the same, and the tracer says that the caller has another way.
-        """
-        shortcut = self._shortcut
-        if shortcut is not None and not kwargs and (tensors := shortcut.fits(args)) is not None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments."""
+        replay = self._replay
+        if replay is not None and (tensors := replay.fits(args, kwargs)) is not None:
             try:
-                outputs = shortcut(tensors)
-                self._calls += 1
-                return outputs
+                return replay(tensors, args, kwargs)
             except Exception as reason:  # what else can be done is found on the long way
-                self._shortcut = None
-                if not (isinstance(reason, Changed) or shortcut.repeatable):
+                self._replay = None
+                if not (isinstance(reason, Changed) or replay.repeatable):
                     raise
-                shortcut = None
-                self.let_go()
         if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.disabled or exporting():
             return self.model(*args, **kwargs)
-        try:
-            return self._scheduled(args, kwargs)
-        except _Bypass as bypass:
-            self._note(str(bypass))
-        return self.model(*args, **kwargs)
+        if reason := self._unusual(args, kwargs):
+            return self._plainly(reason, args, kwargs)
+        return self._dispatched(args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Do now, without gradients, what the first call with such arguments would do; leave everything as it is.
 
         Raises:
             TargetError: an input lies on another device than the model's state, or the model itself fails at them.
-            TraceError: with ``strict=True``, the model cannot be traced.
+            TraceError: with ``strict=True``, the model cannot be captured.
         """
         if not self.disabled and self._prepared(args, kwargs) is None:
             check_devices(self.model, (args, kwargs))
@@ -156,14 +249,15 @@ class Dispatcher(Optimized):
 
         Raises:
             TargetError: the model itself fails at them.
-            TraceError: with ``strict=True``, the model cannot be traced.
+            TraceError: with ``strict=True``, the model cannot be captured.
         """
-        entry = None if self.disabled else self._prepared(args, kwargs)
-        if not isinstance(entry, Scheduled):
+        found = self._scheduled(args, kwargs)
+        if found is None:
             return args, kwargs
+        scheduled, arguments = found
+        static = {id(a): s for a, s in zip(arguments, scheduled.static_inputs(arguments), strict=True)}
         tensors, structure = flatten((args, kwargs))
-        static = entry.static_inputs(tensors)
-        return unflatten(structure, static) if static else (args, kwargs)
+        return unflatten(structure, [static.get(id(tensor), tensor) for tensor in tensors])
 
     def lowered(self, *args: Any, **kwargs: Any) -> GraphModule | None:
         """The graph that runs calls with these arguments, to be read: its ``code`` has the ops, streams and waits.
@@ -173,15 +267,15 @@ class Dispatcher(Optimized):
 
         Raises:
             TargetError: the model itself fails at these arguments.
-            TraceError: with ``strict=True``, the model cannot be traced.
+            TraceError: with ``strict=True``, the model cannot be captured.
 
         Example:
             >>> lowered = Dispatcher(nn.ReLU(), Options()).lowered(torch.ones(2))
             >>> "torch.ops.aten.relu" in lowered.code
             True
         """
-        entry = None if self.disabled else self._prepared(args, kwargs)
-        return entry.lowered() if isinstance(entry, Scheduled) else None
+        found = self._scheduled(args, kwargs)
+        return None if found is None else found[0].lowered()
 
     def watched(self, *args: Any, **kwargs: Any) -> Report | None:
         """What is known of calls with these arguments, and a run of them that a profiler watched.
@@ -191,315 +285,212 @@ class Dispatcher(Optimized):
 
         Raises:
             TargetError: the model itself fails at these arguments.
-            TraceError: with ``strict=True``, the model cannot be traced.
+            TraceError: with ``strict=True``, the model cannot be captured.
         """
+        found = self._scheduled(args, kwargs)
+        if found is not None:
+            return found[0].watched(found[1])
         entry = None if self.disabled else self._prepared(args, kwargs)
-        if entry is None:
-            return None
-        return entry.watched(flatten((args, kwargs))[0]) if isinstance(entry, Scheduled) else entry.report
+        return None if entry is None else entry.reports(self._name)[0]
 
     @property
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature, the most recently used first, then calls that went to the plain model."""
         with self._lock:
-            entries = [entry for entry in reversed(self._entries.values()) if not isinstance(entry, Refusing)]
-            return (*(entry.report for entry in entries), *self._bypasses.values())
-
-    def let_go(self) -> None:
-        """Keep no memory for what was the model's: entries that nobody calls any more do not find out."""
-        if not self._lock.acquire(blocking=False):
-            return  # another thread makes an entry, and sees to it
-        try:
-            for entry in self._entries.values():
-                if isinstance(entry, Scheduled | Differentiated):
-                    entry.let_go()
-        finally:
-            self._lock.release()
+            entries = [entry for entries in reversed(self._admission.entries.values()) for entry in reversed(entries)]
+            return (*chain.from_iterable(entry.reports(self._name) for entry in entries), *self._bypasses.values())
 
     def forget(self) -> None:
         """Drop all that was made: the memory that it was made for is the model's no longer."""
-        # Without the lock: it is held while another thread prepares, and that may be waiting for this thread.
-        self._entries = OrderedDict()
-        self._shortcut = None
-
-    def forget_refusals(self) -> None:
-        """Try again what was refused, when calls like it come: they may have failed for what the caller did."""
-        self._entries = OrderedDict(
-            (signature, entry) for signature, entry in self._entries.items() if not isinstance(entry, Refusing)
-        )
-
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
-        """What runs calls with these arguments, if that is not always the model. It counts as proven."""
-        with torch.no_grad():
-            try:
-                tensors, structure, signature, _ = self._signature(args, kwargs)
-            except _Bypass as bypass:
-                self._note(str(bypass))
-                return None
-            entry, proven = self._entry(tensors, structure, signature)
-        tried = entry in self._proven or optimized_in_part(self.model)
-        try:
-            if isinstance(entry, Ways):
-                entry = entry.prepare(tensors, args, kwargs) or (self._split(entry) if entry.over else entry)
-            elif not isinstance(entry, Scheduled) and self._subject.tracer.may_try and not tried:
-                check_call(self.model, args, kwargs)
-        except TargetError:
-            self._drop(entry)
-            raise
-        proven()
-        return entry
+        self._forget()
 
     def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._shortcut = None
-        tensors, structure, signature, watch = self._signature(args, kwargs)
-        full = signature not in self._entries and len(self._entries) >= self.options.max_signatures
-        if full and (signature.gradients or not self._subject.tracer.may_renew or self._reads_another(signature)):
-            what = signature.unlike(next(reversed(self._entries)))
-            raise self._refused(f"it has as many schedules as max_signatures allows, and meets another: {what} changed")
-        for _ in range(3):
-            failed, (entry, proven) = "", self._entry(tensors, structure, signature)
-            try:
-                outputs = self._outputs(entry, tensors, args, kwargs)
-            except Stale:
-                if not self._worth_renewing():
-                    proven()
-                    raise self._refused(_CHANGES) from None
-                self._drop(entry)
-            except Unsuitable as reason:
-                proven()
-                raise self._refused(str(reason)) from None
-            except Refused:
-                proven()
-                raise
-            except Exception as error:
-                if isinstance(entry, Plain) and not entry.works:  # the model failed, perhaps at this input only
-                    self._drop(entry)
-                if not isinstance(entry, Scheduled | Differentiated):
-                    raise
-                if not self._given_up(entry, error):
-                    # A checkpoint ends a call early by an error of its hooks.
-                    if self.options.strict or isinstance(error, AutostreamError) or hooks_are_set():
-                        raise
-                    failed = first_line(error)
-                if not entry.repeatable:
-                    raise
-            else:
-                proven()
-                self._calls += 1
-                if isinstance(entry, Ways) and entry.over:
-                    entry = self._split(entry)
-                stays = watch is self._watch and self._entries.get(signature) is entry
-                if not kwargs and stays and not self._paranoid:
-                    self._shortcut = self._short_way(entry, args, structure, signature)
-                if isinstance(entry, Scheduled | Differentiated) and entry.noticed():
-                    self.let_go()
-                return outputs
-            if failed:
-                return self._instead(entry, failed, args, kwargs)
-            del entry, proven  # what comes next may need their memory
-        raise self._refused("the model's state changes while it is called")
-
-    def _short_way(
-        self, entry: Entry, args: tuple[Any, ...], structure: Structure, signature: Signature
-    ) -> Shortcut | ShortWays | Direct | None:
-        """For calls like one that was done by position, where there is one."""
-        watch = self._watch
-        if isinstance(entry, Scheduled | Ways):
-            return entry.shortcut(args, structure, watch)
-        if isinstance(entry, Differentiated) or torch.is_grad_enabled() or signature.aliases:
+        """The schedule of calls with these arguments, and the program's arguments, where there is one."""
+        entry = None if self.disabled else self._prepared(args, kwargs)
+        if not isinstance(entry, Whole):
             return None
-        (call, _) = structure.children or ()
-        tensors = tensors_like(call, args)
-        known = self._direct.get(entry)
-        if tensors and (known is None or known.fits(args) is None):
-            known = self._direct[entry] = Direct(entry, call, tensors, watch, signature.training, signature.read)
-        return known if tensors else None
+        values = entry.captured.given(self.model, args, kwargs)
+        ready = entry.compiled[0].ready(values)
+        return None if ready is None else (ready.scheduled, ready.arguments(values))
 
-    def _reads_another(self, signature: Signature) -> bool:
-        """Whether a schedule is there but for numbers that functions read elsewhere: the next will be others again."""
-        return any(replace(signature, read=other.read) == other for other in self._entries)
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+        """What runs calls with these arguments, if that is not always the model."""
+        with torch.no_grad():
+            if reason := self._unusual(args, kwargs):
+                self._note(reason)
+                return None
+            key, label = self._key(args, kwargs)
+            entry = self._entry(key, args, kwargs) or self._new_entry(key, label, args, kwargs, wanted=True)
+            if not isinstance(entry, Whole):
+                try:
+                    check_call(self.model, args, kwargs)
+                except TargetError:
+                    self._drop(key, entry)
+                    raise
+            return entry
 
-    def _outputs(self, entry: Entry, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(entry, Scheduled | Differentiated | Ways):
+    def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key, label = self._key(args, kwargs)
+        entry = self._entry(key, args, kwargs)
+        if entry is None:
+            if self._unasked(args):
+                return self._plainly(_BETTER_ALONE, args, kwargs)
+            entry = self._new_entry(key, label, args, kwargs)
+        if isinstance(entry, str):
+            return self._plainly(entry, args, kwargs)
+        if isinstance(entry, Plain):
+            try:
+                return self.model(*args, **kwargs)
+            except Exception:  # it may have been refused for what made this call fail
+                self._drop(key, entry)
+                raise
+        if isinstance(entry, Split):
             return entry(*args, **kwargs)
-        call = (tensors, args, kwargs) if isinstance(entry, Ways) else (tensors,)
         if self._paranoid:
-            return compared(self.model, partial(entry, *call), tensors, args, kwargs)
-        return entry(*call)
+            tensors, _ = flatten((args, kwargs))
+            return compared(self.model, partial(entry, self.model, args, kwargs), tensors, args, kwargs)
+        value = entry(self.model, args, kwargs)
+        guarded = self.options.guards == "dynamo"
+        self._replay = entry.replay(self.model, args, kwargs, guarded=guarded)
+        return value
 
-    def _signature(self, args: Any, kwargs: Any) -> tuple[list[Tensor], Structure, Signature, ModelWatch]:
-        """The flat inputs of a call, its signature, and the watch on the modules that it was made for."""
+    def _unusual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why a call must reach the plain model, or ``""``."""
+        if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+            return "hooks of all modules are registered, which a graph would not call"
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        return unusual_call() or unusual_tensor(tensors)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, str]:
+        """What tells most calls of different graphs apart before any guard is asked, and what to call such calls."""
+        mode = "train" if self.model.training else "eval"
+        recorded = torch.is_grad_enabled()
         try:
             tensors, structure = flatten((args, kwargs))
-        except TraceError as error:
-            raise self._unseen(str(error)) from None
-        self._renew_watch()
-        watch = self._watch
-        hooked = "a submodule has forward hooks, which a graph would not call" if watch.hooked() else ""
-        if reason := unusual_tensor(tensors) or unusual_call() or hooked:
-            raise self._unseen(reason)
-        gradients = self._gradients(tensors)
-        if gradients and watch.hooked_backward():
-            raise self._refused("a submodule has backward hooks, which a graph would not call")
-        if gradients and (reason := anomalies_sought()):
-            raise self._refused(reason)
-        if gradients and self.better_alone(tensors):
-            raise self._refused(_BETTER_ALONE)
-        return tensors, structure, signature_of(structure, tensors, watch.training(), gradients, watch.read()), watch
+        except TraceError:  # Dynamo may know what we do not
+            return (recorded, numerics()), f"some arguments, {mode}, {'gradients' if recorded else 'no gradients'}"
+        kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
+        required = recorded and any(t.requires_grad for t in chain(tensors, self.model.parameters()))
+        label = f"{described(tensors)}, {mode}, {'gradients' if required else 'no gradients'}"
+        return (structure, kinds, aliases_of(tensors), recorded, self.model.training, numerics()), label
 
-    def _gradients(self, tensors: Sequence[Tensor]) -> bytes:
-        """Which parameters and tensors a call would record gradients for."""
-        if not torch.is_grad_enabled():
-            return b""
-        required = self._watch.required() + bytes([tensor.requires_grad for tensor in tensors])
-        return required if any(required) else b""
+    def _entry(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+        """What was made for such calls, if the guards hold."""
+        for entry in self._admission.entries.get(key, ()):
+            if not isinstance(entry, Whole) or entry.guards(self.model, args, kwargs):
+                self._admission.served(key)
+                return entry
+        return None
 
-    def better_alone(self, tensors: Sequence[Tensor]) -> bool:
+    def _new_entry(
+        self, key: Hashable, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wanted: bool = False
+    ) -> Any:
+        """What runs calls like this from now on; or why there is nothing."""
+        with self._lock, preparing:
+            if entry := self._entry(key, args, kwargs):  # another thread has been quicker
+                return entry
+            admission = self._admission
+            if not wanted and (reason := admission.refusal()):
+                admission.unserved()
+                return self._thrashing(reason, key, args, kwargs)
+            order_attention()
+            entry = self._made(label, args, kwargs)
+            others = admission.entries.get(key, [])
+            admission.add(key, [*others, entry])
+            return entry
+
+    def _made(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """Capture a call."""
+        model, options = self.model, self.options
+        check_level(options.kernels, [t for t in (*model.parameters(), *model.buffers(), *args) if isinstance(t, Tensor)])
+        if any(isinstance(value, Optimized) for module in model.modules() for value in vars(module).values()):
+            reason = "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
+            return self._refused(label, TraceError(reason))
+        try:
+            captured = capture(model, args, kwargs)
+        except Exception as error:
+            if options.strict:
+                raise
+            if isinstance(error, OptionError | TargetError):
+                raise
+            log.warning("%s: %s; splitting it at graph breaks", self._name, error)
+            return Split(model, label, str(error), partial(self._graph, "a graph"))
+        try:
+            names = names_of(captured, model)
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
+                made: list[Compiled] = []
+                run = differentiable(captured.module, captured.tensors, names, partial(self._half, made))
+                return Whole(captured, run, label, made)
+            compiled = Compiled(captured.module, names, self._name, self._surroundings)
+            ready = compiled.ready(captured.tensors)
+        except Exception as error:
+            return self._refused(label, error)
+        if ready is None:
+            (report,) = compiled.reports[:1]
+            return Plain(label, report.refusals[0].reason)
+        return Whole(captured, compiled, label, [compiled])
+
+    def _refused(self, label: str, error: Exception) -> Plain:
+        if self.options.strict or isinstance(error, OptionError | TargetError):
+            raise error
+        reason = str(error) if isinstance(error, AutostreamError) else f"it cannot be scheduled: {first_line(error)}"
+        log.warning("%s runs plainly: %s", self._name, reason)
+        return Plain(label, reason)
+
+    def _graph(self, name: str, module: GraphModule, names: Any) -> Compiled:
+        return Compiled(module, names, self._name, self._surroundings)
+
+    def _half(self, made: list[Compiled], module: GraphModule, names: Any) -> Compiled:
+        compiled = Compiled(module, names, self._name, self._surroundings)
+        made.append(compiled)
+        return compiled
+
+    def _unasked(self, args: Sequence[Any]) -> bool:
         """Whether to leave calls that record gradients to the model: on a CPU, unless somebody asks for a schedule."""
-        asked = self.options.strict or self.options.policy != "auto"
-        return not asked and not self._subject.uses_gpu(tensors)
-
-    def _renew_watch(self) -> None:
-        """Look at the modules again where they are others.
-
-        Raises:
-            Exception: they are, time and again.
-        """
-        if self._watch.intact():
-            return
-        self._watch = ModelWatch(self.model)
-        self.forget()
-        if not self._worth_renewing():
-            raise self._refused(_CHANGES)
-
-    def _worth_renewing(self) -> bool:
-        """Whether to make anew what was made for the model as it was: each answer counts, as a renewal or as a call."""
-        worth = self._renewals < self.options.max_signatures + self._calls // _WORTH
-        if worth:
-            self._renewals += 1
-        else:
-            self._calls += 1  # what changes no more has a schedule again at some time
-        return worth
-
-    def _entry(
-        self, tensors: list[Tensor], structure: Structure, signature: Signature
-    ) -> tuple[Entry, Callable[[], None]]:
-        """What runs calls of this signature, and what to call as soon as it has."""
-        with self._lock:
-            entries = self._entries
-            if is_due(entries.get(signature)):
-                with preparing:
-                    order_attention()
-                    # Again, for a trace in another thread sets flags for all threads that are part of a signature.
-                    modes, read = self._watch.training(), self._watch.read()
-                    signature = signature_of(structure, tensors, modes, signature.gradients, read)
-                    former = entries.get(signature)
-                    if is_due(former):
-                        self.let_go()
-                        made = entries[signature] = entry_of(self._subject, structure, tensors, signature)
-                        if former is not None and isinstance(made, Plain):
-                            made.passing = False  # it has not passed, nor will it
-                        self._keep_to_limit(entries)
-            entries.move_to_end(signature)
-            entry = entries[signature]
-            return entry, partial(self._prove, entries, signature, entry)
-
-    def _prove(self, entries: OrderedDict[Signature, Entry], signature: Signature, entry: Entry) -> None:
-        """Count an entry among those that have worked."""
-        if entry not in self._proven:
-            with self._lock:
-                self._proven.add(entry)
-                entries.setdefault(signature, entry)  # others may have taken its place while it ran
-                entries.move_to_end(signature)
-                self._keep_to_limit(entries)
-
-    def _keep_to_limit(self, entries: OrderedDict[Signature, Entry]) -> None:
-        """Drop what is too much: first what has not worked yet, then the least recently used.
-
-        The last that has not worked yet is not counted. It takes the place of another when it works; and if it never
-        does, it need not be made again for each call that fails.
-        """
-        proven = {signature: entry in self._proven for signature, entry in entries.items()}
-        last = next((signature for signature in reversed(proven) if not proven[signature]), None)
-        counted = sorted((signature for signature in proven if signature != last), key=proven.__getitem__)
-        for signature in counted[: -self.options.max_signatures]:
-            self._shortcut = None
-            del entries[signature]
-            if proven[signature]:
-                level = logging.INFO if self._dropped else logging.WARNING  # those after the first say nothing new
-                self._dropped = True
-                log.log(level, "%s: dropped the schedule for %s; see max_signatures and dynamic", self._name, signature)
-
-    def _drop(self, entry: Entry) -> None:
-        self._shortcut = None
-        with self._lock:
-            for signature in self._signatures_of(entry):
-                del self._entries[signature]
-
-    def _given_up(self, entry: Entry, error: Exception) -> bool:
-        """Run plainly from now on what has too little memory as scheduled: a graph keeps its own between calls too."""
-        if self.options.strict or not isinstance(error, torch.OutOfMemoryError):
+        if self.options.strict or self.options.policy != "auto" or not torch.is_grad_enabled():
             return False
-        reason = f"{_TOO_LITTLE_MEMORY} ({first_line(error)}): free some, or lower memory_budget, and optimize it again"
-        log.warning("%s runs plainly: %s", self._name, reason)
+        tensors = [t for t in (*args, *self.model.parameters()) if isinstance(t, Tensor)]
+        return any(t.requires_grad for t in tensors) and not any(t.is_cuda for t in tensors)
+
+    def _thrashing(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why calls are not captured any more, with the guard that fails, if that is what makes them new."""
+        known = self._admission.entries.get(key, [])
+        failed = next((entry.guards.failed(self.model, args, kwargs) for entry in known if isinstance(entry, Whole)), "")
+        what = f"another graph for each call, since {failed.strip()}" if failed else _SIZES
+        refusal = f"{reason}: {what}"
+        if self.options.strict:
+            raise TraceError(refusal)
+        return refusal
+
+    def _drop(self, key: Hashable, entry: Any) -> None:
         with self._lock:
-            self._replace(entry, lambda signature: Plain(self.model, signature, reason))
-        return True
+            others = [other for other in self._admission.entries.get(key, []) if other is not entry]
+            if others:
+                self._admission.entries[key] = others
+            else:
+                self._admission.entries.pop(key, None)
 
-    def _instead(self, entry: Entry, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns where its schedule failed: if it does not fail too, it makes all such calls."""
-        outputs = self.model(*args, **kwargs)
-        reason = f"its schedule fails at some inputs ({error}), and the model does not: perhaps it catches that"
-        log.warning("%s runs plainly: %s", self._name, reason)
-        with self._lock:
-            self._replace(entry, lambda signature: Plain(self.model, signature, reason))
-        return outputs
-
-    def _signatures_of(self, entry: Entry) -> list[Signature]:
-        return [signature for signature, other in self._entries.items() if other is entry]
-
-    def _split(self, ways: Ways) -> Pieces:
-        """Pieces, in the place of ways that are given up."""
-        with self._lock:
-            reason = f"{ways.reason}; in a graph for each way: {ways.over}"
-            pieces = pieces_of(self._subject, ways.signature, reason)
-            self._replace(ways, lambda _: pieces)
-            return pieces
-
-    def _replace(self, entry: Entry, other: Callable[[Signature], Entry]) -> None:
-        for signature in self._signatures_of(entry):
-            self._entries[signature] = other(signature)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the model and the options; schedules are made anew."""
-        return Dispatcher, (self.model, self.options, self._subject.bound_inputs, None, self._subject.tracer)
-
-    def _refused(self, reason: str) -> Exception:
-        return TraceError(reason) if self.options.strict else _Bypass(reason)
-
-    def _unseen(self, reason: str) -> Exception:
-        """For a call that no graph does the same as."""
-        may_refuse = self._subject.tracer.may_refuse and not self.options.strict
-        return Refused(reason) if may_refuse else self._refused(reason)
+    def _plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.options.strict:
+            raise TraceError(reason)
+        self._note(reason)
+        return self.model(*args, **kwargs)
 
     def _note(self, reason: str) -> None:
         """Remember, and say once, why a call went to the plain model."""
-        if reason not in self._bypasses:
+        if reason not in self._bypasses and len(self._bypasses) < _MOST_REASONS:
             log.warning("%s runs plainly: %s", self._name, reason)
             refusal = Decision("", "plain", reason)
             report = Report(self._name, "some calls", "plain", refusals=(refusal,), versions=versions())
             self._bypasses = {**self._bypasses, reason: report}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the model and the options; schedules are made anew."""
+        return Dispatcher, (self.model, self.options)
+
     @property
     def _name(self) -> str:
         return name_of(self.model)
-
-
-def _part(
-    options: Options, pools: GraphPools, tracer: Tracer, module: nn.Module, bound_inputs: frozenset[int]
-) -> Dispatcher:
-    """Runs a part of a model, of which it holds nothing else than the pools."""
-    return Dispatcher(module, options, bound_inputs, pools, tracer)
 
 
 _BETTER_ALONE = (
@@ -507,17 +498,9 @@ _BETTER_ALONE = (
     "host longer than the model does: choose a policy to have one all the same"
 )
 
-_CHANGES = (
-    "what schedules take for granted of the model changes in call after call, and each change takes a new one: numbers "
-    "and containers that its modules have, layouts of its weights, and the modules that it has or refers to: give the "
-    "model what changes as a tensor, and of modules all of them, each in a place of its own"
-)
+_SIZES = "pad them to a few sizes with dynamic= (see autostream.Bucket), or raise max_signatures"
 
-_WORTH = 1000
-"""Calls, scheduled or not, for each of which as many a stale schedule is made anew, beside the first few: that takes
-seconds."""
-
-_TOO_LITTLE_MEMORY = "there is too little memory to run it as scheduled"
+_MOST_REASONS = 100
 
 _dispatchers: WeakSet[Dispatcher] = WeakSet()
 
@@ -526,15 +509,7 @@ def _renew_locks() -> None:
     """In a forked process, where no thread is left that could release them."""
     for dispatcher in _dispatchers:
         dispatcher._lock = threading.RLock()
-        dispatcher._subject = replace(dispatcher._subject, repeating=threading.RLock())
-        for entry in dispatcher._entries.values():
-            if isinstance(entry, Differentiated):
-                entry.renew_locks(dispatcher._subject.repeating)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_renew_locks)
-
-
-class _Bypass(Exception):  # noqa: N818 - a notice within this file, not an error
-    """A call must go to the plain model; the message says why."""

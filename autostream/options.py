@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PolicyName = Literal["auto", "sequential", "critical_path", "path_cover", "search"]
 CostSource = Literal["auto", "roofline", "measured"]
 KernelLevel = Literal["auto", "eager", "inductor"]
+GuardSource = Literal["dynamo", "inputs"]
 Kind = TypeVar("Kind", bound="Options")
 
 _LARGEST_RATIO = 100.0
@@ -51,6 +52,9 @@ class Options:
             ``{"max_autotune": True}``. With ``{"freezing": True}`` weights are constants: a change of one costs a
             compilation in the next call, and one made through ``tensor.data``, which PyTorch does not count, is not
             seen.
+        guards: what is looked at in each call. ``"dynamo"``: all that TorchDynamo guards, and where weights lie.
+            ``"inputs"``: inputs alone, as with ``torch.cuda.make_graphed_callables``: the model's tensors stay where they
+            are (their values may change in place), and its Python does what it did.
         strict: raise where autostream would otherwise run the plain model and say why in the report.
         max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
             Of training steps, those beyond run as they are.
@@ -77,6 +81,7 @@ class Options:
     cuda_graph: Literal["auto"] | bool = "auto"
     kernels: KernelLevel = "auto"
     inductor_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    guards: GuardSource = "dynamo"
     strict: bool = False
     max_signatures: int = 8
     tuning_seconds: float = 10.0
@@ -88,7 +93,7 @@ class Options:
             object.__setattr__(self, option.name, _pythons_own(getattr(self, option.name)))
         if self.streams != "auto" and not _whole_number(self.streams, 1, MAX_STREAMS):
             raise _refusal("streams", self.streams, f'"auto" or a whole number from 1 to {MAX_STREAMS}')
-        for name, allowed in (("policy", PolicyName), ("costs", CostSource), ("kernels", KernelLevel)):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in get_args(allowed):
                 raise _refusal(name, getattr(self, name), " or ".join(f'"{value}"' for value in get_args(allowed)))
         if self.cuda_graph != "auto" and not isinstance(self.cuda_graph, bool):
@@ -134,6 +139,8 @@ class Options:
                 raise OptionError(f"there is no option {name!r}{hint}: use {', '.join(known[:-1])} or {known[-1]}")
         return cls(**options)
 
+
+_CHOICES = {"policy": PolicyName, "costs": CostSource, "kernels": KernelLevel, "guards": GuardSource}
 
 _DECAY = 0.999
 

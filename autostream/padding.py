@@ -34,7 +34,7 @@ from autostream.buckets import (
     spans_of,
 )
 from autostream.comparison import difference
-from autostream.dispatch import Dispatcher
+from autostream.step_dispatch import Dispatcher
 from autostream.entries import Entry
 from autostream.errors import TraceError, first_line
 from autostream.ir import Decision
@@ -42,9 +42,9 @@ from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.storages import storage_of
 from autostream.tracing.functions import parameters_of
-from autostream.tracing.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
+from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.tracing.state import name_of
-from autostream.tracing.tree import flatten, unflatten
+from autostream.frontend.tree import flatten, unflatten
 from autostream.tracing.trial import Tried, tried
 
 log = logging.getLogger(__name__)

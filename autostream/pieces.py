@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,35 +16,17 @@ from torch.fx import GraphModule
 from autostream.analysis.source import user_line
 from autostream.errors import first_line
 from autostream.ir import Decision
+from autostream.optimized import MakeSection as MakePiece
+from autostream.optimized import Optimized
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.tracing.dynamo import ending_of, is_refusal, split, without_numbers
 from autostream.tracing.saved_tensors import hooks_are_set
-from autostream.tracing.signature import Signature
+from autostream.frontend.signature import Signature
 from autostream.tracing.state import name_of
 from autostream.turns import ROUNDS, Turns
 
 log = logging.getLogger(__name__)
-
-
-class Optimized(ABC):
-    """What runs in the place of a model, or of a piece of one."""
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-
-    @property
-    @abstractmethod
-    def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature."""
-
-    def let_go(self) -> None:  # noqa: B027 - most hold nothing
-        """Keep no memory for what was the model's and no longer is."""
-
-
-MakePiece = Callable[[GraphModule, frozenset[int]], Optimized]
-"""Takes a graph and the positions of its inputs that stay where they are from call to call."""
 
 
 class Pieces:

@@ -33,9 +33,9 @@ from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import Traced, check_one_device, trace
 from autostream.tracing.fusion import fused_here
 from autostream.tracing.inductor import obstacle
-from autostream.tracing.signature import signature_of
+from autostream.frontend.signature import signature_of
 from autostream.tracing.state import LiveState, ModelWatch, name_of
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from autostream.version import VERSION
 
 MEASURE_SHARE = 0.5

@@ -30,7 +30,7 @@ from autostream.execution.runs import uncaptured
 from autostream.execution.static import Output
 from autostream.ir import OpGraph, Program
 from autostream.options import Options
-from autostream.pieces import MakePiece, Optimized
+from autostream.optimized import MakeSection, Optimized
 from autostream.pipeline import capture_refusals, planned, price_program, versions
 from autostream.reporting.report import Report
 from autostream.scheduling.cut import Part, cut
@@ -40,7 +40,7 @@ from autostream.tuning import on_copies, undone
 
 
 def sections_of(
-    program: Program, bound: Sequence[bool], options: Options, make_section: MakePiece, stopwatch: Stopwatch
+    program: Program, bound: Sequence[bool], options: Options, make_section: MakeSection, stopwatch: Stopwatch
 ) -> Sections | None:
     """Cut a program at the ops that a CUDA graph cannot hold.
 
@@ -87,7 +87,7 @@ class Sections:
         parts: Sequence[Part],
         bound: Sequence[bool],
         options: Options,
-        make_section: MakePiece,
+        make_section: MakeSection,
     ) -> None:
         whole = take_apart(program, graph, parts, bound, argument_views(program.module.graph))
         self.graph, self.module = graph, whole.module

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autostream.dispatch import Dispatcher
+from autostream.step_dispatch import Dispatcher
 from autostream.entries import Refused
 from autostream.errors import TargetError
 from autostream.execution.slots import SlotTable

@@ -36,9 +36,9 @@ from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
 from autostream.tracing.branches import Way, noted
 from autostream.tracing.expecting import OtherWay
-from autostream.tracing.signature import Signature
+from autostream.frontend.signature import Signature
 from autostream.tracing.state import ModelWatch, name_of
-from autostream.tracing.tree import Structure
+from autostream.frontend.tree import Structure
 from autostream.tracing.trial import check_call, tried
 
 log = logging.getLogger(__name__)

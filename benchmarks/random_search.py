@@ -49,7 +49,7 @@ from autostream.scheduling.verify import verify
 from autostream.select import Execution, build, interleaved, written
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from autostream.tuning import Tuned, tune, undone
 from benchmarks import zoo
 from benchmarks.stamp import RESULTS, earlier_rows, save, stamp

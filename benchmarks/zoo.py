@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from autostream import zoo
 from autostream.bench.inference import Subject
 from autostream.bench.training import TrainingSubject
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from benchmarks import nets
 
 SEED = zoo.SEED + 1

@@ -47,7 +47,7 @@ from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.tracing.export import trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from benchmarks import zoo
 from benchmarks.stamp import stamp
 from tests.execution.programs import Case, random_assignment, same

@@ -26,7 +26,7 @@ from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.tracing.export import trace
 from autostream.tracing.inductor import fuse
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.semantics import scattered
 
 LEVELS = ("eager", "inductor")

@@ -25,9 +25,9 @@ from autostream.select import Selection
 from autostream.storages import storage_of
 from autostream.tracing import inductor
 from autostream.tracing.kernel_values import named_as
-from autostream.tracing.signature import signature_of
+from autostream.frontend.signature import signature_of
 from autostream.tracing.state import ModelWatch
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.captures import Captures
 from tests.semantics import Model, force_streams, same
 

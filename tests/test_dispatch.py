@@ -20,7 +20,7 @@ from autostream.execution.cuda_graph import GraphPools
 from autostream.options import Options
 from autostream.preparing import preparing
 from autostream.tracing.functions import module_of
-from autostream.tracing.signature import Signature
+from autostream.frontend.signature import Signature
 from autostream.tuning import Tuned
 from tests.semantics import CONFIGURATIONS, Model, same
 
@@ -583,7 +583,7 @@ def test_flags_that_a_trace_in_another_thread_sets_make_no_entry() -> None:
 def test_the_first_to_attend_changes_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch sets the order of its attention kernels then, if nobody had it do so before."""
     orders = [(1, 2, 0)]
-    monkeypatch.setattr("autostream.tracing.numerics._priorities", lambda: orders[-1])
+    monkeypatch.setattr("autostream.frontend.numerics._priorities", lambda: orders[-1])
     monkeypatch.setattr("autostream.dispatch.order_attention", lambda: orders.append((3, 1, 2)))
     fast = Dispatcher(nn.ReLU(), Options())
     for _ in range(2):

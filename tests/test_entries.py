@@ -33,10 +33,10 @@ from autostream.ir import Decision
 from autostream.options import Options
 from autostream.pieces import Pieces
 from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
-from autostream.tracing.signature import Signature, signature_of
+from autostream.frontend.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch
 from autostream.tracing.train_step import STEPS
-from autostream.tracing.tree import Structure, flatten
+from autostream.frontend.tree import Structure, flatten
 from autostream.ways import Ways
 from tests.semantics import Model, same
 

@@ -17,8 +17,8 @@ import autostream
 from autostream import turns
 from autostream.pieces import Pieces
 from autostream.reporting.report import Report
-from autostream.tracing.signature import signature_of
-from autostream.tracing.tree import flatten
+from autostream.frontend.signature import signature_of
+from autostream.frontend.tree import flatten
 from tests.data_branches import DYNAMOS_OWN, Branching, same_gradients, trained
 from tests.semantics import Model, same
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autostream.repetition import Repetition
 from autostream.tracing.gradients import trace_gradients
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 
 class Counting(nn.Linear):

@@ -25,7 +25,7 @@ from autostream.scheduling.cut import Part
 from autostream.sections import sections_of
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import Traced, Tracer, trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.cuts import REFUSED, let_be_cut, let_be_placed, moved, over_devices, placed
 from tests.random_modules import TURNS, RandomModule, check, random_modules
 from tests.semantics import Model, check_same, same

@@ -19,7 +19,7 @@ from autostream.execution.cpu_streams import ThreadedProgram
 from autostream.ir import Candidate, Limit, Op, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.select import MARGIN, VARIANTS, Selection, build, detached, has_integers, interleaved, select, written
 from autostream.tracing.export import trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.execution.programs import Case, random_schedule, same, sample
 from tests.semantics import Model
 

@@ -22,7 +22,7 @@ from autostream.dispatch import Dispatcher
 from autostream.execution.bound import Frozen, Writes
 from autostream.shortcut import CapturedRun, Changed, Direct, Shortcut
 from autostream.tracing.state import LiveState, ModelWatch
-from autostream.tracing.tree import TENSOR, Structure
+from autostream.frontend.tree import TENSOR, Structure
 
 
 class Net(nn.Module):

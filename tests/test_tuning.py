@@ -22,7 +22,7 @@ from autostream.options import Options
 from autostream.select import Selection
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from autostream.tuning import Tuned, tune, undone
 
 

@@ -23,8 +23,8 @@ from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.tracing.branches import Way
 from autostream.tracing.expecting import OtherWay
-from autostream.tracing.signature import signature_of
-from autostream.tracing.tree import flatten
+from autostream.frontend.signature import signature_of
+from autostream.frontend.tree import flatten
 from autostream.ways import ShortWays, Ways
 from tests.cuts import let_be_cut
 from tests.random_modules import TURNS, RandomModule, check, random_modules

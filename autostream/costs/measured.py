@@ -37,7 +37,7 @@ from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder
 from autostream.keeping import key_of
 from autostream.kernels import Kernel
 from autostream.operators import written_names
-from autostream.tracing.numerics import numerics
+from autostream.frontend.numerics import numerics
 
 Call = Callable[[], object]
 Timer = Callable[[Call, float], Record]

@@ -148,35 +148,39 @@ def _tidied(module: fx.GraphModule, given: Sequence[Given]) -> tuple[tuple[Place
             taken.add(name)
         placeholders.append(Placeholder(node.name, role, target, owners.setdefault(storage_of(tensor), node.name)))
 
-    for node, (role, target, tensor) in zip(graph.find_nodes(op="placeholder"), given, strict=True):
-        if node.users or role is Role.INPUT:
-            add(node, role, target, tensor)
-        else:
-            graph.erase_node(node)
     constants: dict[str, Tensor] = {}
     for node in graph.find_nodes(op="get_attr"):
-        constant = getattr(module, node.target, None)
+        constant = getattr(module, str(node.target), None)
         if isinstance(constant, Tensor):
-            _lift(graph, node, constants, constant)
-    for node in graph.find_nodes(op="placeholder")[len(placeholders) :]:
-        add(node, Role.CONSTANT, node.target, constants[node.target])
+            constants[str(node.target)] = constant
+    nodes = graph.find_nodes(op="placeholder")
+    own, inputs = [], []
+    for node, item in zip(nodes, given, strict=True):
+        if item[0] is Role.INPUT:
+            inputs.append((node, item))
+        elif node.users:
+            own.append((node, item))
+        else:
+            graph.erase_node(node)
+    own += [(_lift(graph, name), (Role.CONSTANT, name, constant)) for name, constant in constants.items()]
+    for node, _ in reversed([*own, *inputs]):
+        graph._root.append(node)  # to the front: what stays in place comes before what is copied
+    for node, item in (*own, *inputs):
+        add(node, *item)
     module.recompile()
     return tuple(placeholders), constants
 
 
-def _lift(graph: fx.Graph, node: fx.Node, constants: dict[str, Tensor], constant: Tensor) -> None:
-    """Make a placeholder of a constant, behind those that are there."""
-    if node.target not in constants:
-        constants[node.target] = constant
-        last = graph.find_nodes(op="placeholder")
-        with graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes))):
-            placeholder = graph.placeholder(node.target)
-        placeholder.meta = {**node.meta}
-        if "val" not in placeholder.meta:
-            placeholder.meta["val"] = constant
-    (placeholder,) = [own for own in graph.find_nodes(op="placeholder") if own.target == node.target]
-    node.replace_all_uses_with(placeholder)
-    graph.erase_node(node)
+def _lift(graph: fx.Graph, name: str) -> fx.Node:
+    """Make a placeholder of a constant."""
+    first, *others = [node for node in graph.find_nodes(op="get_attr") if node.target == name]
+    with graph.inserting_before(next(iter(graph.nodes))):
+        placeholder = graph.placeholder(name)
+    placeholder.meta = first.meta
+    for node in (first, *others):
+        node.replace_all_uses_with(placeholder)
+        graph.erase_node(node)
+    return placeholder
 
 
 def _is_idle(node: fx.Node) -> bool:

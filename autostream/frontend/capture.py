@@ -115,6 +115,14 @@ class Capture:
     effects: bool
     restore: Callable[[Callable[..., Any]], Callable[..., Any]]
 
+    def given(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The tensors that Dynamo's bytecode gives the graph in a call; nothing is run."""
+        try:
+            self.restore(_take)(model, args, kwargs)
+        except _Given as given:
+            return given.values
+        raise AssertionError("a captured call runs its graph")
+
     def restored(self, run: Callable[..., Sequence[Any]]) -> Callable[[Any, Any, Any], Any]:
         """A function of ``(model, args, kwargs)`` that does what the model does, with ``run`` for the graph.
 
@@ -122,6 +130,18 @@ class Capture:
             run: takes the flat tensors, and returns as many as ``module``.
         """
         return self.restore(run)
+
+
+class _Given(Exception):  # noqa: N818 - a notice within this file, not an error
+    """A graph has been called, with these values."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.values = values
+
+
+def _take(*values: Any) -> Sequence[Any]:
+    raise _Given(values)
 
 
 def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
@@ -152,7 +172,7 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     # Dynamo adds what it imports to the globals of the code that it traces: these are nobody's but this capture's.
     globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}
     function = FunctionType(call.__code__, globals_)
-    with _capturing():
+    with compiling():
         try:
             output = _compile_frame(function, {"model": model, "args": args, "kwargs": kwargs}, backend)
         except Exception as error:
@@ -258,12 +278,12 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextmanager
-def _capturing() -> Iterator[None]:
+def compiling(**settings: Any) -> Iterator[None]:
     """Dynamo's settings, its lock, and what its entry points enter."""
     from torch._dynamo import config
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
-    known = {name: value for name, value in SETTINGS.items() if hasattr(config, name)}
+    known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
     recorded = torch.is_grad_enabled()
     with ExitStack() as stack:
         stack.enter_context(_lock())

@@ -28,7 +28,7 @@ from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.storages import storage_of
-from autostream.tracing.tree import flatten, unflatten
+from autostream.frontend.tree import flatten, unflatten
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of one call: ``args`` and ``kwargs``."""

@@ -26,7 +26,7 @@ from autostream.api import OptimizedModule
 from autostream.errors import OptionError, TargetError, shown
 from autostream.execution.slots import Memory, Slots, SlotTable, new_memory
 from autostream.execution.transfer import Transfer, home_of
-from autostream.tracing.tree import map_tensors
+from autostream.frontend.tree import map_tensors
 from autostream.training import TrainStep
 
 log = logging.getLogger(__name__)

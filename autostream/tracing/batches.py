@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from autostream.errors import TargetError, TraceError
-from autostream.tracing.tree import flatten, map_tensors, unflatten
+from autostream.frontend.tree import flatten, map_tensors, unflatten
 
 Batch = tuple[Any, ...]
 """What a step is called with."""

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autostream.errors import FastPathError, TraceError
-from autostream.tracing.guards import transformed
+from autostream.frontend.guards import transformed
 from autostream.tracing.leaks import Watched
 from autostream.tracing.lines import note_line
 from autostream.tracing.numbers import Numbers

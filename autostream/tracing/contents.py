@@ -8,7 +8,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from autostream.tracing.tree import exact
+from autostream.frontend.tree import exact
 
 
 def has_contents(value: Any) -> bool:

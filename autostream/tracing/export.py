@@ -24,10 +24,10 @@ from autostream.tracing.branches import Way
 from autostream.tracing.constants import attributes_of, names_given, registered
 from autostream.tracing.expecting import expect
 from autostream.tracing.flat import FlatModel, check_graph, check_ordinary, tensors_in, watched
-from autostream.tracing.guards import unusual
+from autostream.frontend.guards import unusual
 from autostream.frontend.reach import check_reach
 from autostream.tracing.replica import replica, traced_apart, with_ordinary_parameters
-from autostream.tracing.tree import Structure
+from autostream.frontend.tree import Structure
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -92,7 +92,7 @@ def trace(
         TraceError: it cannot be traced; the message says why.
 
     Example:
-        >>> from autostream.tracing.tree import flatten
+        >>> from autostream.frontend.tree import flatten
         >>> tensors, structure = flatten(((torch.ones(2, 3),), {}))
         >>> traced = trace(nn.Linear(3, 4), tensors, structure)
         >>> [placeholder.target for placeholder in traced.program.placeholders]

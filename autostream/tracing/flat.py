@@ -33,14 +33,14 @@ from autostream.tracing.constants import Constants, unasked, ungiven
 from autostream.tracing.draws import draws
 from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.generators import GeneratorState
-from autostream.tracing.guards import has_torchscript, unusual
+from autostream.frontend.guards import has_torchscript, unusual
 from autostream.tracing.leaks import recalled, taken_back
 from autostream.tracing.lines import error_line
 from autostream.tracing.numbers import unknown_in
 from autostream.tracing.reads import Reads, functions_of
 from autostream.tracing.state import name_of
 from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
-from autostream.tracing.tree import TENSOR, Structure, UnknownNumberError, flatten, unflatten
+from autostream.frontend.tree import TENSOR, Structure, UnknownNumberError, flatten, unflatten
 
 Graph = TypeVar("Graph")
 

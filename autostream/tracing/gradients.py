@@ -35,7 +35,7 @@ from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
 from autostream.tracing.lines import keep_lines
 from autostream.tracing.replica import replica, traced_apart
 from autostream.tracing.state import name_of
-from autostream.tracing.tree import TENSOR, Structure
+from autostream.frontend.tree import TENSOR, Structure
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from autostream.errors import BranchError
 from autostream.operators import is_unknown, symbols_of
 from autostream.tracing.leaks import Watched
 from autostream.tracing.lines import users_frame, users_line
-from autostream.tracing.tree import UnknownNumberError
+from autostream.frontend.tree import UnknownNumberError
 
 
 @dataclass(frozen=True, slots=True)

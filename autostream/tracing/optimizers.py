@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from autostream.errors import TraceError
 from autostream.tracing.tamed import compiling
-from autostream.tracing.tree import Constant
+from autostream.frontend.tree import Constant
 
 TRACED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad)
 """Optimizers whose step can be part of a graph; not their subclasses, which may do anything."""

@@ -43,7 +43,7 @@ from torch.autograd import Function
 
 from autostream.tracing.bytecode import Named, names_of
 from autostream.tracing.contents import MOST_ITEMS, contents_of, has_contents
-from autostream.tracing.tree import exact
+from autostream.frontend.tree import exact
 
 Read = tuple[tuple[str, type, Hashable], ...]
 """What was read: names, with the kind and the value of what is there."""

@@ -24,7 +24,7 @@ from autostream.ir import Placeholder, Role
 from autostream.tracing.bytecode import names_of
 from autostream.tracing.functions import References
 from autostream.tracing.reads import Read, Reads, functions_of
-from autostream.tracing.tree import exact
+from autostream.frontend.tree import exact
 
 
 def name_of(model: nn.Module) -> str:

@@ -29,7 +29,7 @@ from autostream.storages import share_bytes, storage_of
 from autostream.tracing.averages import check_average, differing_buffers, follow
 from autostream.tracing.batches import Batch, detached, loss_in, parts_of, summed, tensors_of
 from autostream.tracing.functions import check_loss
-from autostream.tracing.guards import anomalies_sought, unusual
+from autostream.frontend.guards import anomalies_sought, unusual
 from autostream.tracing.lines import keep_lines
 from autostream.tracing.optimizers import (
     Input,
@@ -57,7 +57,7 @@ from autostream.tracing.parameters import (
 )
 from autostream.tracing.saved_tensors import hooks_are_set
 from autostream.tracing.state import name_of
-from autostream.tracing.tree import Constant, Structure, flatten, unflatten
+from autostream.frontend.tree import Constant, Structure, flatten, unflatten
 
 Found = TypeVar("Found")
 

@@ -24,7 +24,7 @@ from autostream.tracing.optimizers import lists_apart
 from autostream.tracing.replica import replica, traced_apart
 from autostream.tracing.state import name_of
 from autostream.tracing.steps import Backward, Setting
-from autostream.tracing.tree import Structure
+from autostream.frontend.tree import Structure
 
 
 def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) -> Traced:

@@ -18,9 +18,9 @@ from torch.func import functional_call
 
 from autostream.errors import TargetError, TraceError, first_line
 from autostream.tracing.attributes import untouched
-from autostream.tracing.guards import has_torchscript
+from autostream.frontend.guards import has_torchscript
 from autostream.tracing.state import name_of
-from autostream.tracing.tree import Structure, flatten, unflatten
+from autostream.frontend.tree import Structure, flatten, unflatten
 
 
 def check_devices(model: nn.Module, inputs: object) -> None:

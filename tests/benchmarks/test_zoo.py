@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autostream.bench.inference import Subject
 from autostream.bench.training import TrainingSubject
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from benchmarks.zoo import (
     INFERENCE,
     OPTIMIZERS,

@@ -21,7 +21,7 @@ from autostream.tracing.functions import module_of
 from autostream.tracing.kernel_values import evaluate
 from autostream.tracing.steps import TrainingStep
 from autostream.tracing.train_step import trace_step
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 Launches = Sequence[Launch]
 

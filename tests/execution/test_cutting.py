@@ -22,7 +22,7 @@ from autostream.execution.cutting import Whole, take_apart
 from autostream.ir import Op, OpGraph, Role
 from autostream.scheduling.cut import LONG_BYTES, Part
 from autostream.tracing.export import trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.cuts import REFUSED, cut_everything, graph_with, placed
 from tests.execution.programs import MODELS, Case, case_of, same, sample
 from tests.semantics import Model

@@ -438,7 +438,7 @@ def test_a_kernel_says_what_it_writes(towers: Towers) -> None:
     """By poisoning: whatever a kernel is not said to write stays as it was."""
     from autostream.tracing.export import trace
     from autostream.tracing.inductor import fuse
-    from autostream.tracing.tree import flatten
+    from autostream.frontend.tree import flatten
 
     x = torch.randn(64, 256, device="cuda")
     tensors, structure = flatten(((x,), {}))
@@ -470,7 +470,7 @@ def test_branches_share_no_buffer_and_no_kernel_writes_where_it_reads(towers: To
     """Inductor's own reuse would make a chain of them."""
     from autostream.tracing.export import trace
     from autostream.tracing.inductor import fuse
-    from autostream.tracing.tree import flatten
+    from autostream.frontend.tree import flatten
 
     tensors, structure = flatten(((torch.randn(64, 256, device="cuda"),), {}))
     program = fuse(trace(towers, tensors, structure).program)

@@ -20,7 +20,7 @@ from autostream.tracing import inductor
 from autostream.tracing.functions import module_of
 from autostream.tracing.steps import TrainingStep
 from autostream.tracing.train_step import trace_step
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from autostream.training import TrainStep
 
 pytestmark = [

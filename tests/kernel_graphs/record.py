@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autostream.ir import Program
 from autostream.tracing.export import trace
 from autostream.tracing.inductor import fuse
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.kernel_graphs.recordings import DEVICE, recorded, write
 
 

@@ -11,7 +11,7 @@ from autostream.ir import Role
 from autostream.tracing.below_autograd import graph_of, reached_originals, state_of, tidied
 from autostream.tracing.constants import registered
 from autostream.tracing.flat import FlatModel
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from autostream.errors import BranchError, ChoiceError, TraceError
 from autostream.tracing.branches import Way, noted
 from autostream.tracing.expecting import expect
 from autostream.tracing.export import Traced, along, trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.semantics import Model
 
 

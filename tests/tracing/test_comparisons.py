@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.tracing.export import trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.semantics import Model
 
 X = torch.arange(12.0).view(3, 4).t()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.export import trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.semantics import Model
 
 X = torch.ones(3, 4)

@@ -25,7 +25,7 @@ from autostream.errors import FastPathError, TraceError
 from autostream.ir import Program, Role
 from autostream.tracing.export import Traced, check_one_device, program_of, trace
 from autostream.tracing.state import LiveState
-from autostream.tracing.tree import flatten, unflatten
+from autostream.frontend.tree import flatten, unflatten
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 BFLOAT16 = {"device_type": "cpu", "dtype": torch.bfloat16}

@@ -26,7 +26,7 @@ from autostream.tracing.export import trace
 from autostream.tracing.fingerprint import content_of, fingerprint, settings, surroundings
 from autostream.tracing.inductor import with_settings
 from autostream.tracing.kernel_json import Unwritable
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 aten = torch.ops.aten
 

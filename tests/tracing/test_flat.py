@@ -15,7 +15,7 @@ from torch.utils.checkpoint import check_backward_validity
 from autostream.errors import FastPathError, TraceError
 from autostream.tracing.constants import attributes_of, registered
 from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in, watched
-from autostream.tracing.tree import TENSOR, flatten
+from autostream.frontend.tree import TENSOR, flatten
 
 
 class Model(nn.Module):

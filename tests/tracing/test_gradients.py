@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autostream.errors import TraceError
 from autostream.tracing import gradients
 from autostream.tracing.gradients import Halves, Tangent, trace_gradients
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 X = torch.randn(3, 4)
 

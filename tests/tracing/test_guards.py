@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autostream.tracing.guards import anomalies_sought, traced_by_fx, unusual_call, unusual_tensor
-from autostream.tracing.signature import signature_of
-from autostream.tracing.tree import flatten
+from autostream.frontend.guards import anomalies_sought, traced_by_fx, unusual_call, unusual_tensor
+from autostream.frontend.signature import signature_of
+from autostream.frontend.tree import flatten
 
 
 class Mine(Tensor):

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from autostream.errors import TraceError
 from autostream.tracing.export import trace
 from autostream.tracing.leaks import recalled
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 X = torch.ones(3, 3)
 

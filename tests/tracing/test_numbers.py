@@ -14,7 +14,7 @@ from autostream.errors import BranchError
 from autostream.tracing.export import trace
 from autostream.tracing.gradients import trace_gradients
 from autostream.tracing.numbers import unknown_in
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 X = torch.ones(3, 3)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autostream.tracing.numerics import numerics, watch_modes, watch_numerics
+from autostream.frontend.numerics import numerics, watch_modes, watch_numerics
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def test_attention_that_is_in_order_changes_nothing() -> None:
     """Only the first in a process might."""
     check = """
 import torch
-from autostream.tracing.numerics import numerics, order_attention
+from autostream.frontend.numerics import numerics, order_attention
 
 query = torch.ones(1, 1, 8, 8, device="cuda", dtype=torch.float16)
 order_attention()

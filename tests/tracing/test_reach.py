@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autostream
 from autostream.errors import TraceError
 from autostream.tracing.export import trace
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 from tests.semantics import Model, check_same
 
 Forward = Callable[..., Tensor]  # of the model and its inputs

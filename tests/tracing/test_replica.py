@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autostream.errors import TraceError
 from autostream.tracing.export import trace
 from autostream.tracing.replica import ReachedOriginalError, replica, traced_apart, with_ordinary_parameters
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 
 class Reaching(nn.Module):

@@ -22,7 +22,7 @@ from autostream.tracing.inductor import SETTINGS, _functional
 from autostream.tracing.scalars import compute_once
 from autostream.tracing.steps import TrainingStep
 from autostream.tracing.train_step import trace_step
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 aten = torch.ops.aten
 X, STEP = torch.rand(3, 2), torch.tensor(3.0, dtype=torch.float64)

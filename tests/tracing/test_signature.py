@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream.tracing.signature import Signature, signature_of
+from autostream.frontend.signature import Signature, signature_of
 from autostream.tracing.steps import Setting
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 
 def signature(*args: object, training: bytes = b"\0", gradients: bool = False) -> Signature:

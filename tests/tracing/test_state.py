@@ -15,7 +15,7 @@ from autostream import optimize
 from autostream.tracing.export import trace
 from autostream.tracing.functions import module_of
 from autostream.tracing.state import LiveState, ModelWatch, versions_kept
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from autostream.tracing.functions import module_of
 from autostream.tracing.steps import Backward, Setting, TrainingStep
-from autostream.tracing.tree import unflatten
+from autostream.frontend.tree import unflatten
 
 
 def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from autostream.tracing.export import Traced
 from autostream.tracing.functions import module_of
 from autostream.tracing.steps import Backward, TrainingStep
 from autostream.tracing.train_step import trace_step
-from autostream.tracing.tree import flatten
+from autostream.frontend.tree import flatten
 
 
 class Net(nn.Module):

@@ -24,7 +24,7 @@ from torch.utils import _pytree
 
 from autostream.errors import TraceError
 from autostream.operators import symbols_of
-from autostream.tracing.tree import (
+from autostream.frontend.tree import (
     TENSOR,
     Constant,
     Structure,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from autostream.storages import byte_offset, storage_of
-from autostream.tracing.numerics import numerics
+from autostream.frontend.numerics import numerics
 from autostream.tracing.reads import Read, unlike
-from autostream.tracing.tree import Structure, constants_of
+from autostream.frontend.tree import Structure, constants_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,8 @@ class Signature:
 
     def __str__(self) -> str:
         """Readable, e.g. ``1x3x224x224:float16 on cuda:0, eval, no gradients``."""
-        tensors = ", ".join(
-            f"{'x'.join(map(str, shape)) or 'scalar'}:{str(dtype).removeprefix('torch.')} on {device}"
-            for shape, _, dtype, device in self.tensors
-        )
         mode = "train" if any(self.training) else "eval"
-        return f"{tensors or 'no tensors'}, {mode}, {'gradients' if self.gradients else 'no gradients'}"
+        return f"{_described(self.tensors)}, {mode}, {'gradients' if self.gradients else 'no gradients'}"
 
 
 _FIELDS = {
@@ -81,7 +77,7 @@ def signature_of(
     return Signature(
         structure,
         tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors),
-        _aliases(tensors) if len(tensors) > 1 else (),
+        aliases_of(tensors) if len(tensors) > 1 else (),
         training,
         torch.is_grad_enabled(),
         gradients,
@@ -90,7 +86,27 @@ def signature_of(
     )
 
 
-def _aliases(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+def described(tensors: Sequence[Tensor]) -> str:
+    """What tensors are like, readable.
+
+    Example:
+        >>> import torch
+        >>> described([torch.ones(2, 3), torch.tensor(1)])
+        '2x3:float32 on cpu, scalar:int64 on cpu'
+    """
+    return _described([(t.shape, (), t.dtype, t.device) for t in tensors])
+
+
+def _described(kinds: Sequence[tuple[Sequence[int], Any, torch.dtype, torch.device]]) -> str:
+    readable = ", ".join(
+        f"{'x'.join(map(str, shape)) or 'scalar'}:{str(dtype).removeprefix('torch.')} on {device}"
+        for shape, _, dtype, device in kinds
+    )
+    return readable or "no tensors"
+
+
+def aliases_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Which tensors share memory: for each, the first in its storage and how many bytes ahead; ``()`` where none do."""
     storages = [storage_of(t) for t in tensors]
     if len(set(storages)) == len(storages):
         return ()

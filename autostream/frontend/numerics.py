@@ -117,6 +117,19 @@ def watch_numerics() -> Callable[[], bool]:
     return lambda: guard() and not torch._C._len_torch_function_stack() and list(map(call, _UNGUARDED)) == unguarded
 
 
+def watch_unguarded() -> Callable[[], bool]:
+    """Whether those settings that TorchDynamo does not guard are what they are now.
+
+    Example:
+        >>> same = watch_unguarded()
+        >>> with torch.backends.cudnn.flags(enabled=False):
+        ...     same()
+        False
+    """
+    unguarded = list(map(call, _UNGUARDED))
+    return lambda: list(map(call, _UNGUARDED)) == unguarded
+
+
 def watch_modes() -> Callable[[], bool]:
     """A quicker look at fewer: those that users change between calls, such as autocast.
 

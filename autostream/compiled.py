@@ -1,0 +1,247 @@
+"""A graph of tensors, scheduled anew for each kind of tensors that it is called with.
+
+graph, flat tensors ──▶ signature ──▶ Scheduled, made in the first call that has it
+                            └── no schedule: the graph itself, op by op
+
+So run the graphs that Dynamo captures, those that AOTAutograd makes of them, and the sections of a program. Nothing of
+Python is looked at here: that is guarded where the graph was captured.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import GraphModule
+
+from autostream.admission import Admission
+from autostream.errors import AutostreamError, OptionError, first_line
+from autostream.execution.bound import looks_alike
+from autostream.frontend.aten import Given, program_of
+from autostream.frontend.numerics import numerics, watch_numerics
+from autostream.frontend.signature import aliases_of, described
+from autostream.ir import Decision, Role
+from autostream.optimized import Optimized
+from autostream.options import Options
+from autostream.pipeline import versions
+from autostream.preparing import preparing
+from autostream.reporting.report import Report
+from autostream.scheduled import Label, Scheduled, Surroundings, Unsuitable
+from autostream.stopwatch import Stopwatch
+from autostream.storages import storage_of
+
+log = logging.getLogger(__name__)
+
+Names = Sequence[tuple[Role, str]]
+"""For each input of a graph, whose it is, and its name."""
+
+
+class Compiled(Optimized):
+    """Runs a graph by a schedule for tensors like those that it is given.
+
+    Args:
+        module: takes flat tensors, and numbers that are the same for one signature; returns a tuple of tensors.
+        names: of its inputs; those that are not inputs of the model stay where they are from call to call.
+        model: the model's name.
+        surroundings: what its schedules share with those of the model's other graphs.
+        may_cut: whether what a CUDA graph cannot hold may be cut into sections.
+
+    Example:
+        >>> class Twice(nn.Module):
+        ...     def forward(self, x):
+        ...         return (x + x,)
+        >>> graph = torch.fx.symbolic_trace(Twice())
+        >>> surroundings = Surroundings(Options(), GraphPools(), SlotTable())
+        >>> compiled = Compiled(graph, [(Role.INPUT, "0")], "Twice", surroundings)
+        >>> compiled(torch.ones(2))[0], compiled.reports[0].mode
+        (tensor([2., 2.]), 'one stream')
+    """
+
+    def __init__(
+        self, module: GraphModule, names: Names, model: str, surroundings: Surroundings, *, may_cut: bool = True
+    ) -> None:
+        self._module, self._names, self._model = module, list(names), model
+        cut = partial(section, surroundings, model) if may_cut else None
+        self._surroundings = replace(surroundings, make_section=cut)
+        self._admission = Admission["_Ready"](surroundings.options.max_signatures)
+        self._refused: dict[str, Report] = {}
+        self._latest: _Ready | None = None
+        self._lock = threading.RLock()
+
+    def __call__(self, *values: Any) -> Sequence[Any]:
+        """What the graph returns for these tensors and numbers."""
+        ready = self.ready(values)
+        if ready is None:
+            return self.plain(*values)
+        try:
+            return ready.scheduled(ready.arguments(values))
+        except Unsuitable as reason:
+            self._note(str(reason))
+        except torch.OutOfMemoryError as error:
+            self._fail(ready, f"there is too little memory to run it as scheduled ({first_line(error)})")
+        return self.plain(*values)
+
+    def plain(self, *values: Any) -> Sequence[Any]:
+        """What the graph returns, op by op."""
+        outputs: Sequence[Any] = self._module.forward(*values)
+        return outputs
+
+    def ready(self, values: Sequence[Any]) -> _Ready | None:
+        """What is scheduled for tensors like these; made now where there is none yet, and it may be worth it."""
+        latest = self._latest
+        if latest is not None and latest.fits(values):
+            return latest
+        key = self._key(values)
+        admission = self._admission
+        with self._lock:
+            ready = admission.entries.get(key)
+            if ready is None:
+                if reason := admission.refusal():
+                    admission.unserved()
+                    self._note(reason)
+                    return None
+                ready = self._made(values)
+                admission.add(key, ready)
+            else:
+                admission.served(key)
+        self._latest = ready
+        return None if ready.scheduled is None else ready
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of each signature."""
+        made = [ready.report() for ready in reversed(self._admission.entries.values())]
+        return (*made, *self._refused.values())
+
+    def let_go(self) -> None:
+        """Keep no memory for weights that are no longer the model's."""
+        for ready in self._admission.entries.values():
+            if ready.scheduled is not None:
+                ready.scheduled.let_go(frozenset())
+
+    def _key(self, values: Sequence[Any]) -> Hashable:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        numbers = tuple(value for value in values if not isinstance(value, Tensor))
+        kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
+        return numbers, kinds, aliases_of(tensors), numerics()
+
+    def _made(self, values: Sequence[Any]) -> _Ready:
+        stopwatch = Stopwatch()
+        given = [(*own, value) for own, value in zip(self._names, values, strict=True) if isinstance(value, Tensor)]
+        label = Label(self._model, described([tensor for role, _, tensor in given if role is Role.INPUT]))
+        try:
+            with preparing:
+                with stopwatch("trace"):
+                    program, constants = program_of(_with_numbers(self._module, values), given)
+                return _Ready(program, given, constants, label, self._surroundings, stopwatch, values)
+        except OptionError:
+            raise
+        except Exception as error:
+            if self._surroundings.options.strict:
+                raise
+            reason = str(error) if isinstance(error, AutostreamError) else f"it cannot be scheduled: {first_line(error)}"
+            log.warning("%s runs plainly: %s", self._model, reason)
+            return _Ready.refused(label, reason, values)
+
+    def _fail(self, ready: _Ready, reason: str) -> None:
+        log.warning("%s runs plainly: %s", self._model, reason)
+        ready.give_up(reason)
+
+    def _note(self, reason: str) -> None:
+        if reason not in self._refused:
+            log.warning("%s: some calls run plainly: %s", self._model, reason)
+            refusal = Decision("", "plain", reason)
+            self._refused[reason] = Report(self._model, "some calls", "plain", refusals=(refusal,), versions=versions())
+
+
+def section(surroundings: Surroundings, model: str, module: GraphModule, bound: frozenset[int]) -> Compiled:
+    """What runs a section of a program, which is not cut again."""
+    count = len(module.graph.find_nodes(op="placeholder"))
+    names = [(Role.BUFFER if at in bound else Role.INPUT, str(at)) for at in range(count)]
+    return Compiled(module, names, model, surroundings, may_cut=False)
+
+
+def _with_numbers(module: GraphModule, values: Sequence[Any]) -> fx.GraphModule:
+    """The graph with these numbers for constants."""
+    if all(isinstance(value, Tensor) for value in values):
+        return module
+    graph = fx.Graph()
+    known = {}
+    nodes = module.graph.find_nodes(op="placeholder")
+    for node, value in zip(nodes, values, strict=True):
+        known[node] = graph.node_copy(node) if isinstance(value, Tensor) else value
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            known[node] = graph.node_copy(node, known.__getitem__)
+    return fx.GraphModule(module, graph)
+
+
+class _Ready:
+    """A schedule for one signature, and how it gets its arguments; or the reason why there is none."""
+
+    scheduled: Scheduled | None
+
+    def __init__(
+        self,
+        program: Any,
+        given: Sequence[Given],
+        constants: dict[str, Tensor],
+        label: Label,
+        surroundings: Surroundings,
+        stopwatch: Stopwatch,
+        values: Sequence[Any],
+    ) -> None:
+        tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor)]
+        by_name = {(role, target): at for (role, target, _), at in zip(given, tensors, strict=True)}
+        self.places = [by_name.get((p.role, p.target)) for p in program.placeholders]
+        self._constants = [constants.get(p.target) for p in program.placeholders]
+        self.fits = looks_alike_with(values)
+        stays = [p.role is not Role.INPUT for p in program.placeholders]
+        self.scheduled = Scheduled(program, self.arguments(values), stays, label, surroundings, stopwatch)
+        self.report: Callable[[], Report] = lambda: self._scheduled().report
+
+    def _scheduled(self) -> Scheduled:
+        assert self.scheduled is not None
+        return self.scheduled
+
+    @classmethod
+    def refused(cls, label: Label, reason: str, values: Sequence[Any]) -> _Ready:
+        """A signature that no schedule can be had for."""
+        ready = cls.__new__(cls)
+        ready.scheduled, ready.fits = None, looks_alike_with(values)
+        refusal = Decision("", "plain", reason)
+        report = Report(label.model, label.signature, "plain", refusals=(refusal,), versions=versions())
+        ready.report = lambda: report
+        return ready
+
+    def give_up(self, reason: str) -> None:
+        """Run plainly from now on."""
+        report = replace(self.report(), mode="plain", refusals=(Decision("", "plain", reason),))
+        self.scheduled, self.report = None, lambda: report
+
+    def arguments(self, values: Sequence[Any]) -> list[Tensor]:
+        """The program's arguments, from what the graph takes."""
+        return [
+            constant if at is None else values[at] for at, constant in zip(self.places, self._constants, strict=True)
+        ]
+
+
+def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
+    """A quick look at whether values are like these; where some are numbers or share memory, it says no."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) < len(values) or len(set(map(storage_of, tensors))) < len(tensors):
+        return lambda others: False
+    alike, same_numerics = looks_alike(tensors), watch_numerics()
+    return lambda others: (
+        len(others) == len(tensors)
+        and alike(others)
+        and len(set(map(storage_of, others))) == len(others)
+        and same_numerics()
+    )

@@ -1,0 +1,88 @@
+"""A model that Dynamo cannot capture as one graph: ``torch.compile`` splits it at graph breaks.
+
+Private interfaces of Dynamo (seen in torch 2.11 and 2.13): the ``callback`` of its contexts, and the reason for which a
+graph ends (``compile_subgraph_reason``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from autostream.errors import first_line
+from autostream.frontend.capture import compiling
+
+_MANY = 1024
+
+Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+"""As ``torch.compile`` takes one."""
+
+
+def with_breaks(model: nn.Module, backend: Backend, refused: Callable[[str], None]) -> Callable[..., Any]:
+    """A function that runs the model in graphs, each made by ``backend`` in the first call that gets there.
+
+    Args:
+        model: the model.
+        backend: makes what runs a graph.
+        refused: is told why Dynamo runs a part of the model as it is.
+    """
+    # Models of one class share a limit of recompilations: whether one more is worth it is not for Dynamo to say here.
+    settings = {"suppress_errors": True, "recompile_limit": _MANY, "accumulated_recompile_limit": _MANY}
+    context: Any = torch._dynamo.optimize(backend, dynamic=False)
+    compile_frame = getattr(context, "callback", None)
+    if callable(compile_frame) and hasattr(compile_frame, _BACKEND):
+
+        def callback(*args: Any, **kwargs: Any) -> Any:
+            with compiling(**settings), _overheard(refused):
+                return compile_frame(*args, **kwargs)
+
+        setattr(callback, _BACKEND, getattr(compile_frame, _BACKEND))  # by it Dynamo finds what it has compiled
+        context.callback = callback
+    compiled: Callable[..., Any] = context(model)
+    return compiled
+
+
+_BACKEND = "_torchdynamo_orig_backend"
+
+
+@contextmanager
+def _overheard(refused: Callable[[str], None]) -> Iterator[None]:
+    """Pass on why Dynamo leaves something alone, instead of letting it log that at length; in this thread only."""
+    thread = threading.get_ident()
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        if record.thread != thread or not record.exc_info:
+            return True
+        if record.name == _CONVERT_FRAME and isinstance(record.exc_info[1], Exception):
+            refused(first_line(record.exc_info[1]))
+        return False
+
+    loggers = [logging.getLogger(name) for name in (_CONVERT_FRAME, "torch._subclasses.fake_tensor")]
+    for logger in loggers:
+        logger.addFilter(elsewhere)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(elsewhere)
+
+
+_CONVERT_FRAME = "torch._dynamo.convert_frame"
+
+
+def ending_of(module: GraphModule) -> tuple[str, str]:
+    """Why a graph ends where it does, and the stack there as text; nothing where the model returns."""
+    found = getattr(module, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return "", ""
+    reason = found.reason.strip().partition("\n")[0]
+    said = "a branch depends on the value of a tensor" if reason.startswith("generic_jump") else reason
+    return said, "".join(traceback.format_list(found.user_stack))
