@@ -21,7 +21,8 @@ class Row:
     """One line of a result: a workload as it is run.
 
     Attributes:
-        workload: a name from :data:`benchmarks.zoo.INFERENCE` or ``PARALLEL``; with an optimizer, from ``TRAINING``.
+        workload: a name from :data:`benchmarks.zoo.INFERENCE`, ``PARALLEL`` or ``SMALLEST``; with an optimizer, from
+            ``TRAINING``.
         batch: samples.
         dtype: e.g. ``"float16"``.
         optimizer: of a training step.
@@ -54,7 +55,8 @@ def _contest(row: Row, device: str) -> Contest:
         return Training(
             partial(zoo.prepare_training, zoo.TRAINING[row.workload], row.batch, row.optimizer, place), dtype
         )
-    contest = Inference(zoo.prepare({**zoo.INFERENCE, **zoo.PARALLEL}[row.workload], row.batch, place, dtype))
+    workload = {**zoo.INFERENCE, **zoo.PARALLEL, **zoo.SMALLEST}[row.workload]
+    contest = Inference(zoo.prepare(workload, row.batch, place, dtype))
     contest.require_checkable()
     return contest
 

@@ -327,6 +327,9 @@ PARALLEL: Mapping[str, Workload] = {
 }
 """The products of :data:`INFERENCE`, written with ``autostream.Parallel``."""
 
+SMALLEST: Mapping[str, Workload] = {"linear": Workload("linear", lambda: nn.Linear(1024, 1024), _normal(1024))}
+"""One op, in which nothing runs beside anything: its time is what a call costs."""
+
 TRAINING: Mapping[str, TrainingWorkload] = {
     workload.name: workload
     for workload in (

@@ -15,6 +15,7 @@ from benchmarks.zoo import (
     INFERENCE,
     OPTIMIZERS,
     PARALLEL,
+    SMALLEST,
     TRAINING,
     TrainingWorkload,
     Workload,
@@ -104,6 +105,10 @@ def test_an_inference_workload_passes_its_own_checks(name: str) -> None:
     subject = prepare(INFERENCE[name], 1, CPU, torch.float32)
     assert not subject.model.training
     assert {tensor.device for tensor in all_tensors(subject)} == {CPU}
+
+
+def test_one_layer_passes_the_checks_of_a_workload() -> None:
+    assert prepare(SMALLEST["linear"], 1, CPU, torch.float32).args[0].shape == (1, 1024)
 
 
 def test_parallel_products_are_the_products() -> None:

@@ -1,0 +1,314 @@
+"""What a call costs the host: the modes of a workload, their turns, and what is said of them. Only a GPU is timed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autostream.bench import modes, training
+from autostream.bench.clock import Measured
+from autostream.errors import OptionError
+from autostream.options import Options
+from benchmarks import host
+from benchmarks.host import PLAIN, ROWS, WORKLOADS, BusyClock, Pace, main, measured, order, table, unavailable
+from benchmarks.suites import contest_of
+
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
+
+
+def quartiles(median: float) -> dict[str, float]:
+    return {"q1": median - 1, "median": median, "q3": median + 1}
+
+
+CELL: dict[str, Any] = {
+    "host_us": quartiles(20.0),
+    "latency_us": quartiles(50.0),
+    "device_us": quartiles(30.0),
+    "call_us": quartiles(31.0),
+    "queued_calls": 40,
+    "rounds": 40,
+}
+
+CPU = torch.device("cpu")
+
+
+def result(*rows: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"unavailable": {}, "skipped": [], "rows": [*rows], **others}
+
+
+def entries(line: str) -> list[str]:
+    return [entry.strip() for entry in line.strip("|").split("|")]
+
+
+class Ticks:
+    """In the place of :class:`BusyClock`: the n-th measurement takes n µs, but every fifth one fails."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.now = 0
+
+    def pace(self, call: Measured, calls: int) -> Pace | None:
+        return Pace(calls, 0.0)
+
+    def host_us(self, call: Measured, pace: Pace) -> float | None:
+        self.now += 1
+        call()
+        return float(self.now) if self.now % 5 else None
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "BusyClock", Ticks)
+    monkeypatch.setattr(host, "SECONDS", 0.0)
+    monkeypatch.setattr(host, "LATER", {"compile_default": modes.eager})
+
+
+# The command
+
+
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, rows: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The JSON of a run whose processes take ten seconds each, and come to these rows."""
+    clock = [0.0]
+
+    def in_a_process(workload: str, after_compile: bool, start: float, seconds: float) -> dict[str, Any]:
+        clock[0] += 10.0
+        return {"workload": workload, "after": after_compile, "left": seconds, **(rows or {"modes": {}})}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(host, "stamp", dict)
+    monkeypatch.setattr(host, "_in_a_process", in_a_process)
+    monkeypatch.setattr(host.time, "time", lambda: clock[0])
+    assert main([*arguments, "--out", str(folder)]) == 0
+    saved: dict[str, Any] = json.loads((folder / "host.json").read_text())
+    return saved
+
+
+def test_all_workloads_run_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved = run_main(monkeypatch, tmp_path)
+    assert [row["workload"] for row in saved["rows"]] == [*WORKLOADS]
+    assert not any(row["after"] for row in saved["rows"])
+    assert saved["skipped"] == []
+
+
+def test_what_there_is_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved = run_main(monkeypatch, tmp_path, "linear", "towers8", "googlenet", "--seconds", "15", "--after-compile")
+    assert [(row["workload"], row["left"], row["after"]) for row in saved["rows"]] == [
+        ("linear", 15.0, True),
+        ("towers8", 5.0, True),
+    ]
+    assert saved["skipped"] == ["googlenet"]
+    assert "- googlenet: no time was left" in (tmp_path / "host.md").read_text()
+
+
+def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["gogglenet"])
+    assert "gogglenet: use linear, googlenet" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main([])
+    assert "there is no CUDA device here" in capsys.readouterr().err
+
+
+def test_default_workloads_are_among_all() -> None:
+    assert set(WORKLOADS) <= set(ROWS)
+    assert ROWS["mlp12_adamw"].batch == 64
+    assert ROWS["resnet50_adamw"].optimizer == "adamw"
+
+
+# A process of its own
+
+
+def in_a_process(monkeypatch: pytest.MonkeyPatch, program: str, seconds: float = float("inf")) -> dict[str, Any]:
+    """A row whose process runs another program, in which ``FILE`` is where the row is to be written."""
+    run = subprocess.run
+
+    def other(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[Any]:
+        file = command[-1].rpartition(", ")[2].removesuffix(")")
+        return run([*command[:-1], program.replace("FILE", file)], timeout=timeout)
+
+    monkeypatch.setattr(subprocess, "run", other)
+    return host._in_a_process("linear", False, 0.0, seconds)
+
+
+def test_a_row_comes_from_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = in_a_process(monkeypatch, """print("noise"); open(FILE, "w").write('{"modes": {}}')""")
+    assert row == {"workload": "linear", "seconds": row["seconds"], "modes": {}}
+
+
+def test_a_process_that_crashes_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_a_process(monkeypatch, "import os; os.abort()")["failed"] == "its process ended with -6"
+
+
+def test_a_process_is_ended_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_a_process(monkeypatch, "import time; time.sleep(600)", 0.1)["failed"] == "it did not end in time"
+
+
+def test_a_process_writes_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    monkeypatch.setattr(host, "contest_of", lambda row, device: lambda: (row, device))
+    monkeypatch.setattr(host, "measured", lambda *arguments: asked.append(arguments[:2]) or {"modes": {}})
+    host.write("towers8", True, 0.0, str(tmp_path / "row.json"))
+    assert asked == [((ROWS["towers8"], "cuda"), True)]
+    assert json.loads((tmp_path / "row.json").read_text()) == {"modes": {}}
+
+
+# Modes
+
+
+def test_modes_are_unavailable_where_their_options_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(options: dict[str, Any]) -> Options:
+        raise OptionError(f"there is no option {[*options]}")
+
+    monkeypatch.setattr(Options, "parse", refuse)
+    assert unavailable() == {"autostream_inputs": "there is no option ['guards']"}
+    monkeypatch.setattr(Options, "parse", lambda options: Options())
+    assert unavailable() == {}
+
+
+class Wrong(nn.Module):
+    """What returns something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def broken(model: nn.Module, args: Sequence[Any]) -> modes.Call:
+    raise RuntimeError("no such luck\nat all")
+
+
+def test_modes_that_work_are_timed_and_the_others_named(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
+    monkeypatch.setattr(host, "PLAIN", {"bare_replay": modes.eager, "autostream": PLAIN["autostream"]})
+    monkeypatch.setattr(host, "COMPILED", {"wrong": lambda model, args: Wrong(), "broken": broken})
+    said: list[str] = []
+    row = measured(contest_of(ROWS["linear"], "cpu")(), True, said.append)
+    cells = row["modes"]
+    assert {mode for mode, cell in cells.items() if "failed" not in cell} == {"bare_replay", "autostream"}
+    assert cells["wrong"]["failed"].startswith("wrong: error ")
+    assert cells["broken"]["failed"] == "RuntimeError: no such luck"
+    # Alone, the measurements 1 to 15 without 5, 10 and 15; by turns, 16 to 45; at the end, 46 to 60.
+    assert row["autostream_before_compile_us"]["median"] == 7.5
+    assert row["autostream_after_compile_us"]["median"] == 52.5
+    assert sum(cells[mode]["rounds"] for mode in ("bare_replay", "autostream")) == 24
+    assert all(cells[mode]["queued_calls"] == host.CALLS for mode in ("bare_replay", "autostream"))
+    assert (
+        said.index("autostream by itself") < said.index("wrong is prepared") < said.index("compile_default is prepared")
+    )
+    assert json.loads(json.dumps(row)) == row
+    assert "linear, broken: RuntimeError: no such luck" in table(result({"workload": "linear", **row}))
+
+
+def test_where_autostream_fails_the_others_are_timed(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
+    monkeypatch.setattr(host, "PLAIN", {"bare_replay": modes.eager, "autostream": broken})
+    monkeypatch.setattr(host, "COMPILED", {})
+    row = measured(contest_of(ROWS["linear"], "cpu")(), False, lambda what: None)
+    assert row["autostream_before_compile_us"] is None
+    assert "autostream_after_compile_us" not in row
+    assert row["modes"]["bare_replay"]["host_us"]
+    assert row["modes"]["autostream"] == {"failed": "RuntimeError: no such luck"}
+
+
+def test_training_steps_are_timed_with_gradients(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
+    monkeypatch.setattr(host, "TRAINING", {"bare_replay": training.eager})
+    row = measured(contest_of(ROWS["mlp12_adamw"], "cpu")(), True, lambda what: None)
+    assert row["modes"]["bare_replay"]["queued_calls"] == host.STEPS
+    assert [*row] == ["modes"], "nothing is compiled there"
+
+
+def test_collections_are_off_while_calls_are_timed(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
+    seen = set()
+    measure = Ticks.host_us
+
+    def host_us(self: Ticks, call: Measured, pace: Pace) -> float | None:
+        seen.add(gc.isenabled())
+        return measure(self, call, pace)
+
+    monkeypatch.setattr(Ticks, "host_us", host_us)
+    monkeypatch.setattr(host, "PLAIN", {"autostream": modes.eager})
+    monkeypatch.setattr(host, "COMPILED", {})
+    measured(contest_of(ROWS["linear"], "cpu")(), True, lambda what: None)
+    assert seen == {False}
+    assert gc.isenabled()
+
+
+def test_a_call_that_cannot_be_queued_has_the_other_times(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
+    monkeypatch.setattr(Ticks, "pace", lambda *_: None)
+    cells = host.rounds({"a": lambda: None}, host.BusyClock(CPU), CPU, 40, lambda what: None)
+    assert (cells["a"]["host_us"], cells["a"]["queued_calls"], cells["a"]["rounds"]) == (None, None, 0)
+    assert cells["a"]["latency_us"]
+    assert entries(table(result({"workload": "w", "modes": cells})).splitlines()[2])[2:4] == ["", ""]
+
+
+def test_each_mode_has_each_place_and_several_neighbours() -> None:
+    orders = [order("abc", turn) for turn in range(6)]
+    assert [{names[place] for names in orders} for place in range(3)] == [set("abc")] * 3
+    assert {(a, b) for names in orders for a, b in pairwise(names)} == {(a, b) for a in "abc" for b in "abc" if a != b}
+    assert order([], 1) == []
+
+
+# The table
+
+
+def test_the_table_has_a_line_for_each_mode() -> None:
+    row = {
+        "workload": "towers8",
+        "autostream_before_compile_us": quartiles(78.0),
+        "autostream_after_compile_us": quartiles(134.0),
+        "modes": {"bare_replay": CELL, "autostream": CELL | {"host_us": quartiles(80.04)}},
+    }
+    headers, _, bare, ours = table(result(row)).splitlines()
+    assert entries(bare) == ["towers8", "bare_replay", "20.0", "19.0 to 21.0", "50.0", "30.0", "31.0", "", ""]
+    assert entries(ours) == ["towers8", "autostream", "80.0", "79.0 to 81.0", "50.0", "30.0", "31.0", "78.0", "134.0"]
+    assert entries(headers)[-2:] == ["autostream_before_compile_us", "autostream_after_compile_us"]
+
+
+def test_what_was_not_measured_is_named_beneath() -> None:
+    rows = [{"workload": "linear", "failed": "its process ended with -6"}]
+    rows += [{"workload": "towers8", "modes": {"reduce_overhead": {"failed": "no compiler"}}}]  # type: ignore[dict-item]
+    text = table(result(*rows, unavailable={"autostream_inputs": "there is no option"}, skipped=["googlenet"]))
+    assert text.splitlines()[-4:] == [
+        "- autostream_inputs: there is no option",
+        "- linear: its process ended with -6",
+        "- towers8, reduce_overhead: no compiler",
+        "- googlenet: no time was left",
+    ]
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_the_host_is_timed_while_the_device_sleeps() -> None:
+    x = torch.ones(8, device="cuda")
+    clock = BusyClock(x.device)
+    pace = clock.pace(x.clone, 40)
+    assert pace is not None
+    assert pace.calls == 40
+    assert clock.host_us(x.clone, pace) is not None
+    assert clock.pace(x[0].item, 40) is None, "it waits for the device"
+
+
+@pytest.mark.gpu
+def test_calls_of_many_launches_are_timed_in_small_numbers() -> None:
+    x = torch.ones(8, device="cuda")
+
+    def call() -> None:
+        for _ in range(200):
+            x.add_(1)
+
+    pace = BusyClock(x.device).pace(call, 40)
+    assert pace is not None
+    assert 1 <= pace.calls < 40
