@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch.fx import GraphModule
 
-from autostream.api import OptimizedModule
-from autostream.dispatch import Dispatcher
+from autostream.compiled import Compiled, Names
 from autostream.errors import OptionError
+from autostream.execution.cuda_graph import GraphPools
+from autostream.execution.slots import SlotTable
+from autostream.frontend.autograd import run_graph
+from autostream.frontend.inputs import names_like
+from autostream.ir import Role
+from autostream.optimized import Optimized
 from autostream.options import Options
-from autostream.tracing.dynamo import aot_eager, bound_inputs, drawn_again
-from autostream.tracing.inductor import check_level
-
-log = logging.getLogger(__name__)
+from autostream.reporting.report import Report
+from autostream.scheduled import Surroundings
+from autostream.tracing.inductor import check_level, check_settings
 
 
 def autostream(
@@ -39,16 +42,44 @@ def autostream(
         ...     fast(torch.tensor([-1.0, 1.0]))
         tensor([0., 1.])
     """
-    bound = bound_inputs(example_inputs)
     try:
         chosen = Options.parse(dict(options or {}))
-        check_level(chosen.kernels, [example_inputs[at] for at in bound])
-        if reason := drawn_again(module):
-            log.warning("a graph is not scheduled, but left to AOTAutograd: %s", reason)
-            return aot_eager(module, example_inputs)
-        return OptimizedModule(Dispatcher(module, chosen, bound))
+        check_settings(chosen.inductor_options)
+        names = names_like(example_inputs)
+        own = [value for value, (role, _) in zip(example_inputs, names, strict=True) if role is not Role.INPUT]
+        check_level(chosen.kernels, own)
     except OptionError as error:
         return _refusing(str(error))
+    return CompiledGraph(module, example_inputs, chosen)
+
+
+class CompiledGraph(Optimized):
+    """Runs a graph of Dynamo's; :func:`autostream.explain` tells how.
+
+    Args:
+        module: the graph.
+        example_inputs: as Dynamo passes them.
+        options: how to schedule.
+    """
+
+    def __init__(self, module: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+        self._surroundings = Surroundings(options, GraphPools(), SlotTable())
+        self._compiled: list[Compiled] = []
+        self._run = run_graph(module, example_inputs, self._make)
+
+    def __call__(self, *values: Any) -> Any:
+        """What the graph returns."""
+        return self._run(*values)
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of the graph, or of its forward and its backward."""
+        return tuple(report for compiled in self._compiled for report in compiled.reports)
+
+    def _make(self, module: GraphModule, names: Names) -> Compiled:
+        compiled = Compiled(module, names, "GraphModule", self._surroundings)
+        self._compiled.append(compiled)
+        return compiled
 
 
 def _refusing(reason: str) -> Callable[..., NoReturn]:

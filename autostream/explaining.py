@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autostream.api import OptimizedModule
 from autostream.errors import TargetError
+from autostream.optimized import Optimized
 from autostream.reporting.ops import Selection
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers
@@ -17,7 +18,7 @@ def reports_of(value: object) -> tuple[Report, ...]:
         >>> reports_of(len)
         ()
     """
-    if isinstance(value, TrainStep):
+    if isinstance(value, TrainStep | Optimized):
         return value.reports
     return value._autostream.reports if isinstance(value, OptimizedModule) else ()
 
