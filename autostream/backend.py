@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch.fx import GraphModule
@@ -76,8 +77,9 @@ class CompiledGraph(Optimized):
         """What is known of the graph, or of its forward and its backward."""
         return tuple(report for compiled in self._compiled for report in compiled.reports)
 
-    def _make(self, module: GraphModule, names: Names) -> Compiled:
-        compiled = Compiled(module, names, "GraphModule", self._surroundings)
+    def _make(self, module: GraphModule, names: Names, *, lends: bool = False) -> Compiled:
+        surroundings = replace(self._surroundings, pools=GraphPools()) if lends else self._surroundings
+        compiled = Compiled(module, names, "GraphModule", surroundings)
         self._compiled.append(compiled)
         return compiled
 

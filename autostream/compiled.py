@@ -81,12 +81,21 @@ class Compiled(Optimized):
         if ready is None:
             return self.plain(*values)
         try:
-            return ready.scheduled(ready.arguments(values))
+            return ready(values)
         except Unsuitable as reason:
             self._note(str(reason))
         except torch.OutOfMemoryError as error:
             self._fail(ready, f"there is too little memory to run it as scheduled ({first_line(error)})")
         return self.plain(*values)
+
+    def lend(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
+        """Hand out outputs at these places where a captured graph computes them: they are the caller's for one call.
+
+        Returns:
+            Those for which that is done. Nobody else's graphs may be in its pool.
+        """
+        ready = self.ready(values)
+        return frozenset() if ready is None or ready.scheduled is None else ready.scheduled.lend(places)
 
     def plain(self, *values: Any) -> Sequence[Any]:
         """What the graph returns, op by op."""
@@ -115,6 +124,11 @@ class Compiled(Optimized):
         return None if ready.scheduled is None else ready
 
     @property
+    def made(self) -> Sequence[_Ready]:
+        """What there is for each signature."""
+        return [*self._admission.entries.values()]
+
+    @property
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature."""
         made = [ready.report() for ready in reversed(self._admission.entries.values())]
@@ -139,8 +153,9 @@ class Compiled(Optimized):
         try:
             with preparing:
                 with stopwatch("trace"):
-                    program, constants = program_of(_with_numbers(self._module, values), given)
-                return _Ready(program, given, constants, label, self._surroundings, stopwatch, values)
+                    module, returned = _of_tensors(self._module, values)
+                    program, constants = program_of(module, given)
+                return _Ready(program, given, constants, returned, label, self._surroundings, stopwatch, values)
         except OptionError:
             raise
         except Exception as error:
@@ -168,31 +183,39 @@ def section(surroundings: Surroundings, model: str, module: GraphModule, bound: 
     return Compiled(module, names, model, surroundings, may_cut=False)
 
 
-def _with_numbers(module: GraphModule, values: Sequence[Any]) -> fx.GraphModule:
-    """The graph with these numbers for constants."""
-    if all(isinstance(value, Tensor) for value in values):
-        return module
-    graph = fx.Graph()
-    known = {}
-    nodes = module.graph.find_nodes(op="placeholder")
-    for node, value in zip(nodes, values, strict=True):
-        known[node] = graph.node_copy(node) if isinstance(value, Tensor) else value
+Returned = Sequence[int | None]
+"""For each value that a graph returns, which of its tensors that is; ``None`` for none."""
+
+
+def _of_tensors(module: GraphModule, values: Sequence[Any]) -> tuple[GraphModule, Returned]:
+    """The graph with these numbers for constants, that returns tensors only; and how its values are found again."""
+    results: Any = module.graph.output_node().args[0]
+    kept = [result for result in results if result is not None]
+    returned = [None if result is None else kept.index(result) for result in results]
+    if all(isinstance(value, Tensor) for value in values) and len(kept) == len(results):
+        return module, returned
+    graph, known = fx.Graph(), dict[fx.Node, Any]()
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), values, strict=True):
+        known[node] = graph.node_copy(node, known.__getitem__) if isinstance(value, Tensor) else value
     for node in module.graph.nodes:
-        if node.op != "placeholder":
+        if node.op == "output":
+            graph.output(tuple(known[result] for result in kept))
+        elif node.op != "placeholder":
             known[node] = graph.node_copy(node, known.__getitem__)
-    return fx.GraphModule(module, graph)
+    return fx.GraphModule(module, graph), returned
 
 
 class _Ready:
     """A schedule for one signature, and how it gets its arguments; or the reason why there is none."""
 
-    scheduled: Scheduled | None
+    scheduled: Scheduled | None = None
 
     def __init__(
         self,
         program: Any,
         given: Sequence[Given],
         constants: dict[str, Tensor],
+        returned: Returned,
         label: Label,
         surroundings: Surroundings,
         stopwatch: Stopwatch,
@@ -202,10 +225,20 @@ class _Ready:
         by_name = {(role, target): at for (role, target, _), at in zip(given, tensors, strict=True)}
         self.places = [by_name.get((p.role, p.target)) for p in program.placeholders]
         self._constants = [constants.get(p.target) for p in program.placeholders]
+        self._returned = None if list(returned) == [*range(len(program.outputs))] else list(returned)
         self.fits = looks_alike_with(values)
         stays = [p.role is not Role.INPUT for p in program.placeholders]
         self.scheduled = Scheduled(program, self.arguments(values), stays, label, surroundings, stopwatch)
         self.report: Callable[[], Report] = lambda: self._scheduled().report
+
+    def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
+        """What the graph returns.
+
+        Raises:
+            Unsuitable: no graph reads the tensors where they lie, and none can be captured.
+        """
+        outputs, returned = self._scheduled()(self.arguments(values)), self._returned
+        return outputs if returned is None else [None if at is None else outputs[at] for at in returned]
 
     def _scheduled(self) -> Scheduled:
         assert self.scheduled is not None

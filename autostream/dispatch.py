@@ -28,7 +28,7 @@ from torch.nn.modules import module as nn_module
 
 from autostream.admission import Admission
 from autostream.comparison import compared
-from autostream.compiled import Compiled
+from autostream.compiled import Compiled, Names
 from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
@@ -49,6 +49,7 @@ from autostream.replay import Changed, Replay
 from autostream.reporting.report import Report
 from autostream.scheduled import Surroundings
 from autostream.tracing.inductor import check_level
+from autostream.tracing.saved_tensors import hooks_are_set
 from autostream.tracing.state import name_of
 from autostream.tracing.trial import check_call, check_devices
 
@@ -69,9 +70,14 @@ class Whole:
         self, captured: Capture, run: Callable[..., Sequence[Any]], label: str, compiled: Sequence[Compiled]
     ) -> None:
         self.captured, self.label, self.compiled = captured, label, tuple(compiled)
-        self._run = run
         self._restored = captured.restored(run)
         self.guards = captured.guards
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a call that failed may be made again: nothing that anybody can see has changed."""
+        made = (ready.scheduled for compiled in self.compiled for ready in compiled.made)
+        return not self.captured.effects and all(scheduled is None or scheduled.repeatable for scheduled in made)
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, with all that it does to Python's objects."""
@@ -349,9 +355,24 @@ class Dispatcher(Optimized):
         if self._paranoid:
             tensors, _ = flatten((args, kwargs))
             return compared(self.model, partial(entry, self.model, args, kwargs), tensors, args, kwargs)
-        value = entry(self.model, args, kwargs)
+        try:
+            value = entry(self.model, args, kwargs)
+        except Exception as error:
+            if self.options.strict or not entry.repeatable or isinstance(error, AutostreamError) or hooks_are_set():
+                raise
+            return self._instead(key, entry, first_line(error), args, kwargs)
         guarded = self.options.guards == "dynamo"
         self._replay = entry.replay(self.model, args, kwargs, guarded=guarded)
+        return value
+
+    def _instead(self, key: Hashable, entry: Whole, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns where its schedule failed: if it does not fail too, it makes all such calls."""
+        value = self.model(*args, **kwargs)
+        reason = f"its schedule fails at some inputs ({error}), and the model does not: perhaps it catches that"
+        log.warning("%s runs plainly: %s", self._name, reason)
+        self._drop(key, entry)
+        with self._lock:
+            self._admission.entries.setdefault(key, []).append(Plain(entry.label, reason))
         return value
 
     def _unusual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -414,14 +435,14 @@ class Dispatcher(Optimized):
             if isinstance(error, OptionError | TargetError):
                 raise
             log.warning("%s: %s; splitting it at graph breaks", self._name, error)
-            return Split(model, label, str(error), partial(self._graph, "a graph"))
+            return Split(model, label, str(error), self._graph)
         try:
             names = names_of(captured, model)
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
                 made: list[Compiled] = []
-                run = differentiable(captured.module, captured.tensors, names, partial(self._half, made))
+                run = differentiable(captured.module, captured.tensors, names, partial(self._graph, made))
                 return Whole(captured, run, label, made)
-            compiled = Compiled(captured.module, names, self._name, self._surroundings)
+            compiled = self._graph([], captured.module, names)
             ready = compiled.ready(captured.tensors)
         except Exception as error:
             return self._refused(label, error)
@@ -437,11 +458,10 @@ class Dispatcher(Optimized):
         log.warning("%s runs plainly: %s", self._name, reason)
         return Plain(label, reason)
 
-    def _graph(self, name: str, module: GraphModule, names: Any) -> Compiled:
-        return Compiled(module, names, self._name, self._surroundings)
-
-    def _half(self, made: list[Compiled], module: GraphModule, names: Any) -> Compiled:
-        compiled = Compiled(module, names, self._name, self._surroundings)
+    def _graph(self, made: list[Compiled], module: GraphModule, names: Names, *, lends: bool = False) -> Compiled:
+        """What runs a graph of the model's; one that lends its outputs has memory of its own."""
+        surroundings = replace(self._surroundings, pools=GraphPools()) if lends else self._surroundings
+        compiled = Compiled(module, names, self._name, surroundings)
         made.append(compiled)
         return compiled
 

@@ -6,21 +6,24 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.fx import GraphModule
 
 from autostream.analysis.source import user_line
-from autostream.compiled import Compiled
+from autostream.compiled import Compiled, Names
 from autostream.frontend.autograd import run_graph
 from autostream.frontend.breaks import ending_of, with_breaks
 from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 
-MakeGraph = Callable[[GraphModule, Any], Compiled]
-"""Makes what runs a graph, from the graph and what its inputs are."""
+class MakeGraph(Protocol):
+    """Makes what runs a graph, and notes it."""
+
+    def __call__(self, made: list[Compiled], module: GraphModule, names: Names, *, lends: bool = False) -> Compiled:
+        """From the graph and what its inputs are."""
 
 
 class Split:
@@ -31,6 +34,9 @@ class Split:
         label: of the calls, readable.
         reason: why it is not one graph.
         make: makes what runs a graph.
+
+    Attributes:
+        runs: what runs the graphs, in the order of their making.
     """
 
     def __init__(self, model: nn.Module, label: str, reason: str, make: MakeGraph) -> None:
@@ -38,6 +44,7 @@ class Split:
         self._refusals = {reason: Decision("", "graph breaks", reason)}
         self._graphs: list[tuple[list[Compiled], str]] = []
         self._make = make
+        self.runs: list[Callable[..., Any]] = []
         self._run = with_breaks(model, partial(_backend, weakref.ref(self)), self._refuse)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,33 +66,26 @@ class Split:
     def _refuse(self, reason: str) -> None:
         self._refusals.setdefault(reason, Decision("", "plain", reason))
 
-    def graph(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What runs a graph of the model's."""
+    def add(self, module: GraphModule, example_inputs: Sequence[Any]) -> int:
+        """Make what runs one more graph of the model's; returns its position among them."""
         made: list[Compiled] = []
         reason, stack = ending_of(module)
         line = user_line(stack)
         self._graphs.append((made, f"{reason} ({line})" if line else reason))
 
-        def make(half: GraphModule, names: Any) -> Compiled:
-            compiled = self._make(half, names)
-            made.append(compiled)
-            return compiled
-
-        return run_graph(module, example_inputs, make)
+        self.runs.append(run_graph(module, example_inputs, partial(self._make, made)))
+        return len(self.runs) - 1
 
 
 def _backend(owner: weakref.ref[Split], module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """A graph as Dynamo keeps it, for good: what is captured, and its memory, go with the model all the same."""
     split = owner()
-    run = None if split is None else split.graph(module, example_inputs)
-    if split is None or run is None:
+    if split is None:
         return module.forward
-    split.__dict__.setdefault("_kept", []).append(run)
-    kept = weakref.ref(split)
+    number = split.add(module, example_inputs)
 
-    def call(*values: Any) -> Any:
-        return (run_ref() or module.forward)(*values) if kept() is not None else module.forward(*values)
+    def run(*values: Any) -> Any:
+        living = owner()
+        return module.forward(*values) if living is None else living.runs[number](*values)
 
-    run_ref = weakref.WeakMethod(run) if hasattr(run, "__self__") else weakref.ref(run)
-    del run
-    return call
+    return run

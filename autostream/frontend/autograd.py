@@ -26,15 +26,21 @@ from autostream.ir import Role
 from autostream.storages import storage_of
 
 
-class Half(Protocol):
-    """What runs a graph."""
+class Run(Protocol):
+    """Runs a graph without gradients, by a schedule."""
 
     def __call__(self, *values: Any) -> Sequence[Any]:
-        """Run it."""
+        """What the graph returns."""
+
+    def lend(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
+        """Hand out outputs at these places where a captured graph computes them; says which of them are."""
 
 
-Make = Callable[[GraphModule, Sequence[tuple[Role, str]]], Any]
-"""Makes what runs a graph, from the graph and what its inputs are."""
+class Make(Protocol):
+    """Makes what runs a graph."""
+
+    def __call__(self, module: GraphModule, names: Sequence[tuple[Role, str]], *, lends: bool = False) -> Run:
+        """From the graph and what its inputs are; one that lends computes where no other graph does."""
 
 
 def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) -> Callable[..., Any]:
@@ -64,7 +70,6 @@ def differentiable(
         make: makes what runs a graph without gradients; it is called for the forward, then for the backward.
     """
     from functorch.compile import default_partition
-    from torch._dynamo.backends.common import fake_tensor_unsupported  # noqa: F401
     from torch._functorch.aot_autograd import aot_module_simplified
 
     state = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
@@ -89,7 +94,10 @@ def _fake_mode(module: GraphModule) -> Any:
 
 
 class _Halves:
-    """Makes the halves of one graph, and what they share.
+    """The halves of one graph, and what they share.
+
+    What the backward needs of the forward stays in the memory of the forward's captured graph. The next call of the
+    forward moves it away first, if somebody may still go back from the last one.
 
     Args:
         make: makes what runs a graph.
@@ -100,36 +108,98 @@ class _Halves:
         self._make, self._state = make, state
         self._outputs: dict[str, int] = {}
         self._lending: Lending | None = None
+        self._memory: dict[int, Tensor] = {}
         self._lock = threading.Lock()
-        self._memory: list[Tensor] = []
-        self._lent: list[int] = []
 
     def inference(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of which nothing requires gradients after all."""
-        return _Lazy(self._make, module, self._state)
+
+        def run(values: list[Any]) -> Sequence[Any]:
+            taken = _emptied(values)
+            return made.of(taken)(*taken)
+
+        made = _Made(lambda values: self._make(module, self._names(values)))
+        return _boxed(run)
 
     def forward(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs the forward."""
-        results = module.graph.output_node().args[0]
-        self._outputs = {node.name: at for at, node in enumerate(results) if isinstance(node, torch.fx.Node)}  # type: ignore[union-attr, arg-type]
-        return _Lazy(self._make, module, self._state)
+        results: Any = module.graph.output_node().args[0]
+        self._outputs = {node.name: at for at, node in enumerate(results) if isinstance(node, torch.fx.Node)}
+
+        def run(values: list[Any]) -> Sequence[Any]:
+            taken = _emptied(values)
+            half = made.of(taken)
+            with self._lock:
+                lent = half.lend(taken, self._saved)
+                if not lent:
+                    return half(*taken)
+                self._lending = self._lending or Lending(_device_of(taken))
+                self._lending.recall()
+                outputs = list(half(*taken))
+                self._memory = {at: outputs[at] for at in sorted(lent)}
+                for at, tensor in zip(self._memory, self._lending.lend([*self._memory.values()]), strict=True):
+                    outputs[at] = tensor
+                return outputs
+
+        made = _Made(lambda values: self._make(module, self._names(values), lends=True))
+        return _boxed(run)
 
     def backward(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs the backward."""
-        return _Lazy(self._make, module, self._state)
+        names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+        saved = {at: self._outputs[name] for at, name in enumerate(names) if name in self._outputs}
+        self._saved = frozenset(saved.values())
 
+        def run(values: list[Any]) -> Sequence[Any]:
+            taken = _emptied(values)
+            with self._lock:
+                memory, lending = self._memory, self._lending
+                lent = {at: memory[place] for at, place in saved.items() if place in memory}
+                if lending is not None:
+                    lending.put_back([taken[at] for at in lent], [*lent.values()])
+                    for at, tensor in lent.items():
+                        taken[at] = tensor
+                return made.of(taken, frozenset(lent))(*taken)
 
-class _Lazy:
-    """A half that is made in its first call: only then is it known which of its inputs are the model's own."""
+        made = _Made(lambda values, lent: self._make(module, self._names(values, lent)))
+        return _boxed(run)
 
-    def __init__(self, make: Make, module: GraphModule, state: set[int]) -> None:
-        self._make, self._module, self._state = make, module, state
-        self._run: Callable[..., Any] | None = None
+    _saved: frozenset[int] = frozenset()
+    """Positions of the forward's outputs that the backward takes; known as soon as that has been traced."""
 
-    def __call__(self, *values: Any) -> Any:
-        if self._run is None:
-            self._run = self._make(self._module, [(self._role(v), str(at)) for at, v in enumerate(values)])
-        return self._run(*values)
+    def _names(self, values: Sequence[Any], lent: frozenset[int] = frozenset()) -> list[tuple[Role, str]]:
+        """What the inputs of a half are: lent memory stays where it is, as weights do."""
+        return [(Role.BUFFER if at in lent else self._role(value), str(at)) for at, value in enumerate(values)]
 
     def _role(self, value: Any) -> Role:
         return Role.PARAMETER if isinstance(value, Tensor) and storage_of(value) in self._state else Role.INPUT
+
+
+class _Made:
+    """What runs a half, made in its first call: only then is it known which of its inputs are the model's own."""
+
+    def __init__(self, make: Callable[..., Run]) -> None:
+        self._make, self._run = make, dict[tuple[Any, ...], Run]()
+
+    def of(self, values: Sequence[Any], *lent: frozenset[int]) -> Run:
+        """What runs it with these values."""
+        if lent not in self._run:
+            self._run[lent] = self._make(values, *lent)
+        return self._run[lent]
+
+
+def _emptied(values: list[Any]) -> list[Any]:
+    """What a boxed call was given, which it is to let go of."""
+    taken = list(values)
+    values.clear()
+    return taken
+
+
+def _boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., Any]:
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _device_of(values: Sequence[Any]) -> torch.device:
+    devices = [value.device for value in values if isinstance(value, Tensor) and value.is_cuda]
+    return devices[0] if devices else torch.device("cpu")

@@ -229,7 +229,9 @@ def _capture_of(
 
 
 def _used(environment: Any, globals_: dict[str, Any]) -> dict[str, Any]:
-    return {name: globals_[name] for name in environment.external_refs if name in globals_}
+    """The globals that Dynamo's bytecode names."""
+    known = {**vars(builtins), **globals_}
+    return {name: known[name] for name in environment.external_refs if name in known}
 
 
 def _no_tensor(value: Any) -> bool:
@@ -249,11 +251,19 @@ def _root(source: Any) -> str:
 
 
 def _guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
-    from torch._dynamo.guards import GuardBuilder
+    """Guard which object each of these sources is, by the guard that ``ID_MATCH`` is made of.
+
+    That itself writes the object into its message, which for a tensor is its values (in 2.11).
+    """
+
+    def identity(builder: Any, guard: Any) -> None:
+        told = [f"{_name(guard.originating_source)} is the tensor that was captured"]
+        manager = builder.get_guard_manager(guard)
+        manager.add_id_match_guard(id(builder.get(guard)), told, guard.user_stack)
 
     guards = graph_output.output_graph.guards
     for source in sources:
-        guards.add(source.make_guard(GuardBuilder.ID_MATCH))
+        guards.add(source.make_guard(identity))
 
 
 def _has_effects() -> bool:
