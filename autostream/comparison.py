@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autostream.errors import MismatchError
+from autostream.execution.restoring import undone
 from autostream.tracing.state import name_of
-from autostream.tuning import undone
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,

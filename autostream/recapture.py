@@ -16,12 +16,13 @@ from torch import Tensor
 from autostream.errors import CaptureError, first_line
 from autostream.execution.cuda_graph import CapturedGraph, FlatFunction, GraphPool, GraphPools
 from autostream.execution.places import Places
+from autostream.execution.restoring import undone
 from autostream.execution.slots import SlotTable
 from autostream.execution.variants import Variants
 from autostream.ir import Decision
 from autostream.preparing import preparing
 from autostream.select import Execution
-from autostream.tuning import Tuned, undone
+from autostream.tuning import Tuned
 
 log = logging.getLogger(__name__)
 
@@ -111,12 +112,15 @@ def _recaptured(
 
     Args:
         graph: the former one.
-        read: what the other reads.
+        read: what the other reads; static tensors of the former one get what the call has there.
         arguments: of a call, some of which are read.
         pool: by default that of the former one.
 
     Raises:
         CaptureError: the capture failed.
     """
-    with preparing, torch.inference_mode(False), torch.no_grad(), undone(arguments, graph.written, [str(graph.device)]):
-        return graph.recaptured(read, pool or graph.pool)
+    with preparing, torch.inference_mode(False), torch.no_grad():
+        # What an earlier call left there may be no index into what this call's model holds.
+        graph.fill([at for at, static in graph.static.items() if read[at] is static], arguments)
+        with undone(read, graph.written, [str(graph.device)]) as restore:
+            return graph.recaptured(read, pool or graph.pool, restore)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autostream.execution.bound import Bound, looks_alike
+from autostream.execution.bound import Addresses, Bound, looks_alike
 from autostream.frontend.guards import unusual_call
 from autostream.frontend.numerics import watch_unguarded
 from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
@@ -69,7 +69,8 @@ class Replay:
         self._launch, self._call = launch, call
         self._held = [tensor.detach() for tensor in held]  # what is launched reads their memory, whoever lets it go
         self._live = list(held)
-        self._bound = Bound(held)
+        # Where gradients are recorded, what requires them counts as well, and not all guards see that.
+        self._bound: Addresses | Bound = Bound(held) if torch.is_grad_enabled() else Addresses(held)
         self._places = list(places)
         self._in_order = self._places == [*[None] * len(held), *range(len(tensors))]
         args, kwargs = call.children or ()

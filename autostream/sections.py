@@ -26,6 +26,7 @@ from autostream.analysis.argument_views import argument_views
 from autostream.analysis.dependencies import analyze
 from autostream.candidates import candidates_for
 from autostream.execution.cutting import take_apart
+from autostream.execution.restoring import undone
 from autostream.execution.runs import uncaptured
 from autostream.execution.static import Output
 from autostream.ir import OpGraph, Program
@@ -36,7 +37,7 @@ from autostream.reporting.report import Report
 from autostream.scheduling.cut import Part, cut
 from autostream.select import written
 from autostream.stopwatch import Stopwatch
-from autostream.tuning import on_copies, undone
+from autostream.tuning import on_copies
 
 
 def sections_of(

@@ -10,7 +10,7 @@ ATen ops ──▶ fuse ──▶ plan, measure ──▶ faster than ATen's ops
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,15 +22,15 @@ from torch import Tensor
 from autostream.candidates import Priced, candidates_again, candidates_for, variants_of
 from autostream.choices import Choice, now, place_of, read, write
 from autostream.errors import CaptureError, FusionError, first_line
+from autostream.execution.restoring import undone
 from autostream.execution.runs import without_autocast
-from autostream.execution.static import copyable, static_copies
+from autostream.execution.static import static_copies
 from autostream.ir import Candidate, Decision, Limit, Program
 from autostream.options import Options
 from autostream.pipeline import price_program
 from autostream.select import MARGIN, Selection, select, written
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.fusion import fused_here
-from autostream.tracing.state import versions_kept
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ def _again(
         with on_copies(program, arguments, bound) as arguments:
             priced = price_program(program, options, stopwatch, tensors=arguments)
             candidates = candidates_again(priced, options, before.schedule, stopwatch)
-            with stopwatch("select"), undone(arguments, written(program, priced.graph), program.devices):
-                selection = select(program, priced.graph, candidates, arguments, bound)
+            with stopwatch("select"), undone(arguments, written(program, priced.graph), program.devices) as restore:
+                selection = select(program, priced.graph, candidates, arguments, bound, restore)
     except Exception as error:  # whatever it is, there is still all to choose from
         log.debug("what was chosen before is not chosen again: %s", first_line(error))
         return None
@@ -203,14 +203,14 @@ def _planned(
 
         def selected(capture: bool) -> Selection:
             candidates = candidates_for(priced, options, capture, stopwatch)
-            with stopwatch("select"), undone(arguments, written(program, graph), program.devices):
-                # What is written drifts with every run, counters and positions too: so many runs are for others.
+            with stopwatch("select"), undone(arguments, written(program, graph), program.devices) as restore:
+                # What writes is put back before each run: variants of a step of training would take all of the time.
                 varied = (
                     _no_variants
                     if any(written(program, graph))
                     else partial(variants_of, priced, options, candidates[0])
                 )
-                return select(program, graph, candidates, arguments, bound, stopwatch.left(options), varied)
+                return select(program, graph, candidates, arguments, bound, restore, stopwatch.left(options), varied)
 
         if options.cuda_graph is False or graph.device == "cpu":
             asked = options.cuda_graph is True
@@ -243,24 +243,3 @@ def _no_variants(candidate: Candidate) -> Iterator[Candidate]:
 
 
 _NOTHING_TO_CAPTURE = Decision("", "not captured", "there is no CUDA graph on the CPU")
-
-
-@contextmanager
-def undone(arguments: Sequence[Tensor], writes: Sequence[bool], devices: Iterable[str]) -> Iterator[None]:
-    """Put back afterwards what runs in between write into arguments, and the states of the random generators.
-
-    Args:
-        arguments: of a program.
-        writes: which of them it writes.
-        devices: where random numbers are drawn, beside the host.
-    """
-    spans = [copyable(tensor) for tensor, is_written in zip(arguments, writes, strict=True) if is_written]
-    saved = [(span, span.clone()) for span in spans]
-    with versions_kept(spans), torch.random.fork_rng([device for device in devices if device != "cpu"]):
-        try:
-            yield
-        finally:
-            # Only in inference mode may both ordinary tensors and those made in inference mode be written.
-            with torch.inference_mode():
-                for span, before in saved:
-                    span.copy_(before)

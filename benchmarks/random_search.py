@@ -39,6 +39,7 @@ from autostream.bench.clock import Clock, clock_of
 from autostream.bench.ratios import spread
 from autostream.errors import CaptureError
 from autostream.execution.cuda_graph import CapturedGraph
+from autostream.execution.restoring import Restore, undone
 from autostream.ir import Assignment, Candidate, OpGraph, Role, Schedule
 from autostream.options import Options
 from autostream.pipeline import arguments_of
@@ -50,7 +51,7 @@ from autostream.select import Execution, build, interleaved, written
 from autostream.stopwatch import Stopwatch
 from autostream.tracing.export import trace
 from autostream.frontend.tree import flatten
-from autostream.tuning import Tuned, tune, undone
+from autostream.tuning import Tuned, tune
 from benchmarks import zoo
 from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 
@@ -310,7 +311,9 @@ class Arena:
         # A graph's memory pool is its own: what is left of the last one's is of use to none that follows.
         torch.cuda.empty_cache()
         tuned = self.tuned
-        rival = build(tuned.program, tuned.priced.graph, self.candidate(assignment), self.arguments, self.bound)
+        nothing = Restore([])  # is written by the models of the zoo
+        candidate = self.candidate(assignment)
+        rival = build(tuned.program, tuned.priced.graph, candidate, self.arguments, self.bound, nothing)
         timers = [self._timer(tuned.selection.execution), self._timer(rival)]
         while True:
             ours, theirs = interleaved(timers)

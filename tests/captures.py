@@ -14,9 +14,10 @@ from torch import Tensor
 from autostream import build
 from autostream.execution import cuda_graph
 from autostream.execution.cuda_graph import CapturedGraph
+from autostream.execution.restoring import undone
 from autostream.execution.static import static_copies
 from autostream.select import repeatable, written
-from autostream.tuning import Tuned, tune, undone
+from autostream.tuning import Tuned, tune
 from tests.replays import CPU, Cuda
 
 
@@ -56,7 +57,8 @@ class Captures:
     def captured(self, tuned: Tuned, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Tuned:
         run, writes = tuned.selection.execution, written(tuned.program, tuned.priced.graph)
         draws = not repeatable(tuned.program, tuned.priced.graph) and not any(writes)
-        with torch.inference_mode(False), torch.no_grad(), undone(arguments, writes, ["cpu"]):
+        with torch.inference_mode(False), torch.no_grad():
             static = static_copies(arguments, [at for at, stays in enumerate(bound) if not stays])
-            graph = CapturedGraph(run, static, bound, writes, CPU, draws=draws)
+            with undone(static, writes, ["cpu"]) as restore:
+                graph = CapturedGraph(run, static, bound, writes, CPU, draws=draws, restore=restore)
         return replace(tuned, selection=replace(tuned.selection, execution=graph))

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from autostream.execution import streams
 from autostream.execution.cuda_graph import CapturedGraph
+from autostream.execution.restoring import Restore
 from autostream.execution.static import static_copies
 from autostream.ir import FORK, Schedule
 from autostream.select import written
@@ -111,12 +112,14 @@ def captured_symptoms(
     """The same of captured runs: for each seed a graph with its delays, replayed for its share of the runs."""
     device, lowered = torch.device(planned.program.device), planned.lowered(schedule)
     static = static_copies(planned.arguments[0], [at for at, bound in enumerate(planned.bound) if not bound])
-    fixed = (static, planned.bound, written(planned.program, planned.graph), device)
+    writes = written(planned.program, planned.graph)
+    fixed = (static, planned.bound, writes, device)
+    restore = Restore(tensor for tensor, is_written in zip(static, writes, strict=True) if is_written)
     # It keeps the pool alive, in which all others are captured and dropped.
-    prompt = CapturedGraph(planned.run(lowered, schedule.streams), *fixed, draws=False)
+    prompt = CapturedGraph(planned.run(lowered, schedule.streams), *fixed, draws=False, restore=restore)
     for seed, calls in zip(seeds, _shares(len(expected), len(seeds), runs), strict=True):
         run = planned.run(delayed(planned, lowered, seed), schedule.streams)
-        graph = CapturedGraph(run, *fixed, draws=False, pool=prompt.pool)
+        graph = CapturedGraph(run, *fixed, draws=False, restore=restore, pool=prompt.pool)
         for at in calls:
             right = same(copied(graph(*planned.arguments[at])), expected[at])
             yield "" if right else f"seed {seed}: wrong numbers for arguments {at}"

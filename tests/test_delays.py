@@ -109,7 +109,7 @@ def test_captured_runs_are_delayed_as_others_are(cells: Planned, monkeypatch: py
     pools: list[object] = []
 
     class Graph:
-        def __init__(self, run: Any, static: Any, bound: Any, *_: object, draws: bool, pool: object = None) -> None:
+        def __init__(self, run: Any, static: Any, bound: Any, *_: object, pool: object = None, **rest: object) -> None:
             self.run, self.static, self.pool = run, static, pool or object()
             self.inputs = [at for at, is_bound in enumerate(bound) if not is_bound]
             pools.append(self.pool)

@@ -51,8 +51,8 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 STAGES = [
     "tracing.export._export", "build.LiveState", "tuning.price_program", "tuning.candidates_for",
-    "tuning.static_copies", "tuning.copyable", "tuning.select", "select.build", "select.lower", "select.uncaptured",
-    "select.interleaved", "build.Frozen", "build.planned",
+    "tuning.static_copies", "tuning.undone", "execution.restoring.copyable", "tuning.select", "select.build",
+    "select.lower", "select.uncaptured", "select.interleaved", "build.Frozen", "build.planned",
 ]  # fmt: skip
 
 

@@ -152,9 +152,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     real = select.build
 
-    def spy(program: Any, graph: Any, candidate: Candidate, tensors: Sequence[Tensor], bound: Sequence[bool]) -> Any:
+    def spy(program: Any, graph: Any, candidate: Candidate, tensors: Sequence[Tensor], *rest: Any) -> Any:
         calls.append((program, graph, candidate, tensors))
-        return real(program, graph, candidate, tensors, bound)
+        return real(program, graph, candidate, tensors, *rest)
 
     monkeypatch.setattr(select, "build", spy)
     monkeypatch.setattr(select, "interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +25,10 @@ class Pool(GraphPool):
     """A pool without memory."""
 
     def __init__(self) -> None:
-        self.failed = False
+        self.failed, self.lock = False, threading.Lock()
+
+    def begin_turn(self) -> None:
+        pass
 
 
 class Graph(CapturedGraph):
@@ -38,10 +42,16 @@ class Graph(CapturedGraph):
     def __del__(self) -> None:
         pass
 
-    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool) -> CapturedGraph:
+    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool, restore: Callable[[], None]) -> CapturedGraph:
+        self.found = [tensor.clone() for tensor in tensors]
         for tensor, is_written in zip(tensors, self.written, strict=True):
             if is_written:
                 tensor.copy_(torch.rand_like(tensor))
+        restore()
+        self.restored = [tensor.clone() for tensor in tensors]
+        for tensor, is_written in zip(tensors, self.written, strict=True):
+            if is_written:
+                tensor.zero_()
         if self.failure is not None:
             pool.failed = isinstance(self.failure, CaptureError)
             raise self.failure
@@ -69,9 +79,20 @@ def test_capturing_again_puts_everything_back() -> None:
     state, pools, first = t(4), GraphPools(), Graph(written=[], pool=Pool())
     pools[first.device] = first.pool
     generator = torch.get_rng_state()
-    pooled(tuned(Graph(state, written=[True], pool=Pool())), [state], pools)
+    graph = Graph(state, written=[True], pool=Pool())
+    pooled(tuned(graph), [state], pools)
+    assert torch.equal(graph.restored[0], t(4)), "in between too"
     assert torch.equal(state, t(4))
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_what_an_earlier_call_left_in_static_tensors_is_not_captured_with() -> None:
+    """The call has a batch of its own, and the graph still that of another one."""
+    pools, first = GraphPools(), Graph(written=[], pool=Pool())
+    pools[first.device] = first.pool
+    graph = Graph(torch.full((4,), 9.0), written=[False], pool=Pool())
+    pooled(tuned(graph), [t(4)], pools)
+    assert torch.equal(graph.found[0], t(4))
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,15 @@ from torch import Tensor
 from autostream import select as selection
 from autostream.errors import CaptureError
 from autostream.execution.cpu_streams import ThreadedProgram
+from autostream.execution.restoring import Restore
 from autostream.ir import Candidate, Limit, Op, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.select import MARGIN, VARIANTS, Selection, build, detached, has_integers, interleaved, select, written
 from autostream.tracing.export import trace
 from autostream.frontend.tree import flatten
 from tests.execution.programs import Case, random_schedule, same, sample
 from tests.semantics import Model
+
+NOTHING = Restore([])
 
 
 class Execution:
@@ -48,10 +51,10 @@ class Workshop:
         self.clock = 0.0
         monkeypatch.setattr(selection.time, "perf_counter", lambda: self.clock)
         monkeypatch.setattr(selection, "build", self.build)
-        monkeypatch.setattr(selection, "_timer", lambda execution, tensors, device: lambda: execution.time_us)
+        monkeypatch.setattr(selection, "_timer", lambda execution, *_: lambda: execution.time_us)
 
     def build(
-        self, program: object, graph: object, candidate: Candidate, tensors: Sequence[Tensor], bound: object
+        self, program: object, graph: object, candidate: Candidate, tensors: Sequence[Tensor], *_: object
     ) -> Execution:
         self.given.append(tensors)
         place = int(candidate.schedule.policy.rpartition(" ")[2])
@@ -79,7 +82,8 @@ class Workshop:
 
         others = [candidate for candidate in self.candidates if candidate not in left]
         bound = [False] * len(self.tensors)
-        return select(program, OpGraph({}, (), {}, (), "cuda:0"), others, self.tensors, bound, seconds, varied)
+        graph = OpGraph({}, (), {}, (), "cuda:0")
+        return select(program, graph, others, self.tensors, bound, NOTHING, seconds, varied)
 
 
 def chosen(
@@ -213,7 +217,7 @@ def test_what_cannot_be_captured_is_noted_and_passed_over(
 def test_what_runs_out_of_memory_while_it_is_measured_is_passed_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
     workshop = Workshop(monkeypatch, [100.0, 50.0], [1, 2])
 
-    def timer(execution: Execution, tensors: object, device: object) -> Any:
+    def timer(execution: Execution, *_: object) -> Any:
         def out_of_memory() -> float:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -358,8 +362,40 @@ def test_a_round_on_the_cpu_is_about_10_ms_and_at_most_50_runs(monkeypatch: pyte
         monkeypatch.setattr(
             selection, "_host_us", lambda run, count, each_us=each_us, runs=runs: runs.append(count) or each_us
         )
-        selection._timer(lambda: (), [], "cpu")()
+        selection._timer(lambda: (), [], "cpu", NOTHING)()
         assert runs == [1, 1, expected]
+
+
+def test_what_a_program_writes_is_put_back_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not while the clock runs: it would be 100 µs more."""
+    place, seen, now = torch.tensor(3), list[float](), [0.0]
+    restore = Restore([place])
+
+    def run(place: Tensor) -> None:
+        seen.append(place.item())
+        place += 1
+        now[0] += 50e-6
+
+    class Slow:
+        spans = restore.spans
+
+        def __call__(self) -> None:
+            now[0] += 100e-6
+            restore()
+
+    monkeypatch.setattr(selection.time, "perf_counter", lambda: now[0])
+    timer = selection._timer(run, [place], "cpu", Slow())  # type: ignore[arg-type]
+    assert (timer(), timer()) == (pytest.approx(50.0), pytest.approx(50.0))
+    assert seen == [3] * (2 + 2 * 50)
+
+
+def test_putting_back_makes_a_round_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run takes 500 µs with it, of which it is a part."""
+    monkeypatch.setattr(selection, "_host_us", lambda run, count: 500.0)
+    counts: list[int] = []
+    monkeypatch.setattr(selection, "_host_us_alone", lambda run, count, restore: counts.append(count) or 9.0)
+    assert selection._timer(lambda x: (), [torch.ones(1)], "cpu", Restore([torch.ones(1)]))() == 9.0
+    assert counts == [20]
 
 
 # Building
@@ -372,7 +408,7 @@ def candidate(case: Case, streams: int) -> Candidate:
 @pytest.mark.parametrize("streams", [1, 2])
 def test_build_makes_what_computes_the_same(streams: int) -> None:
     case = sample("towers")
-    run = build(case.program, case.graph, candidate(case, streams), case.args(), [False] * len(case.tensors))
+    run = build(case.program, case.graph, candidate(case, streams), case.args(), [False] * len(case.tensors), NOTHING)
     assert isinstance(run, ThreadedProgram) == (streams > 1)
     with torch.no_grad():
         assert same(run(*case.args()), case.expected()[0])
@@ -382,7 +418,7 @@ def test_select_runs_real_candidates_on_the_cpu() -> None:
     case = sample("towers")
     candidates = [candidate(case, 1), candidate(case, 2)]
     with torch.no_grad():
-        result = select(case.program, case.graph, candidates, case.args(), [False] * len(case.tensors))
+        result = select(case.program, case.graph, candidates, case.args(), [False] * len(case.tensors), NOTHING)
         assert same(result.execution(*case.args()), case.expected()[0])
     assert all(candidate.measured_us for candidate in result.candidates)
     assert replace(result.chosen, measured_us=None) in candidates
@@ -413,8 +449,9 @@ def test_a_captured_graph_is_told_what_it_writes_and_whether_it_draws(
     placeholders = tuple(Placeholder(name, Role.INPUT, "0", name) for name in "xy")
     program = Program(None, placeholders, ("a",), "aten", "cuda:1")  # type: ignore[arg-type]
     graph = OpGraph({"a": op}, (), {}, (), "cuda:1")
-    captured: Any = build(program, graph, Candidate(Schedule("mine", 1, ()), True, 0.0), [], [True, False])
-    assert captured.told == {"bound": [True, False], "device": torch.device("cuda:1"), **expected}
+    captured: Any = build(program, graph, Candidate(Schedule("mine", 1, ()), True, 0.0), [], [True, False], NOTHING)
+    told = {"bound": [True, False], "device": torch.device("cuda:1"), "restore": NOTHING}
+    assert captured.told == {**told, **expected}
 
 
 def test_written_are_placeholders_whose_storage_an_op_writes() -> None:
@@ -437,9 +474,33 @@ def test_times_are_those_of_the_device_that_runs_it() -> None:
         torch.cuda._sleep(20_000_000)
 
     with torch.cuda.stream(stream):
-        time_us = selection._timer(run, [torch.ones(1, device="cuda:0")], "cuda:0")()
+        time_us = selection._timer(run, [torch.ones(1, device="cuda:0")], "cuda:0", NOTHING)()
     assert time_us > 1000
     assert len(sleeps) == 3
+
+
+@pytest.mark.gpu
+def test_on_a_device_putting_back_is_no_part_of_a_time_either() -> None:
+    """The device sleeps ten times as long for it."""
+    place = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+    seen = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+    restore = Restore([place])
+
+    class Slow:
+        spans = restore.spans
+
+        def __call__(self) -> None:
+            torch.cuda._sleep(20_000_000)
+            restore()
+
+    def run(place: Tensor) -> None:
+        torch.cuda._sleep(2_000_000)
+        seen.add_(place)
+        place.add_(1)
+
+    time_us = selection._timer(run, [place], "cuda:0", Slow())()  # type: ignore[arg-type]
+    assert 500 < time_us < 5000
+    assert seen.item() == 0
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from autostream.costs.records import Record
 from autostream.costs.replay import replay_us
 from autostream.costs.roofline import cost_of, fill, price
 from autostream.execution.capture import capture
+from autostream.execution.restoring import Restore
 from autostream.execution.streams import capture_stream
 from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder, Program
 from autostream.keeping import key_of
@@ -40,8 +41,9 @@ from autostream.operators import written_names
 from autostream.frontend.numerics import numerics
 
 Call = Callable[[], object]
-Timer = Callable[[Call, float], Record]
-"""Takes a call and the time that it is expected to take, µs; returns what was measured.
+Timer = Callable[[Call, Restore, float], Record]
+"""Takes a call, what is to be put back before each, and the time that it is expected to take, µs; returns what was
+measured, without what putting back takes.
 
 ``warm_us`` is its time with its inputs in the cache, ``cold_us`` without, as the clock says: where ``copies`` of it
 were timed in one CUDA graph, with the edge that follows each, and the warm ones with a share of what the replay itself
@@ -196,12 +198,14 @@ class _Measurement(Interpreter):
         return super().run_node(n)
 
     def _time(self, op: Op, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
-        call = getattr(self, node.op)
+        call, given = getattr(self, node.op), tree_leaves((args, kwargs))
         try:
             if not op.writes <= op.allocates:
                 args, kwargs = _on_copies(node.target, args, kwargs)
+            copies = (new for new, old in zip(tree_leaves((args, kwargs)), given, strict=True) if new is not old)
+            restore = Restore(filter(_may_count, copies))
             estimate_us = self._estimates[op.name].duration_us
-            return self._timer(functools.partial(call, node.target, args, kwargs), estimate_us)
+            return self._timer(functools.partial(call, node.target, args, kwargs), restore, estimate_us)
         except torch.OutOfMemoryError:
             return None  # another time there may be more
         except Exception:
@@ -225,26 +229,38 @@ class _GraphTimer:
             with torch.cuda.stream(self._stream):
                 self._ballast = torch.zeros(2 * profile.cache_bytes, dtype=torch.uint8, device=device)
 
-    def __call__(self, call: Call, expected_us: float) -> Record:
+    def __call__(self, call: Call, restore: Restore, expected_us: float) -> Record:
         """Time one call."""
         # The inputs were enqueued on the caller's stream. The way back needs no wait: this returns when all is done.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            record = self._warm(call, expected_us)
+            record = self._warm(call, restore, expected_us)
             if record["warm_us"] * record["copies"] < _REPLAY_US / 2 and record["copies"] < _MAX_COPIES:
-                record = self._warm(call, record["warm_us"])
+                record = self._warm(call, restore, record["warm_us"])
             if self._ballast is not None:
-                record["cold_us"] = max(0.0, self._behind_ballast_us(call) - self._ballast_us)
+                before_us = self._behind_ballast_us(restore) if restore.spans else self._ballast_us
+                record["cold_us"] = max(0.0, self._behind_ballast_us(_behind(restore, call)) - before_us)
         return record
 
-    def _warm(self, call: Call, expected_us: float) -> dict[str, float]:
+    def _warm(self, call: Call, restore: Restore, expected_us: float) -> dict[str, float]:
         """What copies of a call take in one graph, and the share of the device that it keeps busy."""
         copies = min(_MAX_COPIES, math.ceil(_REPLAY_US / max(expected_us, 1.0)))
+        once = _behind(restore, call)
         # A first run loads kernels and chooses algorithms, which no capture may.
-        call()
-        graph = self._captured(lambda: _repeat(call, copies))
+        once()
+        graph = self._captured(lambda: _repeat(once, copies))
         busy = max((busy_share(kernel, self._multiprocessors) for kernel in kernels_of(graph)), default=0.0)
-        return {"warm_us": replay_us(graph) / copies, "copies": copies} | ({"busy_share": busy} if busy else {})
+        us = max(0.0, replay_us(graph) - self._restoring_us(restore, copies)) / copies
+        return {"warm_us": us, "copies": copies} | ({"busy_share": busy} if busy else {})
+
+    def _restoring_us(self, restore: Restore, copies: int) -> float:
+        """What putting back so often takes of a replay, µs: what it takes longer to do it twice as often."""
+        if not restore.spans:
+            return 0.0
+        once, twice = (
+            replay_us(self._captured(functools.partial(_repeat, restore, count))) for count in (copies, 2 * copies)
+        )
+        return twice - once
 
     def _behind_ballast_us(self, call: Call) -> float:
         """What a call takes that finds nothing in the cache, with the ballast that sees to it, µs."""
@@ -273,11 +289,22 @@ def _repeat(call: Call, copies: int) -> None:
         call()
 
 
-def _time_calls(call: Call, expected_us: float) -> Record:
+def _behind(restore: Restore, call: Call) -> Call:
+    """A call on what it was given the first time."""
+
+    def once() -> None:
+        restore()
+        call()
+
+    return once if restore.spans else call
+
+
+def _time_calls(call: Call, restore: Restore, expected_us: float) -> Record:
     """The least time of a few calls on the CPU, for others only ever make one longer; one long call is enough."""
-    call()
+    _behind(restore, call)()
     times_s: list[float] = []
     while len(times_s) < _CPU_CALLS and sum(times_s) < _CPU_CALL_BUDGET_S:
+        restore()
         start = time.perf_counter()
         call()
         times_s.append(time.perf_counter() - start)
@@ -346,6 +373,19 @@ def _on_copies(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     names = (argument.name for argument in target._schema.arguments)
     fresh = tuple(_copied(arg) if name in written else arg for name, arg in zip(names, args, strict=False))
     return fresh, {name: _copied(arg) if name in written else arg for name, arg in kwargs.items()}
+
+
+def _may_count(copy: Tensor) -> bool:
+    """Whether an op that writes a tensor again and again may come to an index that there is none of.
+
+    A fused kernel may count up a position and use it. Many numbers that are no integers are weights and activations,
+    whose time would be lost in that of putting them back.
+    """
+    return not (copy.is_floating_point() or copy.is_complex()) or copy.numel() <= _FEW
+
+
+_FEW = 64
+"""Elements."""
 
 
 def _copied(value: Any) -> Any:

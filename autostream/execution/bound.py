@@ -63,6 +63,34 @@ class Bound:
         return True
 
 
+class Addresses:
+    """Where some tensors lie, which stay the same objects. Holds no reference to them.
+
+    Args:
+        tensors: to look at.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> addresses = Addresses([weight])
+        >>> addresses.unmoved([weight])
+        True
+        >>> weight.data = torch.ones(2)
+        >>> addresses.unmoved([weight])
+        False
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._addresses = list(map(Tensor.data_ptr, tensors))
+        self._places = list(range(len(tensors)))
+
+    def unmoved(self, tensors: list[Tensor]) -> bool:
+        """Whether as many tensors lie at these addresses."""
+        try:
+            return _lie_at(tensors, self._addresses, self._places)
+        except RuntimeError:  # what is sparse by now has no address
+            return False
+
+
 def still_there(tensors: Iterable[Tensor]) -> Callable[[], bool]:
     """A function that tells whether somebody still has the storages of all these tensors. It holds none of them.
 

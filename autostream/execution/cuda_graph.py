@@ -126,6 +126,8 @@ class CapturedGraph:
         written: which of them ``run`` writes; those that are not bound are copied back.
         device: a CUDA device.
         draws: whether ``run`` may draw random numbers.
+        restore: puts back what ``run`` writes: it runs a few times, and finds each time what the first one did. So does
+            whoever comes next.
         pool: to compute in, beside the graphs that are in it; by default the graph's own.
 
     Attributes:
@@ -149,6 +151,7 @@ class CapturedGraph:
         device: torch.device,
         *,
         draws: bool,
+        restore: Callable[[], None],
         pool: GraphPool | None = None,
     ) -> None:
         self.device = device
@@ -162,7 +165,7 @@ class CapturedGraph:
         self._returned = [index for index in self.static if written[index]]
         self._copy_in = copier([*self.static.values()])
         self._unmoved = Bound([tensors[index] for index in self.bound]).unmoved
-        self._graph, outputs = _captured(run, tensors, device, self.pool)
+        self._graph, outputs = _captured(run, tensors, device, self.pool, restore)
         self._handouts = handouts_of(outputs, tensors)
         self._lendable = lendable(outputs, tensors)
         # Others may be views of what is bound, which is not held.
@@ -178,17 +181,19 @@ class CapturedGraph:
             if self.pool.stream != self._home:
                 self._home.wait_stream(self.pool.stream)
 
-    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool) -> CapturedGraph:
+    def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool, restore: Callable[[], None]) -> CapturedGraph:
         """The same run, captured with other tensors or into another pool; it runs on them a few times.
 
         Args:
             tensors: arguments of the run, like those of this graph.
             pool: to compute in.
+            restore: puts back those that it writes.
 
         Raises:
             CaptureError: as of the class.
         """
-        again = CapturedGraph(self._run, tensors, self._flags, self.written, self.device, draws=self._draws, pool=pool)
+        same = self._run, tensors, self._flags, self.written, self.device
+        again = CapturedGraph(*same, draws=self._draws, restore=restore, pool=pool)
         again.lend(self.lent)
         if any(tensors[at] is static for at, static in self.static.items()):
             again._home = self._home  # that is where they go back to, whichever of the two is the last to have them
@@ -201,6 +206,12 @@ class CapturedGraph:
         """
         self.lent = places & self._lendable
         self._copy_out = copier_out(self._outputs, self._handouts, self.lent)
+
+    def fill(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Let static tensors hold what the arguments of a call at these places do, behind all turns so far."""
+        with self.pool.lock:
+            self.pool.begin_turn()
+            copier([self.static[at] for at in places])([tensors[at] for at in places])
 
     def replay(self) -> None:
         """Replay on the current stream with what the static tensors hold, copying nothing and waiting for no turn."""
@@ -262,7 +273,11 @@ def _at(places: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def _captured(
-    run: FlatFunction, tensors: Sequence[Tensor], device: torch.device, pool: GraphPool
+    run: FlatFunction,
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    pool: GraphPool,
+    restore: Callable[[], None],
 ) -> tuple[torch.cuda.CUDAGraph, Sequence[Output]]:
     """Warm up, then capture."""
     stream = capture_stream(device)
@@ -271,7 +286,9 @@ def _captured(
         with _capturing, own_cublas_workspaces():
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_RUNS):
+                    restore()
                     run(*tensors)
+                restore()
             return pool.capture(lambda: run(*tensors), stream)
     except Exception as error:
         raise CaptureError(f"{first_line(error)}{where(error)}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial
 from itertools import chain
@@ -30,17 +30,6 @@ from autostream.frontend.tree import exact
 def name_of(model: nn.Module) -> str:
     """What a model calls itself, usually by its class."""
     return str(model._get_name())  # type: ignore[no-untyped-call]
-
-
-def versions_kept(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let autograd not see what is written to tensors inside, for it will be undone: a pending backward must not fail.
-
-    Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, autograd sees the writes. Tensors made in
-    inference mode have no version.
-    """
-    preserve = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
-    versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    return preserve(versioned) if preserve and versioned else nullcontext()
 
 
 class Entries:

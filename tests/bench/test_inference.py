@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from autostream.bench import inference
 from autostream.bench.contest import hold
-from autostream.bench.inference import Inference, Subject, device_of, subject_of
+from autostream.bench.inference import Inference, Restarted, Subject, device_of, restarted, subject_of
 from autostream.bench.modes import CPU, eager
 from autostream.errors import TargetError
 
@@ -242,3 +243,40 @@ def test_a_subject_is_where_its_parameters_are_or_else_its_arguments() -> None:
     assert device_of(subject_of(nn.Linear(1, 1, device="meta"), (torch.ones(1),))).type == "meta"
     assert device_of(subject_of(nn.ReLU(), ([torch.ones(1, device="meta")],))).type == "meta"
     assert device_of(subject_of(nn.ReLU(), ())).type == "cpu"
+
+
+class Forgetful(nn.Module):
+    """Writes a buffer, a parameter and what it is given, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("idle", torch.zeros(2).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.inner.bias.add_(1)
+        return x.add_(self.calls + self.inner.bias + 0 * torch.rand(2))
+
+
+@torch.no_grad()
+def test_what_changes_its_tensors_begins_each_call_with_those_of_the_first() -> None:
+    """Making it so changes nothing, and in whatever dtype a copy is."""
+    model, x = Forgetful().eval(), torch.ones(2)
+    before, generator = [model.calls.clone(), model.inner.bias.clone()], torch.get_rng_state()
+    again = restarted(model, (x,))
+    assert isinstance(again, Restarted)
+    assert (sorted(again.places.values()), again.copied, again.training) == (["calls", "inner.bias"], True, False)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(map(torch.equal, [model.calls, model.inner.bias, x], [*before, torch.ones(2)]))
+    first, second, exact = again(x), again(x), copy.deepcopy(again).to(torch.float64)(x.double())
+    assert torch.equal(first, second)
+    assert torch.allclose(first.double(), exact)
+    assert x.tolist() == [1, 1]
+
+
+def test_what_changes_nothing_is_run_as_it_is() -> None:
+    model = nn.BatchNorm1d(2).eval()
+    assert restarted(model, (torch.ones(3, 2),)) is model

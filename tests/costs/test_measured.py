@@ -25,11 +25,13 @@ from autostream.costs.device import profile_named, profile_of
 from autostream.costs.measured import _is_timeable, measure
 from autostream.costs.records import Record
 from autostream.costs.roofline import price
+from autostream.execution.restoring import Restore
 from autostream.ir import Costs, DeviceProfile, Op, OpGraph, Placeholder, Program, Role, Storage
 from autostream.kernels import Kernel
 from tests.execution.programs import MODELS, Case, fused_case, sample
 
 aten = torch.ops.aten
+NOTHING = Restore([])
 
 
 def _program(build: Callable[..., Any], inputs: int, device: str = "cpu") -> tuple[Program, OpGraph]:
@@ -76,7 +78,7 @@ class _Counting:
     def __init__(self) -> None:
         self.results: list[Any] = []
 
-    def __call__(self, call: Callable[[], Any], expected_us: float) -> Record:
+    def __call__(self, call: Callable[[], Any], restore: Restore, expected_us: float) -> Record:
         self.results.append(call())
         return {"warm_us": float(len(self.results))}
 
@@ -200,6 +202,20 @@ def test_an_op_that_writes_in_place_is_timed_on_a_copy(timer: _Counting) -> None
     assert timer.results[2].tolist() == [-2.0, -2.0, -2.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_an_op_that_counts_up_what_it_looks_up_finds_it_as_it_was(dtype: torch.dtype) -> None:
+    """x1 = 3 ─▶ count_: takes x0[x1], the last one, then adds 1 to x1"""
+
+    def count(place: Tensor, table: Tensor) -> None:
+        table[place.long()]
+        place.add_(1)
+
+    kernel = Kernel("fused.count_", count, frozenset({0}), frozenset())
+    program, graph = _program(lambda graph, x0, x1: (graph.call_function(kernel, (x0, x1)),), 2)
+    costs = _measure(program, graph, [torch.tensor(3, dtype=dtype), torch.ones(4)])
+    assert [source for _, source in costs.values()] == ["measured"]
+
+
 def test_lists_of_written_tensors_are_copied_too(timer: _Counting) -> None:
     """relu, relu_1 ─▶ _foreach_add_([relu, relu_1], 1) ─▶ neg(relu)"""
 
@@ -297,7 +313,7 @@ def test_an_op_that_cannot_be_timed_keeps_its_estimate_and_is_tried_in_one_run_o
 ) -> None:
     tried: list[float] = []
 
-    def failing(call: Callable[[], Any], expected_us: float) -> Record:
+    def failing(call: Callable[[], Any], restore: Restore, expected_us: float) -> Record:
         tried.append(expected_us)
         raise error
 
@@ -313,10 +329,10 @@ def test_an_op_that_cannot_be_timed_keeps_its_estimate_and_is_tried_in_one_run_o
 def test_a_capture_that_another_thread_spoils_is_tried_again(timer: _Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [RuntimeError("operation failed due to a previous error during capture")]
 
-    def spoilt_once(call: Callable[[], Any], expected_us: float) -> Record:
+    def spoilt_once(call: Callable[[], Any], restore: Restore, expected_us: float) -> Record:
         if failures:
             raise failures.pop()
-        return timer(call, expected_us)
+        return timer(call, restore, expected_us)
 
     monkeypatch.setattr(measured, "_time_calls", spoilt_once)
     program, graph = _program(lambda graph, x: (graph.call_function(aten.relu.default, (x,)),), 1)
@@ -357,7 +373,7 @@ def test_the_least_of_five_short_calls_counts_and_one_long_call_is_enough(monkey
         clock = iter([tick for duration in durations for tick in (0.0, duration)])
         calls: list[None] = []
         monkeypatch.setattr(measured.time, "perf_counter", lambda: next(clock))
-        record = measured._time_calls(lambda: calls.append(None), 1.0)
+        record = measured._time_calls(lambda: calls.append(None), NOTHING, 1.0)
         assert record.keys() == {"warm_us"}
         return record["warm_us"], len(calls)
 
@@ -460,7 +476,10 @@ GPU = replace(profile_named("h200"), multiprocessors=100, same_stream_edge_us=1.
 
 
 class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the time of what is launched, µs; whatever is added to empties the cache, and that takes 20 µs."""
+    """Adds up the time of what is launched, µs; whatever is added to empties the cache, and that takes 20 µs.
+
+    Copying takes 3 µs.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -474,6 +493,8 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "add_" in str(func):
             self.is_cold = True
             self.now_us += 20.0 + GPU.same_stream_edge_us
+        elif "_foreach_copy_" in str(func):
+            self.now_us += 3.0 + GPU.same_stream_edge_us
         return func(*args, **(kwargs or {}))
 
     def op(self, warm_us: float, cold_us: float) -> Callable[[], None]:
@@ -518,7 +539,7 @@ def _timer(*, cold: bool = False) -> measured._GraphTimer:
 )
 def test_as_many_copies_are_timed_as_hide_the_launch(gpu: Gpu, expected_us: float, copies: list[int]) -> None:
     """Replays should take 100 µs; one of less than half of that is not believed."""
-    record = _timer()(gpu.op(warm_us=9.0, cold_us=30.0), expected_us)
+    record = _timer()(gpu.op(warm_us=9.0, cold_us=30.0), NOTHING, expected_us)
     each_us = 9.0 + GPU.same_stream_edge_us
     assert [us / each_us for us in gpu.graphs] == pytest.approx(copies)
     assert record == {"warm_us": pytest.approx(each_us + GPU.replay_us / copies[-1]), "copies": copies[-1]}
@@ -527,15 +548,22 @@ def test_as_many_copies_are_timed_as_hide_the_launch(gpu: Gpu, expected_us: floa
 def test_cold_is_what_an_op_takes_behind_a_kernel_that_empties_the_cache(gpu: Gpu) -> None:
     timer = _timer(cold=True)
     for warm_us, cold_us in ((10.0, 14.0), (100.0, 101.0)):
-        record = timer(gpu.op(warm_us, cold_us), warm_us)
+        record = timer(gpu.op(warm_us, cold_us), NOTHING, warm_us)
         assert record["cold_us"] == pytest.approx(cold_us + GPU.same_stream_edge_us)
     emptying = [us for us in gpu.graphs if us == pytest.approx(3 * 21.0)]
     assert len(emptying) == 1, "how long that kernel takes is measured once"
 
 
+@pytest.mark.parametrize("warm_us", [2.0, 10.0, 100.0])
+def test_what_putting_back_takes_is_no_part_of_a_time(gpu: Gpu, warm_us: float) -> None:
+    place = Restore([torch.tensor(3)])
+    with_it, without = (_timer(cold=True)(gpu.op(warm_us, 104.0), restore, warm_us) for restore in (place, NOTHING))
+    assert with_it == pytest.approx(without)
+
+
 def test_a_cold_time_that_noise_makes_negative_is_none(gpu: Gpu) -> None:
     """It could not be kept: no op takes less than no time."""
-    assert _timer(cold=True)(gpu.op(10.0, -5.0), 10.0)["cold_us"] == 0.0
+    assert _timer(cold=True)(gpu.op(10.0, -5.0), NOTHING, 10.0)["cold_us"] == 0.0
 
 
 BEHIND_US = 0.1
@@ -552,7 +580,7 @@ def test_the_profile_s_edge_and_replay_are_taken_off_what_was_kept(
     gpu: Gpu, profile: DeviceProfile, missed: float, duration_us: float
 ) -> None:
     """What is kept is what the clock said: a profile that is measured later changes what it means."""
-    record = _timer(cold=True)(gpu.op(10.0, 14.0), 10.0)
+    record = _timer(cold=True)(gpu.op(10.0, 14.0), NOTHING, 10.0)
     more_us = profile.same_stream_edge_us - GPU.same_stream_edge_us
     replays_us = (1 - missed) * (profile.replay_us - GPU.replay_us) / record["copies"]
     cost = measured._cost(RELU, profile, record, missed)
@@ -560,14 +588,14 @@ def test_the_profile_s_edge_and_replay_are_taken_off_what_was_kept(
 
 
 def test_what_is_left_of_a_short_kernel_is_not_nothing(gpu: Gpu) -> None:
-    record = _timer()(gpu.op(warm_us=0.0, cold_us=0.0), 1.0)
+    record = _timer()(gpu.op(warm_us=0.0, cold_us=0.0), NOTHING, 1.0)
     slower = replace(GPU, same_stream_edge_us=5.0)
     assert measured._cost(RELU, slower, record, 0.0).duration_us == GPU.kernel_us + BEHIND_US
 
 
 def test_all_captures_share_the_memory_of_the_first(gpu: Gpu) -> None:
     timer = _timer(cold=True)
-    timer(gpu.op(10.0, 14.0), 10.0)
+    timer(gpu.op(10.0, 14.0), NOTHING, 10.0)
     assert gpu.pools == [None, "pool of graph 1", "pool of graph 1"]
 
 
@@ -575,7 +603,7 @@ def test_all_captures_share_the_memory_of_the_first(gpu: Gpu) -> None:
 def test_an_op_keeps_busy_what_the_largest_of_its_kernels_does(gpu: Gpu, blocks: tuple[int, ...]) -> None:
     gpu.kernels = tuple(occupancy.Kernel(count, resident=1) for count in blocks)
     shares = {25: 0.5 * (0.7 + 0.3 / 4), 100: 1.0}
-    record = _timer()(gpu.op(10.0, 14.0), 10.0)
+    record = _timer()(gpu.op(10.0, 14.0), NOTHING, 10.0)
     assert record.get("busy_share") == (pytest.approx(shares[max(blocks)]) if blocks else None)
 
 
@@ -588,7 +616,7 @@ class _Timer:
         self.asked.append(cold)
         self.record = {"warm_us": 10.0, "busy_share": 0.5} | ({"cold_us": 14.0} if cold else {})
 
-    def __call__(self, call: Callable[[], object], expected_us: float) -> Record:
+    def __call__(self, call: Callable[[], object], restore: Restore, expected_us: float) -> Record:
         return self.record
 
 

@@ -16,9 +16,12 @@ from autostream.errors import CaptureError
 from autostream.execution import cuda_graph
 from autostream.execution.bound import still_there
 from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph, GraphPool, GraphPools, Moved, return_unused
+from autostream.execution.restoring import Restore
 from autostream.execution.static import static_copies
 from tests.replays import CPU, Cuda, Stream
 from tests.threads import in_threads
+
+NOTHING = Restore([])
 
 
 @pytest.fixture
@@ -39,7 +42,8 @@ def captured(
     flags = ([place in chosen for place in places] for chosen in (bound, written))
     with torch.inference_mode(False), torch.no_grad():
         static = static_copies(tensors, [place for place in places if place not in bound])
-    return CapturedGraph(run, static, *flags, device, draws=draws, pool=pool)
+    restore = Restore(static[place] for place in written)
+    return CapturedGraph(run, static, *flags, device, draws=draws, restore=restore, pool=pool)
 
 
 class Copies(TorchDispatchMode):
@@ -385,7 +389,7 @@ def test_memory_that_two_graphs_read_comes_after_the_last_turn_where_it_was_made
     """Also if the graph that it was made for is gone before the other, which was captured on another stream."""
     former, left, right = captured(twice, torch.ones(1)), Stream("left"), Stream("right")
     with cuda.on(left):
-        again = former.recaptured([*former.static.values()] if shared else [torch.ones(1)], former.pool)
+        again = former.recaptured([*former.static.values()] if shared else [torch.ones(1)], former.pool, NOTHING)
     del former
     gc.collect()
     with cuda.on(right):
@@ -417,7 +421,7 @@ def test_a_graph_that_is_captured_again_is_the_same_in_other_memory(cuda: Cuda) 
     weight, other = torch.tensor([2.0]), captured(twice, torch.ones(1))
     former = captured(run, weight, torch.ones(1), torch.ones(1), bound=[0], written=[2], draws=True)
     moved = torch.tensor([5.0])
-    again = former.recaptured([moved, *former.static.values()], other.pool)
+    again = former.recaptured([moved, *former.static.values()], other.pool, NOTHING)
     assert again.pool is other.pool
     assert former.pool is not other.pool
     x, y = torch.tensor([3.0]), torch.tensor([4.0])
@@ -442,7 +446,7 @@ def test_what_is_lent_is_overwritten_by_the_next_call_and_the_rest_is_not(cuda: 
     graph.lend(frozenset({1, 2, 3}))
     assert graph.lent == {1}
     moved = torch.tensor([5.0])
-    for each, w in ((graph, weight), (graph.recaptured([moved, *graph.static.values()], graph.pool), moved)):
+    for each, w in ((graph, weight), (graph.recaptured([moved, *graph.static.values()], graph.pool, NOTHING), moved)):
         first, second = each(w, torch.zeros(1)), each(w, torch.ones(1))
         assert [value.item() for value in first[1:]] == [second[1].item(), 0.0, 0.0]
         assert first[0].item() == w.item()

@@ -19,6 +19,7 @@ from autostream.execution import places
 from autostream.execution.bound import still_there
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.places import Place, Places
+from autostream.execution.restoring import Restore
 from autostream.execution.slots import SlotTable
 from autostream.execution.static import static_copies
 from autostream.execution.variants import Variants
@@ -365,12 +366,14 @@ class Lot:
     def __init__(self, weight: Tensor) -> None:
         arguments = [weight, torch.zeros(4)]
         static = static_copies(arguments, [1])
-        graph = CapturedGraph(lambda w, x: (w * x, w + x), static, [True, False], [False, False], CPU, draws=False)
+        graph = CapturedGraph(
+            lambda w, x: (w * x, w + x), static, [True, False], [False, False], CPU, draws=False, restore=Restore([])
+        )
         self.places = Places(graph, arguments, self._variants, self._again)
 
     @staticmethod
     def _again(graph: CapturedGraph, read: Any, arguments: Any) -> CapturedGraph:
-        return graph.recaptured(read, graph.pool)
+        return graph.recaptured(read, graph.pool, Restore([]))
 
     def _variants(self, graph: CapturedGraph) -> Variants:
         return Variants(graph, [1], SlotTable(), lambda *_: pytest.fail("there are no slots"), pytest.fail)

@@ -17,6 +17,7 @@ import autostream
 from autostream.errors import CaptureError
 from autostream.execution import places
 from autostream.execution.cuda_graph import CapturedGraph
+from autostream.execution.restoring import Restore
 from autostream.execution.slots import Slots, SlotTable
 from autostream.execution.variants import Variants
 from tests.captures import Captures
@@ -223,7 +224,8 @@ def test_nothing_is_captured_with_weights_that_the_graph_does_not_know(captures:
     weight, table = torch.ones(4), SlotTable()
     slots = Slots(1, table)
     (given,) = come(slots, x(1))
-    graph = CapturedGraph(lambda w, a: (a * w,), [weight, x(0)], [True, False], [False, False], CPU, draws=False)
+    tensors, flags = [weight, x(0)], ([True, False], [False, False])
+    graph = CapturedGraph(lambda w, a: (a * w,), tensors, *flags, CPU, draws=False, restore=Restore([]))
     variants = Variants(graph, [1], table, lambda *_: pytest.fail("it is captured"), pytest.fail)
     assert variants.reading([weight.clone(), given]) is graph
     assert not variants.unmoved([weight.clone(), given])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autostream import optimize
 from autostream.tracing.export import trace
 from autostream.tracing.functions import module_of
-from autostream.tracing.state import LiveState, ModelWatch, versions_kept
+from autostream.tracing.state import LiveState, ModelWatch
 from autostream.frontend.tree import flatten
 
 
@@ -486,20 +486,6 @@ def test_what_a_user_has_put_on_a_layer_is_watched(module: Any) -> None:
     assert state.configured()
     module.scale = 2.0
     assert not state.configured()
-
-
-@pytest.mark.parametrize("private", [True, False])
-def test_what_is_undone_does_not_fail_a_pending_backward(monkeypatch: pytest.MonkeyPatch, private: bool) -> None:
-    if not private:
-        monkeypatch.delattr(torch.autograd, "_unsafe_preserve_version_counter")
-    weight, inference = torch.ones(2, requires_grad=True), torch.inference_mode()(torch.ones)(2)
-    factor = torch.ones(2)
-    loss = (weight * factor).sum()
-    with versions_kept([factor, inference]):
-        factor.mul_(2).div_(2)
-    if private:
-        loss.backward()
-    assert (factor._version == 0) is private
 
 
 def test_parameters_that_require_gradients_are_told_without_a_walk() -> None:
