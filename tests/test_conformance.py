@@ -21,9 +21,11 @@ from tests.conformance import (
     GROUPS,
     KNOWN,
     OUTCOMES,
+    SAMPLES,
     Call,
     Difference,
     Findings,
+    Known,
     OutOfTime,
     Variant,
     changes,
@@ -260,14 +262,16 @@ def test_differences_are_printed_and_known_ones_must_be_there(
     sin, name = variant(torch.sin), "function, function, float32"
     same = check_all([sin], 1, 60, {})
     monkeypatch.setattr("autostream.optimize", lambda target, **_: Reported(lambda x: target(x).double()))
-    different = check_all([sin], 1, 60, {name: "nobody minds"})
+    different = check_all([sin], 1, 60, {name: Known("nobody minds")})
     line = f"{name}, sample 0: output: dtype: torch.float64, eager's torch.float32 (known: nobody minds)\n"
     assert capsys.readouterr().out == line
     assert different[0].differences == {0: [Difference("output: dtype", "torch.float64, eager's torch.float32")]}
-    known = {name: "nobody minds", "another, which is not run": ""}
+    known, rare = {name: Known("nobody minds"), "not run": Known("")}, {name: Known("", rare=True)}
     assert (unexpected([sin], different, {}), unexpected([sin], different, known)) == ([name], [])
-    assert (gone([sin], different, known), gone([sin], same, known)) == ([], [name])
-    assert (unexpected([sin], same, {}), gone([sin], same, {})) == ([], [])
+    assert (gone([sin], different, known, SAMPLES), gone([sin], different, known, 0)) == ([], [])
+    assert [gone([sin], same, known, samples) for samples in (0, SAMPLES, 1)] == [[name], [name], []]
+    assert [gone([sin], same, rare, samples) for samples in (0, SAMPLES, 1)] == [[name], [], []]
+    assert (unexpected([sin], same, {}), gone([sin], same, {}, 0)) == ([], [])
     total = table([sin], different).splitlines()[-1]
     assert [cell.strip() for cell in total.split("|")[1:-1]] == ["all", "0", "0", "0", "1", "0"]
 
@@ -299,4 +303,4 @@ def test_a_shard_is_one_of_so_many(shard: str, tmp_path: Path, capsys: pytest.Ca
 
 def test_each_known_difference_has_its_reason() -> None:
     assert set(KNOWN) == {"cpu", "cuda"}
-    assert all(reason for known in KNOWN.values() for reason in known.values())
+    assert all(each.why for known in KNOWN.values() for each in known.values())
