@@ -235,13 +235,17 @@ class Dispatcher(Optimized):
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
         self._replay: Replay | None = None
+        self._replayed: Hashable = None
+        self._replays = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
         replay = self._replay
         if replay is not None and (tensors := replay.fits(args, kwargs)) is not None:
             try:
-                return replay(tensors, args, kwargs)
+                value = replay(tensors, args, kwargs)
+                self._replays += 1
+                return value
             except Exception as reason:  # what else can be done is found on the long way
                 self._replay = None
                 if not (isinstance(reason, Changed) or replay.repeatable):
@@ -359,6 +363,7 @@ class Dispatcher(Optimized):
             return entry
 
     def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._count_replays()
         key, label = self._key(args, kwargs)
         entry = self._entry(key, args, kwargs)
         if entry is None:
@@ -387,8 +392,14 @@ class Dispatcher(Optimized):
                 raise
             return self._instead(key, entry, first_line(error), args, kwargs)
         guarded = self.options.guards == "dynamo"
-        self._replay = entry.replay(self.model, args, kwargs, guarded=guarded)
+        self._replay, self._replayed = entry.replay(self.model, args, kwargs, guarded=guarded), key
         return value
+
+    def _count_replays(self) -> None:
+        """Count the calls that the short way has served since this was last asked."""
+        if self._replays:
+            self._admission.served(self._replayed, self._replays)
+            self._replays = 0
 
     def _instead(self, key: Hashable, entry: Whole, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns where its schedule failed: if it does not fail too, it makes all such calls."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import autostream
+from autostream.admission import SERVED
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.explaining import reports_of
 from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same
@@ -750,7 +751,8 @@ def test_an_entry_for_each_signature() -> None:
     fast = autostream.optimize(model, max_signatures=99)
 
     def entries(*args: Any, **kwargs: Any) -> int:
-        same(fast(*args, **kwargs), model(*args, **kwargs))
+        for _ in range(SERVED):  # so many calls earn another schedule
+            same(fast(*args, **kwargs), model(*args, **kwargs))
         return len(fast.reports)
 
     assert entries(t(3, 4)) == 1
@@ -767,12 +769,12 @@ def test_an_entry_for_each_signature() -> None:
     fast.eval()
     assert entries(t(3, 4)) == 6
     model[0].train()
-    assert entries(t(3, 4)) == 7
+    assert entries(t(3, 4)) == 6, "a linear layer does not look at its mode"
     fast.requires_grad_(False)
     with torch.enable_grad():
-        assert entries(t(3, 4)) == 8
+        assert entries(t(3, 4)) == 7
     same(fast.train()(t(3, 4)), model(t(3, 4)))
-    assert len(fast.reports) == 8
+    assert len(fast.reports) == 7
 
 
 @torch.no_grad()
