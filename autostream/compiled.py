@@ -112,7 +112,7 @@ class Compiled(Optimized):
         """What is scheduled for tensors like these; made now where there is none yet, and it may be worth it."""
         latest = self._latest
         if latest is not None and latest.fits(values):
-            return latest
+            return None if latest.scheduled is None else latest
         key = self._key(values)
         admission = self._admission
         with self._lock:
