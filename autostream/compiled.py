@@ -25,6 +25,7 @@ from autostream.admission import Admission
 from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
 from autostream.frontend.aten import Given, program_of
+from autostream.frontend.guards import unusual_memory
 from autostream.frontend.numerics import numerics, watch_numerics
 from autostream.frontend.signature import aliases_of, described
 from autostream.ir import Decision, Role
@@ -113,6 +114,9 @@ class Compiled(Optimized):
         latest = self._latest
         if latest is not None and latest.fits(values):
             return None if latest.scheduled is None else latest
+        if unusual := next(filter(None, map(unusual_memory, _tensors(values))), ""):
+            self._note(f"a tensor {unusual}")
+            return None
         key = self._key(values)
         admission = self._admission
         with self._lock:
@@ -152,7 +156,7 @@ class Compiled(Optimized):
                 ready.scheduled.let_go(frozenset())
 
     def _key(self, values: Sequence[Any]) -> Hashable:
-        tensors = [value for value in values if isinstance(value, Tensor)]
+        tensors = _tensors(values)
         numbers = tuple(value for value in values if not isinstance(value, Tensor))
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         return numbers, kinds, aliases_of(tensors), numerics()
@@ -185,6 +189,10 @@ class Compiled(Optimized):
             log.warning("%s: some calls run plainly: %s", self._model, reason)
             refusal = Decision("", "plain", reason)
             self._refused[reason] = Report(self._model, "some calls", "plain", refusals=(refusal,), versions=versions())
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def section(surroundings: Surroundings, model: str, module: GraphModule, bound: frozenset[int]) -> Compiled:
@@ -279,7 +287,7 @@ class Ready:
 
 def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
     """A quick look at whether values are like these; where some are numbers or share memory, it says no."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors = _tensors(values)
     if len(tensors) < len(values) or len(set(map(storage_of, tensors))) < len(tensors):
         return lambda others: False
     alike, same_numerics = looks_alike(tensors), watch_numerics()
