@@ -25,6 +25,7 @@ from autostream.frontend.guards import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.ir import Role
 from autostream.storages import storage_of
+from autostream.tracing.convolutions import GRADIENTS_APART
 
 
 class Run(Protocol):
@@ -84,6 +85,7 @@ def differentiable(
             bw_compiler=halves.backward,
             inference_compiler=halves.inference,
             partition_fn=default_partition,
+            decompositions=dict(GRADIENTS_APART),
             keep_inference_input_mutations=True,
         )
     return run
