@@ -6,7 +6,8 @@
 AOTAutograd owns what PyTorch's autograd sees: aliases, mutations, saved tensors, hooks and errors. What the backward
 needs stays in the memory of the forward's CUDA graph until another call comes (``execution/lending.py``).
 
-Private to PyTorch (seen in torch 2.11 and 2.13): ``aot_module_simplified``, the front door of AOTAutograd for backends.
+Private to PyTorch (seen in torch 2.11 and 2.13): ``aot_module_simplified``, the front door of AOTAutograd for backends,
+and its list of saved tensors that a backward may write to (``bw_donated_idxs``).
 """
 
 from __future__ import annotations
@@ -91,6 +92,14 @@ def differentiable(
     return run
 
 
+def _keep_what_is_saved() -> None:
+    """Let a backward be gone through again: nothing writes to what is saved, so nobody need be told not to."""
+    context = TracingContext.try_get()
+    donated = getattr(context and context.fw_metadata, "bw_donated_idxs", None)
+    if donated:
+        donated.clear()
+
+
 def _fake_mode(module: GraphModule) -> Any:
     values = (node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder"))
     return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
@@ -126,6 +135,7 @@ class _Halves:
 
     def forward(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs the forward."""
+        _keep_what_is_saved()
         results: Any = module.graph.output_node().args[0]
         self._outputs = {node.name: at for at, node in enumerate(results) if isinstance(node, torch.fx.Node)}
 
