@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
+from autostream.errors import TraceError
 from autostream.execution.lending import Lending
 from autostream.frontend.guards import unusual_memory
 from autostream.frontend.inputs import names_like
@@ -71,6 +72,9 @@ def differentiable(
         tensors: what it is called with now.
         names: what its inputs are.
         make: makes what runs a graph without gradients; it is called for the forward, then for the backward.
+
+    Raises:
+        TraceError: its backward would lack something.
     """
     from functorch.compile import default_partition
     from torch._functorch.aot_autograd import aot_module_simplified
@@ -90,6 +94,9 @@ def differentiable(
             keep_inference_input_mutations=True,
         )
     return run
+
+
+_ONE_WAY = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 def _keep_what_is_saved() -> None:
@@ -134,7 +141,13 @@ class _Halves:
         return _boxed(run)
 
     def forward(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What runs the forward."""
+        """What runs the forward.
+
+        Raises:
+            TraceError: PyTorch's kernel saves nothing for a backward.
+        """
+        if module.graph.find_nodes(op="call_function", target=_ONE_WAY):
+            raise TraceError("MKLDNN's LSTM leaves its backward nothing, for it is traced without gradients")
         _keep_what_is_saved()
         results: Any = module.graph.output_node().args[0]
         self._outputs = {node.name: at for at, node in enumerate(results) if isinstance(node, torch.fx.Node)}
