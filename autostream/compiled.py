@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from autostream.admission import Admission
 from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
+from autostream.execution.cuda_graph import GraphPools
 from autostream.frontend.aten import Given, program_of
 from autostream.frontend.guards import unusual_memory
 from autostream.frontend.numerics import numerics, watch_numerics
@@ -53,6 +54,7 @@ class Compiled(Optimized):
         model: the model's name.
         surroundings: what its schedules share with those of the model's other graphs.
         may_cut: whether what a CUDA graph cannot hold may be cut into sections.
+        half: of a call that records gradients, which one it is. A forward computes where no other graph does.
 
     Example:
         >>> class Twice(nn.Module):
@@ -66,9 +68,18 @@ class Compiled(Optimized):
     """
 
     def __init__(
-        self, module: GraphModule, names: Names, model: str, surroundings: Surroundings, *, may_cut: bool = True
+        self,
+        module: GraphModule,
+        names: Names,
+        model: str,
+        surroundings: Surroundings,
+        *,
+        may_cut: bool = True,
+        half: str = "",
     ) -> None:
-        self._module, self._names, self._model = module, list(names), model
+        self._module, self._names, self._model, self.half = module, list(names), model, half
+        if half == "forward":
+            surroundings = replace(surroundings, pools=GraphPools())
         cut = partial(section, surroundings, model) if may_cut else None
         self._surroundings = replace(surroundings, make_section=cut)
         self._admission = Admission["Ready"](surroundings.options.max_signatures)
@@ -147,7 +158,7 @@ class Compiled(Optimized):
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature."""
         made = [ready.report() for ready in reversed(self._admission.entries.values())]
-        return (*made, *self._refused.values())
+        return tuple(replace(report, half=self.half) for report in (*made, *self._refused.values()))
 
     def let_go(self) -> None:
         """Keep no memory for weights that are no longer the model's."""
@@ -189,6 +200,20 @@ class Compiled(Optimized):
             log.warning("%s: some calls run plainly: %s", self._model, reason)
             refusal = Decision("", "plain", reason)
             self._refused[reason] = Report(self._model, "some calls", "plain", refusals=(refusal,), versions=versions())
+
+
+def reports_of_graph(model: str, made: Sequence[Compiled]) -> tuple[Report, ...]:
+    """What is known of a graph of Dynamo's, from what was made of it: one report where gradients are recorded."""
+    if any(compiled.half for compiled in made):
+        return (report_of_halves(model, made),)
+    return tuple(report for compiled in made for report in compiled.reports)
+
+
+def report_of_halves(model: str, made: Sequence[Compiled]) -> Report:
+    """What is known of a graph that records gradients, from what was made of its forward and its backward so far."""
+    parts = tuple(report for compiled in made for report in compiled.reports)
+    signature = next((part.signature for part in parts), "not run yet")
+    return Report(model, signature, "forward and backward", versions=versions(), parts=parts)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -43,8 +43,12 @@ class Run(Protocol):
 class Make(Protocol):
     """Makes what runs a graph."""
 
-    def __call__(self, module: GraphModule, names: Sequence[tuple[Role, str]], *, lends: bool = False) -> Run:
-        """From the graph and what its inputs are; one that lends computes where no other graph does."""
+    def __call__(self, module: GraphModule, names: Sequence[tuple[Role, str]], *, half: str = "") -> Run:
+        """From the graph and what its inputs are.
+
+        Where gradients are recorded, ``half`` is ``"forward"``, which computes where no other graph does, for it lends
+        what it saves; or ``"backward"``.
+        """
 
 
 def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) -> Callable[..., Any]:
@@ -157,17 +161,19 @@ class _Halves:
             half = made.of(taken)
             with self._lock:
                 lent = half.lend(taken, self._saved)
+                if self._lending is not None:
+                    self._lending.recall()
+                self._memory = {}
                 if not lent:
                     return half(*taken)
                 self._lending = self._lending or Lending(_device_of(taken))
-                self._lending.recall()
                 outputs = list(half(*taken))
                 self._memory = {at: outputs[at] for at in sorted(lent)}
                 for at, tensor in zip(self._memory, self._lending.lend([*self._memory.values()]), strict=True):
                     outputs[at] = tensor
                 return outputs
 
-        made = _Made(lambda values: self._make(module, self._names(values), lends=True))
+        made = _Made(lambda values: self._make(module, self._names(values), half="forward"))
         return _boxed(run)
 
     def backward(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -190,7 +196,7 @@ class _Halves:
                         taken[at] = tensor
                 return made.of(taken, frozenset(lent))(*taken)
 
-        made = _Made(lambda values, lent: self._make(module, self._names(values, lent)))
+        made = _Made(lambda values, lent: self._make(module, self._names(values, lent), half="backward"))
         return _boxed(run)
 
     _saved: frozenset[int] = frozenset()
