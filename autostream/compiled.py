@@ -315,9 +315,9 @@ def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
     tensors = _tensors(values)
     if len(tensors) < len(values) or len(set(map(storage_of, tensors))) < len(tensors):
         return lambda others: False
-    alike, same_numerics = looks_alike(tensors), watch_numerics()
+    alike, same_numerics, count = looks_alike(tensors), watch_numerics(), len(tensors)  # which keep no tensor
     return lambda others: (
-        len(others) == len(tensors)
+        len(others) == count
         and alike(others)
         and len(set(map(storage_of, others))) == len(others)
         and same_numerics()
