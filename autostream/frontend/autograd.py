@@ -80,7 +80,6 @@ def differentiable(
     Raises:
         TraceError: its backward would lack something.
     """
-    from functorch.compile import default_partition
     from torch._functorch.aot_autograd import aot_module_simplified
 
     state = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
@@ -93,7 +92,7 @@ def differentiable(
             fw_compiler=halves.forward,
             bw_compiler=halves.backward,
             inference_compiler=halves.inference,
-            partition_fn=default_partition,
+            partition_fn=halves.partition,
             decompositions=dict(GRADIENTS_APART),
             keep_inference_input_mutations=True,
         )
@@ -129,10 +128,20 @@ class _Halves:
 
     def __init__(self, make: Make, state: set[int]) -> None:
         self._make, self._state = make, state
+        self._taken: set[str] = set()
         self._outputs: dict[str, int] = {}
+        self._saved: frozenset[int] = frozenset()
         self._lending: Lending | None = None
         self._memory: dict[int, Tensor] = {}
         self._lock = threading.Lock()
+
+    def partition(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """The halves of a joint graph; the backward is compiled when first it is gone back, so long after the forward."""
+        from functorch.compile import default_partition
+
+        forward, backward = default_partition(*args, **kwargs)
+        self._taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
+        return forward, backward
 
     def inference(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of which nothing requires gradients after all."""
@@ -155,6 +164,7 @@ class _Halves:
         _keep_what_is_saved()
         results: Any = module.graph.output_node().args[0]
         self._outputs = {node.name: at for at, node in enumerate(results) if isinstance(node, torch.fx.Node)}
+        self._saved = frozenset(at for name, at in self._outputs.items() if name in self._taken)
 
         def run(values: list[Any]) -> Sequence[Any]:
             taken = _emptied(values)
@@ -180,7 +190,6 @@ class _Halves:
         """What runs the backward."""
         names = [node.name for node in module.graph.find_nodes(op="placeholder")]
         saved = {at: self._outputs[name] for at, name in enumerate(names) if name in self._outputs}
-        self._saved = frozenset(saved.values())
 
         def run(values: list[Any]) -> Sequence[Any]:
             taken = _emptied(values)
@@ -198,9 +207,6 @@ class _Halves:
 
         made = _Made(lambda values, lent: self._make(module, self._names(values, lent), half="backward"))
         return _boxed(run)
-
-    _saved: frozenset[int] = frozenset()
-    """Positions of the forward's outputs that the backward takes; known as soon as that has been traced."""
 
     def _names(self, values: Sequence[Any], lent: frozenset[int] = frozenset()) -> list[tuple[Role, str]]:
         """What the inputs of a half are: lent memory stays where it is, as weights do."""
