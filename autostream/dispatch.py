@@ -94,7 +94,7 @@ class Whole:
         """Whether a call that failed may be made again: nothing that anybody can see has changed."""
         compiled = [self.compiled] if self.compiled else self._halves
         made = (ready.scheduled for own in compiled for ready in own.made)
-        return not self.captured.effects and all(scheduled is None or scheduled.repeatable for scheduled in made)
+        return not (self.captured.effects or self.captured.stores) and all(scheduled is None or scheduled.repeatable for scheduled in made)
 
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known of it."""
@@ -149,6 +149,7 @@ class Whole:
             tensors,
             (structure, resolved),
             guards,
+            captured.stores,
             looks_first=place is None or not scheduled.harmless or bool(scheduled.frozen),
             writes=scheduled.writes,
         )

@@ -46,6 +46,7 @@ class Replay:
         returned: the structure of what the model returns, and where its tensors come from: outputs of the program, then
             the call's tensors, then what is held.
         guards: take ``(args, kwargs)``; ``None`` where the caller has said that nothing but inputs changes.
+        stores: what a call leaves in attributes of Python objects.
         looks_first: whether to ask the guards before the run.
         writes: whether the program writes any of its arguments.
 
@@ -62,6 +63,7 @@ class Replay:
         tensors: Sequence[Tensor],
         returned: tuple[Structure, Sequence[int]],
         guards: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None,
+        stores: Sequence[tuple[Any, str, Any]],
         *,
         looks_first: bool,
         writes: bool,
@@ -81,6 +83,7 @@ class Replay:
         self._structure, self._sources = returned
         self._single = self._structure is TENSOR and list(self._sources) == [0]
         self._guards, self._looks_first = guards, looks_first or guards is None
+        self._stores = list(stores)
         self._recorded = torch.is_grad_enabled()
         self._same_numerics = watch_unguarded()
         self.repeatable = not writes
@@ -111,6 +114,8 @@ class Replay:
         outputs = self._launch(self._arguments(tensors))
         if not self._looks_first and not self._intact(args, kwargs):
             raise Changed
+        for owner, name, value in self._stores:
+            setattr(owner, name, value)
         if self._single:
             return outputs[0]
         known = [*outputs, *tensors, *self._live]
