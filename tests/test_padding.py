@@ -22,7 +22,7 @@ from autostream.buckets import Bucket
 from autostream.errors import TargetError
 from autostream.options import Options
 from autostream.padding import PaddingDispatcher
-from autostream.tracing.trial import Tried, tried
+from autostream.frontend.trial import Tried, tried
 from tests.semantics import Model, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
