@@ -25,16 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules import module as nn_module
+from torch.nn.parameter import is_lazy
 
 from autostream.admission import Admission
 from autostream.comparison import compared
 from autostream.compiled import Compiled, Names
-from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
+from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
-from autostream.frontend.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
+from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.numerics import numerics, order_attention
@@ -101,7 +102,7 @@ class Whole:
         try:
             tensors, call = flatten((args, kwargs))
             found = self._returned(model, args, kwargs, tensors)
-        except TraceError:
+        except Exception:  # such as what asks an output for its value
             return None
         ready = self.compiled[0].ready(captured.given(model, args, kwargs))
         if not tensors or found is None or ready is None or ready.scheduled is None:
@@ -341,6 +342,8 @@ class Dispatcher(Optimized):
         if entry is None:
             if self._unasked(args):
                 return self._plainly(_BETTER_ALONE, args, kwargs)
+            if any(map(is_lazy, self.model.parameters())):
+                return self._plainly(_LAZY, args, kwargs)
             entry = self._new_entry(key, label, args, kwargs)
         if isinstance(entry, str):
             return self._plainly(entry, args, kwargs)
@@ -384,7 +387,7 @@ class Dispatcher(Optimized):
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, str]:
         """What tells most calls of different graphs apart before any guard is asked, and what to call such calls."""
-        mode = "train" if self.model.training else "eval"
+        mode = "train" if self._training else "eval"
         recorded = torch.is_grad_enabled()
         try:
             tensors, structure = flatten((args, kwargs))
@@ -393,7 +396,7 @@ class Dispatcher(Optimized):
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         required = recorded and any(t.requires_grad for t in chain(tensors, self.model.parameters()))
         label = f"{described(tensors)}, {mode}, {'gradients' if required else 'no gradients'}"
-        return (structure, kinds, aliases_of(tensors), recorded, self.model.training, numerics()), label
+        return (structure, kinds, aliases_of(tensors), recorded, self._training, numerics()), label
 
     def _entry(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """What was made for such calls, if the guards hold."""
@@ -427,15 +430,18 @@ class Dispatcher(Optimized):
         if any(isinstance(value, Optimized) for module in model.modules() for value in vars(module).values()):
             reason = "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
             return self._refused(label, TraceError(reason))
+        if has_torchscript(model):
+            reason = "TorchScript cannot be captured: use the module that it was made from"
+            return self._refused(label, TraceError(reason))
         try:
             captured = capture(model, args, kwargs)
-        except Exception as error:
-            if options.strict:
-                raise
-            if isinstance(error, OptionError | TargetError):
-                raise
+        except TraceError as error:
+            if options.strict or isinstance(error, FastPathError):
+                return self._refused(label, error)
             log.warning("%s: %s; splitting it at graph breaks", self._name, error)
             return Split(model, label, str(error), self._graph)
+        if captured is None:
+            return Plain(label, "it computes nothing with tensors")
         try:
             names = names_of(captured, model)
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
@@ -509,6 +515,10 @@ class Dispatcher(Optimized):
         return Dispatcher, (self.model, self.options)
 
     @property
+    def _training(self) -> bool:
+        return bool(getattr(self.model, "training", False))  # frozen TorchScript has none
+
+    @property
     def _name(self) -> str:
         return name_of(self.model)
 
@@ -517,6 +527,8 @@ _BETTER_ALONE = (
     "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
     "host longer than the model does: choose a policy to have one all the same"
 )
+
+_LAZY = "it has parameters that its first call makes"
 
 _SIZES = "pad them to a few sizes with dynamic= (see autostream.Bucket), or raise max_signatures"
 

@@ -23,7 +23,8 @@ Where one is missing, :func:`capture` raises a :class:`~autostream.errors.TraceE
 from __future__ import annotations
 
 import builtins
-import logging
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autostream.errors import TraceError, first_line
+from autostream.analysis.source import user_line
+from autostream.errors import FastPathError, TraceError, first_line
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """Of a call: what is called, and its positional and keyword arguments."""
@@ -44,6 +46,7 @@ SETTINGS: Mapping[str, Any] = {
     "specialize_float": True,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
+    "trace_autograd_ops": True,
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,  # a hook that comes later takes effect
     "use_recursive_dict_tags_for_guards": True,  # one look at a dictionary's version for all that is in it
@@ -144,7 +147,7 @@ def _take(*values: Any) -> Sequence[Any]:
     raise _Given(values)
 
 
-def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture | None:
     """Trace a call, in the modes that are set now. Nothing is computed, and nothing that Python can see changes.
 
     Args:
@@ -152,7 +155,11 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         args: its positional arguments.
         kwargs: its keyword arguments.
 
+    Returns:
+        Nothing for a call that computes nothing with tensors.
+
     Raises:
+        FastPathError: ``torch.compile`` would not do the same as the model.
         TraceError: Dynamo cannot capture it as one graph, or this version of PyTorch lacks what capturing builds on;
             the message is Dynamo's.
 
@@ -177,8 +184,10 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             output = _compile_frame(function, {"model": model, "args": args, "kwargs": kwargs}, backend)
         except Exception as error:
             raise TraceError(reason_of(error)) from error
+        if output.tracer_output.output_graph.random_calls:  # graphs would draw the same numbers again and again
+            raise FastPathError("it draws random numbers from a generator of Python's")
         if not found:
-            raise TraceError("it computes nothing with tensors")
+            return None
         ((module, example_inputs, effects),) = found
         return _capture_of(output, function.__code__, module, example_inputs, effects)
 
@@ -278,13 +287,15 @@ def _has_effects() -> bool:
         any(not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew) for item in changed)
         or bool(effects.tensor_hooks)
         or bool(effects.save_for_backward)
-        or bool(output_graph.random_calls)
     )
 
 
 def reason_of(error: BaseException) -> str:
     """Why Dynamo cannot capture something, in one line, with the user's line where it says which."""
-    return first_line(error)
+    stack = getattr(error, "real_stack", None)
+    line = user_line("".join(traceback.format_list(stack))) if stack else ""
+    reason = first_line(error).removeprefix("Unsupported: ").removeprefix("UserError: ")
+    return f"{reason} ({line})" if line else reason
 
 
 @contextmanager
@@ -300,6 +311,8 @@ def compiling(**settings: Any) -> Iterator[None]:
         stack.enter_context(config.patch(known))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(recorded))  # leaving inference mode has set it
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\.")  # of tracing; what is refused is told by its reason
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("autostream.capture", log_pt2_compile_event=True))
         yield
