@@ -70,7 +70,8 @@ class Whole:
     def __init__(
         self, captured: Capture, run: Callable[..., Sequence[Any]], label: str, compiled: Sequence[Compiled]
     ) -> None:
-        self.captured, self.label, self.compiled = captured, label, tuple(compiled)
+        self.captured, self.label, self.compiled = captured, label, compiled
+        self._in_halves = list(compiled) != [run]  # which are made in the first calls of each
         self._restored = captured.restored(run)
         self.guards = captured.guards
 
@@ -86,7 +87,7 @@ class Whole:
 
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known of it."""
-        if len(self.compiled) == 1:
+        if not self._in_halves:
             return tuple(replace(report, signature=self.label) for report in self.compiled[0].reports[:1])
         halves = zip(("forward", "backward"), self.compiled, strict=False)
         parts = tuple(replace(report, half=half) for half, compiled in halves for report in compiled.reports)
@@ -97,7 +98,7 @@ class Whole:
     ) -> Replay | None:
         """The short way of calls like this one, where there is one."""
         captured = self.captured
-        if captured.effects or len(self.compiled) > 1:
+        if captured.effects or self._in_halves:
             return None
         try:
             tensors, call = flatten((args, kwargs))

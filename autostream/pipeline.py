@@ -131,13 +131,10 @@ def plan(
     candidates = candidates_for(priced, options, capture, stopwatch)
     exempted = exemption(candidates[0], options.memory_budget, given_bytes(priced.graph))
     best = best_of(candidates)
-    name, label, refusals = (
-        name_of(model),
-        _label(model, args, kwargs, device),
-        (*unfused, *priced.refusals, *_in_sections(priced, options)),
-    )
+    label = _label(model, args, kwargs, device)
+    refusals = (*unfused, *priced.refusals, *_in_sections(priced, options))
     return replace(
-        planned(name, label, "dry run", program.level, priced, candidates, best),
+        planned(name_of(model), label, "dry run", program.level, priced, candidates, best),
         refusals=(*refusals, *priced.remarks, *exempted),
         seconds=dict(stopwatch.seconds),
     )

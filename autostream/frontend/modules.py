@@ -93,11 +93,8 @@ def referred_to(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         names = code.co_varnames[: code.co_argcount]
         yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
         yield from (function.__kwdefaults__ or {}).items()
-    elif not isinstance(function, type) and isinstance(
-        called := getattr(type(function), "__call__", None), FunctionType
-    ):
-        yield "self", function
-        yield from ((name, value) for name, value in getattr(function, "__dict__", {}).items())
+    elif isinstance(called := type(function).__call__, FunctionType):
+        yield from getattr(function, "__dict__", {}).items()
         yield from referred_to(called)
 
 
