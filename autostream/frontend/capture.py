@@ -82,20 +82,23 @@ class Guards:
 
     Args:
         manager: Dynamo's.
+        model: what was captured. To Dynamo, its ``forward`` is the code that runs, and another one is another code.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, model: Callable[..., Any]) -> None:
         self._manager = manager
         self._check: Callable[[dict[str, Any]], bool] = manager.check
+        self._forward = getattr(type(model), "forward", None)
 
     def __call__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Ask all guards, in C++."""
-        return self._check({"model": model, "args": args, "kwargs": kwargs})
+        forward = getattr(type(model), "forward", None)
+        return forward is self._forward and self._check({"model": model, "args": args, "kwargs": kwargs})
 
     def failed(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The guard that does not hold of a call, as Dynamo writes it; ``""`` where all do."""
         found = self._manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
-        return "" if found.result else "; ".join(found.verbose_code_parts)
+        return "" if found.result else "; ".join(part.partition("#")[0].strip() for part in found.verbose_code_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,7 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if not found:
             return None
         ((module, example_inputs, effects),) = found
-        return _capture_of(output, function.__code__, module, example_inputs, effects)
+        return _capture_of(output, function.__code__, model, module, example_inputs, effects)
 
 
 def _compile_frame(function: FunctionType, scope: dict[str, Any], backend: Callable[..., Any]) -> Any:
@@ -210,7 +213,7 @@ def _compile_frame(function: FunctionType, scope: dict[str, Any], backend: Calla
 
 
 def _capture_of(
-    output: Any, code: CodeType, module: fx.GraphModule, example_inputs: Sequence[Any], effects: bool
+    output: Any, code: CodeType, model: Any, module: fx.GraphModule, example_inputs: Sequence[Any], effects: bool
 ) -> Capture:
     graph_output = output.graph_capture_output()
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -225,6 +228,9 @@ def _capture_of(
     )
     _guard_identities(graph_output, [s for s, given in zip(sources, inputs, strict=True) if not given.is_argument])
     manager = graph_output.build_guards(code).guard_manager
+    if not _skips_soundly(manager.root):
+        with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=False):
+            manager = graph_output.build_guards(code).guard_manager
     backend_id = module.meta["backend_id"] if "backend_id" in module.meta else module._backend_id
     environment = graph_output.get_runtime_env()
 
@@ -234,7 +240,7 @@ def _capture_of(
         )
         return restored
 
-    return Capture(module, inputs, tuple(example_inputs), Guards(manager), effects, restore)
+    return Capture(module, inputs, tuple(example_inputs), Guards(manager, model), effects, restore)
 
 
 def _used(environment: Any, globals_: dict[str, Any]) -> dict[str, Any]:
@@ -275,6 +281,18 @@ def _guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
         guards.add(source.make_guard(identity))
 
 
+def _skips_soundly(node: Any) -> bool:
+    """Whether no guard is skipped that a dictionary's version does not vouch for.
+
+    Dynamo takes a method of a list for as immutable as a function, and what is guarded of that list with it.
+    """
+    children = list(node.get_child_managers())
+    if hasattr(node, "get_key_value_managers"):
+        children += [child for pair in node.get_key_value_managers().values() for child in pair if child is not None]
+    safe = hasattr(node, "is_tag_safe") and node.is_tag_safe()
+    return not (safe and any(not child.is_tag_safe() for child in children)) and all(map(_skips_soundly, children))
+
+
 def _has_effects() -> bool:
     """Whether the trace that has come to its backend wrote to Python objects that were there before it."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -305,12 +323,9 @@ def compiling(**settings: Any) -> Iterator[None]:
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
-    recorded = torch.is_grad_enabled()
     with ExitStack() as stack:
         stack.enter_context(_lock())
         stack.enter_context(config.patch(known))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(recorded))  # leaving inference mode has set it
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\.")  # of tracing; what is refused is told by its reason
         stack.enter_context(get_metrics_context())
