@@ -47,6 +47,7 @@ from autostream.storages import storage_of
 
 log = logging.getLogger(__name__)
 
+
 class _Outdated(Exception):  # noqa: N818 - a notice within this file, not an error
     """What was found out about calls was found before the model changed. Nothing has been done."""
 

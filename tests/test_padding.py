@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autostream import padding
 from autostream.buckets import Bucket
 from autostream.errors import TargetError
+from autostream.frontend.trial import Tried, tried
 from autostream.options import Options
 from autostream.padding import PaddingDispatcher
-from autostream.frontend.trial import Tried, tried
 from tests.semantics import Model, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

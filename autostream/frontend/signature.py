@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autostream.storages import byte_offset, storage_of
 from autostream.frontend.numerics import numerics
-from autostream.tracing.reads import Read, unlike
 from autostream.frontend.tree import Structure, constants_of
+from autostream.storages import byte_offset, storage_of
+from autostream.tracing.reads import Read, unlike
 
 
 @dataclass(frozen=True, slots=True)
