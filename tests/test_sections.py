@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autostream import build, compiled, optimize, sections
+from autostream import compiled, optimize, scheduled, sections
 from autostream.costs.device import profile_named
 from autostream.dispatch import Dispatcher
 from autostream.frontend.trace import trace
@@ -205,13 +205,13 @@ def test_a_section_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be for ever, where it is refused for itself."""
     seen: list[str] = []
     let_be_cut(monkeypatch, nothing)
-    cut_once = build.sections_of
+    cut_once = scheduled.sections_of
 
     def spy(program: Program, *rest: Any) -> Any:
         seen.append(program.outputs[0])
         return cut_once(program, *rest)
 
-    monkeypatch.setattr("autostream.build.sections_of", spy)
+    monkeypatch.setattr("autostream.scheduled.sections_of", spy)
     optimize(model())(t(4, 4))
     assert len(seen) == 1
 
