@@ -479,14 +479,14 @@ class Dispatcher(Optimized):
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
                 made: list[Compiled] = []
                 run = differentiable(captured.module, captured.tensors, names, partial(self._graph, made))
-                return Whole(captured, run, label, halves=made)
+                return Whole(replace(captured, tensors=()), run, label, halves=made)
             compiled = self._like(captured, names) or self._graph([], captured.module, names)
             ready = compiled.ready(captured.tensors)
         except Exception as error:
             return self._refused(label, error)
         if ready is None:
             return Plain(label, compiled.refusal)
-        return Whole(captured, compiled, label, ready)
+        return Whole(replace(captured, tensors=()), compiled, label, ready)
 
     def _like(self, captured: Capture, names: Names) -> Compiled | None:
         """What runs the same graph for other guards, such as those of inference mode."""
