@@ -36,10 +36,12 @@ from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
 from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.frontend.inputs import names_of
+from autostream.frontend.modules import name_of
 from autostream.frontend.numerics import numerics, order_attention
 from autostream.frontend.signature import aliases_of, described
 from autostream.split import Split
 from autostream.frontend.tree import Structure, flatten, unflatten
+from autostream.frontend.trial import check_call, check_devices
 from autostream.ir import Decision
 from autostream.optimized import Optimized
 from autostream.options import Options, disabled, paranoid
@@ -50,8 +52,6 @@ from autostream.reporting.report import Report
 from autostream.scheduled import Surroundings
 from autostream.tracing.inductor import check_level
 from autostream.tracing.saved_tensors import hooks_are_set
-from autostream.tracing.state import name_of
-from autostream.tracing.trial import check_call, check_devices
 
 log = logging.getLogger(__name__)
 
