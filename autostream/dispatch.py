@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from autostream.admission import Admission
 from autostream.comparison import compared
-from autostream.compiled import Compiled, Names, Ready
+from autostream.compiled import Compiled, Names, Ready, report_of_halves
 from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
@@ -100,9 +100,7 @@ class Whole:
         """What is known of it."""
         if self.compiled is not None:
             return () if self._ready is None else (replace(self._ready.report(), signature=self.label),)
-        halves = zip(("forward", "backward"), self._halves, strict=False)
-        parts = tuple(replace(report, half=half) for half, compiled in halves for report in compiled.reports)
-        return (Report(model, self.label, "forward and backward", versions=versions(), parts=parts),)
+        return (replace(report_of_halves(model, self._halves), signature=self.label),)
 
     def replay(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, guarded: bool
@@ -329,7 +327,7 @@ class Dispatcher(Optimized):
         with self._lock:
             entries = [entry for entries in reversed(self._admission.entries.values()) for entry in reversed(entries)]
             found = chain.from_iterable(entry.reports(self._name) for entry in entries)
-            told = {(id(report.chosen), report.signature, report.mode): report for report in found}  # guards may differ
+            told = {(*_chosen(report), report.signature, report.mode): report for report in found}  # guards may differ
             return (*told.values(), *self._bypasses.values())
 
     def forget(self) -> None:
@@ -502,10 +500,9 @@ class Dispatcher(Optimized):
         log.warning("%s runs plainly: %s", self._name, reason)
         return Plain(label, reason, passing)
 
-    def _graph(self, made: list[Compiled], module: GraphModule, names: Names, *, lends: bool = False) -> Compiled:
-        """What runs a graph of the model's; one that lends its outputs has memory of its own."""
-        surroundings = replace(self._surroundings, pools=GraphPools()) if lends else self._surroundings
-        compiled = Compiled(module, names, self._name, surroundings)
+    def _graph(self, made: list[Compiled], module: GraphModule, names: Names, *, half: str = "") -> Compiled:
+        """What runs a graph of the model's."""
+        compiled = Compiled(module, names, self._name, self._surroundings, half=half)
         made.append(compiled)
         return compiled
 
@@ -563,6 +560,10 @@ class Dispatcher(Optimized):
     @property
     def _name(self) -> str:
         return name_of(self.model)
+
+
+def _chosen(report: Report) -> tuple[int, ...]:
+    return (id(report.chosen), *(id(part.chosen) for part in report.parts))
 
 
 _BETTER_ALONE = (
