@@ -36,10 +36,12 @@ from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
 from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.frontend.inputs import names_of
+from autostream.frontend.modules import name_of
 from autostream.frontend.numerics import numerics, order_attention
 from autostream.frontend.signature import aliases_of, described
 from autostream.split import Split
 from autostream.frontend.tree import Structure, flatten, unflatten
+from autostream.frontend.trial import check_call, check_devices
 from autostream.ir import Decision
 from autostream.optimized import Optimized
 from autostream.options import Options, disabled, paranoid
@@ -50,8 +52,6 @@ from autostream.reporting.report import Report
 from autostream.scheduled import Surroundings
 from autostream.tracing.inductor import check_level
 from autostream.tracing.saved_tensors import hooks_are_set
-from autostream.tracing.state import name_of
-from autostream.tracing.trial import check_call, check_devices
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +94,12 @@ class Whole:
         """Whether a call that failed may be made again: nothing that anybody can see has changed."""
         compiled = [self.compiled] if self.compiled else self._halves
         made = (ready.scheduled for own in compiled for ready in own.made)
-        return not self.captured.effects and all(scheduled is None or scheduled.repeatable for scheduled in made)
+        return not (self.captured.effects or self.captured.stores) and all(scheduled is None or scheduled.repeatable for scheduled in made)
 
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known of it."""
         if self.compiled is not None:
-            return () if self._ready is None else (replace(self._ready.report(), signature=self.label),)
+            return () if self._ready is None else (replace(self._ready.report, signature=self.label),)
         return (replace(report_of_halves(model, self._halves), signature=self.label),)
 
     def replay(
@@ -147,6 +147,7 @@ class Whole:
             tensors,
             (structure, resolved),
             guards,
+            captured.stores,
             looks_first=place is None or not scheduled.harmless or bool(scheduled.frozen),
             writes=scheduled.writes,
         )

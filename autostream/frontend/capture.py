@@ -27,7 +27,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -40,6 +40,9 @@ from autostream.errors import FastPathError, TraceError, first_line
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """Of a call: what is called, and its positional and keyword arguments."""
+
+Store = tuple[Any, str, Any]
+"""An object, the name of an attribute, and the constant that it is set to."""
 
 SETTINGS: Mapping[str, Any] = {
     "assume_static_by_default": True,
@@ -159,16 +162,18 @@ class Capture:
         inputs: what it takes, in order.
         tensors: what the captured call gave it.
         guards: for which other calls it stands.
-        effects: whether a call does more to Python's objects than to return a value.
         restore: see :meth:`restored`.
+        stores: the constants that a call leaves in attributes of Python objects: the object, the name, the value.
+        effects: whether a call does more to Python's objects than that.
     """
 
     module: fx.GraphModule
     inputs: tuple[Input, ...]
     tensors: tuple[Tensor, ...]
     guards: Guards
-    effects: bool
     restore: Callable[[Callable[..., Any]], Callable[..., Any]]
+    stores: tuple[Store, ...] = ()
+    effects: bool = False
 
     def given(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The tensors that Dynamo's bytecode gives the graph in a call; nothing is run."""
@@ -222,10 +227,10 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         >>> captured.guards(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
         False
     """
-    found: list[tuple[fx.GraphModule, Sequence[Any], bool]] = []
+    found: list[tuple[fx.GraphModule, Sequence[Any], tuple[Store, ...], bool]] = []
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-        found.append((module, example_inputs, _has_effects()))
+        found.append((module, example_inputs, *_effects()))
         return module
 
     # Dynamo adds what it imports to the globals of the code that it traces: these are nobody's but this capture's.
@@ -240,8 +245,9 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             raise FastPathError("it draws random numbers from a generator of Python's")
         if not found:
             return None
-        ((module, example_inputs, effects),) = found
-        return _capture_of(output, function.__code__, scope, module, example_inputs, effects)
+        ((module, example_inputs, stores, effects),) = found
+        captured = _capture_of(output, function.__code__, scope, module, example_inputs)
+        return replace(captured, stores=stores, effects=effects)
 
 
 def _compile_frame(function: FunctionType, scope: dict[str, Any], backend: Callable[..., Any]) -> Any:
@@ -267,7 +273,6 @@ def _capture_of(
     scope: dict[str, Any],
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
-    effects: bool,
 ) -> Capture:
     graph_output = output.graph_capture_output()
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -302,7 +307,7 @@ def _capture_of(
         restored: Callable[..., Any] = environment.forward_callable(backend_id, run, extra_globals=used)
         return restored
 
-    return Capture(module, inputs, tuple(example_inputs), Guards(build, scope), effects, restore)
+    return Capture(module, inputs, tuple(example_inputs), Guards(build, scope), restore)
 
 
 @cache
@@ -367,19 +372,33 @@ def _skips_soundly(node: Any) -> bool:
     return all(child.is_tag_safe() for inner in safe for child in _children(inner))
 
 
-def _has_effects() -> bool:
-    """Whether the trace that has come to its backend wrote to Python objects that were there before it."""
+def _effects() -> tuple[tuple[Store, ...], bool]:
+    """What the trace that has come to its backend does to Python objects that were there before it.
+
+    Returns:
+        The constants that it leaves in attributes; and whether there is more than that.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     output_graph: Any = InstructionTranslator.current_tx().output
     effects = output_graph.side_effects
-    changed = (item for item in effects.id_to_variable.values() if effects.is_modified(item))
-    return (
-        any(not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew) for item in changed)
-        or bool(effects.tensor_hooks)
-        or bool(effects.save_for_backward)
-    )
+    changed = [
+        item
+        for item in effects.id_to_variable.values()
+        if effects.is_modified(item) and not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew)
+    ]
+    stores: list[Store] = []
+    for item in changed:
+        attributes = effects.store_attr_mutations.get(item)
+        owner = getattr(item, "value", None)
+        if attributes is None or owner is None or isinstance(owner, list | dict | set | tuple):
+            return (), True
+        for name, value in attributes.items():
+            if not value.is_python_constant() or isinstance(value.as_python_constant(), list | dict | set):
+                return (), True
+            stores.append((owner, name, value.as_python_constant()))
+    return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward)
 
 
 def reason_of(error: BaseException) -> str:
