@@ -28,12 +28,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import TensorWeakRef
 
 from autostream.analysis.source import user_line
 from autostream.errors import FastPathError, TraceError, first_line
@@ -298,6 +299,7 @@ def _capture_of(
             return manager
         finally:
             state.local_scope = {}  # it would keep the arguments
+            _forget_guarded(state.guards)
 
     environment = graph_output.get_runtime_env()
     used = _used(environment, graph_output.f_globals)
@@ -350,17 +352,27 @@ def _root(source: Any) -> str:
 def _guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
     """Guard which object each of these sources is, by the guard that ``ID_MATCH`` is made of.
 
-    That itself writes the object into its message, which for a tensor is its values (in 2.11).
+    That itself writes the object into its message, which for a tensor is its values (in 2.11), and refers to it weakly,
+    for which ``torch.utils.swap_tensors`` would refuse it. Once it is gone, another tensor may have its identity: all
+    else that is guarded is the same then, and what runs the graph looks at addresses.
     """
 
     def identity(builder: Any, guard: Any) -> None:
         told = [f"{_name(guard.originating_source)} is the tensor that was captured"]
-        identity = builder.id_ref(builder.get(guard), told[0])  # no guard holds any more once the tensor is gone
-        builder.get_guard_manager(guard).add_id_match_guard(identity, told, guard.user_stack)
+        builder.get_guard_manager(guard).add_id_match_guard(id(builder.get(guard)), told, guard.user_stack)
 
     guards = graph_output.output_graph.guards
     for source in sources:
         guards.add(source.make_guard(identity))
+
+
+def _forget_guarded(guards: Any) -> None:
+    """Let guards, which are kept to be built again, drop their weak references to tensors."""
+    for guard in guards:
+        guard.obj_weakref = None
+        made = guard.create_fn
+        if isinstance(made, partial) and isinstance(made.keywords.get("value"), TensorWeakRef):
+            guard.create_fn = partial(made.func)  # which looks for the tensor in the scope
 
 
 def _skips_soundly(node: Any) -> bool:
