@@ -157,7 +157,7 @@ class Compiled(Optimized):
     @property
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature."""
-        made = [ready.report() for ready in reversed(self._admission.entries.values())]
+        made = [ready.report for ready in reversed(self._admission.entries.values())]
         return tuple(replace(report, half=self.half) for report in (*made, *self._refused.values()))
 
     def let_go(self) -> None:
@@ -253,6 +253,7 @@ class Ready:
     """A schedule for one signature, and how it gets its arguments; or the reason why there is none."""
 
     scheduled: Scheduled | None = None
+    _refused: Report | None = None
 
     def __init__(
         self,
@@ -273,7 +274,11 @@ class Ready:
         self.fits = looks_alike_with(values)
         stays = [p.role is not Role.INPUT for p in program.placeholders]
         self.scheduled = Scheduled(program, self.arguments(values), stays, label, surroundings, stopwatch)
-        self.report: Callable[[], Report] = lambda: self._scheduled().report
+
+    @property
+    def report(self) -> Report:
+        """What was done, and why."""
+        return self._refused or self._scheduled().report
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
         """What the graph returns.
@@ -295,13 +300,13 @@ class Ready:
         ready.scheduled, ready.fits = None, looks_alike_with(values)
         refusal = Decision("", "plain", reason)
         report = Report(label.model, label.signature, "plain", refusals=(refusal,), versions=versions())
-        ready.report = lambda: report
+        ready._refused = report
         return ready
 
     def give_up(self, reason: str) -> None:
         """Run plainly from now on."""
-        report = replace(self.report(), mode="plain", refusals=(Decision("", "plain", reason),))
-        self.scheduled, self.report = None, lambda: report
+        report = replace(self.report, mode="plain", refusals=(Decision("", "plain", reason),))
+        self.scheduled, self._refused = None, report
 
     def arguments(self, values: Sequence[Any]) -> list[Tensor]:
         """The program's arguments, from what the graph takes."""

@@ -100,7 +100,7 @@ class Whole:
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known of it."""
         if self.compiled is not None:
-            return () if self._ready is None else (replace(self._ready.report(), signature=self.label),)
+            return () if self._ready is None else (replace(self._ready.report, signature=self.label),)
         return (replace(report_of_halves(model, self._halves), signature=self.label),)
 
     def replay(

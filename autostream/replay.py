@@ -69,8 +69,8 @@ class Replay:
         writes: bool,
     ) -> None:
         self._launch, self._call = launch, call
-        self._held = [tensor.detach() for tensor in held]  # what is launched reads their memory, whoever lets it go
-        self._live = list(held)
+        self._held = list(held)
+        self._memory = [tensor.detach() for tensor in held]  # what is launched reads it, whoever lets it go
         # Where gradients are recorded, what requires them counts as well, and not all guards see that.
         self._bound: Addresses | Bound = Bound(held) if torch.is_grad_enabled() else Addresses(held)
         self._places = list(places)
@@ -118,7 +118,7 @@ class Replay:
             setattr(owner, name, value)
         if self._single:
             return outputs[0]
-        known = [*outputs, *tensors, *self._live]
+        known = [*outputs, *tensors, *self._held]
         return unflatten(self._structure, [known[at] for at in self._sources])
 
     def _arguments(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -129,7 +129,7 @@ class Replay:
 
     def _intact(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         guards = self._guards
-        return guards is None or (self._same_numerics() and guards(args, kwargs) and self._bound.unmoved(self._live))
+        return guards is None or (self._same_numerics() and guards(args, kwargs) and self._bound.unmoved(self._held))
 
     def _apart(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors share no memory with each other, nor with the model's where that may be written."""
