@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from autostream.errors import TraceError
 from autostream.execution.lending import Lending
-from autostream.frontend.fakes import mode_of
+from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.guards import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.ir import Role
@@ -61,9 +61,12 @@ def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) ->
         make: makes what runs a graph without gradients.
     """
     names = names_like(example_inputs)
+    run: Callable[..., Any]
     if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs):
-        return differentiable(module, example_inputs, names, make)
-    run: Callable[..., Any] = make(module, names)
+        run = differentiable(module, example_inputs, names, make)
+    else:
+        run = make(module, names)
+    forget(mode_of(module))
     return run
 
 
