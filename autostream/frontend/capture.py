@@ -237,7 +237,7 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     # Dynamo adds what it imports to the globals of the code that it traces: these are nobody's but this capture's.
     globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}
     function, scope = FunctionType(call.__code__, globals_), {"model": model, "args": args, "kwargs": kwargs}
-    with compiling():
+    with compiling(), _timed():
         try:
             output = _compile_frame(function, scope, backend)
         except Exception as error:
@@ -423,9 +423,8 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def compiling(**settings: Any) -> Iterator[None]:
-    """Dynamo's settings, its lock, and what its entry points enter."""
+    """Dynamo's settings and its lock."""
     from torch._dynamo import config
-    from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
     with ExitStack() as stack:
@@ -433,8 +432,15 @@ def compiling(**settings: Any) -> Iterator[None]:
         stack.enter_context(config.patch(known))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\.")  # of tracing; what is refused is told by its reason
-        stack.enter_context(get_metrics_context())
-        stack.enter_context(dynamo_timed("autostream.capture", log_pt2_compile_event=True))
+        yield
+
+
+@contextmanager
+def _timed() -> Iterator[None]:
+    """What Dynamo's entry points enter, and what it does not work without."""
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    with get_metrics_context(), dynamo_timed("autostream.capture", log_pt2_compile_event=True):
         yield
 
 
