@@ -292,11 +292,8 @@ def _capture_of(
     def build(scope: dict[str, Any]) -> Any:
         state.local_scope = scope
         try:
-            manager = _manager_type()(code, state)
-            if not _skips_soundly(manager.guard_manager.root):
-                with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=False):
-                    manager = _manager_type()(code, state)
-            return manager
+            manager = _built(code, state, skips=True)
+            return manager if _skips_soundly(manager.guard_manager.root) else _built(code, state, skips=False)
         finally:
             state.local_scope = {}  # it would keep the arguments
             _forget_guarded(state.guards)
@@ -310,6 +307,12 @@ def _capture_of(
         return restored
 
     return Capture(module, inputs, tuple(example_inputs), Guards(build, scope), restore)
+
+
+def _built(code: CodeType, state: Any, *, skips: bool) -> Any:
+    """Dynamo's manager of guards: it skips those that a dictionary's version vouches for, or it does not."""
+    with _timed(), torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=skips):
+        return _manager_type()(code, state)
 
 
 @cache
