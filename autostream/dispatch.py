@@ -34,6 +34,7 @@ from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
+from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
@@ -483,6 +484,8 @@ class Dispatcher(Optimized):
             ready = compiled.ready(captured.tensors)
         except Exception as error:
             return self._refused(label, error)
+        finally:
+            forget(mode_of(captured.module))
         if ready is None:
             return Plain(label, compiled.refusal)
         return Whole(replace(captured, tensors=()), compiled, label, ready)

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from autostream.errors import TraceError
 from autostream.execution.lending import Lending
+from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.guards import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.ir import Role
@@ -60,9 +61,12 @@ def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) ->
         make: makes what runs a graph without gradients.
     """
     names = names_like(example_inputs)
+    run: Callable[..., Any]
     if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs):
-        return differentiable(module, example_inputs, names, make)
-    run: Callable[..., Any] = make(module, names)
+        run = differentiable(module, example_inputs, names, make)
+    else:
+        run = make(module, names)
+    forget(mode_of(module))
     return run
 
 
@@ -84,7 +88,7 @@ def differentiable(
 
     state = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
     halves = _Halves(make, state)
-    context = TracingContext.try_get() or TracingContext(_fake_mode(module))
+    context = TracingContext.try_get() or TracingContext(mode_of(module))
     with tracing(context):
         run: Callable[..., Any] = aot_module_simplified(
             module,
@@ -108,11 +112,6 @@ def _keep_what_is_saved() -> None:
     donated = getattr(context and context.fw_metadata, "bw_donated_idxs", None)
     if donated:
         donated.clear()
-
-
-def _fake_mode(module: GraphModule) -> Any:
-    values = (node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder"))
-    return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
 
 
 class _Halves:
