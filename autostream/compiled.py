@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -310,9 +310,8 @@ class Ready:
 
     def arguments(self, values: Sequence[Any]) -> list[Tensor]:
         """The program's arguments, from what the graph takes."""
-        return [
-            constant if at is None else values[at] for at, constant in zip(self.places, self._constants, strict=True)
-        ]
+        own = zip(self.places, self._constants, strict=True)
+        return [cast(Tensor, constant if at is None else values[at]) for at, constant in own]
 
 
 def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:

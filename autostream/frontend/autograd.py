@@ -93,9 +93,9 @@ def differentiable(
         run: Callable[..., Any] = aot_module_simplified(
             module,
             list(tensors),
-            fw_compiler=halves.forward,
-            bw_compiler=halves.backward,
-            inference_compiler=halves.inference,
+            fw_compiler=halves.forward,  # type: ignore[arg-type]
+            bw_compiler=halves.backward,  # type: ignore[arg-type]
+            inference_compiler=halves.inference,  # type: ignore[arg-type]
             partition_fn=halves.partition,
             decompositions=dict(GRADIENTS_APART),
             keep_inference_input_mutations=True,
@@ -136,7 +136,7 @@ class _Halves:
 
     def partition(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """The halves of a joint graph; the backward is compiled when first it is gone back, so long after the forward."""
-        from functorch.compile import default_partition
+        from functorch.compile import default_partition  # type: ignore[import-untyped]
 
         forward, backward = default_partition(*args, **kwargs)
         self._taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
