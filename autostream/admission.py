@@ -69,6 +69,11 @@ class Admission(Generic[Entry]):
         self.entries[key] = entry
         self._used[key] = self._calls
 
+    def drop(self, key: Hashable) -> None:
+        """An entry is of no use any more; what was spent on it may be spent again."""
+        del self.entries[key], self._used[key]
+        self._credit += SERVED
+
     def _idle(self) -> Hashable | None:
         oldest = next(iter(self.entries), None)
         return oldest if oldest is not None and self._calls - self._used[oldest] > IDLE else None

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autostream.errors import first_line
+from autostream.frontend.numerics import numerics
 from autostream.ir import Arena, Decision, Launch, Program, Schedule
 from autostream.keeping import HINDRANCES, code_in, key_of, not_kept, read_json, reported, write_json
 from autostream.options import Options, cache_folder
@@ -30,7 +31,6 @@ from autostream.stopwatch import Stopwatch
 from autostream.tracing.fingerprint import content_of, fingerprint, surroundings
 from autostream.tracing.inductor import with_settings
 from autostream.tracing.kernel_json import Unwritable
-from autostream.frontend.numerics import numerics
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx import GraphModule
 
 from autostream.admission import Admission
@@ -31,7 +30,6 @@ from autostream.frontend.numerics import numerics, watch_numerics
 from autostream.frontend.signature import aliases_of, described
 from autostream.ir import Decision, Role
 from autostream.optimized import Optimized
-from autostream.options import Options
 from autostream.pipeline import versions
 from autostream.preparing import preparing
 from autostream.reporting.report import Report
@@ -92,6 +90,9 @@ class Compiled(Optimized):
         ready = self.ready(values)
         if ready is None:
             return self.plain(*values)
+        if ready.is_stale(values):  # weights that its kernels hold on to have changed
+            self._drop(ready)
+            return self(*values)
         try:
             return ready(values)
         except Unsuitable as reason:
@@ -191,6 +192,12 @@ class Compiled(Optimized):
             log.warning("%s runs plainly: %s", self._model, reason)
             return Ready.refused(label, reason, values)
 
+    def _drop(self, ready: Ready) -> None:
+        with self._lock:
+            self._latest = None
+            for key in [key for key, other in self._admission.entries.items() if other is ready]:
+                self._admission.drop(key)
+
     def _fail(self, ready: Ready, reason: str) -> None:
         log.warning("%s runs plainly: %s", self._model, reason)
         ready.give_up(reason)
@@ -289,6 +296,16 @@ class Ready:
         outputs, returned = self._scheduled()(self.arguments(values)), self._returned
         return outputs if returned is None else [None if at is None else outputs[at] for at in returned]
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the graph returns what the program does."""
+        return self._returned is None
+
+    def is_stale(self, values: Sequence[Any]) -> bool:
+        """Whether the program holds on to values of weights that have changed."""
+        frozen = self._scheduled().frozen
+        return bool(frozen) and not frozen(self.arguments(values))
+
     def _scheduled(self) -> Scheduled:
         assert self.scheduled is not None
         return self.scheduled
@@ -321,8 +338,5 @@ def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
         return lambda others: False
     alike, same_numerics, count = looks_alike(tensors), watch_numerics(), len(tensors)  # which keep no tensor
     return lambda others: (
-        len(others) == count
-        and alike(others)
-        and len(set(map(storage_of, others))) == len(others)
-        and same_numerics()
+        len(others) == count and alike(others) and len(set(map(storage_of, others))) == len(others) and same_numerics()
     )

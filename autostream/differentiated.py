@@ -24,18 +24,18 @@ from torch.func import functional_call
 from autostream.build import Scheduled, Stale, Unsuitable
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.lending import Lending
+from autostream.frontend.signature import Signature
+from autostream.frontend.tree import Structure, flatten, unflatten
 from autostream.links import linked, linked_in, shares, stand_in
-from autostream.options import Options
 from autostream.optimized import MakeSection as MakePiece
+from autostream.options import Options
 from autostream.pipeline import versions
 from autostream.repetition import Before, Repetition
 from autostream.reporting.report import Report
 from autostream.tracing.export import Tracer
 from autostream.tracing.gradients import trace_gradients
 from autostream.tracing.saved_tensors import apply, keeps_graph
-from autostream.frontend.signature import Signature
 from autostream.tracing.state import LiveState, ModelWatch, name_of
-from autostream.frontend.tree import Structure, flatten, unflatten
 
 Lock = AbstractContextManager[Any]
 

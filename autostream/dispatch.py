@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from autostream.admission import Admission
 from autostream.comparison import compared
-from autostream.compiled import Compiled, Names, Ready, report_of_halves
+from autostream.compiled import Compiled, Names
 from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
@@ -40,8 +39,7 @@ from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.numerics import numerics, order_attention
 from autostream.frontend.signature import aliases_of, described
-from autostream.split import Split
-from autostream.frontend.tree import Structure, flatten, unflatten
+from autostream.frontend.tree import flatten, unflatten
 from autostream.frontend.trial import check_call, check_devices
 from autostream.ir import Decision
 from autostream.optimized import Optimized
@@ -51,134 +49,12 @@ from autostream.preparing import preparing
 from autostream.replay import Changed, Replay
 from autostream.reporting.report import Report
 from autostream.scheduled import Scheduled, Surroundings
+from autostream.split import Split
 from autostream.tracing.inductor import check_level
 from autostream.tracing.saved_tensors import hooks_are_set
+from autostream.whole import Whole
 
 log = logging.getLogger(__name__)
-
-
-class Whole:
-    """A call that Dynamo captured as one graph.
-
-    Args:
-        captured: the graph and its guards.
-        run: what runs the graph; takes and returns flat tensors.
-        label: of the calls, readable.
-        ready: the schedule that runs it, where no gradients are recorded.
-        halves: what is scheduled of a call that records gradients: the forward and the backward, once they have run.
-    """
-
-    def __init__(
-        self,
-        captured: Capture,
-        run: Callable[..., Sequence[Any]],
-        label: str,
-        ready: Ready | None = None,
-        halves: Sequence[Compiled] = (),
-    ) -> None:
-        self.captured, self.label = captured, label
-        self.guards = captured.guards
-        self._run, self._ready, self._halves = run, ready, halves
-        self._restored = captured.restored(run)
-
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns, with all that it does to Python's objects."""
-        return self._restored(model, args, kwargs)
-
-    @property
-    def compiled(self) -> Compiled | None:
-        """What runs the graph by a schedule; ``None`` where gradients are recorded."""
-        return self._run if isinstance(self._run, Compiled) else None
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether a call that failed may be made again: nothing that anybody can see has changed."""
-        compiled = [self.compiled] if self.compiled else self._halves
-        made = (ready.scheduled for own in compiled for ready in own.made)
-        return not (self.captured.effects or self.captured.stores) and all(scheduled is None or scheduled.repeatable for scheduled in made)
-
-    def reports(self, model: str) -> tuple[Report, ...]:
-        """What is known of it."""
-        if self.compiled is not None:
-            return () if self._ready is None else (replace(self._ready.report, signature=self.label),)
-        return (replace(report_of_halves(model, self._halves), signature=self.label),)
-
-    def replay(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, guarded: bool
-    ) -> Replay | None:
-        """The short way of calls like this one, where there is one."""
-        captured, compiled = self.captured, self.compiled
-        if captured.effects or compiled is None:
-            return None
-        try:
-            tensors, call = flatten((args, kwargs))
-            found = self._returned(model, args, kwargs, tensors)
-        except Exception:  # such as what asks an output for its value
-            return None
-        values = captured.given(model, args, kwargs)
-        ready = compiled.ready(values)
-        if not tensors or found is None or ready is None or ready.scheduled is None:
-            return None
-        scheduled = ready.scheduled
-        if scheduled.detached or aliases_of(tensors):
-            return None
-        by_id = {id(tensor): at for at, tensor in enumerate(tensors)}
-        arguments = ready.arguments(values)
-        own = {id(value) for value, item in zip(values, captured.inputs, strict=True) if not item.is_argument}
-        places = [None if id(a) in own or at is None else by_id.get(id(a), -1) for a, at in zip(arguments, ready.places, strict=True)]
-        if -1 in places:
-            return None
-        held = [argument for argument, at in zip(arguments, places, strict=True) if at is None]
-        place = scheduled.reading(arguments)
-        if scheduled.captured is not None and place is None:
-            return None
-        structure, sources = found
-        graph_outputs = len(ready.scheduled.program.outputs)
-        known = {id(tensor): graph_outputs + at for at, tensor in enumerate(tensors)}
-        known |= {id(tensor): graph_outputs + len(tensors) + at for at, tensor in enumerate(held)}
-        resolved = [source if isinstance(source, int) else known.get(id(source), -1) for source in sources]
-        if -1 in resolved:
-            return None
-        guards = partial(captured.guards, model) if guarded else None
-        return Replay(
-            scheduled if place is None else place.launch,
-            held,
-            places,
-            call,
-            tensors,
-            (structure, resolved),
-            guards,
-            captured.stores,
-            looks_first=place is None or not scheduled.harmless or bool(scheduled.frozen),
-            writes=scheduled.writes,
-        )
-
-    def _returned(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
-    ) -> tuple[Structure, list[Any]] | None:
-        """How the model's value is put together: for each of its tensors, which output of the graph, or itself.
-
-        Found by Dynamo's bytecode with stand-ins for the graph's outputs. ``None`` where it does not make all
-        containers anew.
-        """
-        results: Any = self.captured.module.graph.output_node().args[0]
-        outputs = [torch.empty(0) for _ in results]
-        value, again = (self.captured.restored(lambda *_: outputs)(model, args, kwargs) for _ in range(2))
-        if _shares_containers(value, again):
-            return None
-        found, structure = flatten(value)
-        positions = {id(output): at for at, output in enumerate(outputs)}
-        return structure, [positions.get(id(tensor), tensor) for tensor in found]
-
-
-def _shares_containers(value: Any, again: Any) -> bool:
-    """Whether two values have a container in common, which is then the model's own."""
-    if isinstance(value, Tensor) or not isinstance(value, list | tuple | dict):
-        return False
-    if value is again and value:
-        return True
-    pairs = zip(value.values(), again.values(), strict=False) if isinstance(value, dict) else zip(value, again, strict=False)
-    return any(_shares_containers(mine, its) for mine, its in pairs)
 
 
 class Plain:
@@ -187,11 +63,10 @@ class Plain:
     Args:
         label: of the calls, readable.
         reason: why.
-        passing: whether the next call may be another matter.
     """
 
-    def __init__(self, label: str, reason: str, passing: bool = False) -> None:
-        self.label, self.reason, self.passing = label, reason, passing
+    def __init__(self, label: str, reason: str) -> None:
+        self.label, self.reason = label, reason
 
     def reports(self, model: str) -> tuple[Report, ...]:
         """Why."""
@@ -349,13 +224,15 @@ class Dispatcher(Optimized):
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """What runs calls with these arguments, if that is not always the model."""
         with torch.no_grad():
-            if reason := self._unusual(args, kwargs):
+            entry: Entry | str | None = self._unusual(args, kwargs)
+            if not entry:
+                key, label = self._key(args, kwargs)
+                entry = self._entry(key, args, kwargs) or self._new_entry(key, label, args, kwargs, wanted=True)
+            if isinstance(entry, str):
                 if self.options.strict:
-                    raise TraceError(reason)
-                self._note(reason)
+                    raise TraceError(entry)
+                self._note(entry)
                 return None
-            key, label = self._key(args, kwargs)
-            entry = self._entry(key, args, kwargs) or self._new_entry(key, label, args, kwargs, wanted=True)
             if not isinstance(entry, Whole):
                 try:
                     check_call(self.model, args, kwargs)
@@ -367,17 +244,13 @@ class Dispatcher(Optimized):
     def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._count_replays()
         key, label = self._key(args, kwargs)
-        entry = self._entry(key, args, kwargs)
+        entry: Entry | str | None = self._entry(key, args, kwargs)
         if entry is None:
-            if self._unasked(args):
-                return self._plainly(_BETTER_ALONE, args, kwargs)
-            entry = self._new_entry(key, label, args, kwargs)
+            entry = _BETTER_ALONE if self._unasked(args) else self._new_entry(key, label, args, kwargs)
         if isinstance(entry, str):
             return self._plainly(entry, args, kwargs)
         if isinstance(entry, Plain):
             try:
-                if entry.passing:
-                    self._drop(key, entry)
                 return self.model(*args, **kwargs)
             except Exception:  # it may have been refused for what made this call fail
                 self._drop(key, entry)
@@ -441,7 +314,7 @@ class Dispatcher(Optimized):
 
     def _new_entry(
         self, key: Hashable, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wanted: bool = False
-    ) -> Any:
+    ) -> Entry | str:
         """What runs calls like this from now on; or why there is nothing."""
         with self._lock, preparing:
             if entry := self._entry(key, args, kwargs):  # another thread has been quicker
@@ -455,15 +328,17 @@ class Dispatcher(Optimized):
             if failed := self._failed(others, args, kwargs):
                 log.info("%s is captured again: %s", self._name, failed)
             entry = self._made(label, args, kwargs)
-            admission.add(key, [*others, entry])
+            if not isinstance(entry, str):
+                admission.add(key, [*others, entry])
             return entry
 
-    def _made(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """Capture a call."""
+    def _made(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | str:
+        """Capture a call; or why that has to wait for another one."""
         model, options = self.model, self.options
-        check_level(options.kernels, [t for t in (*model.parameters(), *model.buffers(), *args) if isinstance(t, Tensor)])
+        tensors = (*model.parameters(), *model.buffers(), *args)
+        check_level(options.kernels, [tensor for tensor in tensors if isinstance(tensor, Tensor)])
         if any(map(is_lazy, model.parameters())):
-            return self._refused(label, TraceError(_LAZY), passing=True)
+            return _LAZY
         if has_torchscript(model):
             reason = "TorchScript cannot be captured: use the module that it was made from"
             return self._refused(label, TraceError(reason))
@@ -481,7 +356,7 @@ class Dispatcher(Optimized):
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
                 made: list[Compiled] = []
                 run = differentiable(captured.module, captured.tensors, names, partial(self._graph, made))
-                return Whole(replace(captured, tensors=()), run, label, halves=made)
+                return Whole(captured, run, label, halves=made)
             compiled = self._like(captured, names) or self._graph([], captured.module, names)
             ready = compiled.ready(captured.tensors)
         except Exception as error:
@@ -490,7 +365,7 @@ class Dispatcher(Optimized):
             forget(mode_of(captured.module))
         if ready is None:
             return Plain(label, compiled.refusal)
-        return Whole(replace(captured, tensors=()), compiled, label, ready)
+        return Whole(captured, compiled, label, ready)
 
     def _like(self, captured: Capture, names: Names) -> Compiled | None:
         """What runs the same graph for other guards, such as those of inference mode."""
@@ -498,12 +373,12 @@ class Dispatcher(Optimized):
         known = (entry.compiled for entry in entries if isinstance(entry, Whole) and entry.compiled)
         return next((compiled for compiled in known if compiled.is_of(captured.module, names)), None)
 
-    def _refused(self, label: str, error: Exception, *, passing: bool = False) -> Plain:
+    def _refused(self, label: str, error: Exception) -> Plain:
         if self.options.strict or isinstance(error, OptionError | TargetError):
             raise error
         reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
         log.warning("%s runs plainly: %s", self._name, reason)
-        return Plain(label, reason, passing)
+        return Plain(label, reason)
 
     def _graph(self, made: list[Compiled], module: GraphModule, names: Names, *, half: str = "") -> Compiled:
         """What runs a graph of the model's."""

@@ -35,10 +35,12 @@ from autostream.errors import (
 )
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
+from autostream.frontend.signature import Signature, signature_of
+from autostream.frontend.tree import Structure
 from autostream.ir import Decision
-from autostream.options import Options
 from autostream.optimized import MakeSection as MakePiece
 from autostream.optimized import Optimized
+from autostream.options import Options
 from autostream.pieces import Pieces
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -46,9 +48,7 @@ from autostream.tracing.branches import Way
 from autostream.tracing.export import Tracer, along
 from autostream.tracing.inductor import check_level
 from autostream.tracing.purity import impurity
-from autostream.frontend.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
-from autostream.frontend.tree import Structure
 from autostream.ways import Ways
 
 log = logging.getLogger(__name__)

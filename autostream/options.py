@@ -53,8 +53,8 @@ class Options:
             compilation in the next call, and one made through ``tensor.data``, which PyTorch does not count, is not
             seen.
         guards: what is looked at in each call. ``"dynamo"``: all that TorchDynamo guards, and where weights lie.
-            ``"inputs"``: inputs alone, as with ``torch.cuda.make_graphed_callables``: the model's tensors stay where they
-            are (their values may change in place), and its Python does what it did.
+            ``"inputs"``: inputs alone, as with ``torch.cuda.make_graphed_callables``: the model's tensors stay where
+            they are (their values may change in place), and its Python does what it did.
         strict: raise where autostream would otherwise run the plain model and say why in the report.
         max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
             Of training steps, those beyond run as they are.

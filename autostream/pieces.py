@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from autostream.analysis.source import user_line
 from autostream.errors import first_line
+from autostream.frontend.signature import Signature
 from autostream.ir import Decision
 from autostream.optimized import MakeSection as MakePiece
 from autostream.optimized import Optimized
@@ -22,7 +23,6 @@ from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.tracing.dynamo import ending_of, is_refusal, split, without_numbers
 from autostream.tracing.saved_tensors import hooks_are_set
-from autostream.frontend.signature import Signature
 from autostream.tracing.state import name_of
 from autostream.turns import ROUNDS, Turns
 

@@ -30,8 +30,8 @@ from autostream.execution.restoring import undone
 from autostream.execution.runs import uncaptured
 from autostream.execution.static import Output
 from autostream.ir import OpGraph, Program
-from autostream.options import Options
 from autostream.optimized import MakeSection, Optimized
+from autostream.options import Options
 from autostream.pipeline import capture_refusals, planned, price_program, versions
 from autostream.reporting.report import Report
 from autostream.scheduling.cut import Part, cut

@@ -19,12 +19,12 @@ from torch import Tensor
 from autostream.execution.bound import Bound, Frozen, looks_alike
 from autostream.execution.places import Places
 from autostream.execution.static import Output
-from autostream.storages import storage_of
 from autostream.frontend.guards import traced_by_fx, unusual_call
 from autostream.frontend.numerics import watch_modes, watch_numerics
+from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
+from autostream.storages import storage_of
 from autostream.tracing.reads import Read
 from autostream.tracing.state import LiveState, ModelWatch
-from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
 
 
 class Launch(Protocol):

@@ -29,21 +29,21 @@ from autostream.entries import Entry, Plain, Refused, Refusing, Subject, entry_o
 from autostream.errors import AutostreamError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
+from autostream.frontend.guards import anomalies_sought, exporting, traced_by_fx, unusual_call, unusual_tensor
+from autostream.frontend.numerics import order_attention
+from autostream.frontend.signature import Signature, signature_of
+from autostream.frontend.tree import Structure, flatten, tensors_like, unflatten
 from autostream.ir import Decision
-from autostream.options import Options, disabled, paranoid
 from autostream.optimized import Optimized
+from autostream.options import Options, disabled, paranoid
 from autostream.pieces import Pieces
 from autostream.pipeline import versions
 from autostream.preparing import preparing
 from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Direct, Shortcut
 from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
-from autostream.frontend.guards import anomalies_sought, exporting, traced_by_fx, unusual_call, unusual_tensor
-from autostream.frontend.numerics import order_attention
 from autostream.tracing.saved_tensors import hooks_are_set
-from autostream.frontend.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch, name_of
-from autostream.frontend.tree import Structure, flatten, tensors_like, unflatten
 from autostream.tracing.trial import check_call, check_devices
 from autostream.ways import ShortWays, Ways
 

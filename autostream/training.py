@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autostream.step_dispatch import Dispatcher
 from autostream.entries import Refused
 from autostream.errors import TargetError
 from autostream.execution.slots import SlotTable
@@ -25,6 +24,7 @@ from autostream.ir import Decision
 from autostream.options import StepOptions
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
+from autostream.step_dispatch import Dispatcher
 from autostream.storages import storage_of
 from autostream.tracing.functions import loss_of
 from autostream.tracing.inductor import check_level, check_settings

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 from autostream.build import Scheduled, Stale, Unsuitable
 from autostream.errors import AutostreamError, TraceError, first_line
+from autostream.frontend.signature import Signature
+from autostream.frontend.tree import Structure
 from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.preparing import preparing
@@ -36,9 +38,7 @@ from autostream.reporting.report import Report
 from autostream.shortcut import Changed, Shortcut
 from autostream.tracing.branches import Way, noted
 from autostream.tracing.expecting import OtherWay
-from autostream.frontend.signature import Signature
 from autostream.tracing.state import ModelWatch, name_of
-from autostream.frontend.tree import Structure
 from autostream.tracing.trial import check_call, tried
 
 log = logging.getLogger(__name__)

@@ -191,7 +191,6 @@ SCHEDULED: Mapping[str, Callable[[], tuple[Any, ...]]] = {
         *(t(3), 2, "text", float("nan"), torch.float64, {}),
     ),
     "sizes": lambda: (Model(lambda s, x: (x.shape, x.size(0), x.dtype, x.device, x.relu().shape)), t(8, 2), {}),
-    "a number alone": lambda: (Model(lambda s: 3), {}),
     "no inputs": lambda: (Model(lambda s: s.weight * 2, weight=nn.Parameter(t(3))), {}),
     "new tensors": lambda: (
         Model(lambda s, x: (torch.tensor([1.0, 2.0]), x + torch.arange(3), torch.ones(2).expand(4, 2))),
@@ -533,6 +532,7 @@ def makes_doubles(s: Model, x: Tensor) -> Tensor:
 
 
 PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
+    "a number alone": (lambda: (Model(lambda s: 3), {}), "computes nothing"),
     "a sparse tensor": (lambda: (Model(lambda s, x: (x * 2).to_dense()), t(3, 3).to_sparse(), {}), "torch.sparse_coo"),
     "a meta tensor": (lambda: (Model(lambda s, x: (x * 2).shape), t(3).to("meta"), {}), "is on meta"),
     "an input that is said to require gradients": (lambda: (Model(requires_an_input), t(3), {}), "requires_grad_"),
@@ -549,7 +549,7 @@ def test_what_runs_plainly(name: str) -> None:
     model, *args, kwargs = make()
     fast = check_same(model, (args, kwargs), {}, (*GRAD_MODES, torch.enable_grad))
     assert any(reason in refusal.reason for report in fast.reports for refusal in report.refusals)
-    assert any(report.mode == "plain" for report in fast.reports)
+    assert any(report.mode in ("plain", "graph breaks") for report in fast.reports)
     assert torch.get_default_dtype() is torch.float32
 
 

@@ -34,11 +34,11 @@ from autostream.costs.roofline import cost_of, fill, price
 from autostream.execution.capture import capture
 from autostream.execution.restoring import Restore
 from autostream.execution.streams import capture_stream
+from autostream.frontend.numerics import numerics
 from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder, Program
 from autostream.keeping import key_of
 from autostream.kernels import Kernel
 from autostream.operators import written_names
-from autostream.frontend.numerics import numerics
 
 Call = Callable[[], object]
 Timer = Callable[[Call, Restore, float], Record]

@@ -109,7 +109,7 @@ def _traced(module: fx.GraphModule, tensors: Sequence[Tensor], table: Any, *, pr
 
 
 def _casts(module: fx.GraphModule) -> bool:
-    """Whether autocast is on, or switched on or off by the graph: what it casts is then recorded as ops of their own."""
+    """Whether autocast is on, or switched by the graph: what it casts is then recorded as ops of their own."""
     graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
     switches = any(node.target in _SWITCHES for graph in graphs for node in graph.nodes)
     return switches or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))

@@ -135,7 +135,7 @@ class _Halves:
         self._lock = threading.Lock()
 
     def partition(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        """The halves of a joint graph; the backward is compiled when first it is gone back, so long after the forward."""
+        """The halves of a joint graph; the backward is compiled in the first one, so long after the forward."""
         from functorch.compile import default_partition  # type: ignore[import-untyped]
 
         forward, backward = default_partition(*args, **kwargs)

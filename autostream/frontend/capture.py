@@ -300,7 +300,7 @@ def _capture_of(
 
     environment = graph_output.get_runtime_env()
     used = _used(environment, graph_output.f_globals)
-    backend_id = module.meta["backend_id"] if "backend_id" in module.meta else module._backend_id
+    backend_id = module.meta.get("backend_id") or module._backend_id
 
     def restore(run: Callable[..., Any]) -> Callable[..., Any]:
         restored: Callable[..., Any] = environment.forward_callable(backend_id, run, extra_globals=used)

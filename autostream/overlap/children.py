@@ -23,12 +23,12 @@ from torch import Tensor, fx, nn
 from autostream.analysis.hazards import AccessHistory
 from autostream.errors import TargetError, TraceError
 from autostream.execution.lower import lower
+from autostream.frontend.tree import flatten, unflatten
 from autostream.ir import Assignment, Dependency, Op, OpGraph, Placeholder, Program, Role, Storage
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.storages import storage_of
-from autostream.frontend.tree import flatten, unflatten
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of one call: ``args`` and ``kwargs``."""

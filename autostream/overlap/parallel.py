@@ -15,10 +15,10 @@ from torch import nn
 
 from autostream.errors import OptionError, TargetError, TraceError, shown
 from autostream.execution.runs import StreamRun
-from autostream.options import Options, disabled
-from autostream.overlap.children import Arguments, shared_buffers, side_by_side
 from autostream.frontend.guards import unusual_tensor, watched_call
 from autostream.frontend.tree import flatten
+from autostream.options import Options, disabled
+from autostream.overlap.children import Arguments, shared_buffers, side_by_side
 
 _AUTO_STREAMS = 8
 """CUDA runs so many streams side by side, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says otherwise."""

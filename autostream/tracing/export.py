@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from autostream.errors import BranchError, FastPathError, TraceError
+from autostream.frontend.guards import unusual
+from autostream.frontend.reach import check_reach
+from autostream.frontend.tree import Structure
 from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
 from autostream.tracing.branches import Way
 from autostream.tracing.constants import attributes_of, names_given, registered
 from autostream.tracing.expecting import expect
 from autostream.tracing.flat import FlatModel, check_graph, check_ordinary, tensors_in, watched
-from autostream.frontend.guards import unusual
-from autostream.frontend.reach import check_reach
 from autostream.tracing.replica import replica, traced_apart, with_ordinary_parameters
-from autostream.frontend.tree import Structure
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

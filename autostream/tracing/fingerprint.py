@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
+from autostream.frontend.numerics import numerics
 from autostream.ir import Program
 from autostream.keeping import code_in, key_of
 from autostream.storages import storage_of
 from autostream.tracing.kernel_json import Json, Unwritable, argument_to_json, operator_to_json
-from autostream.frontend.numerics import numerics
 from autostream.version import VERSION
 
 _NAMESPACES = {"aten", "prims"}

@@ -23,6 +23,8 @@ from torch.fx.traceback import preserve_node_meta
 
 from autostream import collector
 from autostream.errors import BranchError, ChangeError, ChoiceError, FastPathError, TraceError, first_line
+from autostream.frontend.guards import has_torchscript, unusual
+from autostream.frontend.tree import TENSOR, Structure, UnknownNumberError, flatten, unflatten
 from autostream.operators import symbols_of
 from autostream.storages import storage_of
 from autostream.tracing.attention import fused_attention
@@ -33,14 +35,12 @@ from autostream.tracing.constants import Constants, unasked, ungiven
 from autostream.tracing.draws import draws
 from autostream.tracing.dropouts import IdleDropouts
 from autostream.tracing.generators import GeneratorState
-from autostream.frontend.guards import has_torchscript, unusual
 from autostream.tracing.leaks import recalled, taken_back
 from autostream.tracing.lines import error_line
 from autostream.tracing.numbers import unknown_in
 from autostream.tracing.reads import Reads, functions_of
 from autostream.tracing.state import name_of
 from autostream.tracing.tamed import patched_for_this_thread, tamed, unreferenced
-from autostream.frontend.tree import TENSOR, Structure, UnknownNumberError, flatten, unflatten
 
 Graph = TypeVar("Graph")
 

@@ -25,6 +25,7 @@ from torch.func import functional_call
 
 from autostream.errors import TraceError
 from autostream.excerpt import excerpt
+from autostream.frontend.tree import TENSOR, Structure
 from autostream.ir import Placeholder, Role
 from autostream.operators import is_unknown, written_arguments
 from autostream.storages import storage_of
@@ -35,7 +36,6 @@ from autostream.tracing.flat import FlatModel, check_ordinary, tensors_in
 from autostream.tracing.lines import keep_lines
 from autostream.tracing.replica import replica, traced_apart
 from autostream.tracing.state import name_of
-from autostream.frontend.tree import TENSOR, Structure
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from autostream.errors import BranchError
+from autostream.frontend.tree import UnknownNumberError
 from autostream.operators import is_unknown, symbols_of
 from autostream.tracing.leaks import Watched
 from autostream.tracing.lines import users_frame, users_line
-from autostream.frontend.tree import UnknownNumberError
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.overrides import TorchFunctionMode
 
 from autostream.errors import TraceError
-from autostream.tracing.tamed import compiling
 from autostream.frontend.tree import Constant
+from autostream.tracing.tamed import compiling
 
 TRACED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad)
 """Optimizers whose step can be part of a graph; not their subclasses, which may do anything."""

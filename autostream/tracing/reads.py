@@ -41,9 +41,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from autostream.frontend.tree import exact
 from autostream.tracing.bytecode import Named, names_of
 from autostream.tracing.contents import MOST_ITEMS, contents_of, has_contents
-from autostream.frontend.tree import exact
 
 Read = tuple[tuple[str, type, Hashable], ...]
 """What was read: names, with the kind and the value of what is there."""

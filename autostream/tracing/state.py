@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from autostream.frontend.tree import exact
 from autostream.ir import Placeholder, Role
 from autostream.tracing.bytecode import names_of
 from autostream.tracing.functions import References
 from autostream.tracing.reads import Read, Reads, functions_of
-from autostream.frontend.tree import exact
 
 
 def name_of(model: nn.Module) -> str:

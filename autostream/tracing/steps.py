@@ -24,12 +24,13 @@ from torch.fx.traceback import set_stack_trace
 from torch.optim import Optimizer
 
 from autostream.errors import TargetError, TraceError
+from autostream.frontend.guards import anomalies_sought, unusual
+from autostream.frontend.tree import Constant, Structure, flatten, unflatten
 from autostream.options import StepOptions
 from autostream.storages import share_bytes, storage_of
 from autostream.tracing.averages import check_average, differing_buffers, follow
 from autostream.tracing.batches import Batch, detached, loss_in, parts_of, summed, tensors_of
 from autostream.tracing.functions import check_loss
-from autostream.frontend.guards import anomalies_sought, unusual
 from autostream.tracing.lines import keep_lines
 from autostream.tracing.optimizers import (
     Input,
@@ -57,7 +58,6 @@ from autostream.tracing.parameters import (
 )
 from autostream.tracing.saved_tensors import hooks_are_set
 from autostream.tracing.state import name_of
-from autostream.frontend.tree import Constant, Structure, flatten, unflatten
 
 Found = TypeVar("Found")
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from autostream.errors import TraceError
+from autostream.frontend.tree import Structure
 from autostream.tracing.batches import Batch
 from autostream.tracing.below_autograd import graph_of, reached_originals, state_of, tidied
 from autostream.tracing.constants import names_given, registered
@@ -24,7 +25,6 @@ from autostream.tracing.optimizers import lists_apart
 from autostream.tracing.replica import replica, traced_apart
 from autostream.tracing.state import name_of
 from autostream.tracing.steps import Backward, Setting
-from autostream.frontend.tree import Structure
 
 
 def trace_step(step: Backward, tensors: Sequence[Tensor], structure: Structure) -> Traced:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from autostream.errors import TargetError, TraceError, first_line
-from autostream.tracing.attributes import untouched
 from autostream.frontend.guards import has_torchscript
-from autostream.tracing.state import name_of
 from autostream.frontend.tree import Structure, flatten, unflatten
+from autostream.tracing.attributes import untouched
+from autostream.tracing.state import name_of
 
 
 def check_devices(model: nn.Module, inputs: object) -> None:
