@@ -224,9 +224,9 @@ class Dispatcher(Optimized):
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """What runs calls with these arguments, if that is not always the model."""
         with torch.no_grad():
-            entry: Entry | str | None = self._unusual(args, kwargs)
+            entry: Entry | str = self._unusual(args, kwargs)
+            key, label = self._key(args, kwargs)
             if not entry:
-                key, label = self._key(args, kwargs)
                 entry = self._entry(key, args, kwargs) or self._new_entry(key, label, args, kwargs, wanted=True)
             if isinstance(entry, str):
                 if self.options.strict:
@@ -317,14 +317,15 @@ class Dispatcher(Optimized):
     ) -> Entry | str:
         """What runs calls like this from now on; or why there is nothing."""
         with self._lock, preparing:
-            if entry := self._entry(key, args, kwargs):  # another thread has been quicker
-                return entry
+            if found := self._entry(key, args, kwargs):  # another thread has been quicker
+                return found
             admission = self._admission
-            if not wanted and (reason := admission.refusal()):
+            others = admission.entries.get(key, [])
+            full = _FULL if len(others) >= self.options.max_signatures else ""
+            if not wanted and (reason := full or admission.refusal()):
                 admission.unserved()
                 return self._thrashing(reason, key, args, kwargs)
             order_attention()
-            others = admission.entries.get(key, [])
             if failed := self._failed(others, args, kwargs):
                 log.info("%s is captured again: %s", self._name, failed)
             entry = self._made(label, args, kwargs)
@@ -450,6 +451,8 @@ _BETTER_ALONE = (
     "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
     "host longer than the model does: choose a policy to have one all the same"
 )
+
+_FULL = "it has been captured as often as max_signatures allows for inputs of this kind"
 
 _LAZY = "it has parameters that its first call makes"
 

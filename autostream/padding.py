@@ -158,7 +158,7 @@ class PaddingDispatcher(Dispatcher):
         padding = self._padding(args, kwargs)
         return super()._scheduled(*((args, kwargs) if padding is None else (padding.args, padding.kwargs)))
 
-    def _made(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def _made(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | str:
         try:
             about = _about(self.model, (args, kwargs))
         except TraceError:  # such arguments are never padded

@@ -405,15 +405,22 @@ def _effects() -> tuple[tuple[Store, ...], bool]:
     ]
     stores: list[Store] = []
     for item in changed:
-        attributes = effects.store_attr_mutations.get(item)
-        owner = getattr(item, "value", None)
-        if attributes is None or owner is None or isinstance(owner, list | dict | set | tuple):
+        owner, attributes = vars(item).get("value"), effects.store_attr_mutations.get(item)
+        constants = None if attributes is None else _constants(attributes)
+        if constants is None or owner is None or isinstance(owner, list | dict | set | tuple):
             return (), True
-        for name, value in attributes.items():
-            if not value.is_python_constant() or isinstance(value.as_python_constant(), list | dict | set):
-                return (), True
-            stores.append((owner, name, value.as_python_constant()))
+        stores += [(owner, name, value) for name, value in constants.items()]
     return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward)
+
+
+def _constants(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What attributes are set to, if these are constants."""
+    try:
+        constants = {name: value.as_python_constant() for name, value in attributes.items()}
+    except Exception:  # each version of PyTorch says in its own way that something is none
+        return None
+    mutable = any(isinstance(value, list | dict | set | Tensor) for value in constants.values())
+    return None if mutable else constants
 
 
 def reason_of(error: BaseException) -> str:
