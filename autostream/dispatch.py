@@ -469,7 +469,7 @@ class Dispatcher(Optimized):
         except TraceError as error:
             if options.strict or isinstance(error, FastPathError):
                 return self._refused(label, error)
-            log.warning("%s: %s; splitting it at graph breaks", self._name, error)
+            log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # records may be kept
             return Split(model, label, str(error), self._graph)
         if captured is None:
             return Plain(label, "it computes nothing with tensors")
