@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule
 
 from autostream.admission import Admission
+from autostream.comparison import compared
 from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
 from autostream.execution.cuda_graph import GraphPools
@@ -31,7 +32,7 @@ from autostream.frontend.numerics import numerics, watch_numerics
 from autostream.frontend.signature import aliases_of, described
 from autostream.ir import Decision, Role
 from autostream.optimized import Optimized
-from autostream.options import Options
+from autostream.options import Options, paranoid
 from autostream.pipeline import versions
 from autostream.preparing import preparing
 from autostream.reporting.report import Report
@@ -82,6 +83,7 @@ class Compiled(Optimized):
             surroundings = replace(surroundings, pools=GraphPools())
         cut = partial(section, surroundings, model) if may_cut else None
         self._surroundings = replace(surroundings, make_section=cut)
+        self._paranoid = paranoid()
         self._admission = Admission["Ready"](surroundings.options.max_signatures)
         self._refused: dict[str, Report] = {}
         self._latest: Ready | None = None
@@ -92,8 +94,9 @@ class Compiled(Optimized):
         ready = self.ready(values)
         if ready is None:
             return self.plain(*values)
+        run = partial(ready, values)
         try:
-            return ready(values)
+            return compared(self._module, run, _tensors(values), values, {}) if self._paranoid else run()
         except Unsuitable as reason:
             self._note(str(reason))
         except torch.OutOfMemoryError as error:
