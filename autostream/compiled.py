@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
 from autostream.admission import Admission
@@ -219,7 +219,7 @@ def report_of_halves(model: str, made: Sequence[Compiled]) -> Report:
     return Report(model, signature, "forward and backward", versions=versions(), parts=parts)
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
@@ -230,15 +230,26 @@ def section(surroundings: Surroundings, model: str, module: GraphModule, bound: 
     return Compiled(module, names, model, surroundings, may_cut=False)
 
 
-Returned = Sequence[int | None]
-"""For each value that a graph returns, which of its tensors that is; ``None`` for none."""
+@dataclass(frozen=True)
+class Constant:
+    """What a graph returns that is no tensor: a size, or nothing."""
+
+    value: Any
+
+
+Returned = Sequence[int | Constant]
+"""For each value that a graph returns, which of its tensors that is."""
 
 
 def _of_tensors(module: GraphModule, values: Sequence[Any]) -> tuple[GraphModule, Returned]:
     """The graph with these numbers for constants, that returns tensors only; and how its values are found again."""
     results: Any = module.graph.output_node().args[0]
-    kept = [result for result in results if result is not None]
-    returned = [None if result is None else kept.index(result) for result in results]
+    if any(map(_is_number, results)):
+        results = [Constant(n) if _is_number(r) else r for r, n in zip(results, _outputs(module, values), strict=True)]
+    kept = [result for result in results if isinstance(result, fx.Node)]
+    returned = [
+        kept.index(r) if isinstance(r, fx.Node) else r if isinstance(r, Constant) else Constant(r) for r in results
+    ]
     if all(isinstance(value, Tensor) for value in values) and len(kept) == len(results):
         return module, returned
     graph, known = fx.Graph(), dict[fx.Node, Any]()
@@ -250,6 +261,21 @@ def _of_tensors(module: GraphModule, values: Sequence[Any]) -> tuple[GraphModule
         elif node.op != "placeholder":
             known[node] = graph.node_copy(node, known.__getitem__)
     return fx.GraphModule(module, graph), returned
+
+
+def _is_number(result: Any) -> bool:
+    """Whether what a graph returns is a number that it computes, such as a size."""
+    value = result.meta.get("val", result.meta.get("example_value")) if isinstance(result, fx.Node) else None
+    return value is not None and not isinstance(value, Tensor)
+
+
+def _outputs(module: GraphModule, values: Sequence[Any]) -> Sequence[Any]:
+    """What a graph returns, computed without any tensor's elements."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        fakes = [mode.from_tensor(v, static_shapes=True) if isinstance(v, Tensor) else v for v in values]
+        outputs: Sequence[Any] = fx.Interpreter(module).run(*fakes)
+    return outputs
 
 
 class Ready:
@@ -290,7 +316,7 @@ class Ready:
             Unsuitable: no graph reads the tensors where they lie, and none can be captured.
         """
         outputs, returned = self._scheduled()(self.arguments(values)), self._returned
-        return outputs if returned is None else [None if at is None else outputs[at] for at in returned]
+        return outputs if returned is None else [r.value if isinstance(r, Constant) else outputs[r] for r in returned]
 
     def _scheduled(self) -> Scheduled:
         assert self.scheduled is not None
@@ -325,8 +351,5 @@ def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
         return lambda others: False
     alike, same_numerics, count = looks_alike(tensors), watch_numerics(), len(tensors)  # which keep no tensor
     return lambda others: (
-        len(others) == count
-        and alike(others)
-        and len(set(map(storage_of, others))) == len(others)
-        and same_numerics()
+        len(others) == count and alike(others) and len(set(map(storage_of, others))) == len(others) and same_numerics()
     )
