@@ -219,6 +219,25 @@ def report_of_halves(model: str, made: Sequence[Compiled]) -> Report:
     return Report(model, signature, "forward and backward", versions=versions(), parts=parts)
 
 
+def left_alone(options: Options, tensors: Iterable[Any]) -> str:
+    """Why a call that these tensors go into is left to the model: on a CPU it records gradients, and nobody asks.
+
+    Returns:
+        ``""`` where it is not.
+    """
+    if options.strict or options.policy != "auto" or not torch.is_grad_enabled():
+        return ""
+    given = _tensors(tensors)
+    recorded = any(t.requires_grad for t in given) and not any(t.is_cuda for t in given)
+    return _BETTER_ALONE if recorded else ""
+
+
+_BETTER_ALONE = (
+    "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
+    "host longer than the model does: choose a policy to have one all the same"
+)
+
+
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from autostream.admission import Admission
 from autostream.comparison import compared
-from autostream.compiled import Compiled, Names, Ready, report_of_halves
+from autostream.compiled import Compiled, Names, Ready, left_alone, report_of_halves
 from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
@@ -366,8 +366,8 @@ class Dispatcher(Optimized):
         key, label = self._key(args, kwargs)
         entry = self._entry(key, args, kwargs)
         if entry is None:
-            if self._unasked(args):
-                return self._plainly(_BETTER_ALONE, args, kwargs)
+            if reason := left_alone(self.options, chain(args, self.model.parameters())):
+                return self._plainly(reason, args, kwargs)
             entry = self._new_entry(key, label, args, kwargs)
         if isinstance(entry, str):
             return self._plainly(entry, args, kwargs)
@@ -506,13 +506,6 @@ class Dispatcher(Optimized):
         made.append(compiled)
         return compiled
 
-    def _unasked(self, args: Sequence[Any]) -> bool:
-        """Whether to leave calls that record gradients to the model: on a CPU, unless somebody asks for a schedule."""
-        if self.options.strict or self.options.policy != "auto" or not torch.is_grad_enabled():
-            return False
-        tensors = [t for t in (*args, *self.model.parameters()) if isinstance(t, Tensor)]
-        return any(t.requires_grad for t in tensors) and not any(t.is_cuda for t in tensors)
-
     def _thrashing(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why calls are not captured any more, with the guard that fails, if that is what makes them new."""
         failed = self._failed(self._admission.entries.get(key, []), args, kwargs)
@@ -565,11 +558,6 @@ class Dispatcher(Optimized):
 def _chosen(report: Report) -> tuple[int, ...]:
     return (id(report.chosen), *(id(part.chosen) for part in report.parts))
 
-
-_BETTER_ALONE = (
-    "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
-    "host longer than the model does: choose a policy to have one all the same"
-)
 
 _LAZY = "it has parameters that its first call makes"
 
