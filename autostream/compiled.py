@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -358,9 +358,8 @@ class Ready:
 
     def arguments(self, values: Sequence[Any]) -> list[Tensor]:
         """The program's arguments, from what the graph takes."""
-        return [
-            constant if at is None else values[at] for at, constant in zip(self.places, self._constants, strict=True)
-        ]
+        own = zip(self.places, self._constants, strict=True)
+        return [cast(Tensor, constant if at is None else values[at]) for at, constant in own]
 
 
 def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:

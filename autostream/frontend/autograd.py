@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from autostream.errors import TraceError
 from autostream.execution.lending import Lending
+from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.guards import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.ir import Role
@@ -60,9 +61,12 @@ def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) ->
         make: makes what runs a graph without gradients.
     """
     names = names_like(example_inputs)
+    run: Callable[..., Any]
     if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs):
-        return differentiable(module, example_inputs, names, make)
-    run: Callable[..., Any] = make(module, names)
+        run = differentiable(module, example_inputs, names, make)
+    else:
+        run = make(module, names)
+    forget(mode_of(module))
     return run
 
 
@@ -96,14 +100,14 @@ def differentiable(
 
     state = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
     halves = _Halves(make, state)
-    context = TracingContext.try_get() or TracingContext(_fake_mode(module))
+    context = TracingContext.try_get() or TracingContext(mode_of(module))
     with tracing(context):
         run: Callable[..., Any] = aot_module_simplified(
             module,
             list(tensors),
-            fw_compiler=halves.forward,
-            bw_compiler=halves.backward,
-            inference_compiler=halves.inference,
+            fw_compiler=halves.forward,  # type: ignore[arg-type]
+            bw_compiler=halves.backward,  # type: ignore[arg-type]
+            inference_compiler=halves.inference,  # type: ignore[arg-type]
             partition_fn=halves.partition,
             decompositions=dict(GRADIENTS_APART),
             keep_inference_input_mutations=True,
@@ -120,11 +124,6 @@ def _keep_what_is_saved() -> None:
     donated = getattr(context and context.fw_metadata, "bw_donated_idxs", None)
     if donated:
         donated.clear()
-
-
-def _fake_mode(module: GraphModule) -> Any:
-    values = (node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder"))
-    return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
 
 
 class _Halves:
@@ -149,7 +148,7 @@ class _Halves:
 
     def partition(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """The halves of a joint graph. The forward runs before the backward is compiled, when somebody goes back."""
-        from functorch.compile import default_partition
+        from functorch.compile import default_partition  # type: ignore[import-untyped]
 
         forward, backward = default_partition(*args, **kwargs)
         self._taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
