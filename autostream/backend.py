@@ -7,15 +7,16 @@ from typing import Any, NoReturn
 
 from torch.fx import GraphModule
 
-from autostream.compiled import Compiled, Names, reports_of_graph
+from autostream.compiled import Compiled, Names, left_alone, reports_of_graph
 from autostream.errors import OptionError
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
-from autostream.frontend.autograd import run_graph
+from autostream.frontend.autograd import op_by_op, run_graph
 from autostream.frontend.inputs import names_like
-from autostream.ir import Role
+from autostream.ir import Decision, Role
 from autostream.optimized import Optimized
-from autostream.options import Options
+from autostream.options import Options, disabled
+from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.scheduled import Surroundings
 from autostream.tracing.inductor import check_level, check_settings
@@ -60,12 +61,18 @@ class CompiledGraph(Optimized):
         module: the graph.
         example_inputs: as Dynamo passes them.
         options: how to schedule.
+
+    Attributes:
+        disabled: whether it runs op by op: ``AUTOSTREAM_DISABLE`` was set when this was made.
     """
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
         self._surroundings = Surroundings(options, GraphPools(), SlotTable())
         self._compiled: list[Compiled] = []
-        self._run = run_graph(module, example_inputs, self._make)
+        self._reason = left_alone(options, example_inputs)
+        self.disabled = disabled()
+        alone = self.disabled or self._reason
+        self._run = op_by_op(module, example_inputs) if alone else run_graph(module, example_inputs, self._make)
 
     def __call__(self, *values: Any) -> Any:
         """What the graph returns."""
@@ -74,7 +81,10 @@ class CompiledGraph(Optimized):
     @property
     def reports(self) -> tuple[Report, ...]:
         """What is known of the graph, or of its forward and its backward."""
-        return reports_of_graph("GraphModule", self._compiled)
+        if not self._reason:
+            return reports_of_graph("GraphModule", self._compiled)
+        refusal = Decision("", "plain", self._reason)
+        return (Report("GraphModule", "gradients", "plain", refusals=(refusal,), versions=versions()),)
 
     def _make(self, module: GraphModule, names: Names, *, half: str = "") -> Compiled:
         compiled = Compiled(module, names, "GraphModule", self._surroundings, half=half)

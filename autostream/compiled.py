@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
 from autostream.admission import Admission
+from autostream.comparison import compared
 from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
 from autostream.execution.cuda_graph import GraphPools
@@ -30,6 +32,7 @@ from autostream.frontend.numerics import numerics, watch_numerics
 from autostream.frontend.signature import aliases_of, described
 from autostream.ir import Decision, Role
 from autostream.optimized import Optimized
+from autostream.options import Options, paranoid
 from autostream.pipeline import versions
 from autostream.preparing import preparing
 from autostream.reporting.report import Report
@@ -80,6 +83,7 @@ class Compiled(Optimized):
             surroundings = replace(surroundings, pools=GraphPools())
         cut = partial(section, surroundings, model) if may_cut else None
         self._surroundings = replace(surroundings, make_section=cut)
+        self._paranoid = paranoid()
         self._admission = Admission["Ready"](surroundings.options.max_signatures)
         self._refused: dict[str, Report] = {}
         self._latest: Ready | None = None
@@ -93,8 +97,9 @@ class Compiled(Optimized):
         if ready.is_stale(values):  # weights that its kernels hold on to have changed
             self._drop(ready)
             return self(*values)
+        run = partial(ready, values)
         try:
-            return ready(values)
+            return compared(self._module, run, _tensors(values), values, {}) if self._paranoid else run()
         except Unsuitable as reason:
             self._note(str(reason))
         except torch.OutOfMemoryError as error:
@@ -223,7 +228,26 @@ def report_of_halves(model: str, made: Sequence[Compiled]) -> Report:
     return Report(model, signature, "forward and backward", versions=versions(), parts=parts)
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def left_alone(options: Options, tensors: Iterable[Any]) -> str:
+    """Why a call that these tensors go into is left to the model: on a CPU it records gradients, and nobody asks.
+
+    Returns:
+        ``""`` where it is not.
+    """
+    if options.strict or options.policy != "auto" or not torch.is_grad_enabled():
+        return ""
+    given = _tensors(tensors)
+    recorded = any(t.requires_grad for t in given) and not any(t.is_cuda for t in given)
+    return _BETTER_ALONE if recorded else ""
+
+
+_BETTER_ALONE = (
+    "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
+    "host longer than the model does: choose a policy to have one all the same"
+)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
@@ -234,15 +258,26 @@ def section(surroundings: Surroundings, model: str, module: GraphModule, bound: 
     return Compiled(module, names, model, surroundings, may_cut=False)
 
 
-Returned = Sequence[int | None]
-"""For each value that a graph returns, which of its tensors that is; ``None`` for none."""
+@dataclass(frozen=True)
+class Constant:
+    """What a graph returns that is no tensor: a size, or nothing."""
+
+    value: Any
+
+
+Returned = Sequence[int | Constant]
+"""For each value that a graph returns, which of its tensors that is."""
 
 
 def _of_tensors(module: GraphModule, values: Sequence[Any]) -> tuple[GraphModule, Returned]:
     """The graph with these numbers for constants, that returns tensors only; and how its values are found again."""
     results: Any = module.graph.output_node().args[0]
-    kept = [result for result in results if result is not None]
-    returned = [None if result is None else kept.index(result) for result in results]
+    if any(map(_is_number, results)):
+        results = [Constant(n) if _is_number(r) else r for r, n in zip(results, _outputs(module, values), strict=True)]
+    kept = [result for result in results if isinstance(result, fx.Node)]
+    returned = [
+        kept.index(r) if isinstance(r, fx.Node) else r if isinstance(r, Constant) else Constant(r) for r in results
+    ]
     if all(isinstance(value, Tensor) for value in values) and len(kept) == len(results):
         return module, returned
     graph, known = fx.Graph(), dict[fx.Node, Any]()
@@ -254,6 +289,21 @@ def _of_tensors(module: GraphModule, values: Sequence[Any]) -> tuple[GraphModule
         elif node.op != "placeholder":
             known[node] = graph.node_copy(node, known.__getitem__)
     return fx.GraphModule(module, graph), returned
+
+
+def _is_number(result: Any) -> bool:
+    """Whether what a graph returns is a number that it computes, such as a size."""
+    value = result.meta.get("val", result.meta.get("example_value")) if isinstance(result, fx.Node) else None
+    return value is not None and not isinstance(value, Tensor)
+
+
+def _outputs(module: GraphModule, values: Sequence[Any]) -> Sequence[Any]:
+    """What a graph returns, computed without any tensor's elements."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        fakes = [mode.from_tensor(v, static_shapes=True) if isinstance(v, Tensor) else v for v in values]
+        outputs: Sequence[Any] = fx.Interpreter(module).run(*fakes)
+    return outputs
 
 
 class Ready:
@@ -294,7 +344,7 @@ class Ready:
             Unsuitable: no graph reads the tensors where they lie, and none can be captured.
         """
         outputs, returned = self._scheduled()(self.arguments(values)), self._returned
-        return outputs if returned is None else [None if at is None else outputs[at] for at in returned]
+        return outputs if returned is None else [r.value if isinstance(r, Constant) else outputs[r] for r in returned]
 
     @property
     def is_direct(self) -> bool:

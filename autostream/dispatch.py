@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from autostream.admission import Admission
 from autostream.comparison import compared
-from autostream.compiled import Compiled, Names
+from autostream.compiled import Compiled, Names, left_alone
 from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
@@ -246,7 +246,8 @@ class Dispatcher(Optimized):
         key, label = self._key(args, kwargs)
         entry: Entry | str | None = self._entry(key, args, kwargs)
         if entry is None:
-            entry = _BETTER_ALONE if self._unasked(args) else self._new_entry(key, label, args, kwargs)
+            reason = left_alone(self.options, chain(args, self.model.parameters()))
+            entry = reason or self._new_entry(key, label, args, kwargs)
         if isinstance(entry, str):
             return self._plainly(entry, args, kwargs)
         if isinstance(entry, Plain):
@@ -348,7 +349,7 @@ class Dispatcher(Optimized):
         except TraceError as error:
             if options.strict or isinstance(error, FastPathError):
                 return self._refused(label, error)
-            log.warning("%s: %s; splitting it at graph breaks", self._name, error)
+            log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # records may be kept
             return Split(model, label, str(error), self._graph)
         if captured is None:
             return Plain(label, "it computes nothing with tensors")
@@ -386,13 +387,6 @@ class Dispatcher(Optimized):
         compiled = Compiled(module, names, self._name, self._surroundings, half=half)
         made.append(compiled)
         return compiled
-
-    def _unasked(self, args: Sequence[Any]) -> bool:
-        """Whether to leave calls that record gradients to the model: on a CPU, unless somebody asks for a schedule."""
-        if self.options.strict or self.options.policy != "auto" or not torch.is_grad_enabled():
-            return False
-        tensors = [t for t in (*args, *self.model.parameters()) if isinstance(t, Tensor)]
-        return any(t.requires_grad for t in tensors) and not any(t.is_cuda for t in tensors)
 
     def _thrashing(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why calls are not captured any more, with the guard that fails, if that is what makes them new."""
@@ -446,11 +440,6 @@ class Dispatcher(Optimized):
 def _chosen(report: Report) -> tuple[int, ...]:
     return (id(report.chosen), *(id(part.chosen) for part in report.parts))
 
-
-_BETTER_ALONE = (
-    "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
-    "host longer than the model does: choose a policy to have one all the same"
-)
 
 _FULL = "it has been captured as often as max_signatures allows for inputs of this kind"
 

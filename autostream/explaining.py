@@ -23,12 +23,11 @@ def reports_of(value: object) -> tuple[Report, ...]:
     return value._autostream.reports if isinstance(value, OptimizedModule) else ()
 
 
-def explain(optimized: OptimizedModule | TrainStep, *, ops: int | None = 10) -> str:
+def explain(optimized: OptimizedModule | TrainStep | Optimized, *, ops: int | None = 10) -> str:
     """Say how much faster an optimized module or step is, why not more, what runs beside what, and what to try.
 
     Args:
-        optimized: what ``optimize`` or ``train_step`` returned, or a piece of a model that ``torch.compile``
-            made of it.
+        optimized: what ``optimize`` or ``train_step`` returned, or what runs a graph of ``torch.compile``'s.
         ops: show this many ops of each signature, the longest ones; ``None`` shows all.
 
     Returns:
@@ -37,10 +36,11 @@ def explain(optimized: OptimizedModule | TrainStep, *, ops: int | None = 10) -> 
     Raises:
         TargetError: it is something else.
     """
-    if not isinstance(optimized, OptimizedModule | TrainStep):
+    if not isinstance(optimized, OptimizedModule | TrainStep | Optimized):
         raise TargetError(f"explain takes what optimize or train_step returned, not a {type(optimized).__name__}")
     reports = reports_of(optimized)
-    if not reports and (optimized if isinstance(optimized, TrainStep) else optimized._autostream).disabled:
+    runs = optimized._autostream if isinstance(optimized, OptimizedModule) else optimized
+    if not reports and getattr(runs, "disabled", False):
         return "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"
     if not reports and isinstance(optimized, TrainStep):
         return "nothing is known yet: the first step makes the optimizer's state, the next one is scheduled"

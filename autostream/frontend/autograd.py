@@ -70,6 +70,18 @@ def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) ->
     return run
 
 
+def op_by_op(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The same without any schedule.
+
+    What is checkpointed in it Dynamo leaves to AOTAutograd, which puts the generators' states back in the backward.
+    """
+    graphs = (graph for graph in module.modules() if isinstance(graph, GraphModule))
+    if not any("tag_activation_checkpoint(" in graph.code for graph in graphs):
+        return module.forward
+    run: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")(module, [*example_inputs])
+    return run
+
+
 def differentiable(
     module: GraphModule, tensors: Sequence[Any], names: Sequence[tuple[Role, str]], make: Make
 ) -> Callable[..., Any]:
@@ -135,7 +147,7 @@ class _Halves:
         self._lock = threading.Lock()
 
     def partition(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        """The halves of a joint graph; the backward is compiled in the first one, so long after the forward."""
+        """The halves of a joint graph. The forward runs before the backward is compiled, when somebody goes back."""
         from functorch.compile import default_partition  # type: ignore[import-untyped]
 
         forward, backward = default_partition(*args, **kwargs)

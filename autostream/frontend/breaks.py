@@ -1,7 +1,7 @@
 """A model that Dynamo cannot capture as one graph: ``torch.compile`` splits it at graph breaks.
 
-Private interfaces of Dynamo (seen in torch 2.11 and 2.13): the ``callback`` of its contexts, and the reason for which a
-graph ends (``compile_subgraph_reason``).
+Private interfaces of Dynamo (seen in torch 2.11 and 2.13): the ``callback`` of its contexts and what that returns, its
+exceptions, the stance that the user takes, and the reason for which a graph ends (``compile_subgraph_reason``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import ResumePrologueTracingError, TorchDynamoException
+from torch._dynamo.types import ConvertFrameReturn
 from torch.fx import GraphModule
 
 from autostream.errors import first_line
 from autostream.frontend.capture import compiling
+from autostream.preparing import preparing
 
 _MANY = 1024
 
@@ -43,17 +46,46 @@ def with_breaks(model: nn.Module, backend: Backend, refused: Callable[[str], Non
         "accumulated_recompile_limit": _MANY,
     }
     context: Any = torch._dynamo.optimize(backend, dynamic=False)
-    compile_frame = getattr(context, "callback", None)
-    if callable(compile_frame) and hasattr(compile_frame, _BACKEND):
+    compile_frame: Any = getattr(context, "callback", None)
+    ours = callable(compile_frame) and hasattr(compile_frame, _BACKEND)
+    if ours:
 
         def callback(*args: Any, **kwargs: Any) -> Any:
             with compiling(**settings), _overheard(refused):
-                return compile_frame(*args, **kwargs)
+                try:
+                    return compile_frame(*args, **kwargs)
+                except TorchDynamoException as error:  # some it raises whatever it is told
+                    if isinstance(error, ResumePrologueTracingError):
+                        raise
+                    refused(first_line(error))
+                    return ConvertFrameReturn()
 
         setattr(callback, _BACKEND, getattr(compile_frame, _BACKEND))  # by it Dynamo finds what it has compiled
         context.callback = callback
     compiled: Callable[..., Any] = context(model)
-    return compiled
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if ours and _stance() in _PAST_NO_CALLBACK:
+            try:
+                return compiled(*args, **kwargs)
+            except RuntimeError as error:
+                if _NESTED not in str(error):
+                    raise
+                return model(*args, **kwargs)  # another thread is tracing, and nothing has been run yet
+        with preparing, compiling(**settings), _overheard(refused):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def _stance() -> str:
+    """How the user has Dynamo go about compiling (``torch.compiler.set_stance``): some ways lead past its callbacks."""
+    return getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "unknown")
+
+
+_NESTED = "using FX to symbolically trace a dynamo-optimized function"
+
+_PAST_NO_CALLBACK = ("default", "force_eager")
 
 
 _BACKEND = "_torchdynamo_orig_backend"
