@@ -1,0 +1,571 @@
+"""Training steps in graphs: what is made for each kind of step, and run by it.
+
+    batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ Scheduled ──▶ result, and gradients to go on with
+                                    │ none
+                                    └─▶ capture the loss ──▶ trace the step ──▶ Scheduled
+                                             └── no graph does the same: Refused; the caller has another way
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.utils.weak import WeakIdRef
+
+from autostream.admission import Admission
+from autostream.comparison import compared
+from autostream.compiled import section
+from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
+from autostream.execution.cuda_graph import GraphPools
+from autostream.execution.slots import SlotTable
+from autostream.frontend.averages import differing_buffers, pairs_of
+from autostream.frontend.batches import Batch, detached, divided, parts_of
+from autostream.frontend.capture import Capture, capture
+from autostream.frontend.guards import anomalies_sought, unusual, unusual_call, unusual_tensor
+from autostream.frontend.numerics import numerics, order_attention
+from autostream.frontend.optimizers import Hyperparameters, obstacle
+from autostream.frontend.parameters import State, have_hooks, parameters_of, state_of
+from autostream.frontend.signature import aliases_of, described
+from autostream.frontend.steps import Step as TracedStep
+from autostream.frontend.steps import Tensors, Update, trace_step
+from autostream.frontend.tree import TENSOR, Structure, flatten, shares_containers, unflatten
+from autostream.ir import Role
+from autostream.optimized import Optimized
+from autostream.options import paranoid
+from autostream.preparing import preparing
+from autostream.reporting.report import Report
+from autostream.scheduled import Label, Scheduled, Surroundings, Unsuitable
+from autostream.steps import Step
+from autostream.stopwatch import Stopwatch
+from autostream.storages import share_bytes
+from autostream.tracing.saved_tensors import hooks_are_set
+from autostream.tracing.state import name_of
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):  # noqa: N818 - a notice between modules, not an error
+    """No graph does the same, and the caller has another way; the message says why. Nothing has been done."""
+
+
+class Key(NamedTuple):
+    """What tells most steps of different graphs apart before any guard is asked."""
+
+    structure: Structure
+    kinds: Hashable
+    aliases: Hashable
+    numerics: Hashable
+    training: bool
+    parameters: Hashable
+    trained: bytes
+    groups: Structure | None
+    state: Hashable
+
+    def unlike(self, other: Key) -> str:
+        """What differs from another, readable; ``""`` where nothing does."""
+        told = [what for name, what in _TOLD.items() if getattr(self, name) != getattr(other, name)]
+        if self.groups and other.groups:
+            pairs = zip(self.groups.children or (), other.groups.children or (), strict=False)
+            told += dict.fromkeys(name for mine, its in pairs for name in _unlike(mine, its))
+        return ", ".join(told)
+
+
+_TOLD = {
+    "structure": "the batch's containers or numbers",
+    "kinds": "shapes, strides, dtypes or devices",
+    "aliases": "which tensors share memory",
+    "numerics": "autocast, precisions or other numerics",
+    "training": "the training mode",
+    "parameters": "the optimizer's parameters",
+    "trained": "what requires gradients",
+    "state": "the optimizer's state",
+}
+
+
+def _unlike(group: Structure, other: Structure) -> Iterator[str]:
+    """The hyperparameters that differ in structures of two groups."""
+    values = dict(zip(cast(Batch, other.context), other.children or (), strict=True))
+    mine = zip(cast(Batch, group.context), group.children or (), strict=True)
+    return (name for name, value in mine if values.get(name) != value)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step that is to be done.
+
+    Attributes:
+        batch: what it was called with.
+        tensors: of the batch.
+        parameters: of the optimizer.
+        state: of the optimizer, where it is part of a graph.
+        averages: a moving average's tensors and the model's, in turn, where they are part of a graph.
+        key: what it is like.
+        label: the same, readable.
+    """
+
+    batch: Batch
+    tensors: list[Tensor]
+    parameters: list[Tensor]
+    state: State
+    averages: list[Tensor]
+    key: Key
+    label: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step that was run.
+
+    Attributes:
+        result: what the loss returned, detached.
+        gradients: of the optimizer's parameters, where these are not updated yet.
+        entry: what ran it; ``None`` where it was compared with the plain one.
+        call: what was asked for.
+        tensors: what the entry was given.
+    """
+
+    result: Any
+    gradients: list[Tensor | None] | None
+    entry: Entry
+    call: Call
+    tensors: Tensors
+
+
+class Graphs:
+    """The graphs of a training step.
+
+    Args:
+        step: the step.
+        slots: where batches may come in turn.
+        whole: whether clipping, the optimizer and the average are part of the graphs; else forward and backward are all.
+
+    Attributes:
+        name: in reports.
+        hyperparameters: the optimizer's.
+    """
+
+    def __init__(self, step: Step, slots: SlotTable, *, whole: bool) -> None:
+        self.step, self.whole = step, whole
+        self.name = f"{name_of(step.model)}, {'TrainingStep' if whole else 'Backward'}"
+        self.hyperparameters = Hyperparameters(step.optimizer)
+        surroundings = Surroundings(step.options, GraphPools(), slots)
+        self._surroundings = replace(surroundings, make_section=partial(section, surroundings, self.name))
+        self._admission = Admission[list["Entry | _Refusal"]](step.options.max_signatures)
+        self._lock, self._paranoid = threading.RLock(), paranoid()
+
+    def __call__(self, batch: Batch) -> Done:
+        """Do the step, or its forward and backward.
+
+        Raises:
+            Refused: no graph does the same.
+            TargetError: the batch has no equal parts, or the average or the optimizer is of another model.
+            TraceError: no graph does the same, and ``strict=True``.
+        """
+        call = self._call(batch)
+        for entries in self._admission.entries.values():
+            for other in entries:
+                other.let_go()
+        entry = self._entry(call) or self._new_entry(call)
+        if isinstance(entry, _Refusal):
+            raise self._refused(entry.reason)
+        tensors = entry.tensors(call, self.numbers(call.parameters))
+        try:
+            if self._paranoid:
+                run = partial(self._compared, entry, call, tensors)
+                result, gradients = run()
+            else:
+                result, gradients = entry.run(tensors, batch)
+        except Unsuitable as reason:
+            raise self._refused(str(reason)) from None
+        return Done(result, gradients, entry, call, tensors)
+
+    def forget_refusals(self) -> None:
+        """Try again what was refused, when steps like it come: they may have failed for what the caller did."""
+        for key, entries in [*self._admission.entries.items()]:
+            if left := [entry for entry in entries if isinstance(entry, Entry)]:
+                self._admission.entries[key] = left
+            else:
+                del self._admission.entries[key]
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What is known of each kind of step, the most recently used first."""
+        made = chain.from_iterable(map(reversed, reversed(self._admission.entries.values())))
+        return tuple(entry.scheduled.report for entry in made if isinstance(entry, Entry))
+
+    def numbers(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The numbers that may be others in each step, in one tensor."""
+        if not self.whole:
+            return self.step.numbers()
+        return [self.hyperparameters.numbers(parameters[0].device)]
+
+    def _refused(self, reason: str) -> Exception:
+        return TraceError(reason) if self.step.options.strict else Refused(reason)
+
+    def _call(self, batch: Batch) -> Call:
+        """What a step is like now.
+
+        Raises:
+            Refused: no graph would do the same.
+        """
+        step, parameters = self.step, parameters_of(self.step.optimizer)
+        step.check_average()
+        step.loss.check(len(batch))
+        try:
+            tensors, structure = flatten(batch)
+        except TraceError as error:
+            raise self._refused(str(error)) from None
+        reason = unusual_call() or unusual_tensor(tensors) or circumstances() or self._own_obstacle(parameters, tensors)
+        if reason:
+            raise self._refused(reason)
+        groups: Structure | None = None
+        state: State | str = State((), [])
+        averages: list[Tensor] = []
+        if self.whole:
+            groups, reason = self.hyperparameters.look()
+            state = state_of(step.optimizer, parameters)
+            if reason or isinstance(state, str):
+                raise self._refused(reason or str(state))
+            if share_bytes(own for own in (*parameters, *state.tensors) if not unusual(own)):
+                raise self._refused(_OVERLAPPING)
+            averages = self._averages()
+        sizes = tuple(len(group["params"]) for group in step.optimizer.param_groups)
+        key = Key(
+            structure,
+            tuple(map(_kind, tensors)),
+            aliases_of([*parameters, *state.tensors, *averages, *tensors]),
+            numerics(),
+            step.model.training,
+            (sizes, *map(WeakIdRef, parameters)),
+            bytes(map(_REQUIRES_GRADIENTS, parameters)),
+            groups,
+            (state.names, *map(_kind, state.tensors), *map(_kind, averages)),
+        )
+        label = f"{described(tensors)}, {'train' if step.model.training else 'eval'}"
+        return Call(batch, tensors, parameters, state, averages, key, label)
+
+    def _own_obstacle(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
+        if any(map(_REQUIRES_GRADIENTS, tensors)):
+            return "a tensor of the batch requires gradients, and a graph would compute none"
+        if have_hooks(parameters):
+            return "a parameter has hooks on its gradient, which a graph would not call"
+        if not any(map(_REQUIRES_GRADIENTS, parameters)):
+            return "the optimizer has no parameters that require gradients"
+        return obstacle(self.step.optimizer) if self.whole else ""
+
+    def _averages(self) -> list[Tensor]:
+        step = self.step
+        if step.average is None:
+            return []
+        if names := differing_buffers(step.average, step.model):
+            raise self._refused(f"the average has no buffer {names[0]} as the model has it, and a graph makes none")
+        return [*chain.from_iterable(chain(*pairs_of(step.average, step.model)))]
+
+    def _entry(self, call: Call) -> Entry | _Refusal | None:
+        """What was made for such steps, if the guards hold."""
+        for entry in self._admission.entries.get(call.key, ()):
+            if entry.stands_for(call.batch):
+                self._admission.served(call.key)
+                return entry
+        return None
+
+    def _new_entry(self, call: Call) -> Entry | _Refusal:
+        with self._lock, preparing:
+            if entry := self._entry(call):  # another thread has been quicker
+                return entry
+            if reason := self._full(call):
+                self._admission.unserved()
+                return _Refusal(reason)
+            made: Entry | _Refusal
+            try:
+                order_attention()
+                made = Entry(self, call, self._surroundings)
+            except (OptionError, TargetError):
+                raise
+            except Exception as error:
+                if self.step.options.strict:
+                    raise
+                why = isinstance(error, AutostreamError)
+                made = _Refusal(str(error) if why else f"it cannot be scheduled: {first_line(error)}")
+            self._admission.add(call.key, [*self._admission.entries.get(call.key, []), made])
+            return made
+
+    def _full(self, call: Call) -> str:
+        """Why no graph is to be made now, with what makes the step another; ``""`` if one may be."""
+        made = [*chain.from_iterable(self._admission.entries.values())]
+        reason = self._admission.refusal()
+        if not reason and len(made) >= self.step.options.max_signatures:
+            reason = "it has as many schedules as max_signatures allows"
+        if not reason:
+            return ""
+        if not made:
+            return reason
+        latest = next(reversed(self._admission.entries))
+        known = self._admission.entries.get(call.key)
+        if known is None:
+            return f"{reason}, and meets another: {call.key.unlike(cast(Key, latest))} changed"
+        return f"{reason}, and meets another, since {known[-1].failed(call.batch)}"
+
+    def _compared(self, entry: Entry, call: Call, tensors: Tensors) -> Any:
+        """What a run returns, after the plain step has done the same."""
+        plain = _Plain(self, call)
+        batch = call.batch
+        if self.whole:
+            return compared(plain, lambda: entry.run(tensors, batch)[0], call.tensors, batch, {}), None
+        return compared(plain, lambda: entry.run(tensors, batch), call.tensors, batch, {})
+
+
+def circumstances() -> str:
+    """Why a graph of a backward would not do the same under the circumstances of this call, or ``""``."""
+    if hooks_are_set():
+        return "hooks of saved tensors are set, and a graph saves none"
+    if nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
+        return "a submodule has backward hooks, which a graph would not call"
+    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        return "hooks of all modules are registered, which a graph would not call"
+    return anomalies_sought()
+
+
+_OVERLAPPING = (
+    "parameters, or tensors of the optimizer's state, share memory, which the optimizer writes for one parameter after "
+    "the other, and a graph for all at once"
+)
+
+
+def _kind(tensor: Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+_REQUIRES_GRADIENTS = attrgetter("requires_grad")
+
+_HOOKS_OF_OTHERS = "a parameter that is not the optimizer's has hooks on its gradient, which a graph would not call"
+
+
+def update_of(graphs: Graphs, call: Call) -> Update:
+    """What a whole step does with its gradients."""
+    step = graphs.step
+    assert call.key.groups, "whole steps have them, or are refused"
+    averaged = len([*step.average.parameters()]) if step.average is not None else 0
+    sizes = [len(group["params"]) for group in step.optimizer.param_groups]
+    groups = unflatten(call.key.groups, ())
+    return Update(
+        step.optimizer, groups, sizes, call.state.names, step.options.max_norm, averaged, step.options.decay
+    )
+
+
+class _Plain(nn.Module):
+    """The step as it is, with all that it may write."""
+
+    def __init__(self, graphs: Graphs, call: Call) -> None:
+        super().__init__()
+        self.modules_of_it, self._graphs = graphs.step.modules, graphs
+        for (at, name), value in zip(call.state.names, call.state.tensors, strict=True):
+            self.register_buffer(f"{name}_{at}", value)
+
+    def _get_name(self) -> str:
+        return self._graphs.name
+
+    def forward(self, *batch: Any) -> Any:
+        step = self._graphs.step
+        result, gradients = step.differentiate(batch)
+        return step.complete(result, gradients) if self._graphs.whole else (result, gradients)
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Steps that are in no graph, and why."""
+
+    reason: str
+
+    def stands_for(self, batch: Batch) -> bool:
+        """Nothing tells whether another trial would end otherwise."""
+        return True
+
+    def failed(self, batch: Batch) -> str:
+        """Why it does not stand for a step."""
+        return ""
+
+    def let_go(self) -> None:
+        """It holds nothing."""
+
+
+class Entry:
+    """The graph of one kind of steps.
+
+    Args:
+        graphs: whose it is.
+        call: such a step.
+        surroundings: of the graphs.
+
+    Attributes:
+        scheduled: runs it.
+        writes: the tensors of a step that stay where they are, by place among its arguments.
+
+    Raises:
+        TraceError: no graph does the same.
+    """
+
+    def __init__(self, graphs: Graphs, call: Call, surroundings: Surroundings) -> None:
+        step, stopwatch = graphs.step, Stopwatch()
+        self._loss, self._parts = step.loss, step.options.microbatches
+        with stopwatch("trace"):
+            part = self.part(call.batch)
+            self.captured = captured = self._captured(step, part)
+            tensors_of_part, _ = flatten(part)
+            positions = {id(tensor): at for at, tensor in reversed([*enumerate(tensors_of_part)])}
+            takes = [
+                positions.get(id(tensor), -1) if item.is_argument else None
+                for item, tensor in zip(captured.inputs, captured.tensors, strict=True)
+            ]
+            if -1 in takes:
+                raise TraceError("the loss takes a tensor of the batch from an object that cannot be opened")
+            self._returned = None
+            if captured.effects:
+                self._check_returned()
+            else:
+                self._returned = self._structure(part)
+            self.guards = captured.guards
+            tensors = self.tensors(call, graphs.numbers(call.parameters))
+            traced_step = TracedStep(
+                captured,
+                takes,
+                divided(call.tensors),
+                self._parts,
+                [*map(bool, call.key.trained)],
+                step.scaler is not None,
+                update_of(graphs, call) if graphs.whole else None,
+            )
+            traced = trace_step(traced_step, tensors, step.modules)
+            if not all(traced.reached):
+                step.check_parameters()
+        self._traced, self._trained, self.whole = traced, call.key.trained, graphs.whole
+        stays = [p.role is not Role.INPUT for p in traced.program.placeholders]
+        label = Label(graphs.name, call.label)
+        self.scheduled = Scheduled(
+            traced.program, traced.arguments(tensors), stays, label, surroundings, stopwatch
+        )
+        self.captured = replace(captured, tensors=())  # what is no more the model's has not to stay
+
+    def stands_for(self, batch: Batch) -> bool:
+        """Whether the loss is as it was captured, as far as Dynamo can see."""
+        with torch.enable_grad():
+            return self.guards(self._loss, self.part(batch), {})
+
+    def failed(self, batch: Batch) -> str:
+        """The guard that does not hold, as Dynamo writes it."""
+        with torch.enable_grad():
+            return self.guards.failed(self._loss, self.part(batch), {}).strip()
+
+    def part(self, batch: Batch) -> Batch:
+        """The first of the parts of a batch.
+
+        Raises:
+            TargetError: it has no equal parts.
+        """
+        return batch if self._parts == 1 else parts_of(batch, self._parts)[0]
+
+    def let_go(self) -> None:
+        """Keep no memory for what is no more the model's."""
+        self.scheduled.let_go(frozenset())
+
+    def tensors(self, call: Call, numbers: list[Tensor]) -> Tensors:
+        """What a step takes, as it is now."""
+        with torch.enable_grad():
+            given = self.captured.given(self._loss, self.part(call.batch), {})
+        held = [own for own, item in zip(given, self.captured.inputs, strict=True) if not item.is_argument]
+        return Tensors(held, call.parameters, call.state.tensors, call.averages, call.tensors, numbers)
+
+    def arguments(self, tensors: Tensors) -> list[Tensor]:
+        """The arguments of the program."""
+        return self._traced.arguments(tensors)
+
+    @property
+    def places(self) -> list[int | Tensor]:
+        """For each argument of the program, the position of the step's tensor that it is, or a constant."""
+        return self._traced.places
+
+    def run(self, tensors: Tensors, batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
+        """The result, and the gradients of all of the optimizer's parameters, where these are not updated.
+
+        Raises:
+            Unsuitable: no graph reads the tensors where they lie, and none can be captured.
+        """
+        return self.put_together(self.scheduled(self.arguments(tensors)), batch)
+
+    def put_together(
+        self, outputs: Sequence[Tensor | None], batch: Batch
+    ) -> tuple[Any, list[Tensor | None] | None]:
+        """The same, of what the program has returned."""
+        count = self._traced.returned
+        result = self._result(outputs[:count], batch)
+        if self.whole:
+            return result, None
+        gradients, reached = iter(outputs[count:]), iter(self._traced.reached)
+        return result, [next(gradients) if own and next(reached) else None for own in self._trained]
+
+    def _result(self, outputs: Sequence[Tensor | None], batch: Batch) -> Any:
+        if self._returned is not None:
+            structure, sources = self._returned
+            return outputs[sources[0]] if structure is TENSOR else unflatten(structure, [outputs[at] for at in sources])
+        with torch.enable_grad():
+            _, result = self.captured.restored(lambda *_: outputs)(self._loss, self.part(batch), {})
+        return detached(result)
+
+    def _captured(self, step: Step, part: Batch) -> Capture:
+        if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in step.model.modules()):
+            raise TraceError("DistributedDataParallel averages gradients by hooks, which a graph would not call")
+        if any(isinstance(value, Optimized) for module in step.modules.modules() for value in vars(module).values()):
+            raise TraceError("it, or a part of it, is optimized already: give the model itself, and optimize no part of it")
+        with torch.enable_grad():
+            captured = capture(step.loss, part, {})
+        held = [own for own, item in zip(captured.tensors, captured.inputs, strict=True) if not item.is_argument]
+        ours = set(map(id, parameters_of(step.optimizer)))
+        if have_hooks([own for own in held if id(own) not in ours and own.requires_grad]):
+            raise TraceError(_HOOKS_OF_OTHERS)
+        if any(item.source.startswith("random_value") for item in captured.inputs):
+            raise TraceError("Python draws random numbers, and a graph would have those of one step")
+        return captured
+
+    def _structure(self, part: Batch) -> tuple[Structure, list[int]] | None:
+        """How what the loss returns is put together, of which outputs; ``None`` where only Dynamo's bytecode can.
+
+        Found by that, with stand-ins for the outputs. Numbers that it takes from these are others the second time.
+        """
+        found = []
+        count = len(self.captured.module.graph.output_node().args[0])  # type: ignore[arg-type]
+        for number in range(2):
+            outputs = [torch.full((), number) for _ in range(count)]
+            value = loss, result = self.captured.restored(lambda *_, outputs=outputs: outputs)(self._loss, part, {})
+            if loss is not outputs[0]:
+                raise TraceError("which output of the captured graph is the loss is not known")
+            if self._parts > 1 and result is not loss:
+                raise TargetError("with microbatches, loss_fn has to return the loss alone")
+            try:
+                tensors, structure = flatten(result)
+            except TraceError:
+                return None
+            positions = {id(output): at for at, output in enumerate(outputs)}
+            found.append((value, structure, [positions.get(id(tensor), -1) for tensor in tensors]))
+        (value, structure, sources), (again, *others) = found
+        if others != [structure, sources] or -1 in sources or shares_containers(value[1], again[1]):
+            return None
+        return structure, sources
+
+    def _check_returned(self) -> None:
+        """See that the first output may be the loss, where that cannot be tried without effects."""
+        (loss, *_), *_ = self.captured.module.graph.output_node().args  # type: ignore[misc]
+        value = loss.meta.get("example_value")
+        if self._parts > 1:
+            raise TraceError("loss_fn changes Python objects, and is called for each of the microbatches")
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise TraceError("which output of the captured graph is the loss is not known")
