@@ -41,12 +41,13 @@ class Admission(Generic[Entry]):
         self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._used: dict[Hashable, int] = {}
 
-    def served(self, key: Hashable) -> None:
-        """An entry has served a call."""
-        self._calls += 1
-        self._used[key] = self._calls
-        self._credit = min(self._credit + 1, FREE * SERVED)
-        self.entries.move_to_end(key)
+    def served(self, key: Hashable, calls: int = 1) -> None:
+        """An entry has served so many calls."""
+        if key in self.entries:
+            self._calls += calls
+            self._used[key] = self._calls
+            self._credit = min(self._credit + calls, FREE * SERVED)
+            self.entries.move_to_end(key)
 
     def unserved(self) -> None:
         """A call had no entry."""

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule
 
 from autostream.admission import Admission
-from autostream.errors import AutostreamError, OptionError, first_line
+from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
 from autostream.frontend.aten import Given, program_of
 from autostream.frontend.numerics import numerics, watch_numerics
@@ -70,9 +70,9 @@ class Compiled(Optimized):
         self._module, self._names, self._model = module, list(names), model
         cut = partial(section, surroundings, model) if may_cut else None
         self._surroundings = replace(surroundings, make_section=cut)
-        self._admission = Admission["_Ready"](surroundings.options.max_signatures)
+        self._admission = Admission["Ready"](surroundings.options.max_signatures)
         self._refused: dict[str, Report] = {}
-        self._latest: _Ready | None = None
+        self._latest: Ready | None = None
         self._lock = threading.RLock()
 
     def __call__(self, *values: Any) -> Sequence[Any]:
@@ -88,6 +88,12 @@ class Compiled(Optimized):
             self._fail(ready, f"there is too little memory to run it as scheduled ({first_line(error)})")
         return self.plain(*values)
 
+    def is_of(self, module: GraphModule, names: Names) -> bool:
+        """Whether it runs this graph, whose inputs are these."""
+        own = self._module
+        apart = any(node.op == "get_attr" for node in module.graph.nodes)
+        return not apart and list(names) == self._names and own.code == module.code
+
     def lend(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
         """Hand out outputs at these places where a captured graph computes them: they are the caller's for one call.
 
@@ -102,7 +108,7 @@ class Compiled(Optimized):
         outputs: Sequence[Any] = self._module.forward(*values)
         return outputs
 
-    def ready(self, values: Sequence[Any]) -> _Ready | None:
+    def ready(self, values: Sequence[Any]) -> Ready | None:
         """What is scheduled for tensors like these; made now where there is none yet, and it may be worth it."""
         latest = self._latest
         if latest is not None and latest.fits(values):
@@ -124,7 +130,12 @@ class Compiled(Optimized):
         return None if ready.scheduled is None else ready
 
     @property
-    def made(self) -> Sequence[_Ready]:
+    def refusal(self) -> str:
+        """Why the latest signature has no schedule."""
+        return next((refusal.reason for report in self.reports for refusal in report.refusals), "")
+
+    @property
+    def made(self) -> Sequence[Ready]:
         """What there is for each signature."""
         return [*self._admission.entries.values()]
 
@@ -146,7 +157,7 @@ class Compiled(Optimized):
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         return numbers, kinds, aliases_of(tensors), numerics()
 
-    def _made(self, values: Sequence[Any]) -> _Ready:
+    def _made(self, values: Sequence[Any]) -> Ready:
         stopwatch = Stopwatch()
         given = [(*own, value) for own, value in zip(self._names, values, strict=True) if isinstance(value, Tensor)]
         label = Label(self._model, described([tensor for role, _, tensor in given if role is Role.INPUT]))
@@ -155,17 +166,17 @@ class Compiled(Optimized):
                 with stopwatch("trace"):
                     module, returned = _of_tensors(self._module, values)
                     program, constants = program_of(module, given)
-                return _Ready(program, given, constants, returned, label, self._surroundings, stopwatch, values)
+                return Ready(program, given, constants, returned, label, self._surroundings, stopwatch, values)
         except OptionError:
             raise
         except Exception as error:
             if self._surroundings.options.strict:
                 raise
-            reason = str(error) if isinstance(error, AutostreamError) else f"it cannot be scheduled: {first_line(error)}"
+            reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
             log.warning("%s runs plainly: %s", self._model, reason)
-            return _Ready.refused(label, reason, values)
+            return Ready.refused(label, reason, values)
 
-    def _fail(self, ready: _Ready, reason: str) -> None:
+    def _fail(self, ready: Ready, reason: str) -> None:
         log.warning("%s runs plainly: %s", self._model, reason)
         ready.give_up(reason)
 
@@ -205,7 +216,7 @@ def _of_tensors(module: GraphModule, values: Sequence[Any]) -> tuple[GraphModule
     return fx.GraphModule(module, graph), returned
 
 
-class _Ready:
+class Ready:
     """A schedule for one signature, and how it gets its arguments; or the reason why there is none."""
 
     scheduled: Scheduled | None = None
@@ -245,7 +256,7 @@ class _Ready:
         return self.scheduled
 
     @classmethod
-    def refused(cls, label: Label, reason: str, values: Sequence[Any]) -> _Ready:
+    def refused(cls, label: Label, reason: str, values: Sequence[Any]) -> Ready:
         """A signature that no schedule can be had for."""
         ready = cls.__new__(cls)
         ready.scheduled, ready.fits = None, looks_alike_with(values)

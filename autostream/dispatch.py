@@ -24,17 +24,17 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.nn.modules import module as nn_module
+from torch.nn.parameter import is_lazy
 
 from autostream.admission import Admission
 from autostream.comparison import compared
-from autostream.compiled import Compiled, Names
-from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
+from autostream.compiled import Compiled, Names, Ready
+from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
-from autostream.frontend.guards import exporting, traced_by_fx, unusual_call, unusual_tensor
+from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.frontend.inputs import names_of
 from autostream.frontend.numerics import numerics, order_attention
 from autostream.frontend.signature import aliases_of, described
@@ -63,31 +63,44 @@ class Whole:
         captured: the graph and its guards.
         run: what runs the graph; takes and returns flat tensors.
         label: of the calls, readable.
-        compiled: what is scheduled: the graph, or its forward and its backward.
+        ready: the schedule that runs it, where no gradients are recorded.
+        halves: what is scheduled of a call that records gradients: the forward and the backward, once they have run.
     """
 
     def __init__(
-        self, captured: Capture, run: Callable[..., Sequence[Any]], label: str, compiled: Sequence[Compiled]
+        self,
+        captured: Capture,
+        run: Callable[..., Sequence[Any]],
+        label: str,
+        ready: Ready | None = None,
+        halves: Sequence[Compiled] = (),
     ) -> None:
-        self.captured, self.label, self.compiled = captured, label, tuple(compiled)
-        self._restored = captured.restored(run)
+        self.captured, self.label = captured, label
         self.guards = captured.guards
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether a call that failed may be made again: nothing that anybody can see has changed."""
-        made = (ready.scheduled for compiled in self.compiled for ready in compiled.made)
-        return not self.captured.effects and all(scheduled is None or scheduled.repeatable for scheduled in made)
+        self._run, self._ready, self._halves = run, ready, halves
+        self._restored = captured.restored(run)
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, with all that it does to Python's objects."""
         return self._restored(model, args, kwargs)
 
+    @property
+    def compiled(self) -> Compiled | None:
+        """What runs the graph by a schedule; ``None`` where gradients are recorded."""
+        return self._run if isinstance(self._run, Compiled) else None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a call that failed may be made again: nothing that anybody can see has changed."""
+        compiled = [self.compiled] if self.compiled else self._halves
+        made = (ready.scheduled for own in compiled for ready in own.made)
+        return not self.captured.effects and all(scheduled is None or scheduled.repeatable for scheduled in made)
+
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known of it."""
-        if len(self.compiled) == 1:
-            return tuple(replace(report, signature=self.label) for report in self.compiled[0].reports[:1])
-        halves = zip(("forward", "backward"), self.compiled, strict=False)
+        if self.compiled is not None:
+            return () if self._ready is None else (replace(self._ready.report(), signature=self.label),)
+        halves = zip(("forward", "backward"), self._halves, strict=False)
         parts = tuple(replace(report, half=half) for half, compiled in halves for report in compiled.reports)
         return (Report(model, self.label, "forward and backward", versions=versions(), parts=parts),)
 
@@ -95,22 +108,22 @@ class Whole:
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, guarded: bool
     ) -> Replay | None:
         """The short way of calls like this one, where there is one."""
-        captured = self.captured
-        if captured.effects or len(self.compiled) > 1:
+        captured, compiled = self.captured, self.compiled
+        if captured.effects or compiled is None:
             return None
         try:
             tensors, call = flatten((args, kwargs))
             found = self._returned(model, args, kwargs, tensors)
-        except TraceError:
+        except Exception:  # such as what asks an output for its value
             return None
-        ready = self.compiled[0].ready(captured.given(model, args, kwargs))
+        values = captured.given(model, args, kwargs)
+        ready = compiled.ready(values)
         if not tensors or found is None or ready is None or ready.scheduled is None:
             return None
         scheduled = ready.scheduled
         if scheduled.detached or aliases_of(tensors):
             return None
         by_id = {id(tensor): at for at, tensor in enumerate(tensors)}
-        values = captured.given(model, args, kwargs)
         arguments = ready.arguments(values)
         own = {id(value) for value, item in zip(values, captured.inputs, strict=True) if not item.is_argument}
         places = [None if id(a) in own or at is None else by_id.get(id(a), -1) for a, at in zip(arguments, ready.places, strict=True)]
@@ -169,10 +182,16 @@ def _shares_containers(value: Any, again: Any) -> bool:
 
 
 class Plain:
-    """The model itself, for calls that nothing else works for."""
+    """The model itself, for calls that nothing else works for.
 
-    def __init__(self, label: str, reason: str) -> None:
-        self.label, self.reason = label, reason
+    Args:
+        label: of the calls, readable.
+        reason: why.
+        passing: whether the next call may be another matter.
+    """
+
+    def __init__(self, label: str, reason: str, passing: bool = False) -> None:
+        self.label, self.reason, self.passing = label, reason, passing
 
     def reports(self, model: str) -> tuple[Report, ...]:
         """Why."""
@@ -216,13 +235,17 @@ class Dispatcher(Optimized):
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
         self._replay: Replay | None = None
+        self._replayed: Hashable = None
+        self._replays = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
         replay = self._replay
         if replay is not None and (tensors := replay.fits(args, kwargs)) is not None:
             try:
-                return replay(tensors, args, kwargs)
+                value = replay(tensors, args, kwargs)
+                self._replays += 1
+                return value
             except Exception as reason:  # what else can be done is found on the long way
                 self._replay = None
                 if not (isinstance(reason, Changed) or replay.repeatable):
@@ -304,7 +327,9 @@ class Dispatcher(Optimized):
         """What is known of each signature, the most recently used first, then calls that went to the plain model."""
         with self._lock:
             entries = [entry for entries in reversed(self._admission.entries.values()) for entry in reversed(entries)]
-            return (*chain.from_iterable(entry.reports(self._name) for entry in entries), *self._bypasses.values())
+            found = chain.from_iterable(entry.reports(self._name) for entry in entries)
+            told = {(id(report.chosen), report.signature, report.mode): report for report in found}  # guards may differ
+            return (*told.values(), *self._bypasses.values())
 
     def forget(self) -> None:
         """Drop all that was made: the memory that it was made for is the model's no longer."""
@@ -316,13 +341,15 @@ class Dispatcher(Optimized):
         if not isinstance(entry, Whole):
             return None
         values = entry.captured.given(self.model, args, kwargs)
-        ready = entry.compiled[0].ready(values)
+        ready = entry.compiled.ready(values) if entry.compiled else None
         return None if ready is None else (ready.scheduled, ready.arguments(values))
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """What runs calls with these arguments, if that is not always the model."""
         with torch.no_grad():
             if reason := self._unusual(args, kwargs):
+                if self.options.strict:
+                    raise TraceError(reason)
                 self._note(reason)
                 return None
             key, label = self._key(args, kwargs)
@@ -336,6 +363,7 @@ class Dispatcher(Optimized):
             return entry
 
     def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._count_replays()
         key, label = self._key(args, kwargs)
         entry = self._entry(key, args, kwargs)
         if entry is None:
@@ -346,6 +374,8 @@ class Dispatcher(Optimized):
             return self._plainly(entry, args, kwargs)
         if isinstance(entry, Plain):
             try:
+                if entry.passing:
+                    self._drop(key, entry)
                 return self.model(*args, **kwargs)
             except Exception:  # it may have been refused for what made this call fail
                 self._drop(key, entry)
@@ -362,8 +392,14 @@ class Dispatcher(Optimized):
                 raise
             return self._instead(key, entry, first_line(error), args, kwargs)
         guarded = self.options.guards == "dynamo"
-        self._replay = entry.replay(self.model, args, kwargs, guarded=guarded)
+        self._replay, self._replayed = entry.replay(self.model, args, kwargs, guarded=guarded), key
         return value
+
+    def _count_replays(self) -> None:
+        """Count the calls that the short way has served since this was last asked."""
+        if self._replays:
+            self._admission.served(self._replayed, self._replays)
+            self._replays = 0
 
     def _instead(self, key: Hashable, entry: Whole, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns where its schedule failed: if it does not fail too, it makes all such calls."""
@@ -377,14 +413,12 @@ class Dispatcher(Optimized):
 
     def _unusual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why a call must reach the plain model, or ``""``."""
-        if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
-            return "hooks of all modules are registered, which a graph would not call"
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         return unusual_call() or unusual_tensor(tensors)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, str]:
         """What tells most calls of different graphs apart before any guard is asked, and what to call such calls."""
-        mode = "train" if self.model.training else "eval"
+        mode = "train" if self._training else "eval"
         recorded = torch.is_grad_enabled()
         try:
             tensors, structure = flatten((args, kwargs))
@@ -393,7 +427,7 @@ class Dispatcher(Optimized):
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         required = recorded and any(t.requires_grad for t in chain(tensors, self.model.parameters()))
         label = f"{described(tensors)}, {mode}, {'gradients' if required else 'no gradients'}"
-        return (structure, kinds, aliases_of(tensors), recorded, self.model.training, numerics()), label
+        return (structure, kinds, aliases_of(tensors), recorded, self._training, numerics()), label
 
     def _entry(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """What was made for such calls, if the guards hold."""
@@ -415,8 +449,10 @@ class Dispatcher(Optimized):
                 admission.unserved()
                 return self._thrashing(reason, key, args, kwargs)
             order_attention()
-            entry = self._made(label, args, kwargs)
             others = admission.entries.get(key, [])
+            if failed := self._failed(others, args, kwargs):
+                log.info("%s is captured again: %s", self._name, failed)
+            entry = self._made(label, args, kwargs)
             admission.add(key, [*others, entry])
             return entry
 
@@ -424,39 +460,46 @@ class Dispatcher(Optimized):
         """Capture a call."""
         model, options = self.model, self.options
         check_level(options.kernels, [t for t in (*model.parameters(), *model.buffers(), *args) if isinstance(t, Tensor)])
-        if any(isinstance(value, Optimized) for module in model.modules() for value in vars(module).values()):
-            reason = "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
+        if any(map(is_lazy, model.parameters())):
+            return self._refused(label, TraceError(_LAZY), passing=True)
+        if has_torchscript(model):
+            reason = "TorchScript cannot be captured: use the module that it was made from"
             return self._refused(label, TraceError(reason))
         try:
             captured = capture(model, args, kwargs)
-        except Exception as error:
-            if options.strict:
-                raise
-            if isinstance(error, OptionError | TargetError):
-                raise
+        except TraceError as error:
+            if options.strict or isinstance(error, FastPathError):
+                return self._refused(label, error)
             log.warning("%s: %s; splitting it at graph breaks", self._name, error)
             return Split(model, label, str(error), self._graph)
+        if captured is None:
+            return Plain(label, "it computes nothing with tensors")
         try:
             names = names_of(captured, model)
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
                 made: list[Compiled] = []
                 run = differentiable(captured.module, captured.tensors, names, partial(self._graph, made))
-                return Whole(captured, run, label, made)
-            compiled = self._graph([], captured.module, names)
+                return Whole(captured, run, label, halves=made)
+            compiled = self._like(captured, names) or self._graph([], captured.module, names)
             ready = compiled.ready(captured.tensors)
         except Exception as error:
             return self._refused(label, error)
         if ready is None:
-            (report,) = compiled.reports[:1]
-            return Plain(label, report.refusals[0].reason)
-        return Whole(captured, compiled, label, [compiled])
+            return Plain(label, compiled.refusal)
+        return Whole(captured, compiled, label, ready)
 
-    def _refused(self, label: str, error: Exception) -> Plain:
+    def _like(self, captured: Capture, names: Names) -> Compiled | None:
+        """What runs the same graph for other guards, such as those of inference mode."""
+        entries = chain.from_iterable(self._admission.entries.values())
+        known = (entry.compiled for entry in entries if isinstance(entry, Whole) and entry.compiled)
+        return next((compiled for compiled in known if compiled.is_of(captured.module, names)), None)
+
+    def _refused(self, label: str, error: Exception, *, passing: bool = False) -> Plain:
         if self.options.strict or isinstance(error, OptionError | TargetError):
             raise error
-        reason = str(error) if isinstance(error, AutostreamError) else f"it cannot be scheduled: {first_line(error)}"
+        reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
         log.warning("%s runs plainly: %s", self._name, reason)
-        return Plain(label, reason)
+        return Plain(label, reason, passing)
 
     def _graph(self, made: list[Compiled], module: GraphModule, names: Names, *, lends: bool = False) -> Compiled:
         """What runs a graph of the model's; one that lends its outputs has memory of its own."""
@@ -474,13 +517,17 @@ class Dispatcher(Optimized):
 
     def _thrashing(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why calls are not captured any more, with the guard that fails, if that is what makes them new."""
-        known = self._admission.entries.get(key, [])
-        failed = next((entry.guards.failed(self.model, args, kwargs) for entry in known if isinstance(entry, Whole)), "")
-        what = f"another graph for each call, since {failed.strip()}" if failed else _SIZES
+        failed = self._failed(self._admission.entries.get(key, []), args, kwargs)
+        what = f"another graph for each call, since {failed}" if failed else _SIZES
         refusal = f"{reason}: {what}"
         if self.options.strict:
             raise TraceError(refusal)
         return refusal
+
+    def _failed(self, entries: Sequence[Entry], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The guard of the latest of these entries that does not hold of a call, or ``""``."""
+        whole = [entry for entry in entries if isinstance(entry, Whole)]
+        return whole[-1].guards.failed(self.model, args, kwargs) if whole else ""
 
     def _drop(self, key: Hashable, entry: Any) -> None:
         with self._lock:
@@ -509,6 +556,10 @@ class Dispatcher(Optimized):
         return Dispatcher, (self.model, self.options)
 
     @property
+    def _training(self) -> bool:
+        return bool(getattr(self.model, "training", False))  # frozen TorchScript has none
+
+    @property
     def _name(self) -> str:
         return name_of(self.model)
 
@@ -517,6 +568,8 @@ _BETTER_ALONE = (
     "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
     "host longer than the model does: choose a policy to have one all the same"
 )
+
+_LAZY = "it has parameters that its first call makes"
 
 _SIZES = "pad them to a few sizes with dynamic= (see autostream.Bucket), or raise max_signatures"
 

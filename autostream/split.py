@@ -40,7 +40,7 @@ class Split:
     """
 
     def __init__(self, model: nn.Module, label: str, reason: str, make: MakeGraph) -> None:
-        self.label = label
+        self.label, self._called = label, False
         self._refusals = {reason: Decision("", "graph breaks", reason)}
         self._graphs: list[tuple[list[Compiled], str]] = []
         self._make = make
@@ -49,6 +49,7 @@ class Split:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
+        self._called = True
         return self._run(*args, **kwargs)
 
     def reports(self, model: str) -> tuple[Report, ...]:
@@ -59,7 +60,7 @@ class Split:
             for compiled in made
             for report in compiled.reports
         )
-        mode = "graph breaks" if self._graphs else "not run yet"
+        mode = "graph breaks" if self._graphs else "plain" if self._called else "not run yet"
         refusals = tuple(self._refusals.values())
         return (Report(model, self.label, mode, refusals=refusals, versions=versions(), parts=parts),)
 

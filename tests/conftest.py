@@ -62,8 +62,8 @@ _INSTEAD = Dispatcher._instead
 def _no_schedule_fails() -> Iterator[None]:
     """A schedule that fails where the model does not is a fault of ours, which the model would hide."""
 
-    def instead(self: Dispatcher, entry: Any, error: str, *call: Any) -> Any:
-        _INSTEAD(self, entry, error, *call)
+    def instead(self: Dispatcher, key: Any, entry: Any, error: str, *call: Any) -> Any:
+        _INSTEAD(self, key, entry, error, *call)
         raise AssertionError(f"a schedule has failed: {error}")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -205,7 +205,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         yield from itertools.chain.from_iterable(map(tensors_in, value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in(vars(value))
+        yield from tensors_in([getattr(value, each.name, None) for each in dataclasses.fields(value)])
 
 
 def relations(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

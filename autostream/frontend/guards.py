@@ -9,6 +9,7 @@ from traceback import walk_stack
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad as _forward_ad
+from torch.nn.modules import module as _modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -37,6 +38,8 @@ def traced_by_fx() -> bool:
 
 def unusual_call() -> str:
     """Why the circumstances of this call are not ordinary, or ``""``."""
+    if _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
+        return "hooks of all modules are registered, which a graph would not call"
     if reason := watched_call():
         return reason
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]

@@ -1,0 +1,779 @@
+"""PyTorch's own test databases, each op and module held against its optimized self.
+
+    python -m tests.conformance --out conformance.json
+    python -m tests.conformance --shard 1/4 --out conformance-1.json
+    python -m tests.conformance --only nn.BatchNorm2d index_put --samples 0 --out some.json
+    python -m tests.conformance --before conformance.json --out now.json
+
+PyTorch tests its ops and modules with samples of inputs, which come from two databases (``op_db`` and ``module_db``).
+Here each sample is called twice with and without ``optimize``, the second time with other numbers of the same kind, so
+that what was kept of the first call shows. Whatever a caller can see must be the same: outputs, their dtypes and
+layouts, what shares memory, what was written, random states, gradients, and which samples raise.
+
+A difference is printed as it is found; ``KNOWN`` has those that are known, with the reason for each. The command fails
+if there is another one, or if a known one is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import autostream
+from benchmarks.stamp import stamp
+from tests.semantics import tensors_in
+
+OPTIONS: Mapping[str, Any] = {"policy": "critical_path", "costs": "roofline", "streams": 2, "kernels": "eager"}
+"""To optimize with: a named policy has a CPU schedule calls that record gradients too, and nothing is timed."""
+
+SAMPLES = 3
+"""Samples of each variant, unless asked otherwise; what is known was seen with these."""
+
+ROUNDING = "rounding"
+"""What a difference ends in that is none."""
+
+OUTCOMES = ("eager's", "refused", "both raise", "different", "error")
+"""What can become of a sample: the same by a schedule, the same by the plain model, the same exception, not the same,
+not to be told."""
+
+UNINITIALIZED = frozenset(
+    (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "resize_as_",
+    )
+)
+"""Ops whose numbers are whatever is in memory."""
+
+
+class Known(NamedTuple):
+    """Why a variant differs, and whether only samples show it that are not looked at by default."""
+
+    why: str
+    rare: bool = False
+
+
+_PHASE = Known(
+    "its backward looks at numbers to refuse a loss that depends on the phase of eigenvectors, which is anybody's "
+    "guess; PyTorch leaves that look out where it is traced"
+)
+_COUNT = Known(
+    "a norm of order 0 counts, and its gradient is zero: eager's result requires gradients all the same, ours does not",
+    rare=True,
+)
+
+KNOWN: Mapping[str, Mapping[str, Known]] = {
+    "cpu": {
+        "linalg.eig, function, float32, gradients": _PHASE,
+        "linalg.eig, function, complex64, gradients": _PHASE,
+        "linalg.eigh, function, complex64, gradients": _PHASE,
+        "norm, function, float32, gradients": _COUNT,
+        "norm, function, complex64, gradients": _COUNT,
+    },
+    "cuda": {},
+}
+"""By device, the variants that differ."""
+
+PICKED = (
+    *("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.Dropout", "nn.RReLU", "nn.LSTM", "nn.GRU", "nn.MultiheadAttention"),
+    *("nn.Embedding", "nn.functional.batch_norm", "nn.functional.dropout", "nn.functional.rrelu", "bernoulli"),
+    *("normal", "index_put", "index_add", "masked_fill", "cumsum", "sigmoid", "t", "view", "split", "diagonal"),
+    *("unbind", "expand", "linalg.svd", "linalg.slogdet", "linalg.lu_factor_ex", "max", "sort"),
+)
+"""What CI looks at in each variant of float32: state, random numbers, writes, views and several outputs."""
+
+EVERY = 40
+"""Of all other variants, CI looks at one in so many."""
+
+_MOST = 48
+"""Samples among which those to run are chosen: some ops have a thousand, and the last of them are like the first."""
+
+
+@dataclass
+class Call:
+    """One call of an op or a module.
+
+    Attributes:
+        target: what is called.
+        args, kwargs: what it is called with.
+        leaves: the tensors among them to look for gradients at, beside a module's parameters.
+    """
+
+    target: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    leaves: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to call an op or a module.
+
+    Attributes:
+        name: of the op or module, as its database has it.
+        kind: which way, in short, e.g. ``"in place"``.
+        dtype: of its inputs.
+        gradients: whether they are recorded, and looked at.
+        calls: makes a call for each sample, new each time; the seed decides on numbers.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    gradients: bool
+    calls: Callable[[int], Iterator[Call]]
+
+    def __str__(self) -> str:
+        """What it is called in what is printed and written."""
+        return f"{self.name}, {self.kind}, {self.dtype}{', gradients' if self.gradients else ''}"
+
+
+class Difference(NamedTuple):
+    """Something that a caller sees and would not see of the plain one: what, and the details."""
+
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a caller can see of a call.
+
+    Attributes:
+        result: what was returned.
+        inputs: the tensors that were given, the state of a module among them, as they are afterwards.
+        gradients: at the leaves.
+        generators: states of the random generators afterwards.
+        error: what was raised, if anything.
+    """
+
+    result: Any
+    inputs: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    generators: Mapping[str, Any]
+    error: Exception | None = None
+
+
+@dataclass
+class Findings:
+    """What became of the samples of one variant.
+
+    Attributes:
+        outcomes: by the index of the sample.
+        differences: by the index of the sample.
+        rounded: samples whose numbers were rounded otherwise, which is no difference.
+        reasons: why it was refused, or could not be told; each once.
+        seconds: what all of it took.
+    """
+
+    outcomes: dict[int, str] = field(default_factory=dict)
+    differences: dict[int, list[Difference]] = field(default_factory=dict)
+    rounded: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, index: int, outcome: str, *reasons: str) -> None:
+        """Note what became of a sample."""
+        self.outcomes[index] = outcome
+        self.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in self.reasons]
+
+
+class OutOfTime(BaseException):
+    """A variant takes too long. No ``Exception``, for those are taken for refusals or answers."""
+
+
+# What there is
+
+
+def variants_of(device: str, gradients: bool) -> list[Variant]:
+    """All variants in both databases that a device has, in the order of these."""
+    return [*_module_variants(device, gradients), *_op_variants(device, gradients)]
+
+
+def _module_variants(device: str, gradients: bool) -> Iterator[Variant]:
+    from torch.testing._internal.common_modules import module_db
+
+    for info in module_db:
+        for mode, recorded in itertools.product(("train", "eval"), (False, True) if gradients else (False,)):
+            calls = partial(_module_calls, info, device, mode == "train", recorded)
+            yield Variant(info.name, mode, "float32", recorded, calls)
+        if info.module_error_inputs_func is not None:
+            yield Variant(info.name, "errors of modules", "float32", False, partial(_module_errors, info, device))
+
+
+def _module_calls(info: Any, device: str, training: bool, gradients: bool, seed: int) -> Iterator[Call]:
+    _seed(seed)
+    samples = info.module_inputs_func(
+        info, device=device, dtype=torch.float32, requires_grad=gradients, training=training
+    )
+    for sample in samples:
+        if sample.forward_input is not None:
+            yield _module_call(info, sample, device, training)
+
+
+def _module_errors(info: Any, device: str, seed: int) -> Iterator[Call]:
+    from torch.testing._internal.common_modules import ModuleErrorEnum
+
+    _seed(seed)
+    samples = info.module_error_inputs_func(
+        info, device=device, dtype=torch.float32, requires_grad=False, training=True
+    )
+    for sample in samples:
+        if sample.error_on is ModuleErrorEnum.FORWARD_ERROR:
+            yield _module_call(info, sample.module_error_input, device, training=True)
+
+
+def _module_call(info: Any, sample: Any, device: str, training: bool) -> Call:
+    made, given = sample.constructor_input, sample.forward_input
+    module = info.module_cls(*made.args, **made.kwargs).to(device).to(torch.float32).train(training)
+    return Call(module, given.args, given.kwargs, _leaves(tensors_in((given.args, given.kwargs))))
+
+
+_LAYOUTS = {"sparse COO": torch.sparse_coo, "sparse CSR": torch.sparse_csr}
+
+
+def _op_variants(device: str, gradients: bool) -> Iterator[Variant]:
+    from torch.testing._internal import common_methods_invocations
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo.definitions import sparse  # noqa: F401 - samples of sparse inputs
+
+    # Ops that draw random numbers seed the generator themselves, and put its state back: nothing would be left to see.
+    common_methods_invocations.wrapper_set_seed = _unseeded
+    for op in op_db:
+        supported = op.supported_dtypes(device)
+        wanted = (torch.float32, torch.complex64, torch.int64, torch.complex32)
+        dtypes = [dtype for dtype in wanted if dtype in supported] or sorted(supported, key=str)[:1]
+        name = f"{op.name} ({op.variant_test_name})" if op.variant_test_name else op.name
+        differentiable = op.supported_backward_dtypes(device) if gradients and op.supports_autograd else ()
+        for dtype in dtypes:
+            kind = str(dtype).removeprefix("torch.")
+            for recorded in (False, True) if dtype in differentiable and dtype is not torch.complex32 else (False,):
+                made = partial(_op_samples, op, device, dtype, recorded)
+                yield Variant(name, "function", kind, recorded, partial(_op_calls, op, made))
+                if op.inplace_variant is not None and dtype not in (torch.int64, torch.complex32):
+                    yield Variant(name, "in place", kind, recorded, partial(_in_place_calls, op, made))
+                    if recorded and dtype is torch.float32:
+                        yield Variant(name, "in place on a copy", kind, True, partial(_copy_calls, op, made))
+            made = partial(_op_samples, op, device, dtype, False)
+            if op.supports_out and dtype is dtypes[0]:
+                yield Variant(name, "out", kind, False, partial(_out_calls, op, made))
+        for layout, kind in _LAYOUTS.items():
+            if torch.float32 in supported and op.supports_sparse_layout(kind):
+                made = partial(_sparse_samples, op, device, kind)
+                yield Variant(name, layout, "float32", False, partial(_op_calls, op, made))
+        if op.error_inputs_func is not None:
+            yield Variant(name, "errors", "any", False, partial(_op_calls, op, partial(_error_samples, op, device)))
+
+
+def _unseeded(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+def _op_samples(op: Any, device: str, dtype: torch.dtype, gradients: bool) -> Iterator[Any]:
+    return op.sample_inputs(device, dtype, requires_grad=gradients, set_seed=False)
+
+
+def _sparse_samples(op: Any, device: str, layout: torch.layout) -> Iterator[Any]:
+    return op.sample_inputs_sparse(layout, device, torch.float32, requires_grad=False)
+
+
+def _error_samples(op: Any, device: str) -> Iterator[Any]:
+    return (error.sample_input for error in op.error_inputs(device, set_seed=False))
+
+
+def _op_calls(op: Any, samples: Callable[[], Iterator[Any]], seed: int) -> Iterator[Call]:
+    _seed(seed)
+    for sample in samples():
+        tensors = tensors_in((sample.input, sample.args, sample.kwargs))
+        yield Call(op.op, (sample.input, *sample.args), sample.kwargs, _leaves(tensors))
+
+
+def _in_place_calls(op: Any, samples: Callable[[], Iterator[Any]], seed: int) -> Iterator[Call]:
+    """What is written is a copy of the sample's input, for a leaf must not be written while gradients are recorded."""
+    _seed(seed)
+    for sample in samples():
+        if not sample.broadcasts_input and isinstance(sample.input, Tensor):
+            leaves = _leaves(tensors_in((sample.input, sample.args, sample.kwargs)))
+            yield Call(op.inplace_variant, (sample.input.clone(), *sample.args), sample.kwargs, leaves)
+
+
+def _copy_calls(op: Any, samples: Callable[[], Iterator[Any]], seed: int) -> Iterator[Call]:
+    """The copy is made within what is optimized."""
+
+    def function(written: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return op.inplace_variant(written.clone(), *args, **kwargs)
+
+    _seed(seed)
+    for sample in samples():
+        if not sample.broadcasts_input and isinstance(sample.input, Tensor):
+            leaves = _leaves(tensors_in((sample.input, sample.args, sample.kwargs)))
+            yield Call(function, (sample.input, *sample.args), sample.kwargs, leaves)
+
+
+def _out_calls(op: Any, samples: Callable[[], Iterator[Any]], seed: int) -> Iterator[Call]:
+    """Written to are tensors full of ones, as large as the results."""
+    _seed(seed)
+    for sample in samples():
+        args = (sample.input, *sample.args)
+        with torch.no_grad():
+            result = op.op(*args, **sample.kwargs)
+        out = torch.ones_like(result) if isinstance(result, Tensor) else tuple(map(torch.ones_like, result))
+        yield Call(op.op, args, {**sample.kwargs, "out": out})
+
+
+def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+# What is seen of it
+
+
+def observe(run: Callable[..., Any], call: Call, gradients: bool, seed: int = 7) -> Seen:
+    """Call ``run``, which is the target of the call or was made of it, and look at everything around it."""
+    _seed(seed)
+    result, error = None, None
+    with torch.set_grad_enabled(gradients):
+        try:
+            result = run(*call.args, **call.kwargs)
+            if gradients:
+                _backward(result)
+        except Exception as raised:
+            error = raised
+    module = call.target if isinstance(call.target, nn.Module) else nn.Module()
+    inputs = [*tensors_in((call.args, call.kwargs)), *tensors_in(dict(module.state_dict(keep_vars=True)))]
+    leaves = [*call.leaves, *(parameter for parameter in module.parameters() if not nn.parameter.is_lazy(parameter))]
+    generators = {"torch's": torch.get_rng_state(), "Python's": random.getstate()}
+    if torch.cuda.is_initialized():
+        generators["CUDA's"] = torch.cuda.get_rng_state()
+    return Seen(result, inputs, [leaf.grad for leaf in leaves], generators, error)
+
+
+def _backward(result: Any) -> None:
+    """Go back from all results at once, each with a tangent of its own."""
+    outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    tangents = [_tangent(tensor, generator) for tensor in outputs]
+    if outputs:
+        torch.autograd.backward(outputs, tangents)
+
+
+def _tangent(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if tensor.layout is not torch.strided:
+        return torch.ones_like(tensor)
+    return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator).to(tensor.device)
+
+
+def differences(ours: Seen, theirs: Seen, numbers: bool = True) -> Iterator[Difference]:
+    """What is not the same in what was seen.
+
+    Args:
+        ours: of the optimized one.
+        theirs: of the plain one.
+        numbers: whether to look at those of outputs and inputs.
+    """
+    if ours.error or theirs.error:
+        if not (ours.error and theirs.error and isinstance(ours.error, type(theirs.error))):
+            yield Difference(f"{_told(ours.error)}, eager {_told(theirs.error)}", str(ours.error or theirs.error)[:200])
+        return
+    yield from _apart(ours.result, theirs.result, "output", numbers)
+    for at, (one, other) in enumerate(zip(ours.inputs, theirs.inputs, strict=True)):
+        yield from _apart(one, other, f"input {at} afterwards", numbers)
+    for at, (one, other) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
+        yield from _apart(one, other, f"gradient {at}", numbers)
+    relations = zip(_relations(ours), _relations(theirs), strict=False)  # another number of outputs was told already
+    for at, (one, other) in enumerate(relations):
+        if one != other:
+            yield Difference(f"output {at} is {one}, eager's is {other}")
+    for name, state in theirs.generators.items():
+        found = ours.generators[name]
+        if not (torch.equal(found, state) if isinstance(state, Tensor) else found == state):
+            yield Difference(f"{name} random state")
+
+
+def _told(error: Exception | None) -> str:
+    return f"raises {type(error).__name__}" if error else "returns"
+
+
+def _apart(ours: Any, theirs: Any, where: str, numbers: bool) -> Iterator[Difference]:
+    if type(ours) is not type(theirs):
+        yield Difference(f"{where} is a {type(ours).__name__}, eager's a {type(theirs).__name__}")
+    elif isinstance(theirs, Tensor):
+        yield from _tensors_apart(ours, theirs, where, numbers)
+    elif isinstance(theirs, Mapping):
+        yield from _apart(list(ours.items()), list(theirs.items()), where, numbers)
+    elif dataclasses.is_dataclass(theirs):
+        names = [each.name for each in dataclasses.fields(theirs)]
+        yield from _apart(*([getattr(value, name) for name in names] for value in (ours, theirs)), where, numbers)
+    elif isinstance(theirs, (list, tuple)):
+        if len(ours) != len(theirs):
+            yield Difference(f"{where} has {len(ours)} items, eager's {len(theirs)}")
+        else:
+            for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+                yield from _apart(one, other, f"{where} {at}", numbers)
+    elif isinstance(theirs, (bool, int, float, complex, str, type(None))) and numbers:
+        equal = ours == theirs or (ours != ours and theirs != theirs)
+        if not equal:
+            yield Difference(f"{where} is another number", f"{ours}, eager's {theirs}")
+
+
+def _tensors_apart(ours: Tensor, theirs: Tensor, where: str, numbers: bool) -> Iterator[Difference]:
+    for name, look in _LOOKS.items():
+        found, wanted = look(ours), look(theirs)
+        if found != wanted:
+            yield Difference(f"{where}: {name}", f"{found}, eager's {wanted}")
+            if name in _BASIC:
+                return
+    if numbers and not theirs.is_meta:
+        yield from _numbers_apart(ours.detach(), theirs.detach(), where)
+
+
+def _strides(tensor: Tensor) -> list[int] | None:
+    """Those that say where an element is."""
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return None
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+_BASIC = ("dtype", "layout", "device", "shape")
+
+_LOOKS: Mapping[str, Callable[[Tensor], object]] = {
+    "dtype": lambda tensor: tensor.dtype,
+    "layout": lambda tensor: tensor.layout,
+    "device": lambda tensor: tensor.device,
+    "shape": lambda tensor: None if tensor.is_nested else tuple(tensor.shape),
+    "strides": _strides,
+    "requires_grad": lambda tensor: tensor.requires_grad,
+    "conjugate": lambda tensor: tensor.is_conj(),
+    "negative": lambda tensor: tensor.is_neg(),
+    "leaf": lambda tensor: tensor.is_leaf,
+}
+
+
+def _numbers_apart(ours: Tensor, theirs: Tensor, where: str) -> Iterator[Difference]:
+    """Numbers are apart by rounding if they are as near as PyTorch's tests want them.
+
+    Linear algebra on a CPU rounds by where in memory its inputs are, and gradients add up in any order.
+    """
+    if theirs.layout is torch.strided and not theirs.is_quantized and not theirs.is_nested:
+        ours, theirs = _comparable(ours), _comparable(theirs)
+        if torch.equal(ours, theirs):
+            return
+    for tolerance, what in ((None, "numbers"), (0.0, ROUNDING)):
+        try:
+            torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=tolerance, atol=tolerance)
+        except AssertionError as error:
+            yield Difference(f"{where}: {what}", " ".join(str(error).split())[:200])
+            return
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The same numbers in a dtype that can be compared."""
+    if tensor.dtype is torch.complex32:
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
+def _relations(seen: Seen) -> list[str]:
+    """For each output, which input or earlier output it is or shares memory with, and where it begins in that."""
+    inputs = [(f"input {at}", tensor) for at, tensor in enumerate(seen.inputs)]
+    outputs = [(f"output {at}", tensor) for at, tensor in enumerate(tensors_in(seen.result))]
+    return [_relation(output, [*inputs, *outputs[:at]]) for at, (_, output) in enumerate(outputs)]
+
+
+def _relation(output: Tensor, others: Sequence[tuple[str, Tensor]]) -> str:
+    for name, other in others:
+        if output is other:
+            return f"{name} itself"
+    for name, other in others:
+        if (place := _place(output)) and (of_other := _place(other)) and place[0] == of_other[0]:
+            return f"in the memory of {name}, {place[1] - of_other[1]} bytes on"
+    return "in memory of its own"
+
+
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """Which storage a tensor is in and how many bytes from its beginning, where it has one."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
+
+
+# Running it
+
+
+def check(variant: Variant, samples: int, options: Mapping[str, Any] = OPTIONS) -> Findings:
+    """Call samples of a variant, with and without ``optimize``.
+
+    Args:
+        variant: which one.
+        samples: how many, spread evenly over the first ones that it has; 0 is all.
+        options: to optimize with.
+    """
+    findings, start = Findings(), time.perf_counter()
+    torch._dynamo.reset()  # it compiles a function a few times only, and then lets it be
+    try:
+        ours, theirs = ([_calls(variant, seed, samples) for seed in (0, 1)] for _ in range(2))
+    except Exception as error:  # there is no such sample on this machine or in this version
+        findings.reasons.append(f"there are no samples: {type(error).__name__}: {str(error)[:200]}")
+        return findings
+    for at, (index, first) in enumerate(ours[0]):
+        fast, found, raised = autostream.optimize(first.target, **options), [], True
+        for turn in range(2):
+            if at >= len(ours[turn]) or ours[turn][at][0] != index:
+                continue  # another seed, another number of samples
+            own, other = ours[turn][at][1], theirs[turn][at][1]
+            own.target, other.target = first.target, theirs[0][at][1].target
+            seen = observe(fast, own, variant.gradients), observe(other.target, other, variant.gradients)
+            found += differences(*seen, numbers=variant.name not in UNINITIALIZED)
+            raised &= seen[1].error is not None
+        found = list(dict.fromkeys(found))
+        if any(difference.what.endswith(ROUNDING) for difference in found):
+            findings.rounded.append(index)
+            found = [difference for difference in found if not difference.what.endswith(ROUNDING)]
+        if found:
+            unsteady = _unsteady(variant, samples, at)
+            found = [difference for difference in found if difference.what not in unsteady]
+        refused = [report.refusals[0].reason for report in fast.reports if report.mode == "plain"]
+        found += [Difference("a schedule fails", reason) for reason in refused if "its schedule fails" in reason]
+        if found:
+            findings.differences[index] = found
+        same = "both raise" if raised else "refused" if refused else "eager's"
+        outcome = "different" if found else same
+        findings.add(index, outcome, *([] if raised else refused))
+    findings.seconds = time.perf_counter() - start
+    return findings
+
+
+def _calls(variant: Variant, seed: int, samples: int) -> list[tuple[int, Call]]:
+    """So many calls, with the index of the sample of each."""
+    if not samples:
+        return list(enumerate(variant.calls(seed)))
+    found = list(itertools.islice(variant.calls(seed), _MOST))
+    count = min(samples, len(found))
+    last = len(found) - 1
+    chosen = [at * last // (count - 1) for at in range(count)] if count > 1 else [last // 2] * count
+    return [(at, found[at]) for at in chosen]
+
+
+def _unsteady(variant: Variant, samples: int, at: int) -> set[str]:
+    """In what the plain one differs from itself."""
+    found: set[str] = set()
+    for seed in (0, 1):
+        calls = [_calls(variant, seed, samples) for _ in range(2)]
+        if at < len(calls[0]):
+            one, other = (observe(call.target, call, variant.gradients) for _, call in (calls[0][at], calls[1][at]))
+            found |= {difference.what for difference in differences(one, other)}
+    return found
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise :class:`OutOfTime` where something takes longer, and again each second, if somebody lets that pass."""
+
+    def ring(*_: Any) -> None:
+        raise OutOfTime(f"it takes more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_all(
+    variants: Sequence[Variant],
+    samples: int,
+    limit: float,
+    known: Mapping[str, Known],
+    options: Mapping[str, Any] = OPTIONS,
+) -> list[Findings]:
+    """Check one variant after the other, and print each difference as it is found.
+
+    Args:
+        variants: which ones.
+        samples: of each.
+        limit: seconds for each variant.
+        known: the variants that differ, and why.
+        options: to optimize with.
+    """
+    found, start = [], time.perf_counter()
+    for at, variant in enumerate(variants):
+        try:
+            with limited(limit):
+                findings = check(variant, samples, options)
+        except (Exception, OutOfTime) as error:
+            findings = Findings()
+            findings.add(0, "error", f"{type(error).__name__}: {str(error)[:200]}")
+        found.append(findings)
+        for index, several in findings.differences.items():
+            for what, detail in several:
+                why = f" (known: {known[str(variant)].why})" if str(variant) in known else ""
+                print(f"{variant}, sample {index}: {what}{f': {detail}' if detail else ''}{why}", flush=True)
+        if "error" in findings.outcomes.values() or not findings.outcomes:
+            print(f"{variant}: {[*findings.reasons, 'there are no samples'][0]}", flush=True)
+        if at % 100 == 99:
+            print(f"{at + 1} of {len(variants)}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def unexpected(variants: Sequence[Variant], found: Sequence[Findings], known: Mapping[str, Known]) -> list[str]:
+    """Variants that differ, or could not be told, and are not known to."""
+    return [name for name, differs in _differing(variants, found).items() if differs and name not in known]
+
+
+def gone(variants: Sequence[Variant], found: Sequence[Findings], known: Mapping[str, Known], samples: int) -> list[str]:
+    """Variants that are known to differ, and do not, though as many samples were looked at as show it."""
+    looked_at = {0: known, SAMPLES: {name for name, each in known.items() if not each.rare}}.get(samples, ())
+    return [name for name, differs in _differing(variants, found).items() if not differs and name in looked_at]
+
+
+def _differing(variants: Sequence[Variant], found: Sequence[Findings]) -> dict[str, bool]:
+    """Whether there is a sample of each variant that differs, or could not be told."""
+    return {
+        str(variant): not {"different", "error"}.isdisjoint(findings.outcomes.values())
+        for variant, findings in zip(variants, found, strict=True)
+    }
+
+
+def sample_of(variants: Sequence[Variant], group: str) -> list[Variant]:
+    """What CI looks at of modules or of ops: what was picked by hand, and of the rest one variant in so many."""
+    modules = {"train", "eval", "errors of modules"}
+    own = [variant for variant in variants if (variant.kind in modules) == (group == "modules")]
+    picked = [each for each in own if _plain_name(each) in PICKED and each.dtype in ("float32", "any")]
+    return [*picked, *[each for each in own if _plain_name(each) not in PICKED][::EVERY]]
+
+
+GROUPS = ("modules", "ops")
+"""Of what CI looks at."""
+
+
+def _plain_name(variant: Variant) -> str:
+    return variant.name.partition(" (")[0]
+
+
+def table(variants: Sequence[Variant], found: Sequence[Findings]) -> str:
+    """How many samples of each kind came to what, in Markdown."""
+    counts = _counts(variants, found)
+    rows = [[kind, *(count[outcome] for outcome in OUTCOMES)] for kind, count in counts.items()]
+    total = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+    return tabulate([*rows, ["all", *total]], ["", *OUTCOMES], tablefmt="github", intfmt=",")
+
+
+def _counts(variants: Sequence[Variant], found: Sequence[Findings]) -> dict[str, Counter[str]]:
+    counts: dict[str, Counter[str]] = {}
+    for variant, findings in zip(variants, found, strict=True):
+        kind = f"{variant.kind}{', gradients' if variant.gradients else ''}"
+        counts.setdefault(kind, Counter()).update(findings.outcomes.values())
+    return counts
+
+
+def _summary(variants: Sequence[Variant], found: Sequence[Findings]) -> dict[str, Any]:
+    reasons = Counter(reason for findings in found for reason in findings.reasons)
+    return {
+        "counts": {kind: dict(count) for kind, count in _counts(variants, found).items()},
+        "reasons": dict(reasons.most_common()),
+        "variants": {
+            str(variant): {
+                "outcomes": findings.outcomes,
+                "differences": {at: [list(each) for each in several] for at, several in findings.differences.items()},
+                "rounded": findings.rounded,
+                "reasons": findings.reasons,
+                "seconds": round(findings.seconds, 3),
+            }
+            for variant, findings in zip(variants, found, strict=True)
+        },
+    }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Samples of which something else became than in an earlier run; both are what was written as JSON."""
+    found = []
+    for name, variant in now["variants"].items():
+        earlier = before["variants"].get(name, {"outcomes": {}})["outcomes"]
+        for at, outcome in variant["outcomes"].items():
+            if at in earlier and earlier[at] != outcome:
+                found.append(f"{name}, sample {at}: {earlier[at]} before, {outcome} now")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check, print what came of it, and fail if anything differs that is not known to, or the other way round."""
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where all run (default: cpu)")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="ops and modules (default: all)")
+    parser.add_argument("--group", choices=GROUPS, help="only what CI looks at of these")
+    parser.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True, help="record them too")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each variant; 0: all (default: {SAMPLES})")
+    parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N parts (default: 1/1)")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each variant (default: 120)")
+    parser.add_argument("--before", type=Path, help="what an earlier run has written: tell what is another outcome")
+    parser.add_argument("--out", type=Path, required=True, help="where to write what was found, as JSON")
+    asked = parser.parse_args(argv)
+    part, _, parts = asked.shard.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        parser.error(f"--shard {asked.shard}: use I/N, such as 2/4")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        os.environ["AUTOSTREAM_CACHE_DIR"] = folder  # kept choices are another run's
+        warnings.simplefilter("ignore")
+        logging.disable(logging.ERROR)
+        start, now = time.perf_counter(), stamp()
+        variants = variants_of(asked.device, asked.gradients)
+        if asked.only is not None:
+            names = {name for variant in variants for name in (variant.name, _plain_name(variant))}
+            if unknown := set(asked.only) - names:
+                parser.error(f"{min(unknown)}: neither an op nor a module")
+            variants = [each for each in variants if {each.name, _plain_name(each)} & set(asked.only)]
+        variants = variants if asked.group is None else sample_of(variants, asked.group)
+        variants = variants[int(part) - 1 :: int(parts)]
+        known = KNOWN[asked.device]
+        found = check_all(variants, asked.samples, asked.limit, known)
+    settings = {name: value for name, value in vars(asked).items() if name not in ("out", "before")}
+    head = {"schema": 1, "stamp": now, **settings, "seconds": round(time.perf_counter() - start)}
+    written = json.dumps({**head, **_summary(variants, found)}, indent=1) + "\n"
+    asked.out.write_text(written)
+    print(f"\n{table(variants, found)}\n")
+    new = unexpected(variants, found, known)
+    old = gone(variants, found, known, asked.samples)
+    other = [] if asked.before is None else changes(json.loads(asked.before.read_text()), json.loads(written))
+    for what, names in (("changed", other), ("not known", new), ("known, and gone", old)):
+        print("\n".join(f"{what}: {name}" for name in names), end="\n" if names else "")
+    return 1 if new or old else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
