@@ -161,7 +161,7 @@ class Graphs:
         surroundings = Surroundings(step.options, GraphPools(), slots)
         self._surroundings = replace(surroundings, make_section=partial(section, surroundings, self.name))
         self._admission = Admission[list["Entry | _Refusal"]](step.options.max_signatures)
-        self._lock, self._paranoid = threading.RLock(), paranoid()
+        self._lock, self.paranoid = threading.RLock(), paranoid()
 
     def __call__(self, batch: Batch) -> Done:
         """Do the step, or its forward and backward.
@@ -180,9 +180,8 @@ class Graphs:
             raise self._refused(entry.reason)
         tensors = entry.tensors(call, self.numbers(call.parameters))
         try:
-            if self._paranoid:
-                run = partial(self._compared, entry, call, tensors)
-                result, gradients = run()
+            if self.paranoid:
+                result, gradients = self._compared(entry, call, tensors)
             else:
                 result, gradients = entry.run(tensors, batch)
         except Unsuitable as reason:
@@ -430,6 +429,8 @@ class Entry:
             if -1 in takes:
                 raise TraceError("the loss takes a tensor of the batch from an object that cannot be opened")
             self._returned = None
+            self._outputs: Sequence[Tensor | None] = ()
+            self._restored = captured.restored(lambda *_: self._outputs)
             if captured.effects:
                 self._check_returned()
             else:
@@ -517,8 +518,12 @@ class Entry:
         if self._returned is not None:
             structure, sources = self._returned
             return outputs[sources[0]] if structure is TENSOR else unflatten(structure, [outputs[at] for at in sources])
-        with torch.enable_grad():
-            _, result = self.captured.restored(lambda *_: outputs)(self._loss, self.part(batch), {})
+        self._outputs = outputs
+        try:
+            with torch.enable_grad():
+                _, result = self._restored(self._loss, self.part(batch), {})
+        finally:
+            self._outputs = ()
         return detached(result)
 
     def _captured(self, step: Step, part: Batch) -> Capture:
@@ -528,6 +533,8 @@ class Entry:
             raise TraceError("it, or a part of it, is optimized already: give the model itself, and optimize no part of it")
         with torch.enable_grad():
             captured = capture(step.loss, part, {})
+        if captured is None:
+            raise TraceError("it computes nothing with tensors")
         held = [own for own, item in zip(captured.tensors, captured.inputs, strict=True) if not item.is_argument]
         ours = set(map(id, parameters_of(step.optimizer)))
         if have_hooks([own for own in held if id(own) not in ours and own.requires_grad]):
@@ -545,7 +552,9 @@ class Entry:
         count = len(self.captured.module.graph.output_node().args[0])  # type: ignore[arg-type]
         for number in range(2):
             outputs = [torch.full((), number) for _ in range(count)]
-            value = loss, result = self.captured.restored(lambda *_, outputs=outputs: outputs)(self._loss, part, {})
+            self._outputs = outputs
+            with torch.enable_grad():
+                value = loss, result = self._restored(self._loss, part, {})
             if loss is not outputs[0]:
                 raise TraceError("which output of the captured graph is the loss is not known")
             if self._parts > 1 and result is not loss:

@@ -28,12 +28,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import autostream
-from autostream import build
-from autostream.dispatch import Dispatcher
+from autostream import scheduled as scheduling
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.execution.bound import still_there
 from autostream.reporting.report import Report
-from autostream.tracing.parameters import OptimizerState
 from autostream.training import TrainStep, train_step
 from tests.alone import alone
 from tests.semantics import force_streams
@@ -662,8 +660,8 @@ AGAIN: dict[str, tuple[Between, int]] = {
 @pytest.mark.parametrize("name", AGAIN)
 def test_what_happens_again_and_again_is_traced_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[object] = []
-    original = build.tune
-    monkeypatch.setattr(build, "tune", lambda *args: (traced.append(args), original(*args))[1])
+    original = scheduling.tune
+    monkeypatch.setattr(scheduling, "tune", lambda *args: (traced.append(args), original(*args))[1])
     between, count = AGAIN[name]
     step = assert_trains_alike(Scene(mlp, partial(Adam, lr=0.01), between=between, steps=8), policy="sequential")
     assert len(traced) == count
@@ -764,8 +762,8 @@ def test_steps_take_the_short_way_whatever_their_batch_and_rate(monkeypatch: pyt
 
 def test_batches_of_two_shapes_in_turn_are_traced_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[object] = []
-    original = build.tune
-    monkeypatch.setattr(build, "tune", lambda *args: (traced.append(args), original(*args))[1])
+    original = scheduling.tune
+    monkeypatch.setattr(scheduling, "tune", lambda *args: (traced.append(args), original(*args))[1])
     batches = [(t(rows, 6), t(rows, 4)) for rows in (8, 4)]
     assert_trains_alike(Scene(mlp, batches=batches, steps=7), policy="sequential")
     assert len(traced) == 2

@@ -120,6 +120,21 @@ def clear_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
+def leave_no_gradients(parameters: Sequence[Tensor]) -> None:
+    """The same, where there are most often none."""
+    if list(map(_GRADIENT, parameters)).count(None) < len(parameters):
+        clear_gradients(parameters)
+
+
+_GRADIENT = operator.attrgetter("grad")
+
+
+def stateless(optimizer: Optimizer) -> frozenset[int]:
+    """The identities of parameters that require gradients and have no state now; nothing is looked up for it."""
+    state = optimizer.state
+    return frozenset(id(own) for own in parameters_of(optimizer) if own.requires_grad and not state.get(own))
+
+
 def set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], taken: set[int]) -> None:
     """Give parameters their gradients, each in memory of its own that lies as the parameter's, as autograd does.
 
