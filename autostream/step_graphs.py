@@ -1,16 +1,16 @@
 """Training steps in graphs: what is made for each kind of step, and run by it.
 
-    batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ Scheduled ──▶ result, and gradients to go on with
-                                    │ none
-                                    └─▶ capture the loss ──▶ trace the step ──▶ Scheduled
-                                             └── no graph does the same: Refused; the caller has another way
+batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ Scheduled ──▶ result, and gradients to go on with
+│ none
+└─▶ capture the loss ──▶ trace the step ──▶ Scheduled
+└── no graph does the same: Refused; the caller has another way
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -31,7 +31,7 @@ from autostream.execution.slots import SlotTable
 from autostream.frontend.averages import differing_buffers, pairs_of
 from autostream.frontend.batches import Batch, detached, divided, parts_of
 from autostream.frontend.capture import Capture, capture
-from autostream.frontend.guards import anomalies_sought, unusual, unusual_call, unusual_tensor
+from autostream.frontend.guards import anomalies_sought, has_torchscript, unusual, unusual_call, unusual_tensor
 from autostream.frontend.numerics import numerics, order_attention
 from autostream.frontend.optimizers import Hyperparameters, obstacle
 from autostream.frontend.parameters import State, have_hooks, parameters_of, state_of
@@ -56,6 +56,10 @@ log = logging.getLogger(__name__)
 
 class Refused(Exception):  # noqa: N818 - a notice between modules, not an error
     """No graph does the same, and the caller has another way; the message says why. Nothing has been done."""
+
+
+class Full(Refused):
+    """There is to be no other graph, and no graph of less either."""
 
 
 class Key(NamedTuple):
@@ -147,11 +151,12 @@ class Graphs:
     Args:
         step: the step.
         slots: where batches may come in turn.
-        whole: whether clipping, the optimizer and the average are part of the graphs; else forward and backward are all.
+        whole: whether clipping, the optimizer and the average are part of the graphs, beside forward and backward.
 
     Attributes:
         name: in reports.
         hyperparameters: the optimizer's.
+        replayed: steps that the short way has done since the last one that it has not, and what they were like.
     """
 
     def __init__(self, step: Step, slots: SlotTable, *, whole: bool) -> None:
@@ -162,22 +167,27 @@ class Graphs:
         self._surroundings = replace(surroundings, make_section=partial(section, surroundings, self.name))
         self._admission = Admission[list["Entry | _Refusal"]](step.options.max_signatures)
         self._lock, self.paranoid = threading.RLock(), paranoid()
+        self.replayed: tuple[Key, int] | None = None
 
     def __call__(self, batch: Batch) -> Done:
         """Do the step, or its forward and backward.
 
         Raises:
             Refused: no graph does the same.
+            Full: there is to be no other graph.
             TargetError: the batch has no equal parts, or the average or the optimizer is of another model.
             TraceError: no graph does the same, and ``strict=True``.
         """
         call = self._call(batch)
+        if self.replayed is not None:
+            self._admission.served(*self.replayed)
+            self.replayed = None
         for entries in self._admission.entries.values():
             for other in entries:
                 other.let_go()
         entry = self._entry(call) or self._new_entry(call)
         if isinstance(entry, _Refusal):
-            raise self._refused(entry.reason)
+            raise self._refused(entry.reason, Full if entry.full else Refused)
         tensors = entry.tensors(call, self.numbers(call.parameters))
         try:
             if self.paranoid:
@@ -191,7 +201,8 @@ class Graphs:
     def forget_refusals(self) -> None:
         """Try again what was refused, when steps like it come: they may have failed for what the caller did."""
         for key, entries in [*self._admission.entries.items()]:
-            if left := [entry for entry in entries if isinstance(entry, Entry)]:
+            left: list[Entry | _Refusal] = [entry for entry in entries if isinstance(entry, Entry)]
+            if left:
                 self._admission.entries[key] = left
             else:
                 del self._admission.entries[key]
@@ -208,8 +219,8 @@ class Graphs:
             return self.step.numbers()
         return [self.hyperparameters.numbers(parameters[0].device)]
 
-    def _refused(self, reason: str) -> Exception:
-        return TraceError(reason) if self.step.options.strict else Refused(reason)
+    def _refused(self, reason: str, kind: type[Refused] = Refused) -> Exception:
+        return TraceError(reason) if self.step.options.strict else kind(reason)
 
     def _call(self, batch: Batch) -> Call:
         """What a step is like now.
@@ -228,13 +239,13 @@ class Graphs:
         if reason:
             raise self._refused(reason)
         groups: Structure | None = None
-        state: State | str = State((), [])
-        averages: list[Tensor] = []
+        state, averages = State((), []), list[Tensor]()
         if self.whole:
             groups, reason = self.hyperparameters.look()
-            state = state_of(step.optimizer, parameters)
-            if reason or isinstance(state, str):
-                raise self._refused(reason or str(state))
+            found = state_of(step.optimizer, parameters)
+            if reason or isinstance(found, str):
+                raise self._refused(reason or str(found))
+            state = found
             if share_bytes(own for own in (*parameters, *state.tensors) if not unusual(own)):
                 raise self._refused(_OVERLAPPING)
             averages = self._averages()
@@ -284,7 +295,7 @@ class Graphs:
                 return entry
             if reason := self._full(call):
                 self._admission.unserved()
-                return _Refusal(reason)
+                return _Refusal(reason, full=True)
             made: Entry | _Refusal
             try:
                 order_attention()
@@ -347,6 +358,8 @@ def _kind(tensor: Tensor) -> Hashable:
 
 _REQUIRES_GRADIENTS = attrgetter("requires_grad")
 
+_OPTIMIZED = "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
+
 _HOOKS_OF_OTHERS = "a parameter that is not the optimizer's has hooks on its gradient, which a graph would not call"
 
 
@@ -357,9 +370,7 @@ def update_of(graphs: Graphs, call: Call) -> Update:
     averaged = len([*step.average.parameters()]) if step.average is not None else 0
     sizes = [len(group["params"]) for group in step.optimizer.param_groups]
     groups = unflatten(call.key.groups, ())
-    return Update(
-        step.optimizer, groups, sizes, call.state.names, step.options.max_norm, averaged, step.options.decay
-    )
+    return Update(step.optimizer, groups, sizes, call.state.names, step.options.max_norm, averaged, step.options.decay)
 
 
 class _Plain(nn.Module):
@@ -382,9 +393,15 @@ class _Plain(nn.Module):
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Steps that are in no graph, and why."""
+    """Steps that are in no graph.
+
+    Attributes:
+        reason: why.
+        full: whether that is that there are too many graphs.
+    """
 
     reason: str
+    full: bool = False
 
     def stands_for(self, batch: Batch) -> bool:
         """Nothing tells whether another trial would end otherwise."""
@@ -432,7 +449,7 @@ class Entry:
             self._outputs: Sequence[Tensor | None] = ()
             self._restored = captured.restored(lambda *_: self._outputs)
             if captured.effects:
-                self._check_returned()
+                self._check_returned(step, graphs.whole)
             else:
                 self._returned = self._structure(part)
             self.guards = captured.guards
@@ -452,9 +469,7 @@ class Entry:
         self._traced, self._trained, self.whole = traced, call.key.trained, graphs.whole
         stays = [p.role is not Role.INPUT for p in traced.program.placeholders]
         label = Label(graphs.name, call.label)
-        self.scheduled = Scheduled(
-            traced.program, traced.arguments(tensors), stays, label, surroundings, stopwatch
-        )
+        self.scheduled = Scheduled(traced.program, traced.arguments(tensors), stays, label, surroundings, stopwatch)
         self.captured = replace(captured, tensors=())  # what is no more the model's has not to stay
 
     def stands_for(self, batch: Batch) -> bool:
@@ -503,9 +518,7 @@ class Entry:
         """
         return self.put_together(self.scheduled(self.arguments(tensors)), batch)
 
-    def put_together(
-        self, outputs: Sequence[Tensor | None], batch: Batch
-    ) -> tuple[Any, list[Tensor | None] | None]:
+    def put_together(self, outputs: Sequence[Tensor | None], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
         """The same, of what the program has returned."""
         count = self._traced.returned
         result = self._result(outputs[:count], batch)
@@ -530,7 +543,11 @@ class Entry:
         if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in step.model.modules()):
             raise TraceError("DistributedDataParallel averages gradients by hooks, which a graph would not call")
         if any(isinstance(value, Optimized) for module in step.modules.modules() for value in vars(module).values()):
-            raise TraceError("it, or a part of it, is optimized already: give the model itself, and optimize no part of it")
+            raise TraceError(
+                "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
+            )
+        if has_torchscript(step.modules):
+            raise TraceError("TorchScript cannot be captured: use the module that it was made from")
         with torch.enable_grad():
             captured = capture(step.loss, part, {})
         if captured is None:
@@ -570,11 +587,13 @@ class Entry:
             return None
         return structure, sources
 
-    def _check_returned(self) -> None:
+    def _check_returned(self, step: Step, whole: bool) -> None:
         """See that the first output may be the loss, where that cannot be tried without effects."""
-        (loss, *_), *_ = self.captured.module.graph.output_node().args  # type: ignore[misc]
-        value = loss.meta.get("example_value")
+        results: Any = self.captured.module.graph.output_node().args[0]
+        value = results[0].meta.get("example_value")
         if self._parts > 1:
             raise TraceError("loss_fn changes Python objects, and is called for each of the microbatches")
+        if step.average is not None and whole:
+            raise TraceError("loss_fn changes Python objects, which the average may have to follow")
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             raise TraceError("which output of the captured graph is the loss is not known")

@@ -2,8 +2,8 @@
 
     batch alike? ──▶ optimizer and its state as they were? ──▶ guards, addresses ──▶ replay
 
-Steps write what they are given, so all is asked before the replay. Every question is one look in C at all tensors, or at
-all that holds them: there may be thousands.
+Steps write what they are given, so all is asked before the replay. Every question is one look in C at all tensors, or
+at all that holds them: there may be thousands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autostream.execution.bound import Addresses, looks_alike
@@ -52,6 +51,7 @@ class StepReplay:
             raise Unsuitable("it is not known what a replay would read")
         self.graphs, self._entry, self._step = graphs, entry, step
         self.whole, self._optimizer = graphs.whole, step.optimizer
+        self._key, self._steps = call.key, 0
         self._launch = scheduled if place is None else place.launch
         held = len(flat) - len(done.tensors.batch) - len(done.tensors.numbers)
         inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.places]
@@ -60,7 +60,10 @@ class StepReplay:
         self._inputs = inputs
         self._in_order = inputs == [*[None] * len(self._held), *range(len(inputs) - len(self._held))]
         self._addresses = Addresses(self._live)
-        self._structure, self._flat = call.key.structure, all(own is TENSOR for own in call.key.structure.children or ())
+        self._structure, self._flat = (
+            call.key.structure,
+            all(own is TENSOR for own in call.key.structure.children or ()),
+        )
         self._alike = looks_alike(call.tensors)
         self._own = frozenset(map(storage_of, self._live))
         if not self._apart(call.tensors):
@@ -98,6 +101,7 @@ class StepReplay:
 
     def __call__(self, tensors: Sequence[Tensor], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
         """The result of a step that fits, and gradients, where they are still to be used."""
+        self._steps += 1
         tensors = [*tensors, *self.graphs.numbers(self.parameters)]
         if self._in_order:
             arguments = [*self._held, *tensors]
@@ -105,6 +109,11 @@ class StepReplay:
             held = iter(self._held)
             arguments = [next(held) if at is None else tensors[at] for at in self._inputs]
         return self._entry.put_together(self._launch(arguments), batch)
+
+    def end(self) -> None:
+        """Tell how many steps there were."""
+        if self._steps:
+            self.graphs.replayed = self._key, self._steps
 
     def _apart(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors share no memory with each other, nor with what is the model's or the optimizer's."""

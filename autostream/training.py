@@ -10,17 +10,19 @@ call ──▶ like the last one? ──▶ StepReplay
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
+from autostream.execution.restoring import Restore
 from autostream.execution.slots import SlotTable
 from autostream.frontend.losses import Loss
 from autostream.frontend.optimizers import clears_itself, obstacle, takes_closure
@@ -29,7 +31,7 @@ from autostream.ir import Decision
 from autostream.options import StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
-from autostream.step_graphs import Graphs, Refused
+from autostream.step_graphs import Full, Graphs, Refused
 from autostream.step_replay import StepReplay, replay_of
 from autostream.steps import Gradients, Step
 from autostream.storages import storage_of
@@ -170,13 +172,16 @@ class TrainStep:
         self._step = Step(Loss(loss_fn, model), optimizer, options)
         self.slots, self.disabled = SlotTable(), disabled()
         reason = _apart(optimizer, options)
-        self._graphs = [Graphs(self._step, self.slots, whole=whole) for whole in (True, False) if not (whole and reason)]
+        self._graphs = [
+            Graphs(self._step, self.slots, whole=whole) for whole in (True, False) if not (whole and reason)
+        ]
         self._apart = {reason: Decision("", _APART, reason)} if reason else {}
         self._eager: dict[str, Decision] = {}
         self._searches = takes_closure(optimizer)
         self._stateless: frozenset[int] = frozenset()
         """Parameters for which the last step that might have made state made none: all of plain SGD, or unused ones."""
         self._replay: StepReplay | None = None
+        self._has_run = False
 
     def __call__(self, *batch: Any) -> Any:
         """Do a step; returns what ``loss_fn`` returns, detached.
@@ -199,9 +204,9 @@ class TrainStep:
             result, _ = replay(tensors, batch)
             leave_no_gradients(replay.parameters)
             return result
-        step.zero_gradients()
         if self._searches:
-            return step.search(lambda: self._differentiated(batch))
+            return step.search(lambda: self._differentiated(batch))  # type: ignore[arg-type, return-value]
+        step.zero_gradients()
         if self._graphs[0].whole and not self.disabled and not self._stateful():
             result = step.complete(*step.differentiate(batch))
             self._stateless = stateless(step.optimizer)
@@ -222,28 +227,45 @@ class TrainStep:
         replay = self._replay
         if replay is not None and not replay.whole and (tensors := replay.fits(batch)) is not None:
             return replay(tensors, batch)
-        self._replay = None
+        if replay is not None:
+            replay.end()
+            self._replay = None
         if self.disabled:
             return self._step.differentiate(batch)
         refused: list[str] = []
         for graphs in self._graphs:
             try:
                 done = graphs(batch)
+            except Full as reason:
+                self._note(self._eager, [*refused, str(reason)], "plain")
+                return self._step.differentiate(batch)
             except Refused as reason:
                 refused.append(str(reason))
             else:
                 self._note(self._apart, refused, _APART)
                 self._replay = replay_of(graphs, done)
                 return done.result, done.gradients
-        step, instead = self._as_written
         try:
-            result = step.differentiate(batch)
+            result, instead = self._as_it_is(batch)
         except Exception:  # then a graph would have failed too, and the next batch may be another matter
             for graphs in self._graphs:
                 graphs.forget_refusals()
             raise
         self._note(self._eager, refused, instead)
         return result
+
+    def _as_it_is(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, Gradients], str]:
+        """The result and gradients of the step as it is, and what to say of it."""
+        step, instead = self._as_written
+        if step is self._step or self._has_run:
+            return step.differentiate(batch), instead
+        with undone_if(_TWICE, [*step.modules.buffers()]) as refused:
+            result = step.differentiate(batch)
+        if refused:
+            self.__dict__["_as_written"] = self._step, "plain"
+            return self._step.differentiate(batch), "plain"
+        self._has_run = True
+        return result, instead
 
     def _note(self, known: dict[str, Decision], reasons: Sequence[str], instead: str) -> None:
         """Remember, and say once, why steps could not be done in some ways."""
@@ -279,11 +301,13 @@ class TrainStep:
         for graphs in self._graphs:
             apart = () if graphs.whole else tuple(self._apart.values())
             found += (replace(report, refusals=(*apart, *report.refusals)) for report in graphs.reports)
-        if self._eager:
-            plain = Report(f"{name_of(self._step.model)}, TrainingStep", "some steps", "plain", versions=versions())
-            known = self._model.reports or (plain,)
-            eager = tuple(self._eager.values())
-            found += (replace(report, refusals=(*eager, *report.refusals)) for report in known)
+        scheduled = tuple(own for own in self._eager.values() if own.choice == _EAGER)
+        found += (
+            replace(report, refusals=(*scheduled, *report.refusals)) for report in self._model.reports if scheduled
+        )
+        if refusals := tuple(own for own in self._eager.values() if own not in scheduled or not self._model.reports):
+            name = f"{name_of(self._step.model)}, TrainingStep"
+            found.append(Report(name, "some steps", "plain", refusals=refusals, versions=versions()))
         return tuple(found)
 
     def __repr__(self) -> str:
@@ -295,4 +319,25 @@ class TrainStep:
         return TrainStep, self._parts
 
 
+@contextmanager
+def undone_if(message: str, tensors: Sequence[Tensor]) -> Iterator[list[str]]:
+    """Catch an error that says so, and put back the tensors and the generators of random numbers; yields the error."""
+    restore, state = Restore(tensors), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    caught: list[str] = []
+    try:
+        yield caught
+    except RuntimeError as error:
+        if message not in str(error):
+            raise
+        caught.append(str(error))
+        restore()
+        torch.set_rng_state(state)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
 _MOST_REASONS = 100
+
+_TWICE = "does not currently support double backward"
+"""What AOTAutograd says of a loss that goes through a gradient: then the model runs as it is."""

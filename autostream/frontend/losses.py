@@ -1,6 +1,6 @@
 """What a training step differentiates, as one callable of a batch: what TorchDynamo captures of a step.
 
-    loss_fn(model, *batch), or of PyTorch's own: loss_fn(model(*inputs), target) ──▶ (loss, result)
+loss_fn(model, *batch), or of PyTorch's own: loss_fn(model(*inputs), target) ──▶ (loss, result)
 """
 
 from __future__ import annotations
@@ -139,5 +139,5 @@ def _referred_to(value: Any) -> list[Any]:
         return [*value.values()]
     if isinstance(value, (list, tuple, set)):
         return [*value]
-    call = getattr(type(value), "__call__", None)
+    call = vars(type(value)).get("__call__")
     return [*getattr(value, "__dict__", {}).values(), *([call] if isinstance(call, FunctionType) else [])]

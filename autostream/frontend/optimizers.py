@@ -263,7 +263,7 @@ class Hyperparameters:
         self._optimizer = optimizer
         self.inputs: dict[int, Input] = {}
         self._varying: set[str] = set()
-        self._values: list[Any] = []
+        self._values = values(optimizer)
         self._entries: list[Any] = []
         self._settled = False
         self._as_tensor = Numbers()

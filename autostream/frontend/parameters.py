@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from autostream.errors import TraceError
@@ -49,8 +49,8 @@ def strangers(optimizer: Optimizer, known: Iterable[Tensor]) -> str:
         return ""
     shapes = ", ".join("x".join(map(str, stranger.shape)) or "scalar" for stranger in found[:3])
     return (
-        f"{len(found)} of the optimizer's {len(parameters)} parameters (of shape {shapes}) are not the model's: make the "
-        "optimizer of model.parameters(), and loss_fn a module where it has parameters too"
+        f"{len(found)} of the optimizer's {len(parameters)} parameters (of shape {shapes}) are not the model's: make "
+        "the optimizer of model.parameters(), and loss_fn a module where it has parameters too"
     )
 
 

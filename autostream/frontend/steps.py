@@ -3,7 +3,7 @@
     loss ──capture──▶ graph of torch ops ──▶ torch.autograd.grad ──▶ clip ──▶ optimizers.update ──▶ average
                       └──────────────────── traced by make_fx, below autograd ────────────────────────┘
 
-All of it runs on fake tensors, and every op that it dispatches is recorded, as an eager step has them and in that order.
+All of it runs on fake tensors, and every op that it dispatches is recorded, as an eager step has them, in that order.
 So random numbers are drawn in that order, and what is written in place is written in place. Gradients are results in
 between: an update depends on its own gradient alone, and a schedule may run it as soon as that is there.
 """
@@ -168,9 +168,7 @@ def trace_step(step: Step, tensors: Tensors, modules: nn.Module) -> Traced:
     program, constants = as_program(graph, given)
     positions = {names[at]: at for at in taken}
     places = [positions.get((p.role, p.target)) for p in program.placeholders]
-    found = [
-        constants[p.target] if at is None else at for p, at in zip(program.placeholders, places, strict=True)
-    ]
+    found = [constants[p.target] if at is None else at for p, at in zip(program.placeholders, places, strict=True)]
     return Traced(program, found, run.returned, run.reached)
 
 
@@ -261,6 +259,8 @@ class _Run:
                     raise TraceError("the loss of loss_fn depends on no parameter that requires gradients")
                 keep_lines(scaled)
                 gradients = list(map(_sum, gradients, torch.autograd.grad(scaled, trained, allow_unused=True)))
+                if interpreter.redrawn:
+                    raise _DrawsAgain
         return [summed(losses), *(output.detach() for output in outputs[1:])], gradients
 
     def _updated(self, rule: Update, own: Tensors) -> None:
@@ -283,16 +283,20 @@ def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
     return earlier + later
 
 
-class _DrawsAgain(AutostreamError):
+class _DrawsAgain(AutostreamError):  # noqa: N818 - a notice within this file, not an error  # noqa: N818 - a notice within this file, not an error
     """What is checkpointed draws random numbers, and would draw others when it is computed once more."""
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a captured graph, and what is checkpointed in it as a checkpoint, which saves memory."""
+    """Runs a captured graph, and what is checkpointed in it as a checkpoint, which saves memory.
+
+    Attributes:
+        redrawn: whether random numbers were drawn when something was computed once more.
+    """
 
     def __init__(self, module: fx.GraphModule, recomputes: bool) -> None:
         super().__init__(module)
-        self._recomputes = recomputes
+        self._recomputes, self.redrawn = recomputes, False
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of the graph's."""
@@ -305,10 +309,10 @@ class _Interpreter(fx.Interpreter):
             nonlocal runs
             runs += 1
             before = _drawing()
-            result = _Interpreter(body, True).run(*values)
-            if runs > 1 and _drawing() != before:
-                raise _DrawsAgain
-            return result
+            try:  # to compute once more ends by an exception as soon as all is there
+                return fx.Interpreter(body).run(*values)
+            finally:
+                self.redrawn |= runs > 1 and _drawing() != before
 
         return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
 
