@@ -313,8 +313,9 @@ class Graphs:
     def _full(self, call: Call) -> str:
         """Why no graph is to be made now, with what makes the step another; ``""`` if one may be."""
         made = [*chain.from_iterable(self._admission.entries.values())]
-        reason = self._admission.refusal()
-        if not reason and len(made) >= self.step.options.max_signatures:
+        reason, most = self._admission.refusal(), self.step.options.max_signatures
+        replaces = not reason and len(self._admission.entries) >= most  # one that nobody uses
+        if len(made) >= most and not replaces:
             reason = "it has as many schedules as max_signatures allows"
         if not reason:
             return ""

@@ -8,9 +8,9 @@ at all that holds them: there may be thousands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,8 +70,13 @@ class StepReplay:
             raise Unsuitable("tensors of the batch share memory")
         self._same_numerics = watch_unguarded()
         self._sizes = [len(group["params"]) for group in step.optimizer.param_groups]
-        self._dicts = _dicts_of(step.average, step.model) if self.whole and step.average is not None else []
-        self._objects = self._looked_up()
+        averaged = _dicts_of(step.average, step.model) if self.whole and step.average is not None else []
+        self._holders = [*averaged, step.optimizer.state] if self.whole else []
+        self._lengths = list(map(len, self._holders))
+        inner = [*averaged, *step.optimizer.state.values()]
+        entries = [(own, key) for own in inner for key in own]
+        self._entries = [own for own, _ in entries], [key for _, key in entries]
+        self._known = list(self._objects())
         self.parameters = call.parameters
         ours, guarded = set(map(id, call.parameters)), set(map(id, done.tensors.held))
         others = [own for own in done.tensors.held if id(own) not in ours and own.requires_grad]
@@ -120,23 +125,25 @@ class StepReplay:
         storages = set(map(storage_of, tensors))
         return len(storages) == len(tensors) and self._own.isdisjoint(storages)
 
-    def _looked_up(self) -> list[Any]:
+    def _objects(self) -> Iterator[Any]:
         """The objects that a step goes by, and that Dynamo does not guard."""
         optimizer = self._optimizer
-        found = list(chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
+        parts = [chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))]
         if self.whole:
-            found += optimizer.state
-            found += chain.from_iterable(map(dict.values, optimizer.state.values()))
-            found += chain.from_iterable(map(dict.values, self._dicts))
-        return found
+            state = optimizer.state
+            parts += [iter(state), iter(state.values()), map(getitem, *self._entries)]
+        return chain.from_iterable(parts)
 
     def _same_objects(self) -> bool:
-        found, known = self._looked_up(), self._objects
-        return (
-            len(found) == len(known)
-            and all(map(is_, found, known))
-            and list(map(len, map(_PARAMETERS, self._optimizer.param_groups))) == self._sizes
-        )
+        """Whether these are what they were. Nothing is made for it that the garbage collector would look at."""
+        try:
+            return (
+                list(map(len, map(_PARAMETERS, self._optimizer.param_groups))) == self._sizes
+                and list(map(len, self._holders)) == self._lengths
+                and all(map(is_, self._objects(), self._known))
+            )
+        except KeyError:  # of state that is gone
+            return False
 
 
 _PARAMETERS = itemgetter("params")

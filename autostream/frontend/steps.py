@@ -300,9 +300,11 @@ class _Interpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of the graph's."""
-        if not self._recomputes or target is not torch.ops.higher_order.tag_activation_checkpoint or len(kwargs) > 1:
+        if target is not torch.ops.higher_order.tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)
         body, *given = args
+        if not self._recomputes or len(kwargs) > 1:
+            return fx.Interpreter(body).run(*given)
         runs = 0
 
         def run(*values: Any) -> Any:
