@@ -17,7 +17,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils.weak import WeakIdRef
@@ -29,16 +28,16 @@ from autostream.errors import AutostreamError, OptionError, TargetError, TraceEr
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.frontend.averages import differing_buffers, pairs_of
-from autostream.frontend.batches import Batch, detached, divided, parts_of
-from autostream.frontend.capture import Capture, capture
+from autostream.frontend.batches import Batch, divided
+from autostream.frontend.captured_loss import CapturedLoss
 from autostream.frontend.guards import anomalies_sought, has_torchscript, unusual, unusual_call, unusual_tensor
 from autostream.frontend.numerics import numerics, order_attention
 from autostream.frontend.optimizers import Hyperparameters, obstacle
 from autostream.frontend.parameters import State, have_hooks, parameters_of, state_of
 from autostream.frontend.signature import aliases_of, described
-from autostream.frontend.steps import Step as TracedStep
-from autostream.frontend.steps import Tensors, Update, trace_step
-from autostream.frontend.tree import TENSOR, Structure, flatten, shares_containers, unflatten
+from autostream.frontend.steps import Step as Traceable
+from autostream.frontend.steps import Tensors, Traced, Update, trace_step
+from autostream.frontend.tree import Structure, flatten, unflatten
 from autostream.ir import Role
 from autostream.optimized import Optimized
 from autostream.options import paranoid
@@ -178,7 +177,7 @@ class Graphs:
             TargetError: the batch has no equal parts, or the average or the optimizer is of another model.
             TraceError: no graph does the same, and ``strict=True``.
         """
-        call = self._call(batch)
+        call = self.call(batch)
         if self.replayed is not None:
             self._admission.served(*self.replayed)
             self.replayed = None
@@ -188,7 +187,7 @@ class Graphs:
         entry = self._entry(call) or self._new_entry(call)
         if isinstance(entry, _Refusal):
             raise self._refused(entry.reason, Full if entry.full else Refused)
-        tensors = entry.tensors(call, self.numbers(call.parameters))
+        tensors = self.tensors(call, entry.loss.held_now(batch))
         try:
             if self.paranoid:
                 result, gradients = self._compared(entry, call, tensors)
@@ -213,6 +212,11 @@ class Graphs:
         made = chain.from_iterable(map(reversed, reversed(self._admission.entries.values())))
         return tuple(entry.scheduled.report for entry in made if isinstance(entry, Entry))
 
+    def tensors(self, call: Call, held: Sequence[Tensor]) -> Tensors:
+        """What a step takes, with what the loss holds."""
+        numbers = self.numbers(call.parameters)
+        return Tensors(held, call.parameters, call.state.tensors, call.averages, call.tensors, numbers)
+
     def numbers(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The numbers that may be others in each step, in one tensor."""
         if not self.whole:
@@ -222,7 +226,7 @@ class Graphs:
     def _refused(self, reason: str, kind: type[Refused] = Refused) -> Exception:
         return TraceError(reason) if self.step.options.strict else kind(reason)
 
-    def _call(self, batch: Batch) -> Call:
+    def call(self, batch: Batch) -> Call:
         """What a step is like now.
 
         Raises:
@@ -359,20 +363,6 @@ def _kind(tensor: Tensor) -> Hashable:
 
 _REQUIRES_GRADIENTS = attrgetter("requires_grad")
 
-_OPTIMIZED = "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
-
-_HOOKS_OF_OTHERS = "a parameter that is not the optimizer's has hooks on its gradient, which a graph would not call"
-
-
-def update_of(graphs: Graphs, call: Call) -> Update:
-    """What a whole step does with its gradients."""
-    step = graphs.step
-    assert call.key.groups, "whole steps have them, or are refused"
-    averaged = len([*step.average.parameters()]) if step.average is not None else 0
-    sizes = [len(group["params"]) for group in step.optimizer.param_groups]
-    groups = unflatten(call.key.groups, ())
-    return Update(step.optimizer, groups, sizes, call.state.names, step.options.max_norm, averaged, step.options.decay)
-
 
 class _Plain(nn.Module):
     """The step as it is, with all that it may write."""
@@ -416,6 +406,63 @@ class _Refusal:
         """It holds nothing."""
 
 
+def trace(graphs: Graphs, call: Call) -> tuple[CapturedLoss, Traced, Tensors]:
+    """Capture the loss of a step, and trace the step; and what that takes.
+
+    Raises:
+        TargetError: the optimizer has parameters of neither the model nor the loss.
+        TraceError: no graph does the same.
+    """
+    step = graphs.step
+    if reason := _not_to_be_captured(step.modules):
+        raise TraceError(reason)
+    loss = CapturedLoss(step.loss, call.batch, step.options.microbatches)
+    if graphs.whole and step.average is not None and loss.captured.effects:
+        raise TraceError("loss_fn changes Python objects, which the average may have to follow")
+    held, ours = loss.held, set(map(id, call.parameters))
+    if have_hooks([own for own in held if id(own) not in ours and own.requires_grad]):
+        raise TraceError(
+            "a parameter that is not the optimizer's has hooks on its gradient, which a graph would not call"
+        )
+    tensors = graphs.tensors(call, held)
+    what = Traceable(
+        loss.captured,
+        loss.takes,
+        divided(call.tensors),
+        step.options.microbatches,
+        [*map(bool, call.key.trained)],
+        step.scaler is not None,
+        _update_of(step, call) if graphs.whole else None,
+    )
+    traced = trace_step(what, tensors, step.modules)
+    if not all(traced.reached):
+        step.check_parameters()
+    return loss, traced, tensors
+
+
+_HOOKS_OF_OTHERS = "a parameter that is not the optimizer's has hooks on its gradient, which a graph would not call"
+
+
+def _not_to_be_captured(modules: nn.Module) -> str:
+    parts = list(modules.modules())
+    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in parts):
+        return "DistributedDataParallel averages gradients by hooks, which a graph would not call"
+    if any(isinstance(value, Optimized) for part in parts for value in vars(part).values()):
+        return "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
+    if has_torchscript(modules):
+        return "TorchScript cannot be captured: use the module that it was made from"
+    return ""
+
+
+def _update_of(step: Step, call: Call) -> Update:
+    """What a whole step does with its gradients."""
+    assert call.key.groups, "whole steps have them, or are refused"
+    averaged = len([*step.average.parameters()]) if step.average is not None else 0
+    sizes = [len(group["params"]) for group in step.optimizer.param_groups]
+    groups, options = unflatten(call.key.groups, ()), step.options
+    return Update(step.optimizer, groups, sizes, call.state.names, options.max_norm, averaged, options.decay)
+
+
 class Entry:
     """The graph of one kind of steps.
 
@@ -425,91 +472,36 @@ class Entry:
         surroundings: of the graphs.
 
     Attributes:
+        loss: as it was captured.
+        traced: the step.
         scheduled: runs it.
-        writes: the tensors of a step that stay where they are, by place among its arguments.
 
     Raises:
+        TargetError: the optimizer has parameters of neither the model nor the loss.
         TraceError: no graph does the same.
     """
 
     def __init__(self, graphs: Graphs, call: Call, surroundings: Surroundings) -> None:
-        step, stopwatch = graphs.step, Stopwatch()
-        self._loss, self._parts = step.loss, step.options.microbatches
+        stopwatch = Stopwatch()
         with stopwatch("trace"):
-            part = self.part(call.batch)
-            self.captured = captured = self._captured(step, part)
-            tensors_of_part, _ = flatten(part)
-            positions = {id(tensor): at for at, tensor in reversed([*enumerate(tensors_of_part)])}
-            takes = [
-                positions.get(id(tensor), -1) if item.is_argument else None
-                for item, tensor in zip(captured.inputs, captured.tensors, strict=True)
-            ]
-            if -1 in takes:
-                raise TraceError("the loss takes a tensor of the batch from an object that cannot be opened")
-            self._returned = None
-            self._outputs: Sequence[Tensor | None] = ()
-            self._restored = captured.restored(lambda *_: self._outputs)
-            if captured.effects:
-                self._check_returned(step, graphs.whole)
-            else:
-                self._returned = self._structure(part)
-            self.guards = captured.guards
-            tensors = self.tensors(call, graphs.numbers(call.parameters))
-            traced_step = TracedStep(
-                captured,
-                takes,
-                divided(call.tensors),
-                self._parts,
-                [*map(bool, call.key.trained)],
-                step.scaler is not None,
-                update_of(graphs, call) if graphs.whole else None,
-            )
-            traced = trace_step(traced_step, tensors, step.modules)
-            if not all(traced.reached):
-                step.check_parameters()
-        self._traced, self._trained, self.whole = traced, call.key.trained, graphs.whole
-        stays = [p.role is not Role.INPUT for p in traced.program.placeholders]
-        label = Label(graphs.name, call.label)
-        self.scheduled = Scheduled(traced.program, traced.arguments(tensors), stays, label, surroundings, stopwatch)
-        self.captured = replace(captured, tensors=())  # what is no more the model's has not to stay
+            self.loss, self.traced, tensors = trace(graphs, call)
+        self._trained, self._whole = call.key.trained, graphs.whole
+        stays = [p.role is not Role.INPUT for p in self.traced.program.placeholders]
+        label, arguments = Label(graphs.name, call.label), self.traced.arguments(tensors)
+        self.scheduled = Scheduled(self.traced.program, arguments, stays, label, surroundings, stopwatch)
+        self.loss.let_go()
 
     def stands_for(self, batch: Batch) -> bool:
-        """Whether the loss is as it was captured, as far as Dynamo can see."""
-        with torch.enable_grad():
-            return self.guards(self._loss, self.part(batch), {})
+        """Whether the loss is as it was captured."""
+        return self.loss.stands_for(batch)
 
     def failed(self, batch: Batch) -> str:
-        """The guard that does not hold, as Dynamo writes it."""
-        with torch.enable_grad():
-            return self.guards.failed(self._loss, self.part(batch), {}).strip()
-
-    def part(self, batch: Batch) -> Batch:
-        """The first of the parts of a batch.
-
-        Raises:
-            TargetError: it has no equal parts.
-        """
-        return batch if self._parts == 1 else parts_of(batch, self._parts)[0]
+        """Why it is not."""
+        return self.loss.failed(batch)
 
     def let_go(self) -> None:
         """Keep no memory for what is no more the model's."""
         self.scheduled.let_go(frozenset())
-
-    def tensors(self, call: Call, numbers: list[Tensor]) -> Tensors:
-        """What a step takes, as it is now."""
-        with torch.enable_grad():
-            given = self.captured.given(self._loss, self.part(call.batch), {})
-        held = [own for own, item in zip(given, self.captured.inputs, strict=True) if not item.is_argument]
-        return Tensors(held, call.parameters, call.state.tensors, call.averages, call.tensors, numbers)
-
-    def arguments(self, tensors: Tensors) -> list[Tensor]:
-        """The arguments of the program."""
-        return self._traced.arguments(tensors)
-
-    @property
-    def places(self) -> list[int | Tensor]:
-        """For each argument of the program, the position of the step's tensor that it is, or a constant."""
-        return self._traced.places
 
     def run(self, tensors: Tensors, batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
         """The result, and the gradients of all of the optimizer's parameters, where these are not updated.
@@ -517,84 +509,13 @@ class Entry:
         Raises:
             Unsuitable: no graph reads the tensors where they lie, and none can be captured.
         """
-        return self.put_together(self.scheduled(self.arguments(tensors)), batch)
+        return self.put_together(self.scheduled(self.traced.arguments(tensors)), batch)
 
     def put_together(self, outputs: Sequence[Tensor | None], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
         """The same, of what the program has returned."""
-        count = self._traced.returned
-        result = self._result(outputs[:count], batch)
-        if self.whole:
+        count = self.traced.returned
+        result = self.loss.result(outputs[:count], batch)
+        if self._whole:
             return result, None
-        gradients, reached = iter(outputs[count:]), iter(self._traced.reached)
+        gradients, reached = iter(outputs[count:]), iter(self.traced.reached)
         return result, [next(gradients) if own and next(reached) else None for own in self._trained]
-
-    def _result(self, outputs: Sequence[Tensor | None], batch: Batch) -> Any:
-        if self._returned is not None:
-            structure, sources = self._returned
-            return outputs[sources[0]] if structure is TENSOR else unflatten(structure, [outputs[at] for at in sources])
-        self._outputs = outputs
-        try:
-            with torch.enable_grad():
-                _, result = self._restored(self._loss, self.part(batch), {})
-        finally:
-            self._outputs = ()
-        return detached(result)
-
-    def _captured(self, step: Step, part: Batch) -> Capture:
-        if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in step.model.modules()):
-            raise TraceError("DistributedDataParallel averages gradients by hooks, which a graph would not call")
-        if any(isinstance(value, Optimized) for module in step.modules.modules() for value in vars(module).values()):
-            raise TraceError(
-                "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
-            )
-        if has_torchscript(step.modules):
-            raise TraceError("TorchScript cannot be captured: use the module that it was made from")
-        with torch.enable_grad():
-            captured = capture(step.loss, part, {})
-        if captured is None:
-            raise TraceError("it computes nothing with tensors")
-        held = [own for own, item in zip(captured.tensors, captured.inputs, strict=True) if not item.is_argument]
-        ours = set(map(id, parameters_of(step.optimizer)))
-        if have_hooks([own for own in held if id(own) not in ours and own.requires_grad]):
-            raise TraceError(_HOOKS_OF_OTHERS)
-        if any(item.source.startswith("random_value") for item in captured.inputs):
-            raise TraceError("Python draws random numbers, and a graph would have those of one step")
-        return captured
-
-    def _structure(self, part: Batch) -> tuple[Structure, list[int]] | None:
-        """How what the loss returns is put together, of which outputs; ``None`` where only Dynamo's bytecode can.
-
-        Found by that, with stand-ins for the outputs. Numbers that it takes from these are others the second time.
-        """
-        found = []
-        count = len(self.captured.module.graph.output_node().args[0])  # type: ignore[arg-type]
-        for number in range(2):
-            outputs = [torch.full((), number) for _ in range(count)]
-            self._outputs = outputs
-            with torch.enable_grad():
-                value = loss, result = self._restored(self._loss, part, {})
-            if loss is not outputs[0]:
-                raise TraceError("which output of the captured graph is the loss is not known")
-            if self._parts > 1 and result is not loss:
-                raise TargetError("with microbatches, loss_fn has to return the loss alone")
-            try:
-                tensors, structure = flatten(result)
-            except TraceError:
-                return None
-            positions = {id(output): at for at, output in enumerate(outputs)}
-            found.append((value, structure, [positions.get(id(tensor), -1) for tensor in tensors]))
-        (value, structure, sources), (again, *others) = found
-        if others != [structure, sources] or -1 in sources or shares_containers(value[1], again[1]):
-            return None
-        return structure, sources
-
-    def _check_returned(self, step: Step, whole: bool) -> None:
-        """See that the first output may be the loss, where that cannot be tried without effects."""
-        results: Any = self.captured.module.graph.output_node().args[0]
-        value = results[0].meta.get("example_value")
-        if self._parts > 1:
-            raise TraceError("loss_fn changes Python objects, and is called for each of the microbatches")
-        if step.average is not None and whole:
-            raise TraceError("loss_fn changes Python objects, which the average may have to follow")
-        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-            raise TraceError("which output of the captured graph is the loss is not known")

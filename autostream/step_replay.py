@@ -45,7 +45,7 @@ class StepReplay:
     def __init__(self, graphs: Graphs, done: Done) -> None:
         entry, call, step = done.entry, done.call, graphs.step
         scheduled, flat = entry.scheduled, done.tensors.flat()
-        arguments = entry.arguments(done.tensors)
+        arguments = entry.traced.arguments(done.tensors)
         place = scheduled.reading(arguments)
         if scheduled.detached or (scheduled.captured is not None and place is None):
             raise Unsuitable("it is not known what a replay would read")
@@ -54,7 +54,7 @@ class StepReplay:
         self._key, self._steps = call.key, 0
         self._launch = scheduled if place is None else place.launch
         held = len(flat) - len(done.tensors.batch) - len(done.tensors.numbers)
-        inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.places]
+        inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.traced.places]
         self._live = [own for own, at in zip(arguments, inputs, strict=True) if at is None]
         self._held = [own.detach() for own in self._live]  # what is launched reads their memory, whoever lets it go
         self._inputs = inputs
