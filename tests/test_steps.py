@@ -77,14 +77,6 @@ def hook_an_accumulation(step: Any) -> None:
     step.model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
-def hook_a_module(step: Any) -> None:
-    step.model.register_full_backward_hook(lambda *_: None)
-
-
-def hook_a_modules_gradients(step: Any) -> None:
-    step.model.register_full_backward_pre_hook(lambda *_: None)
-
-
 def hook_the_optimizer(step: Any) -> None:
     step.optimizer.register_step_pre_hook(lambda *_: None)
 
@@ -94,8 +86,6 @@ def hook_the_optimizer(step: Any) -> None:
     [
         (hook_a_parameter, "a parameter has hooks on its gradient"),
         (hook_an_accumulation, "a parameter has hooks on its gradient"),
-        (hook_a_module, "a submodule has backward hooks"),
-        (hook_a_modules_gradients, "a submodule has backward hooks"),
         (hook_the_optimizer, "SGD has hooks on its step"),
     ],
 )

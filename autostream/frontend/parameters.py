@@ -28,7 +28,7 @@ def have_hooks(parameters: Sequence[Tensor]) -> bool:
     """Whether something else happens when one of these gets a gradient.
 
     Example:
-        >>> weight = nn.Parameter(torch.ones(2))
+        >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> handle = weight.register_hook(lambda gradient: gradient * 2)
         >>> before = have_hooks([weight])
         >>> handle.remove()
@@ -73,7 +73,7 @@ def state_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> State | str:
     Counters that the optimizer keeps on the host go to the device, where a graph needs them.
 
     Example:
-        >>> parameter = nn.Parameter(torch.ones(2))
+        >>> parameter = torch.nn.Parameter(torch.ones(2))
         >>> parameter.grad = torch.ones(2)
         >>> optimizer = torch.optim.SGD([parameter], momentum=0.9)
         >>> optimizer.step()
