@@ -288,7 +288,7 @@ class Graphs:
     def _entry(self, call: Call) -> Entry | _Refusal | None:
         """What was made for such steps, if the guards hold."""
         for entry in self._admission.entries.get(call.key, ()):
-            if entry.stands_for(call.batch):
+            if entry.stands_for(call):
                 self._admission.served(call.key)
                 return entry
         return None
@@ -394,7 +394,7 @@ class _Refusal:
     reason: str
     full: bool = False
 
-    def stands_for(self, batch: Batch) -> bool:
+    def stands_for(self, call: Call) -> bool:
         """Nothing tells whether another trial would end otherwise."""
         return True
 
@@ -485,15 +485,16 @@ class Entry:
         stopwatch = Stopwatch()
         with stopwatch("trace"):
             self.loss, self.traced, tensors = trace(graphs, call)
-        self._trained, self._whole = call.key.trained, graphs.whole
+        self._trained, self._whole, self._kinds = call.key.trained, graphs.whole, list(map(_kind, tensors.held))
         stays = [p.role is not Role.INPUT for p in self.traced.program.placeholders]
         label, arguments = Label(graphs.name, call.label), self.traced.arguments(tensors)
         self.scheduled = Scheduled(self.traced.program, arguments, stays, label, surroundings, stopwatch)
         self.loss.let_go()
 
-    def stands_for(self, batch: Batch) -> bool:
-        """Whether the loss is as it was captured."""
-        return self.loss.stands_for(batch)
+    def stands_for(self, call: Call) -> bool:
+        """Whether the loss is as it was captured, of tensors that lie as they did."""
+        batch = call.batch
+        return self.loss.stands_for(batch) and self._kinds == list(map(_kind, self.loss.held_now(batch)))
 
     def failed(self, batch: Batch) -> str:
         """Why it is not."""

@@ -78,11 +78,10 @@ class StepReplay:
         self._entries = [own for own, _ in entries], [key for _, key in entries]
         self._known = list(self._objects())
         self.parameters = call.parameters
-        ours, guarded = set(map(id, call.parameters)), set(map(id, done.tensors.held))
+        ours = set(map(id, call.parameters))
         others = [own for own in done.tensors.held if id(own) not in ours and own.requires_grad]
         self._hooked = [*call.parameters, *others]
-        self._unguarded = [own for own in call.parameters if id(own) not in guarded]
-        self._required = list(map(_REQUIRES_GRADIENTS, self._unguarded))
+        self._required = list(map(_REQUIRES_GRADIENTS, call.parameters))
 
     def fits(self, batch: Batch) -> Sequence[Tensor] | None:
         """The tensors of a step's batch, if all is as it was; called without gradients."""
@@ -97,10 +96,10 @@ class StepReplay:
             and not (self.whole and (obstacle(self._optimizer) or not graphs.hyperparameters.same()))
             and self._same_objects()
             and not have_hooks(self._hooked)
-            and list(map(_REQUIRES_GRADIENTS, self._unguarded)) == self._required
+            and list(map(_REQUIRES_GRADIENTS, self.parameters)) == self._required
             and self._same_numerics()
             and self._addresses.unmoved(self._live)
-            and self._entry.stands_for(batch)
+            and self._entry.loss.stands_for(batch)
         )
         return tensors if as_it_was else None
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.traceback import set_stack_trace
+from torch.fx.traceback import get_current_meta
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -235,7 +235,7 @@ class _Run:
         set_gradients(trained, gradients, {storage_of(tensor) for tensor in (*values, *results)})
         if step.update is None:
             return [*results, *(parameter.grad for parameter in trained if parameter.grad is not None)]
-        set_stack_trace([])  # what comes now is no line of the user's
+        get_current_meta().pop("stack_trace", None)  # what comes now is no line of the user's
         self._updated(step.update, own)
         return results
 
