@@ -14,10 +14,10 @@ from torch.nn.modules import module as nn_module
 from autostream.buckets import Bucket
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError, shown
+from autostream.frontend.modules import module_of
 from autostream.options import Options
 from autostream.padding import PaddingDispatcher
 from autostream.reporting import notebook
-from autostream.tracing.functions import module_of
 from autostream.tracing.inductor import check_level, check_settings
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch.fx import GraphModule
 
-from autostream.compiled import Compiled, Names
+from autostream.compiled import Compiled, Names, reports_of_graph
 from autostream.errors import OptionError
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
@@ -75,11 +74,10 @@ class CompiledGraph(Optimized):
     @property
     def reports(self) -> tuple[Report, ...]:
         """What is known of the graph, or of its forward and its backward."""
-        return tuple(report for compiled in self._compiled for report in compiled.reports)
+        return reports_of_graph("GraphModule", self._compiled)
 
-    def _make(self, module: GraphModule, names: Names, *, lends: bool = False) -> Compiled:
-        surroundings = replace(self._surroundings, pools=GraphPools()) if lends else self._surroundings
-        compiled = Compiled(module, names, "GraphModule", surroundings)
+    def _make(self, module: GraphModule, names: Names, *, half: str = "") -> Compiled:
+        compiled = Compiled(module, names, "GraphModule", self._surroundings, half=half)
         self._compiled.append(compiled)
         return compiled
 

@@ -7,7 +7,7 @@ trace ──▶ tune ───────────────────�
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autostream.budget import exemption
-from autostream.errors import CaptureError, TargetError
+from autostream.errors import CaptureError
 from autostream.execution.bound import Frozen, Writes, is_ordinary
 from autostream.execution.cuda_graph import GraphPools, return_unused
 from autostream.execution.lower import lower
@@ -26,9 +26,12 @@ from autostream.execution.places import Place, Places
 from autostream.execution.slots import SlotTable
 from autostream.execution.static import Output
 from autostream.execution.watched import Unmatched, watch
+from autostream.frontend.numerics import numerics
+from autostream.frontend.signature import Signature
+from autostream.frontend.tree import Structure, tensors_like, unflatten
 from autostream.ir import Candidate, Decision, OpGraph, Placeholder, Program, Role
-from autostream.options import Options
 from autostream.optimized import MakeSection as MakePiece
+from autostream.options import Options
 from autostream.pipeline import planned
 from autostream.preparing import preparing
 from autostream.recapture import Copies, at_places, pooled
@@ -39,11 +42,8 @@ from autostream.select import Execution, detached, has_integers, repeatable, wri
 from autostream.shortcut import CapturedRun, Run, Shortcut, UncapturedRun
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of
-from autostream.tracing.export import MODELS, Tracer, check_one_device, check_straight, trace
-from autostream.frontend.numerics import numerics
-from autostream.frontend.signature import Signature
+from autostream.tracing.export import MODELS, Tracer, check_one_device, check_straight
 from autostream.tracing.state import LiveState, ModelWatch, name_of
-from autostream.frontend.tree import Structure, flatten, tensors_like, unflatten
 from autostream.tuning import Tuned, tune
 
 RECORDS_GRADIENTS = "gradients are recorded: call it under torch.no_grad() or torch.inference_mode()"
@@ -379,37 +379,6 @@ def _staying(
         stay and not (p.role is Role.INPUT and storage_of(argument) in copied)
         for stay, p, argument in zip(stays, placeholders, arguments, strict=True)
     )
-
-
-def program_of(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], report: Report) -> Program:
-    """The program that a dry run planned, to be read.
-
-    Args:
-        model: the module.
-        args: positional example inputs.
-        kwargs: keyword example inputs.
-        report: what :func:`autostream.pipeline.plan` made of these.
-
-    Raises:
-        TargetError: it has no schedule of ATen's ops.
-    """
-    if report.graph is None or report.chosen is None or report.level != "aten":
-        raise TargetError(f'{report.model} has no schedule of ATen\'s ops to show: plan it with kernels="eager"')
-    tensors, structure = flatten((tuple(args), dict(kwargs)))
-    with torch.no_grad():
-        return trace(model, tensors, structure, device=report.graph.device).program
-
-
-def lowered(program: Program, report: Report) -> GraphModule:
-    """The graph that a dry run's schedule becomes, to be read: its ``code`` has the ops, streams and waits.
-
-    Args:
-        program: that was planned.
-        report: what :func:`autostream.pipeline.plan` made of it.
-    """
-    assert report.graph is not None
-    assert report.chosen is not None
-    return lower(program, report.graph, report.chosen.schedule)
 
 
 def _report(model: str, signature: Signature, tuned: Tuned, options: Options, stopwatch: Stopwatch) -> Report:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autostream.errors import MismatchError
 from autostream.execution.restoring import undone
-from autostream.tracing.state import name_of
+from autostream.frontend.modules import name_of
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,

@@ -24,7 +24,9 @@ from torch.fx import GraphModule
 from autostream.admission import Admission
 from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
+from autostream.execution.cuda_graph import GraphPools
 from autostream.frontend.aten import Given, program_of
+from autostream.frontend.guards import unusual_memory
 from autostream.frontend.numerics import numerics, watch_numerics
 from autostream.frontend.signature import aliases_of, described
 from autostream.ir import Decision, Role
@@ -52,6 +54,7 @@ class Compiled(Optimized):
         model: the model's name.
         surroundings: what its schedules share with those of the model's other graphs.
         may_cut: whether what a CUDA graph cannot hold may be cut into sections.
+        half: of a call that records gradients, which one it is. A forward computes where no other graph does.
 
     Example:
         >>> class Twice(nn.Module):
@@ -65,9 +68,18 @@ class Compiled(Optimized):
     """
 
     def __init__(
-        self, module: GraphModule, names: Names, model: str, surroundings: Surroundings, *, may_cut: bool = True
+        self,
+        module: GraphModule,
+        names: Names,
+        model: str,
+        surroundings: Surroundings,
+        *,
+        may_cut: bool = True,
+        half: str = "",
     ) -> None:
-        self._module, self._names, self._model = module, list(names), model
+        self._module, self._names, self._model, self.half = module, list(names), model, half
+        if half == "forward":
+            surroundings = replace(surroundings, pools=GraphPools())
         cut = partial(section, surroundings, model) if may_cut else None
         self._surroundings = replace(surroundings, make_section=cut)
         self._admission = Admission["Ready"](surroundings.options.max_signatures)
@@ -112,7 +124,10 @@ class Compiled(Optimized):
         """What is scheduled for tensors like these; made now where there is none yet, and it may be worth it."""
         latest = self._latest
         if latest is not None and latest.fits(values):
-            return latest
+            return None if latest.scheduled is None else latest
+        if unusual := next(filter(None, map(unusual_memory, _tensors(values))), ""):
+            self._note(f"a tensor {unusual}")
+            return None
         key = self._key(values)
         admission = self._admission
         with self._lock:
@@ -142,8 +157,8 @@ class Compiled(Optimized):
     @property
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature."""
-        made = [ready.report() for ready in reversed(self._admission.entries.values())]
-        return (*made, *self._refused.values())
+        made = [ready.report for ready in reversed(self._admission.entries.values())]
+        return tuple(replace(report, half=self.half) for report in (*made, *self._refused.values()))
 
     def let_go(self) -> None:
         """Keep no memory for weights that are no longer the model's."""
@@ -152,7 +167,7 @@ class Compiled(Optimized):
                 ready.scheduled.let_go(frozenset())
 
     def _key(self, values: Sequence[Any]) -> Hashable:
-        tensors = [value for value in values if isinstance(value, Tensor)]
+        tensors = _tensors(values)
         numbers = tuple(value for value in values if not isinstance(value, Tensor))
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         return numbers, kinds, aliases_of(tensors), numerics()
@@ -185,6 +200,24 @@ class Compiled(Optimized):
             log.warning("%s: some calls run plainly: %s", self._model, reason)
             refusal = Decision("", "plain", reason)
             self._refused[reason] = Report(self._model, "some calls", "plain", refusals=(refusal,), versions=versions())
+
+
+def reports_of_graph(model: str, made: Sequence[Compiled]) -> tuple[Report, ...]:
+    """What is known of a graph of Dynamo's, from what was made of it: one report where gradients are recorded."""
+    if any(compiled.half for compiled in made):
+        return (report_of_halves(model, made),)
+    return tuple(report for compiled in made for report in compiled.reports)
+
+
+def report_of_halves(model: str, made: Sequence[Compiled]) -> Report:
+    """What is known of a graph that records gradients, from what was made of its forward and its backward so far."""
+    parts = tuple(report for compiled in made for report in compiled.reports)
+    signature = next((part.signature for part in parts), "not run yet")
+    return Report(model, signature, "forward and backward", versions=versions(), parts=parts)
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def section(surroundings: Surroundings, model: str, module: GraphModule, bound: frozenset[int]) -> Compiled:
@@ -220,6 +253,7 @@ class Ready:
     """A schedule for one signature, and how it gets its arguments; or the reason why there is none."""
 
     scheduled: Scheduled | None = None
+    _refused: Report | None = None
 
     def __init__(
         self,
@@ -240,7 +274,11 @@ class Ready:
         self.fits = looks_alike_with(values)
         stays = [p.role is not Role.INPUT for p in program.placeholders]
         self.scheduled = Scheduled(program, self.arguments(values), stays, label, surroundings, stopwatch)
-        self.report: Callable[[], Report] = lambda: self._scheduled().report
+
+    @property
+    def report(self) -> Report:
+        """What was done, and why."""
+        return self._refused or self._scheduled().report
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
         """What the graph returns.
@@ -262,13 +300,13 @@ class Ready:
         ready.scheduled, ready.fits = None, looks_alike_with(values)
         refusal = Decision("", "plain", reason)
         report = Report(label.model, label.signature, "plain", refusals=(refusal,), versions=versions())
-        ready.report = lambda: report
+        ready._refused = report
         return ready
 
     def give_up(self, reason: str) -> None:
         """Run plainly from now on."""
-        report = replace(self.report(), mode="plain", refusals=(Decision("", "plain", reason),))
-        self.scheduled, self.report = None, lambda: report
+        report = replace(self.report, mode="plain", refusals=(Decision("", "plain", reason),))
+        self.scheduled, self._refused = None, report
 
     def arguments(self, values: Sequence[Any]) -> list[Tensor]:
         """The program's arguments, from what the graph takes."""
@@ -279,7 +317,7 @@ class Ready:
 
 def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
     """A quick look at whether values are like these; where some are numbers or share memory, it says no."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors = _tensors(values)
     if len(tensors) < len(values) or len(set(map(storage_of, tensors))) < len(tensors):
         return lambda others: False
     alike, same_numerics = looks_alike(tensors), watch_numerics()

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from autostream.admission import Admission
 from autostream.comparison import compared
-from autostream.compiled import Compiled, Names, Ready
+from autostream.compiled import Compiled, Names, Ready, report_of_halves
 from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
@@ -36,10 +36,12 @@ from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
 from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.frontend.inputs import names_of
+from autostream.frontend.modules import name_of
 from autostream.frontend.numerics import numerics, order_attention
 from autostream.frontend.signature import aliases_of, described
 from autostream.split import Split
 from autostream.frontend.tree import Structure, flatten, unflatten
+from autostream.frontend.trial import check_call, check_devices
 from autostream.ir import Decision
 from autostream.optimized import Optimized
 from autostream.options import Options, disabled, paranoid
@@ -50,8 +52,6 @@ from autostream.reporting.report import Report
 from autostream.scheduled import Surroundings
 from autostream.tracing.inductor import check_level
 from autostream.tracing.saved_tensors import hooks_are_set
-from autostream.tracing.state import name_of
-from autostream.tracing.trial import check_call, check_devices
 
 log = logging.getLogger(__name__)
 
@@ -94,15 +94,13 @@ class Whole:
         """Whether a call that failed may be made again: nothing that anybody can see has changed."""
         compiled = [self.compiled] if self.compiled else self._halves
         made = (ready.scheduled for own in compiled for ready in own.made)
-        return not self.captured.effects and all(scheduled is None or scheduled.repeatable for scheduled in made)
+        return not (self.captured.effects or self.captured.stores) and all(scheduled is None or scheduled.repeatable for scheduled in made)
 
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known of it."""
         if self.compiled is not None:
-            return () if self._ready is None else (replace(self._ready.report(), signature=self.label),)
-        halves = zip(("forward", "backward"), self._halves, strict=False)
-        parts = tuple(replace(report, half=half) for half, compiled in halves for report in compiled.reports)
-        return (Report(model, self.label, "forward and backward", versions=versions(), parts=parts),)
+            return () if self._ready is None else (replace(self._ready.report, signature=self.label),)
+        return (replace(report_of_halves(model, self._halves), signature=self.label),)
 
     def replay(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, guarded: bool
@@ -149,6 +147,7 @@ class Whole:
             tensors,
             (structure, resolved),
             guards,
+            captured.stores,
             looks_first=place is None or not scheduled.harmless or bool(scheduled.frozen),
             writes=scheduled.writes,
         )
@@ -328,7 +327,7 @@ class Dispatcher(Optimized):
         with self._lock:
             entries = [entry for entries in reversed(self._admission.entries.values()) for entry in reversed(entries)]
             found = chain.from_iterable(entry.reports(self._name) for entry in entries)
-            told = {(id(report.chosen), report.signature, report.mode): report for report in found}  # guards may differ
+            told = {(*_chosen(report), report.signature, report.mode): report for report in found}  # guards may differ
             return (*told.values(), *self._bypasses.values())
 
     def forget(self) -> None:
@@ -479,14 +478,14 @@ class Dispatcher(Optimized):
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
                 made: list[Compiled] = []
                 run = differentiable(captured.module, captured.tensors, names, partial(self._graph, made))
-                return Whole(captured, run, label, halves=made)
+                return Whole(replace(captured, tensors=()), run, label, halves=made)
             compiled = self._like(captured, names) or self._graph([], captured.module, names)
             ready = compiled.ready(captured.tensors)
         except Exception as error:
             return self._refused(label, error)
         if ready is None:
             return Plain(label, compiled.refusal)
-        return Whole(captured, compiled, label, ready)
+        return Whole(replace(captured, tensors=()), compiled, label, ready)
 
     def _like(self, captured: Capture, names: Names) -> Compiled | None:
         """What runs the same graph for other guards, such as those of inference mode."""
@@ -501,10 +500,9 @@ class Dispatcher(Optimized):
         log.warning("%s runs plainly: %s", self._name, reason)
         return Plain(label, reason, passing)
 
-    def _graph(self, made: list[Compiled], module: GraphModule, names: Names, *, lends: bool = False) -> Compiled:
-        """What runs a graph of the model's; one that lends its outputs has memory of its own."""
-        surroundings = replace(self._surroundings, pools=GraphPools()) if lends else self._surroundings
-        compiled = Compiled(module, names, self._name, surroundings)
+    def _graph(self, made: list[Compiled], module: GraphModule, names: Names, *, half: str = "") -> Compiled:
+        """What runs a graph of the model's."""
+        compiled = Compiled(module, names, self._name, self._surroundings, half=half)
         made.append(compiled)
         return compiled
 
@@ -562,6 +560,10 @@ class Dispatcher(Optimized):
     @property
     def _name(self) -> str:
         return name_of(self.model)
+
+
+def _chosen(report: Report) -> tuple[int, ...]:
+    return (id(report.chosen), *(id(part.chosen) for part in report.parts))
 
 
 _BETTER_ALONE = (

@@ -34,20 +34,23 @@ from autostream.buckets import (
     spans_of,
 )
 from autostream.comparison import difference
-from autostream.step_dispatch import Dispatcher
-from autostream.entries import Entry
+from autostream.dispatch import Dispatcher, Entry
 from autostream.errors import TraceError, first_line
+from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
+from autostream.frontend.modules import name_of, parameters_of
+from autostream.frontend.tree import flatten, unflatten
+from autostream.frontend.trial import Tried, tried
 from autostream.ir import Decision
 from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.storages import storage_of
-from autostream.tracing.functions import parameters_of
-from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
-from autostream.tracing.state import name_of
-from autostream.frontend.tree import flatten, unflatten
-from autostream.tracing.trial import Tried, tried
 
 log = logging.getLogger(__name__)
+
+
+class _Outdated(Exception):  # noqa: N818 - a notice within this file, not an error
+    """What was found out about calls was found before the model changed. Nothing has been done."""
+
 
 _MOST_VERDICTS = 1000
 """Then they are found anew: arguments that differ in other dimensions as well could be any number."""
@@ -62,10 +65,10 @@ _MOST_REASONS = 100
 class PaddingDispatcher(Dispatcher):
     """Runs calls of a model at the sizes of buckets.
 
-    Whether padding is safe is the user's word. It is tried all the same, once for each bucket, with copies of all
-    tensors, and at the shortest length of the bucket as well: outputs, the model's state and its inputs have to be what
-    they are without padding. Outputs that share memory may have their own, and random numbers are drawn for what is
-    filled up as well.
+    Whether padding is safe is the user's word. It is tried all the same, once for each bucket, with copies of the model
+    and of all tensors, and at the shortest length of the bucket as well: outputs, the model's state and its inputs have
+    to be what they are without padding. Outputs that share memory may have their own, and random numbers are drawn for
+    what is filled up as well. It is tried again before a bucket is captured anew, as it is when a guard does not hold.
 
     Args:
         model: the module to run.
@@ -88,7 +91,9 @@ class PaddingDispatcher(Dispatcher):
         super().__init__(model, options)
         self._dynamic = dynamic
         self._places = places_of(dynamic, parameters_of(model))
-        self._verdicts: dict[Hashable, Cuts | str] = {}
+        self._verdicts: dict[_Key, Cuts | str] = {}
+        self._latest: set[_Key] = set()
+        """Keys of verdicts since which nothing was captured that they are about."""
         self._failures = Counter[Hashable]()
         self._reasons: tuple[str, ...] = ()
         self._unfit = ""
@@ -96,15 +101,38 @@ class PaddingDispatcher(Dispatcher):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        padding = self._padding(args, kwargs)
-        if padding is not None:
-            outputs = super().__call__(*padding.args, **padding.kwargs)
+        while True:
+            padding = self._padding(args, kwargs)
+            try:
+                if padding is None:
+                    return super().__call__(*args, **kwargs)
+                outputs = super().__call__(*padding.args, **padding.kwargs)
+            except _Outdated:
+                continue
             try:
                 return padding.cut(outputs)
             except Unfit as reason:
                 self._unfit = str(reason)
                 self._note_unpadded(self._unfit)
-        return super().__call__(*args, **kwargs)
+
+    def static_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments at the size of their bucket, with the tensors that a captured graph reads in their place.
+
+        Returns:
+            ``(args, kwargs)``; the given tensors themselves where nothing is captured.
+
+        Raises:
+            TargetError: the model itself fails at them.
+            TraceError: with ``strict=True``, the model cannot be captured.
+        """
+        padding = self._padding(args, kwargs)
+        if padding is None:
+            return super().static_inputs(*args, **kwargs)
+        static, _ = flatten(super().static_inputs(*padding.args, **padding.kwargs))
+        filled, _ = flatten((padding.args, padding.kwargs))
+        given, structure = flatten((args, kwargs))
+        places = zip(given, filled, static, strict=True)
+        return unflatten(structure, [own if into is full else into for own, full, into in places])
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -115,12 +143,33 @@ class PaddingDispatcher(Dispatcher):
     def forget(self) -> None:
         """Drop all that was made."""
         super().forget()
-        self._verdicts, self._unfit = {}, ""
+        self._verdicts, self._latest, self._unfit = {}, set(), ""
         self._failures.clear()
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+        while True:
+            padding = self._padding(args, kwargs)
+            try:
+                return super()._prepared(*((args, kwargs) if padding is None else (padding.args, padding.kwargs)))
+            except _Outdated:
+                continue
+
+    def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         padding = self._padding(args, kwargs)
-        return super()._prepared(*((args, kwargs) if padding is None else (padding.args, padding.kwargs)))
+        return super()._scheduled(*((args, kwargs) if padding is None else (padding.args, padding.kwargs)))
+
+    def _made(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        try:
+            about = _about(self.model, (args, kwargs))
+        except TraceError:  # such arguments are never padded
+            return super()._made(label, args, kwargs)
+        known = [key for key in list(self._verdicts) if key[1:] == about]
+        if any(key not in self._latest for key in known):  # what is captured anew may be another model by now
+            for key in known:
+                self._verdicts.pop(key, None)
+            raise _Outdated
+        self._latest.difference_update(known)
+        return super()._made(label, args, kwargs)
 
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Padding | None:
         """How a call is padded; ``None`` where it runs as it is."""
@@ -129,9 +178,6 @@ class PaddingDispatcher(Dispatcher):
         try:
             spans = spans_of(self._places, args, kwargs)
             if not spans or unusual_tensor(flatten((args, kwargs))[0]):
-                return None
-            self._renew_watch()
-            if self._watch.hooked():  # the model itself runs, and its hooks would see what is filled up
                 return None
             filled = padded(self._places, spans, args, kwargs)
             return _Padding(*filled, spans, self._cuts((args, kwargs), filled, spans))
@@ -147,15 +193,14 @@ class PaddingDispatcher(Dispatcher):
         Raises:
             Unfit: the call cannot be padded.
         """
-        tensors, structure = flatten(filled)
-        shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-        key = structure, shapes, tuple(spans), self._watch.training(), self._watch.read()
+        key = (tuple(spans), *_about(self.model, filled))
         verdict = self._verdicts.get(key)
         if verdict is None:
             if len(self._verdicts) >= _MOST_VERDICTS:
-                self._verdicts = {}
+                self._verdicts, self._latest = {}, set()
                 self._failures.clear()
             verdict = self._verdicts[key] = self._verdict(plain, filled, spans, key)
+            self._latest.add(key)
         if isinstance(verdict, str):
             raise Unfit(verdict)
         return verdict
@@ -168,6 +213,8 @@ class PaddingDispatcher(Dispatcher):
         """
         if has_torchscript(self.model):
             return "TorchScript cannot be tried with padding and without"
+        if any(module._forward_hooks or module._forward_pre_hooks for module in self.model.modules()):
+            return "it has hooks, which would see what is filled up"
         if len(set(spans.values())) < len(spans):
             raise Unfit(f"{' and '.join(spans)} are as long as each other: outputs do not tell which is which")
         try:
@@ -219,6 +266,20 @@ _OTHER_BRANCH = (
 )
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_Key = tuple[Hashable, ...]
+"""The names of what is filled up, then what :func:`_about` says of a call with padding."""
+
+
+def _about(model: nn.Module, filled: _Arguments) -> tuple[Hashable, ...]:
+    """Which calls a verdict is about.
+
+    Raises:
+        TraceError: an argument is of no known container.
+    """
+    tensors, structure = flatten(filled)
+    shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+    return structure, shapes, model.training
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from autostream import collector
 from autostream.analysis.dependencies import analyze
@@ -22,7 +23,12 @@ from autostream.candidates import Priced, best_of, candidates_for
 from autostream.costs.device import profile_of
 from autostream.costs.here import Remarks, costs_here, profile_here
 from autostream.costs.roofline import price
-from autostream.errors import FusionError, OptionError
+from autostream.errors import FusionError, OptionError, TargetError, TraceError
+from autostream.execution.lower import lower
+from autostream.frontend.modules import name_of
+from autostream.frontend.signature import described
+from autostream.frontend.trace import trace
+from autostream.frontend.tree import flatten
 from autostream.ir import Candidate, Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
 from autostream.reporting.report import Report
@@ -30,12 +36,8 @@ from autostream.scheduling.cut import cut
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
 from autostream.stopwatch import Stopwatch
-from autostream.tracing.export import Traced, check_one_device, trace
 from autostream.tracing.fusion import fused_here
 from autostream.tracing.inductor import obstacle
-from autostream.frontend.signature import signature_of
-from autostream.tracing.state import LiveState, ModelWatch, name_of
-from autostream.frontend.tree import flatten
 from autostream.version import VERSION
 
 MEASURE_SHARE = 0.5
@@ -111,7 +113,7 @@ def plan(
     Raises:
         OptionError: costs are to be measured, or kernels to be fused, for a profile, that is, for a device which need
             not be there; or fused kernels cannot be had here.
-        TraceError: the model cannot be traced.
+        TraceError: Dynamo cannot capture the model as one graph.
     """
     if options.costs == "measured" and profile is not None:
         raise OptionError('costs="measured" needs the device itself: leave out the profile, or use costs="roofline"')
@@ -119,21 +121,20 @@ def plan(
         raise OptionError('kernels="inductor" needs the device itself: leave out the profile, or use kernels="eager"')
     device = None if profile is None else _device_of(profile)
     stopwatch = Stopwatch()
-    tensors, structure = flatten((tuple(args), dict(kwargs)))
-    with torch.no_grad(), stopwatch("trace"):  # calls without gradients are planned for
-        signature = signature_of(structure, tensors, ModelWatch(model).training())
-        traced = trace(model, tensors, structure, device=device)
+    with stopwatch("trace"):
+        traced = trace(model, args, kwargs, device=device)
         check_one_device(traced.program)
-    arguments = arguments_of(traced, model, tensors)
+    arguments = traced.arguments(model, args, kwargs)
     program, unfused = _fused(traced.program, options, arguments, stopwatch)
     priced = price_program(program, options, stopwatch, profile, arguments if options.costs == "measured" else None)
     capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
     candidates = candidates_for(priced, options, capture, stopwatch)
     exempted = exemption(candidates[0], options.memory_budget, given_bytes(priced.graph))
     best = best_of(candidates)
-    name, refusals = name_of(model), (*unfused, *priced.refusals, *_in_sections(priced, options))
+    label = _label(model, args, kwargs, device)
+    refusals = (*unfused, *priced.refusals, *_in_sections(priced, options))
     return replace(
-        planned(name, str(signature.on(device)), "dry run", program.level, priced, candidates, best),
+        planned(name_of(model), label, "dry run", program.level, priced, candidates, best),
         refusals=(*refusals, *priced.remarks, *exempted),
         seconds=dict(stopwatch.seconds),
     )
@@ -207,10 +208,53 @@ def _device_of(profile: DeviceProfile) -> str:
     return "cpu" if profile == profile_of("cpu") else "cuda:0"
 
 
-def arguments_of(traced: Traced, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a traced program takes now: the model's state, then these inputs."""
-    state = LiveState(model, traced.program.placeholders, traced.constants).tensors()
-    return [*(tensor for tensor in state if tensor is not None), *tensors]
+def _label(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], device: str | None) -> str:
+    """What is planned for, e.g. ``1x3x224x224:float16 on cuda:0, eval, no gradients``."""
+    mode = "train" if model.training else "eval"
+    try:
+        tensors, _ = flatten((tuple(args), dict(kwargs)))
+    except TraceError:  # Dynamo knows what we do not
+        return f"some arguments, {mode}, no gradients"
+    return f"{described(tensors, device)}, {mode}, no gradients"
+
+
+def check_one_device(program: Program) -> None:
+    """Refuse a program that has to be scheduled as a whole, and runs on several devices.
+
+    Raises:
+        TraceError: it does.
+    """
+    if program.peers:
+        raise TraceError(f"the model uses several devices ({', '.join(program.devices)}); one is scheduled at a time")
+
+
+def program_of(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], report: Report) -> Program:
+    """The program that a dry run planned, to be read.
+
+    Args:
+        model: the module.
+        args: positional example inputs.
+        kwargs: keyword example inputs.
+        report: what :func:`plan` made of these.
+
+    Raises:
+        TargetError: it has no schedule of ATen's ops.
+    """
+    if report.graph is None or report.chosen is None or report.level != "aten":
+        raise TargetError(f'{report.model} has no schedule of ATen\'s ops to show: plan it with kernels="eager"')
+    return trace(model, args, kwargs, device=report.graph.device).program
+
+
+def lowered(program: Program, report: Report) -> GraphModule:
+    """The graph that a dry run's schedule becomes, to be read: its ``code`` has the ops, streams and waits.
+
+    Args:
+        program: that was planned.
+        report: what :func:`plan` made of it.
+    """
+    assert report.graph is not None
+    assert report.chosen is not None
+    return lower(program, report.graph, report.chosen.schedule)
 
 
 def versions() -> dict[str, str]:

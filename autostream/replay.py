@@ -46,6 +46,7 @@ class Replay:
         returned: the structure of what the model returns, and where its tensors come from: outputs of the program, then
             the call's tensors, then what is held.
         guards: take ``(args, kwargs)``; ``None`` where the caller has said that nothing but inputs changes.
+        stores: what a call leaves in attributes of Python objects.
         looks_first: whether to ask the guards before the run.
         writes: whether the program writes any of its arguments.
 
@@ -62,13 +63,14 @@ class Replay:
         tensors: Sequence[Tensor],
         returned: tuple[Structure, Sequence[int]],
         guards: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None,
+        stores: Sequence[tuple[Any, str, Any]],
         *,
         looks_first: bool,
         writes: bool,
     ) -> None:
         self._launch, self._call = launch, call
-        self._held = [tensor.detach() for tensor in held]  # what is launched reads their memory, whoever lets it go
-        self._live = list(held)
+        self._held = list(held)
+        self._memory = [tensor.detach() for tensor in held]  # what is launched reads it, whoever lets it go
         # Where gradients are recorded, what requires them counts as well, and not all guards see that.
         self._bound: Addresses | Bound = Bound(held) if torch.is_grad_enabled() else Addresses(held)
         self._places = list(places)
@@ -81,6 +83,7 @@ class Replay:
         self._structure, self._sources = returned
         self._single = self._structure is TENSOR and list(self._sources) == [0]
         self._guards, self._looks_first = guards, looks_first or guards is None
+        self._stores = list(stores)
         self._recorded = torch.is_grad_enabled()
         self._same_numerics = watch_unguarded()
         self.repeatable = not writes
@@ -111,9 +114,11 @@ class Replay:
         outputs = self._launch(self._arguments(tensors))
         if not self._looks_first and not self._intact(args, kwargs):
             raise Changed
+        for owner, name, value in self._stores:
+            setattr(owner, name, value)
         if self._single:
             return outputs[0]
-        known = [*outputs, *tensors, *self._live]
+        known = [*outputs, *tensors, *self._held]
         return unflatten(self._structure, [known[at] for at in self._sources])
 
     def _arguments(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -124,7 +129,7 @@ class Replay:
 
     def _intact(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         guards = self._guards
-        return guards is None or (self._same_numerics() and guards(args, kwargs) and self._bound.unmoved(self._live))
+        return guards is None or (self._same_numerics() and guards(args, kwargs) and self._bound.unmoved(self._held))
 
     def _apart(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors share no memory with each other, nor with the model's where that may be written."""

@@ -12,17 +12,18 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autostream.analysis.source import user_line
-from autostream.compiled import Compiled, Names
+from autostream.compiled import Compiled, Names, reports_of_graph
 from autostream.frontend.autograd import run_graph
 from autostream.frontend.breaks import ending_of, with_breaks
 from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 
+
 class MakeGraph(Protocol):
     """Makes what runs a graph, and notes it."""
 
-    def __call__(self, made: list[Compiled], module: GraphModule, names: Names, *, lends: bool = False) -> Compiled:
+    def __call__(self, made: list[Compiled], module: GraphModule, names: Names, *, half: str = "") -> Compiled:
         """From the graph and what its inputs are."""
 
 
@@ -55,10 +56,7 @@ class Split:
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known now: graphs are made in the calls that get to them."""
         parts = tuple(
-            replace(report, ended=ended)
-            for made, ended in self._graphs
-            for compiled in made
-            for report in compiled.reports
+            replace(report, ended=ended) for made, ended in self._graphs for report in reports_of_graph(model, made)
         )
         mode = "graph breaks" if self._graphs else "plain" if self._called else "not run yet"
         refusals = tuple(self._refusals.values())

@@ -40,17 +40,15 @@ from autostream.bench.ratios import spread
 from autostream.errors import CaptureError
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.restoring import Restore, undone
+from autostream.frontend.trace import trace
 from autostream.ir import Assignment, Candidate, OpGraph, Role, Schedule
 from autostream.options import Options
-from autostream.pipeline import arguments_of
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import run_us
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.select import Execution, build, interleaved, written
 from autostream.stopwatch import Stopwatch
-from autostream.tracing.export import trace
-from autostream.frontend.tree import flatten
 from autostream.tuning import Tuned, tune
 from benchmarks import zoo
 from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
@@ -338,9 +336,8 @@ def _arena(workload: str) -> Arena:
     cuda = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", 0), torch.float16) if cuda else (torch.device("cpu"), torch.float32)
     subject = zoo.prepare(zoo.INFERENCE[workload], 1, device, dtype)
-    tensors, structure = flatten((subject.args, {}))
-    traced = trace(subject.model, tensors, structure)
-    arguments = arguments_of(traced, subject.model, tensors)
+    traced = trace(subject.model, subject.args)
+    arguments = traced.arguments(subject.model, subject.args)
     bound = [placeholder.role is not Role.INPUT for placeholder in traced.program.placeholders]
     tuned = tune(traced.program, arguments, bound, Options(), Stopwatch())
     return Arena(tuned, arguments, bound, clock_of(device))

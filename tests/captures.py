@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream import build
+from autostream import build, scheduled
 from autostream.execution import cuda_graph
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.restoring import undone
@@ -52,6 +52,7 @@ class Captures:
         patch.setattr(CapturedGraph, "__init__", noted)
         patch.setattr(cuda_graph, "_captured", failing)
         patch.setattr(build, "tune", captures)
+        patch.setattr(scheduled, "tune", captures)
         self.cuda = cuda
 
     def captured(self, tuned: Tuned, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Tuned:

@@ -77,7 +77,8 @@ def let_be_cut(
         parts = cut_everything(graph)
         return Sections(program, graph, parts, bound, options, make_section) if len(parts) > 1 else None
 
-    monkeypatch.setattr("autostream.build.sections_of", sections_of)
+    for place in ("scheduled", "build"):
+        monkeypatch.setattr(f"autostream.{place}.sections_of", sections_of)
 
 
 DEVICES = ("cuda:0", "cuda:1")
@@ -112,4 +113,5 @@ def let_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
         graph = analyze(placed(program))
         return Sections(program, graph, cut_everything(graph), bound, options, make_section)
 
-    monkeypatch.setattr("autostream.build.sections_of", sections_of)
+    for place in ("scheduled", "build"):
+        monkeypatch.setattr(f"autostream.{place}.sections_of", sections_of)

@@ -39,15 +39,13 @@ from autostream.costs.roofline import price
 from autostream.errors import ScheduleError
 from autostream.execution.cpu_streams import run_interleaved
 from autostream.execution.lower import lower
+from autostream.frontend.trace import trace
 from autostream.ir import OpGraph, Schedule
-from autostream.pipeline import arguments_of
 from autostream.scheduling import POLICIES
 from autostream.scheduling.arena import place_storages
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.tracing.export import trace
-from autostream.frontend.tree import flatten
 from benchmarks import zoo
 from benchmarks.stamp import stamp
 from tests.execution.programs import Case, random_assignment, same
@@ -310,11 +308,9 @@ def model_case(name: str) -> Case:
         model, args = workload.model().eval(), workload.inputs(1)
     if name not in ONE_SIZE:
         args = tuple(x[..., :PIXELS, :PIXELS] if x.dim() == 4 else x for x in args)
-    tensors, structure = flatten((args, {}))
-    with torch.no_grad():
-        traced = trace(model, tensors, structure)
-        held = arguments_of(traced, model, tensors)
-    return Case(traced.program, analyze(traced.program), tuple(tensor.detach() for tensor in held))
+    traced = trace(model, args)
+    held = tuple(tensor.detach() for tensor in traced.arguments(model, args))
+    return Case(traced.program, analyze(traced.program), held)
 
 
 def attack_model(findings: Findings, name: str, case: Case, seed: int, most: int, runs: int) -> None:

@@ -17,16 +17,14 @@ from autostream.costs.roofline import price
 from autostream.execution.cuda_graph import FlatFunction
 from autostream.execution.lower import lower
 from autostream.execution.runs import UncastRun, uncaptured
+from autostream.frontend.trace import trace
 from autostream.ir import OpGraph, Program, Role, Schedule
-from autostream.pipeline import arguments_of
 from autostream.scheduling import POLICIES
 from autostream.scheduling.arena import place_storages
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.tracing.export import trace
 from autostream.tracing.inductor import fuse
-from autostream.frontend.tree import flatten
 from tests.semantics import scattered
 
 LEVELS = ("eager", "inductor")
@@ -97,9 +95,8 @@ class Planned:
 @torch.no_grad()
 def planned(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], level: str = "eager") -> Planned:
     """Trace a model at the first inputs, and fuse its ops if ``level`` is ``"inductor"``."""
-    tensors, structure = flatten((tuple(inputs[0]), {}))
-    traced = trace(model, tensors, structure)
-    arguments = [tuple(t.detach() for t in arguments_of(traced, model, list(args))) for args in inputs]
+    traced = trace(model, inputs[0])
+    arguments = [tuple(t.detach() for t in traced.arguments(model, args)) for args in inputs]
     program = fuse(traced.program, {}, arguments[0]) if level == "inductor" else traced.program
     return Planned(program, analyze(program), tuple(arguments))
 

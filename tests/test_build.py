@@ -13,21 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from autostream import optimize, tuning
-from autostream.build import Scheduled, Stale, Unsuitable, lowered, program_of
+from autostream.build import Scheduled, Stale, Unsuitable
 from autostream.costs.device import profile_named
-from autostream.errors import CaptureError, TargetError
+from autostream.errors import CaptureError
 from autostream.execution import bound
 from autostream.execution.cuda_graph import GraphPools
+from autostream.frontend.signature import signature_of
+from autostream.frontend.tree import flatten
 from autostream.ir import Decision, Program
 from autostream.options import Options
-from autostream.pipeline import plan
 from autostream.select import Selection
 from autostream.storages import storage_of
 from autostream.tracing import inductor
 from autostream.tracing.kernel_values import named_as
-from autostream.frontend.signature import signature_of
 from autostream.tracing.state import ModelWatch
-from autostream.frontend.tree import flatten
 from tests.captures import Captures
 from tests.semantics import Model, force_streams, same
 
@@ -404,26 +403,3 @@ def test_optimizers_are_watched_only_for_who_freezes(
     monkeypatch.setattr(bound, "_watch_optimizers", lambda: watched.append(True))
     scheduled(nn.Linear(4, 4), t(3, 4), **(freezes if freezing else {}))
     assert watched == [True] * freezing
-
-
-class Branches(nn.Module):
-    """Two branches that meet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x).relu() + self.right(x).sigmoid()
-
-
-def test_the_graph_of_a_dry_run_can_be_read() -> None:
-    model, x = Branches(), torch.ones(2, 64)
-    report = plan(model, (x,), {}, Options(policy="path_cover", streams=2), profile_named("h200"))
-    over_two = next(candidate for candidate in report.candidates if candidate.schedule.streams == 2)
-    code = lowered(program_of(model, (x,), {}, report), replace(report, chosen=over_two)).code
-    assert "fork('cuda:0', 2)" in code
-    assert all(f"{launch.op} = " in code for launch in over_two.schedule.launches)
-    assert code.count("_wait(lanes, ") >= over_two.schedule.wait_count > 0
-    with pytest.raises(TargetError, match="no schedule of ATen's ops to show"):
-        program_of(model, (x,), {}, replace(report, level="inductor"))

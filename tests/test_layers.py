@@ -31,7 +31,7 @@ FLOORS = {
         "logs",
     },
     1: {"scheduling"},
-    2: {"tracing", "analysis", "costs", "execution", "reporting"},
+    2: {"frontend", "tracing", "analysis", "costs", "execution", "reporting"},
     3: {
         *("pipeline", "candidates", "comparison", "budget", "choices"),
         *(
@@ -48,7 +48,8 @@ FLOORS = {
             "entries",
             "buckets",
         ),
-        *("padding", "pieces", "sections", "turns", "ways"),
+        *("padding", "pieces", "sections", "turns", "ways", "step_dispatch"),
+        *("admission", "compiled", "optimized", "replay", "scheduled", "split"),
     },
     4: {"api", "explaining", "backend", "training", "overlap"},
     5: {"arguments", "bench", "zoo", "targets", "cli", "__main__", "__init__"},
@@ -57,8 +58,12 @@ FLOORS = {
 
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
-NEIGHBOURS = {("costs", "execution"), ("costs", "tracing")}
-"""On floor 2, who may import another room: measuring an op captures it, and holds for the settings that calls watch."""
+NEIGHBOURS = {
+    *(("costs", "execution"), ("costs", "frontend")),
+    *(("frontend", "analysis"), ("frontend", "execution"), ("frontend", "tracing"), ("tracing", "frontend")),
+}
+"""On floor 2, who may import another room: measuring an op captures it, and holds for the settings that calls watch; a
+front end says which of the user's lines it means, and its gradients come from memory that graphs lend."""
 
 
 def room_of(module: str) -> str:
@@ -141,9 +146,11 @@ ONLY_IN = [
         r"\.(create_node|node_copy|graph_copy|erase_node|call_function|call_module|inserting_(before|after)"
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
         {
+            "compiled",
             "excerpt",
             "execution.cutting",
             "execution.lower",
+            "frontend.aten",
             "overlap.children",
             "tracing.below_autograd",
             "tracing.export",
@@ -158,9 +165,12 @@ ONLY_IN = [
     ),
     (
         r"\bfx\.Graph\(|\.GraphModule\(",
-        {"execution.cutting", "execution.lower", "overlap.children", "tracing.gradients", "tracing.kernel_json"},
+        {
+            *("compiled", "execution.cutting", "execution.lower", "overlap.children"),
+            *("tracing.gradients", "tracing.kernel_json"),
+        },
     ),
-    (r"\.(create_node|node_copy)\(", {"excerpt", "execution.cutting", "execution.lower"}),
+    (r"\.(create_node|node_copy)\(", {"compiled", "excerpt", "execution.cutting", "execution.lower"}),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"execution.streams"}),
     # touches streams and events

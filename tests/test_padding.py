@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autostream import padding
 from autostream.buckets import Bucket
 from autostream.errors import TargetError
+from autostream.frontend.trial import Tried, tried
 from autostream.options import Options
 from autostream.padding import PaddingDispatcher
-from autostream.tracing.trial import Tried, tried
 from tests.semantics import Model, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -322,12 +322,16 @@ def test_not_all_reasons_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def test_what_takes_from_an_iterator_is_not_tried() -> None:
+def test_trying_takes_nothing_from_an_iterator_and_what_cannot_be_copied_is_not_tried() -> None:
     stream = iter(range(9))
     dispatch = over(lambda s, x: x * next(stream))
     assert [dispatch(torch.ones(3, 2)).mean() for _ in range(4)] == [0, 1, 2, 3]
+    assert not reasons(dispatch)
+    numbers = (number for number in range(9))
+    dispatch = over(lambda s, x: x * next(numbers))
+    assert [dispatch(torch.ones(3, 2)).mean() for _ in range(4)] == [0, 1, 2, 3]
     (reason,) = reasons(dispatch)
-    assert "refers to stream, an iterator" in reason
+    assert "it cannot be copied, to be tried without being changed" in reason
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from autostream.costs.device import profile_named, profile_of
 from autostream.errors import FusionError, OptionError, TargetError, TraceError
 from autostream.ir import Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
-from autostream.pipeline import plan, price_program
+from autostream.pipeline import lowered, plan, price_program, program_of
 from autostream.reporting.report import Report
 from autostream.stopwatch import Stopwatch
 from tests.analysis.programs import Tape, aten
@@ -305,16 +305,6 @@ def test_versions_are_those_that_matter() -> None:
     assert all(isinstance(value, str) and value for value in pipeline.versions().values())
 
 
-def test_arguments_are_state_then_inputs() -> None:
-    model = Towers().eval()
-    tensors, structure = pipeline.flatten(((X,), {}))
-    traced = pipeline.trace(model, tensors, structure)
-    found = pipeline.arguments_of(traced, model, tensors)
-    state = dict(model.named_parameters())
-    expected: Iterator[Tensor] = (state.get(p.target, X) for p in traced.program.placeholders)
-    assert all(a is b for a, b in zip(found, expected, strict=True))
-
-
 def test_a_copy_from_the_host_runs_beside_what_does_not_wait_for_it() -> None:
     """54 MB cross the link in 1 ms, and the product takes 2.8 ms::
 
@@ -332,3 +322,26 @@ def test_a_copy_from_the_host_runs_beside_what_does_not_wait_for_it() -> None:
     copying_us = priced.costs[copy.name].duration_us
     assert copying_us == pytest.approx(4 * 3680**2 / H200.link_bandwidth, rel=0.01)
     assert one.predicted_us - two.predicted_us == pytest.approx(copying_us, rel=0.05), "all of it is hidden"
+
+
+class TwoBranches(nn.Module):
+    """Two branches that meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x).relu() + self.right(x).sigmoid()
+
+
+def test_the_graph_of_a_dry_run_can_be_read() -> None:
+    model, x = TwoBranches(), torch.ones(2, 64)
+    report = plan(model, (x,), {}, Options(policy="path_cover", streams=2), H200)
+    over_two = next(candidate for candidate in report.candidates if candidate.schedule.streams == 2)
+    code = lowered(program_of(model, (x,), {}, report), replace(report, chosen=over_two)).code
+    assert "fork('cuda:0', 2)" in code
+    assert all(f"{launch.op} = " in code for launch in over_two.schedule.launches)
+    assert code.count("_wait(lanes, ") >= over_two.schedule.wait_count > 0
+    with pytest.raises(TargetError, match="no schedule of ATen's ops to show"):
+        program_of(model, (x,), {}, replace(report, level="inductor"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,17 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autostream import build, optimize, sections
+from autostream import compiled, optimize, scheduled, sections
 from autostream.costs.device import profile_named
 from autostream.dispatch import Dispatcher
+from autostream.frontend.trace import trace
 from autostream.ir import Decision, Op, Program
 from autostream.options import Options
 from autostream.reporting.text import render
 from autostream.scheduling.cut import Part
 from autostream.sections import sections_of
 from autostream.stopwatch import Stopwatch
-from autostream.tracing.export import Traced, Tracer, trace
-from autostream.frontend.tree import flatten
 from tests.cuts import REFUSED, let_be_cut, let_be_placed, moved, over_devices, placed
 from tests.random_modules import TURNS, RandomModule, check, random_modules
 from tests.semantics import Model, check_same, same
@@ -52,9 +50,7 @@ def model() -> Model:
 
 
 def program_of(module: nn.Module, *args: Tensor, device: str | None = "cuda:0") -> Program:
-    tensors, structure = flatten((args, {}))
-    with torch.no_grad():
-        return trace(module, tensors, structure, device=device).program
+    return trace(module, args, device=device).program
 
 
 def cut_up(program: Program, **options: Any) -> sections.Sections | None:
@@ -208,13 +204,13 @@ def test_a_section_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be for ever, where it is refused for itself."""
     seen: list[str] = []
     let_be_cut(monkeypatch, nothing)
-    cut_once = build.sections_of
+    cut_once = scheduled.sections_of
 
     def spy(program: Program, *rest: Any) -> Any:
         seen.append(program.outputs[0])
         return cut_once(program, *rest)
 
-    monkeypatch.setattr("autostream.build.sections_of", spy)
+    monkeypatch.setattr("autostream.scheduled.sections_of", spy)
     optimize(model())(t(4, 4))
     assert len(seen) == 1
 
@@ -384,14 +380,18 @@ def test_a_program_over_two_devices_is_cut_though_a_graph_could_hold_each_op(mon
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{"cuda_graph": False}, {}], ids=["no graph is wanted", "no part is worth one"])
-def test_what_is_not_cut_runs_plainly_where_it_is_over_two_devices(options: dict[str, Any]) -> None:
-    def trace_placed(model: nn.Module, tensors: Any, structure: Any) -> Traced:
-        found = trace(model, tensors, structure)
-        return replace(found, program=placed(found.program))
+def test_what_is_not_cut_runs_plainly_where_it_is_over_two_devices(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = compiled.program_of
 
-    tracer = Tracer(trace_placed, may_split=False, may_cut=True, may_try=False, may_renew=True)
+    def over_two_devices(*given: Any) -> Any:
+        program, constants = made(*given)
+        return placed(program), constants
+
+    monkeypatch.setattr(compiled, "program_of", over_two_devices)
     plain = Model(lambda s, x: moved(x.sin()) @ s.far, far=nn.Parameter(t(4, 4)))
-    run = Dispatcher(plain, Options(**options), tracer=tracer)
+    run = Dispatcher(plain, Options(**options))
     same(run(t(4, 4)), plain(t(4, 4)))
     assert run.reports[0].mode == "plain"
     assert "several devices (cuda:0, cuda:1)" in run.reports[0].refusals[0].reason

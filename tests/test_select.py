@@ -17,10 +17,9 @@ from autostream import select as selection
 from autostream.errors import CaptureError
 from autostream.execution.cpu_streams import ThreadedProgram
 from autostream.execution.restoring import Restore
+from autostream.frontend.trace import trace
 from autostream.ir import Candidate, Limit, Op, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.select import MARGIN, VARIANTS, Selection, build, detached, has_integers, interleaved, select, written
-from autostream.tracing.export import trace
-from autostream.frontend.tree import flatten
 from tests.execution.programs import Case, random_schedule, same, sample
 from tests.semantics import Model
 
@@ -515,9 +514,8 @@ def test_on_a_device_putting_back_is_no_part_of_a_time_either() -> None:
     ids=["mask", "index", "made", "made with others", "complex"],
 )
 def test_integers_may_be_indices(function: Any, args: tuple[Tensor, ...], expected: bool) -> None:
-    tensors, structure = flatten((args, {}))
     model = Model(lambda module, *args: function(*args), counter=torch.tensor(3))
-    assert has_integers(trace(model, tensors, structure).program) == expected
+    assert has_integers(trace(model, args).program) == expected
 
 
 @pytest.mark.parametrize("error", [CaptureError("no"), torch.OutOfMemoryError("no")])
@@ -544,13 +542,11 @@ def test_a_winner_stays_where_the_sequential_one_cannot_be_built_beside_it(
         (lambda x, y: (x.relu_().detach()[0], y[1:].detach()), (1, 2)),
         (lambda x, y: (x, y.detach() * 2), ()),
         (lambda x, y: ((x + 1).detach(), y), ()),
-        (lambda x, y: ((x + 1).to_sparse(), y.detach()), (2,)),
     ],
-    ids=["views", "detached", "seen in other ways too", "not returned", "a result", "beside a sparse one"],
+    ids=["views", "detached", "seen in other ways too", "not returned", "a result"],
 )
 def test_outputs_may_be_detached_inputs(function: Any, expected: tuple[int, ...]) -> None:
     """The argument before the inputs is the model's own, which is none."""
-    tensors, structure = flatten(((torch.ones(3, 3), torch.ones(3)), {}))
+    args = torch.ones(3, 3), torch.ones(3)
     model = Model(lambda module, x, y: (*function(x, y), module.own.detach()), own=torch.ones(3))
-    with torch.no_grad():
-        assert detached(trace(model, tensors, structure).program) == expected
+    assert detached(trace(model, args).program) == expected

@@ -16,18 +16,16 @@ from torch import nn
 from autostream import choices, keeping, tuning
 from autostream.candidates import Priced
 from autostream.errors import CaptureError, FusionError
+from autostream.frontend.trace import trace
 from autostream.ir import Candidate, Decision, Limit, Program, Schedule
 from autostream.options import Options
 from autostream.select import Selection
 from autostream.stopwatch import Stopwatch
-from autostream.tracing.export import trace
-from autostream.frontend.tree import flatten
 from autostream.tuning import Tuned, tune
 
 
 def program(device: str = "cpu") -> Program:
-    tensors, structure = flatten(((torch.ones(2, 4),), {}))
-    return trace(nn.ReLU(), tensors, structure, device=torch.device(device)).program
+    return trace(nn.ReLU(), [torch.ones(2, 4)], device=device).program
 
 
 def tuned(**options: Any) -> Tuned:

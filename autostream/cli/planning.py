@@ -19,7 +19,6 @@ from torch import nn
 
 from autostream import pipeline, zoo
 from autostream.arguments import how_many, names, whole
-from autostream.build import lowered, program_of
 from autostream.cli.command import Argument, Command, argument
 from autostream.cli.shared import DISABLED, JSON, PLANNING, TARGET
 from autostream.cli.terminal import progress, remark, require_writable, show
@@ -29,14 +28,15 @@ from autostream.costs.measured import METHOD
 from autostream.costs.records import check_context
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError, TraceError
+from autostream.frontend.trial import check_call
 from autostream.ir import DeviceProfile
 from autostream.options import Options
+from autostream.pipeline import lowered, program_of
 from autostream.reporting import dot, stages, svg, text, timeline
 from autostream.reporting.ops import COLUMNS, USUAL, Selection
 from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
 from autostream.targets import parse_device, parse_input, prepare
-from autostream.tracing.trial import check_call
 
 _OPTIONS = ("policy", "streams", "costs", "kernels", "tuning_seconds", "memory_budget", "seed")
 """The options of :func:`autostream.optimize` that a plan can be told."""
@@ -121,8 +121,8 @@ def _dry(model: nn.Module, args: tuple[Any, ...], options: Options, profile: Dev
     except TraceError as error:
         check_call(model, args, {})  # with inputs that it does not take, there is nothing to split
         raise TraceError(
-            f"{error}; autostream.optimize splits such a model at graph breaks, or by the ways that calls take through "
-            "it, or runs it as it is, and autostream.explain and Report.to_html() show the pieces after a call"
+            f"{error}; autostream.optimize splits such a model at graph breaks, or runs it as it is, and "
+            "autostream.explain and Report.to_html() show its graphs after a call"
         ) from error
 
 

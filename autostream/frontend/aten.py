@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor, fx
@@ -103,7 +104,8 @@ def traced_on_fakes(
     mode = FakeTensorMode(shape_env=_shape_env(), allow_non_fake_inputs=True)
     recorded = torch.is_grad_enabled()
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(recorded), preserve_node_meta():
+        with torch.inference_mode(False), torch.set_grad_enabled(recorded), preserve_node_meta(), catch_warnings():
+            filterwarnings("ignore", "The .grad attribute of a Tensor")  # every tensor is asked for it
             fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
             tracer = make_fx(run, table, "fake", _allow_non_fake_inputs=True, pre_dispatch=pre_dispatch)
             traced: fx.GraphModule = tracer(*fakes)

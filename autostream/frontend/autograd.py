@@ -6,7 +6,8 @@
 AOTAutograd owns what PyTorch's autograd sees: aliases, mutations, saved tensors, hooks and errors. What the backward
 needs stays in the memory of the forward's CUDA graph until another call comes (``execution/lending.py``).
 
-Private to PyTorch (seen in torch 2.11 and 2.13): ``aot_module_simplified``, the front door of AOTAutograd for backends.
+Private to PyTorch (seen in torch 2.11 and 2.13): ``aot_module_simplified``, the front door of AOTAutograd for backends,
+and its list of saved tensors that a backward may write to (``bw_donated_idxs``).
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
+from autostream.errors import TraceError
 from autostream.execution.lending import Lending
+from autostream.frontend.guards import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.ir import Role
 from autostream.storages import storage_of
+from autostream.tracing.convolutions import GRADIENTS_APART
 
 
 class Run(Protocol):
@@ -39,8 +43,12 @@ class Run(Protocol):
 class Make(Protocol):
     """Makes what runs a graph."""
 
-    def __call__(self, module: GraphModule, names: Sequence[tuple[Role, str]], *, lends: bool = False) -> Run:
-        """From the graph and what its inputs are; one that lends computes where no other graph does."""
+    def __call__(self, module: GraphModule, names: Sequence[tuple[Role, str]], *, half: str = "") -> Run:
+        """From the graph and what its inputs are.
+
+        Where gradients are recorded, ``half`` is ``"forward"``, which computes where no other graph does, for it lends
+        what it saves; or ``"backward"``.
+        """
 
 
 def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) -> Callable[..., Any]:
@@ -68,6 +76,9 @@ def differentiable(
         tensors: what it is called with now.
         names: what its inputs are.
         make: makes what runs a graph without gradients; it is called for the forward, then for the backward.
+
+    Raises:
+        TraceError: its backward would lack something.
     """
     from functorch.compile import default_partition
     from torch._functorch.aot_autograd import aot_module_simplified
@@ -83,9 +94,21 @@ def differentiable(
             bw_compiler=halves.backward,
             inference_compiler=halves.inference,
             partition_fn=default_partition,
+            decompositions=dict(GRADIENTS_APART),
             keep_inference_input_mutations=True,
         )
     return run
+
+
+_ONE_WAY = torch.ops.aten.mkldnn_rnn_layer.default
+
+
+def _keep_what_is_saved() -> None:
+    """Let a backward be gone through again: nothing writes to what is saved, so nobody need be told not to."""
+    context = TracingContext.try_get()
+    donated = getattr(context and context.fw_metadata, "bw_donated_idxs", None)
+    if donated:
+        donated.clear()
 
 
 def _fake_mode(module: GraphModule) -> Any:
@@ -122,7 +145,14 @@ class _Halves:
         return _boxed(run)
 
     def forward(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What runs the forward."""
+        """What runs the forward.
+
+        Raises:
+            TraceError: PyTorch's kernel saves nothing for a backward.
+        """
+        if module.graph.find_nodes(op="call_function", target=_ONE_WAY):
+            raise TraceError("MKLDNN's LSTM leaves its backward nothing, for it is traced without gradients")
+        _keep_what_is_saved()
         results: Any = module.graph.output_node().args[0]
         self._outputs = {node.name: at for at, node in enumerate(results) if isinstance(node, torch.fx.Node)}
 
@@ -131,17 +161,19 @@ class _Halves:
             half = made.of(taken)
             with self._lock:
                 lent = half.lend(taken, self._saved)
+                if self._lending is not None:
+                    self._lending.recall()
+                self._memory = {}
                 if not lent:
                     return half(*taken)
                 self._lending = self._lending or Lending(_device_of(taken))
-                self._lending.recall()
                 outputs = list(half(*taken))
                 self._memory = {at: outputs[at] for at in sorted(lent)}
                 for at, tensor in zip(self._memory, self._lending.lend([*self._memory.values()]), strict=True):
                     outputs[at] = tensor
                 return outputs
 
-        made = _Made(lambda values: self._make(module, self._names(values), lends=True))
+        made = _Made(lambda values: self._make(module, self._names(values), half="forward"))
         return _boxed(run)
 
     def backward(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -152,6 +184,9 @@ class _Halves:
 
         def run(values: list[Any]) -> Sequence[Any]:
             taken = _emptied(values)
+            if any(isinstance(value, Tensor) and unusual_memory(value) for value in taken):  # such as many gradients
+                plain: Sequence[Any] = module.forward(*taken)
+                return plain
             with self._lock:
                 memory, lending = self._memory, self._lending
                 lent = {at: memory[place] for at, place in saved.items() if place in memory}
@@ -161,7 +196,7 @@ class _Halves:
                         taken[at] = tensor
                 return made.of(taken, frozenset(lent))(*taken)
 
-        made = _Made(lambda values, lent: self._make(module, self._names(values, lent)))
+        made = _Made(lambda values, lent: self._make(module, self._names(values, lent), half="backward"))
         return _boxed(run)
 
     _saved: frozenset[int] = frozenset()

@@ -13,7 +13,7 @@ Private interfaces of Dynamo are used in this file alone (seen in torch 2.11 and
 
     ``convert_frame.compile_frame``                 traces a code object; what ``fullgraph_capture`` is made of
     ``GraphCaptureOutput``                          guards, bytecode and globals of a trace
-    ``CheckFunctionManager.guard_manager.check``    asks all guards about the locals of a call
+    ``CheckFunctionManager``                        builds guards; asks them about the locals of a call
     ``InstructionTranslator.current_tx``            what Python objects the callable writes to (``side_effects``)
     ``fx.Node._dynamo_source``                      where an input of the graph comes from
 
@@ -27,7 +27,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -39,6 +40,9 @@ from autostream.errors import FastPathError, TraceError, first_line
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """Of a call: what is called, and its positional and keyword arguments."""
+
+Store = tuple[Any, str, Any]
+"""An object, the name of an attribute, and the constant that it is set to."""
 
 SETTINGS: Mapping[str, Any] = {
     "assume_static_by_default": True,
@@ -80,25 +84,73 @@ class Input:
 class Guards:
     """Whether a call is one that a graph was captured for, as far as Dynamo can see.
 
+    For a module that has not changed, Dynamo looks at the versions of its dictionaries alone, until one is written,
+    with whatever value; then at each guard again, for good. So guards that hold and have become slow are built anew.
+
     Args:
-        manager: Dynamo's.
-        model: what was captured. To Dynamo, its ``forward`` is the code that runs, and another one is another code.
+        build: builds Dynamo's manager of the guards for the locals of a call for which they hold.
+        scope: the locals of the captured call.
     """
 
-    def __init__(self, manager: Any, model: Callable[..., Any]) -> None:
-        self._manager = manager
-        self._check: Callable[[dict[str, Any]], bool] = manager.check
-        self._forward = getattr(type(model), "forward", None)
+    def __init__(self, build: Callable[[dict[str, Any]], Any], scope: dict[str, Any]) -> None:
+        self._build = build
+        self._forward = getattr(type(scope["model"]), "forward", None)
+        self._calls = self._builds = 0
+        self._renew(scope)
 
     def __call__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Ask all guards, in C++."""
-        forward = getattr(type(model), "forward", None)
-        return forward is self._forward and self._check({"model": model, "args": args, "kwargs": kwargs})
+        # To Dynamo, another ``forward`` of the model's class is other code, with guards of its own.
+        if getattr(type(model), "forward", None) is not self._forward:
+            return False
+        scope = {"model": model, "args": args, "kwargs": kwargs}
+        holds = self._check(scope) and not self._manager.lost
+        self._calls += 1
+        if holds and self._calls % _LOOK == 0 and self._builds < _MOST and any(map(_is_slow, self._roots)):
+            self._renew(scope)
+        return holds
 
     def failed(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The guard that does not hold of a call, as Dynamo writes it; ``""`` where all do."""
-        found = self._manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
+        if self._manager.lost:
+            return f"{self._manager.lost} is gone"
+        found = self._manager.guard_manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
         return "" if found.result else "; ".join(part.partition("#")[0].strip() for part in found.verbose_code_parts)
+
+    def _renew(self, scope: dict[str, Any]) -> None:
+        self._builds += 1
+        self._manager = self._build(scope)
+        self._check: Callable[[dict[str, Any]], bool] = self._manager.guard_manager.check
+        self._roots = [node for node in _nodes(self._manager.guard_manager.root) if _is_root(node)]
+
+
+_LOOK = 256
+"""In one of so many calls it is looked whether guards have become slow."""
+
+_MOST = 8
+"""How often guards are built: what writes dictionaries all the time makes them slow all the time."""
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """A node of a tree of guards, and all below it."""
+    yield node
+    for child in _children(node):
+        yield from _nodes(child)
+
+
+def _children(node: Any) -> list[Any]:
+    children = list(node.get_child_managers())
+    if hasattr(node, "get_key_value_managers"):
+        children += [child for pair in node.get_key_value_managers().values() for child in pair if child is not None]
+    return children
+
+
+def _is_root(node: Any) -> bool:
+    return bool(getattr(node, "is_tag_safe_root", bool)()) and hasattr(node, "is_recursive_dict_tag_matching_disabled")
+
+
+def _is_slow(root: Any) -> bool:
+    return bool(root.is_recursive_dict_tag_matching_disabled())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +162,18 @@ class Capture:
         inputs: what it takes, in order.
         tensors: what the captured call gave it.
         guards: for which other calls it stands.
-        effects: whether a call does more to Python's objects than to return a value.
         restore: see :meth:`restored`.
+        stores: the constants that a call leaves in attributes of Python objects: the object, the name, the value.
+        effects: whether a call does more to Python's objects than that.
     """
 
     module: fx.GraphModule
     inputs: tuple[Input, ...]
     tensors: tuple[Tensor, ...]
     guards: Guards
-    effects: bool
     restore: Callable[[Callable[..., Any]], Callable[..., Any]]
+    stores: tuple[Store, ...] = ()
+    effects: bool = False
 
     def given(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The tensors that Dynamo's bytecode gives the graph in a call; nothing is run."""
@@ -173,26 +227,27 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         >>> captured.guards(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
         False
     """
-    found: list[tuple[fx.GraphModule, Sequence[Any], bool]] = []
+    found: list[tuple[fx.GraphModule, Sequence[Any], tuple[Store, ...], bool]] = []
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-        found.append((module, example_inputs, _has_effects()))
+        found.append((module, example_inputs, *_effects()))
         return module
 
     # Dynamo adds what it imports to the globals of the code that it traces: these are nobody's but this capture's.
     globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}
-    function = FunctionType(call.__code__, globals_)
+    function, scope = FunctionType(call.__code__, globals_), {"model": model, "args": args, "kwargs": kwargs}
     with compiling():
         try:
-            output = _compile_frame(function, {"model": model, "args": args, "kwargs": kwargs}, backend)
+            output = _compile_frame(function, scope, backend)
         except Exception as error:
             raise TraceError(reason_of(error)) from error
         if output.tracer_output.output_graph.random_calls:  # graphs would draw the same numbers again and again
             raise FastPathError("it draws random numbers from a generator of Python's")
         if not found:
             return None
-        ((module, example_inputs, effects),) = found
-        return _capture_of(output, function.__code__, model, module, example_inputs, effects)
+        ((module, example_inputs, stores, effects),) = found
+        captured = _capture_of(output, function.__code__, scope, module, example_inputs)
+        return replace(captured, stores=stores, effects=effects)
 
 
 def _compile_frame(function: FunctionType, scope: dict[str, Any], backend: Callable[..., Any]) -> Any:
@@ -213,7 +268,11 @@ def _compile_frame(function: FunctionType, scope: dict[str, Any], backend: Calla
 
 
 def _capture_of(
-    output: Any, code: CodeType, model: Any, module: fx.GraphModule, example_inputs: Sequence[Any], effects: bool
+    output: Any,
+    code: CodeType,
+    scope: dict[str, Any],
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
 ) -> Capture:
     graph_output = output.graph_capture_output()
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -227,20 +286,43 @@ def _capture_of(
         for node, source in zip(placeholders, sources, strict=True)
     )
     _guard_identities(graph_output, [s for s, given in zip(sources, inputs, strict=True) if not given.is_argument])
-    manager = graph_output.build_guards(code).guard_manager
-    if not _skips_soundly(manager.root):
-        with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=False):
-            manager = graph_output.build_guards(code).guard_manager
-    backend_id = module.meta["backend_id"] if "backend_id" in module.meta else module._backend_id
+    state = graph_output.output_graph
+
+    def build(scope: dict[str, Any]) -> Any:
+        state.local_scope = scope
+        try:
+            manager = _manager_type()(code, state)
+            if not _skips_soundly(manager.guard_manager.root):
+                with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=False):
+                    manager = _manager_type()(code, state)
+            return manager
+        finally:
+            state.local_scope = {}  # it would keep the arguments
+
     environment = graph_output.get_runtime_env()
+    used = _used(environment, graph_output.f_globals)
+    backend_id = module.meta["backend_id"] if "backend_id" in module.meta else module._backend_id
 
     def restore(run: Callable[..., Any]) -> Callable[..., Any]:
-        restored: Callable[..., Any] = environment.forward_callable(
-            backend_id, run, extra_globals=_used(environment, graph_output.f_globals)
-        )
+        restored: Callable[..., Any] = environment.forward_callable(backend_id, run, extra_globals=used)
         return restored
 
-    return Capture(module, inputs, tuple(example_inputs), Guards(manager, model), effects, restore)
+    return Capture(module, inputs, tuple(example_inputs), Guards(build, scope), restore)
+
+
+@cache
+def _manager_type() -> Any:
+    from torch._dynamo.guards import CheckFunctionManager
+
+    class Manager(CheckFunctionManager):
+        """Builds guards, and hears when an object that they know by identity is gone: another may have that one's."""
+
+        lost = ""
+
+        def invalidate(self, obj_str: str) -> None:
+            self.lost = obj_str
+
+    return Manager
 
 
 def _used(environment: Any, globals_: dict[str, Any]) -> dict[str, Any]:
@@ -273,8 +355,8 @@ def _guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
 
     def identity(builder: Any, guard: Any) -> None:
         told = [f"{_name(guard.originating_source)} is the tensor that was captured"]
-        manager = builder.get_guard_manager(guard)
-        manager.add_id_match_guard(id(builder.get(guard)), told, guard.user_stack)
+        identity = builder.id_ref(builder.get(guard), told[0])  # no guard holds any more once the tensor is gone
+        builder.get_guard_manager(guard).add_id_match_guard(identity, told, guard.user_stack)
 
     guards = graph_output.output_graph.guards
     for source in sources:
@@ -286,26 +368,37 @@ def _skips_soundly(node: Any) -> bool:
 
     Dynamo takes a method of a list for as immutable as a function, and what is guarded of that list with it.
     """
-    children = list(node.get_child_managers())
-    if hasattr(node, "get_key_value_managers"):
-        children += [child for pair in node.get_key_value_managers().values() for child in pair if child is not None]
-    safe = hasattr(node, "is_tag_safe") and node.is_tag_safe()
-    return not (safe and any(not child.is_tag_safe() for child in children)) and all(map(_skips_soundly, children))
+    safe = (inner for inner in _nodes(node) if getattr(inner, "is_tag_safe", bool)())
+    return all(child.is_tag_safe() for inner in safe for child in _children(inner))
 
 
-def _has_effects() -> bool:
-    """Whether the trace that has come to its backend wrote to Python objects that were there before it."""
+def _effects() -> tuple[tuple[Store, ...], bool]:
+    """What the trace that has come to its backend does to Python objects that were there before it.
+
+    Returns:
+        The constants that it leaves in attributes; and whether there is more than that.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     output_graph: Any = InstructionTranslator.current_tx().output
     effects = output_graph.side_effects
-    changed = (item for item in effects.id_to_variable.values() if effects.is_modified(item))
-    return (
-        any(not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew) for item in changed)
-        or bool(effects.tensor_hooks)
-        or bool(effects.save_for_backward)
-    )
+    changed = [
+        item
+        for item in effects.id_to_variable.values()
+        if effects.is_modified(item) and not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew)
+    ]
+    stores: list[Store] = []
+    for item in changed:
+        attributes = effects.store_attr_mutations.get(item)
+        owner = getattr(item, "value", None)
+        if attributes is None or owner is None or isinstance(owner, list | dict | set | tuple):
+            return (), True
+        for name, value in attributes.items():
+            if not value.is_python_constant() or isinstance(value.as_python_constant(), list | dict | set):
+                return (), True
+            stores.append((owner, name, value.as_python_constant()))
+    return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward)
 
 
 def reason_of(error: BaseException) -> str:

@@ -115,8 +115,16 @@ _stands_for_a_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", la
 
 def unusual(tensor: Tensor) -> str:
     """What a tensor is or has that an ordinary strided one does not, or ``""``."""
-    if type(tensor) not in _ORDINARY:
-        return f"is a {type(tensor).__name__}"
+    return unusual_memory(tensor) if type(tensor) in _ORDINARY else f"is a {type(tensor).__name__}"
+
+
+def unusual_memory(tensor: Tensor) -> str:
+    """Why what is in a tensor's memory, if it has any, is not simply its elements; or ``""``.
+
+    Example:
+        >>> unusual_memory(torch.ones(2, dtype=torch.complex64).conj())
+        'is quantized, conjugated or negated lazily'
+    """
     if tensor.is_nested:
         return "is nested"
     if tensor.layout is not torch.strided:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autostream.storages import byte_offset, storage_of
 from autostream.frontend.numerics import numerics
-from autostream.tracing.reads import Read, unlike
 from autostream.frontend.tree import Structure, constants_of
+from autostream.storages import byte_offset, storage_of
+from autostream.tracing.reads import Read, unlike
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +86,22 @@ def signature_of(
     )
 
 
-def described(tensors: Sequence[Tensor]) -> str:
+def described(tensors: Sequence[Tensor], device: str | None = None) -> str:
     """What tensors are like, readable.
+
+    Args:
+        tensors: any.
+        device: where to say that they are, if none of them is on a device of this type.
 
     Example:
         >>> import torch
         >>> described([torch.ones(2, 3), torch.tensor(1)])
         '2x3:float32 on cpu, scalar:int64 on cpu'
     """
-    return _described([(t.shape, (), t.dtype, t.device) for t in tensors])
+    moved = None if device is None else torch.device(device)
+    if moved is None or any(t.device.type == moved.type for t in tensors):
+        return _described([(t.shape, (), t.dtype, t.device) for t in tensors])
+    return _described([(t.shape, (), t.dtype, moved) for t in tensors])
 
 
 def _described(kinds: Sequence[tuple[Sequence[int], Any, torch.dtype, torch.device]]) -> str:

@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
+from autostream.frontend.trace import trace
 from autostream.frontend.tree import flatten
 from autostream.ir import Assignment, Launch, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.kernels import Kernel
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
-from autostream.tracing.export import trace
 from autostream.tracing.kernel_values import evaluate
 from tests.steps import program_of
 
@@ -47,15 +47,12 @@ class Case:
 def case_of(model: nn.Module | Callable[..., object], *inputs: Tensor) -> Case:
     """Trace a model, or a function of tensors, and analyse it."""
     module = model if isinstance(model, nn.Module) else _Function(model)
-    tensors, structure = flatten((inputs, {}))
-    traced = trace(module, tensors, structure)
-    return _case(traced.program, module, tensors, traced.constants)
+    traced = trace(module, inputs)
+    return Case(traced.program, analyze(traced.program), tuple(traced.arguments(module, inputs)))
 
 
-def _case(
-    program: Program, module: nn.Module, tensors: Sequence[Tensor], constants: Mapping[str, Tensor] | None = None
-) -> Case:
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers()), **(constants or {})}
+def _case(program: Program, module: nn.Module, tensors: Sequence[Tensor]) -> Case:
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     given = {str(index): tensor for index, tensor in enumerate(tensors)}
     held = tuple((given if p.role is Role.INPUT else state)[p.target] for p in program.placeholders)
     return Case(program, analyze(program), held)

@@ -19,10 +19,9 @@ from autostream.analysis.source import user_line
 from autostream.analysis.values import tensors_in, value_of
 from autostream.execution import crossing
 from autostream.execution.cutting import Whole, take_apart
+from autostream.frontend.trace import trace
 from autostream.ir import Op, OpGraph, Role
 from autostream.scheduling.cut import LONG_BYTES, Part
-from autostream.tracing.export import trace
-from autostream.frontend.tree import flatten
 from tests.cuts import REFUSED, cut_everything, graph_with, placed
 from tests.execution.programs import MODELS, Case, case_of, same, sample
 from tests.semantics import Model
@@ -68,7 +67,7 @@ def test_values_go_from_part_to_part() -> None:
     case = case_of(model, torch.randn(4))
     whole = taken_apart(case, named("cos"))
     assert [section.captured for section in whole.sections] == [True, False, True]
-    assert nodes(whole, 0) == ["p_model_w", "tensors_0", "sin", "mul", "output"]
+    assert nodes(whole, 0) == ["parameter_w", "input_0", "sin", "mul", "output"]
     assert nodes(whole, 1) == ["sin", "cos", "output"]
     assert nodes(whole, 2) == ["cos", "mul", "add", "output"]
     assert [section.bound for section in whole.sections] == [{0}, set(), set()]
@@ -94,8 +93,8 @@ def test_each_part_has_its_own_views_of_arguments() -> None:
     case = case_of(model, torch.randn(4, 4))
     whole = taken_apart(case, named("sin"))
     assert [nodes(whole, at) for at in (0, 2)] == [
-        ["p_model_w", "tensors_0", "t", "matmul", "output"],
-        ["p_model_w", "sin", "t_1", "matmul_1", "output"],
+        ["parameter_w", "input_1", "t", "matmul", "output"],
+        ["parameter_w", "sin", "t_1", "matmul_1", "output"],
     ]
     assert [section.bound for section in whole.sections] == [{0}, set(), {0}]
     check_same(case, whole)
@@ -135,7 +134,7 @@ def test_a_view_that_may_be_a_copy_is_in_a_part_of_its_device() -> None:
 
 
 def test_outputs_may_be_arguments_and_views_of_them() -> None:
-    case = case_of(lambda x, y: (x, y[1:], x.sin().cos(), x.t()), torch.randn(3, 3), torch.randn(3))
+    case = case_of(lambda x, y: (x.neg_(), y[1:], x.sin().cos(), x.t()), torch.randn(3, 3), torch.randn(3))
     whole = taken_apart(case, named("sin"))
     args = case.args()
     x, part, _, view = whole.module(*args)
@@ -180,20 +179,20 @@ def test_the_users_lines_stay() -> None:
 def test_literals_on_the_cpu_are_made_in_each_part_that_uses_them() -> None:
     """A graph can be given nothing on the CPU, and keeps what is made there from literals."""
     model = Model(lambda s, x: ((x * (k := torch.tensor(2.0))).sin() * k).exp())
-    tensors, structure = flatten(((torch.randn(4),), {}))
-    with torch.no_grad():
-        program = trace(model, tensors, structure, device="cuda:0").program
+    x = torch.randn(4)
+    program = trace(model, [x], device="cuda:0").program
+    literal = "constant__tensor_constant0"
     for node in program.module.graph.nodes:
-        if node.name in ("c_model_lifted_tensor_0", "lift_fresh_copy", "detach_"):
+        if node.name in (literal, "lift_fresh_copy", "detach_"):
             node.meta["val"].fake_device = torch.device("cpu")
     graph = analyze(program)
     graph = replace(graph, ops={**graph.ops, "sin": replace(graph.ops["sin"], uncapturable=REFUSED)})
     whole = take_apart(program, graph, cut_everything(graph), [True, False], ())
     made = ["lift_fresh_copy", "detach_"]
-    assert nodes(whole, 0) == ["c_model_lifted_tensor_0", "tensors_0", *made, "mul", "output"]
+    assert nodes(whole, 0) == [literal, "input_0", *made, "mul", "output"]
     assert nodes(whole, 1) == ["mul", "sin", "output"]
-    assert nodes(whole, 2) == ["c_model_lifted_tensor_0", "sin", *made, "mul_1", "exp", "output"]
-    assert torch.equal(whole.module(torch.tensor(2.0), tensors[0])[0], model(tensors[0]))
+    assert nodes(whole, 2) == [literal, "sin", *made, "mul_1", "exp", "output"]
+    assert torch.equal(whole.module(torch.tensor(2.0), x)[0], model(x))
 
 
 def test_copies_beside_begin_behind_what_they_need() -> None:
@@ -214,9 +213,10 @@ def test_copies_beside_begin_behind_what_they_need() -> None:
 
     x, y = torch.randn(512, 512, dtype=torch.float16), torch.randn(1024, 1024, dtype=torch.float64)[::2, ::2]
     case = case_of(function, x, y)
+    y_name, x_name = (placeholder.name for placeholder in case.program.placeholders)  # y is looked at first
     program = replace(case.program, device="cuda:0")
     for node in program.module.graph.nodes:
-        on_host = node.name in ("tensors_0", "to_1")
+        on_host = node.name in (x_name, "to_1")
         for value in tensors_in(value_of(node)):
             value.fake_device = torch.device("cpu" if on_host else "cuda:0")  # type: ignore[attr-defined]
     graph = analyze(program)
@@ -225,11 +225,11 @@ def test_copies_beside_begin_behind_what_they_need() -> None:
     assert [name for name, _ in whole.module.named_children()] == ["part_0", "part_2"]
     names = {node.name: node for node in whole.module.graph.nodes}
     assert list(names) == [
-        *("tensors_0", "tensors_1", "reserve", "part_0", "getitem", "mark", "upload", "part_2", "getitem_1"),
+        *(y_name, x_name, "reserve", "part_0", "getitem", "mark", "upload", "part_2", "getitem_1"),
         *("copy_beside", "output"),
     ]
     assert names["reserve"].args == ("cuda:0", (512, 512), (512, 1), torch.float64)
-    assert names["upload"].args == (names["reserve"], names["tensors_0"], False)
+    assert names["upload"].args == (names["reserve"], names[x_name], False)
     assert names["part_2"].args == (names["upload"], names["getitem"])
     given = (names["getitem"], torch.float32)
     assert names["copy_beside"].args == (names["mark"], "cuda:0", "download", torch.ops.aten.to.dtype, *given)

@@ -436,13 +436,11 @@ def test_what_is_fused_stays_where_there_is_no_memory_to_compare_it(
 
 def test_a_kernel_says_what_it_writes(towers: Towers) -> None:
     """By poisoning: whatever a kernel is not said to write stays as it was."""
-    from autostream.tracing.export import trace
+    from autostream.frontend.trace import trace
     from autostream.tracing.inductor import fuse
-    from autostream.frontend.tree import flatten
 
     x = torch.randn(64, 256, device="cuda")
-    tensors, structure = flatten(((x,), {}))
-    program = fuse(trace(towers, tensors, structure).program)
+    program = fuse(trace(towers, [x]).program)
     state = dict(towers.named_parameters())
     arguments = [x if p.target == "0" else state[p.target] for p in program.placeholders]
     launched = 0
@@ -468,12 +466,10 @@ def test_a_kernel_says_what_it_writes(towers: Towers) -> None:
 
 def test_branches_share_no_buffer_and_no_kernel_writes_where_it_reads(towers: Towers) -> None:
     """Inductor's own reuse would make a chain of them."""
-    from autostream.tracing.export import trace
+    from autostream.frontend.trace import trace
     from autostream.tracing.inductor import fuse
-    from autostream.frontend.tree import flatten
 
-    tensors, structure = flatten(((torch.randn(64, 256, device="cuda"),), {}))
-    program = fuse(trace(towers, tensors, structure).program)
+    program = fuse(trace(towers, [torch.randn(64, 256, device="cuda")]).program)
     kernels = [node.target for node in program.module.graph.nodes if isinstance(node.target, Kernel)]
     assert kernels
     assert all(kernel.written == kernel.overwritten for kernel in kernels)

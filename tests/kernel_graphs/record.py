@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from autostream.frontend.trace import trace
 from autostream.ir import Program
-from autostream.tracing.export import trace
 from autostream.tracing.inductor import fuse
-from autostream.frontend.tree import flatten
 from tests.kernel_graphs.recordings import DEVICE, recorded, write
 
 
@@ -127,8 +126,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Sequence[tuple[int, ...]]]] 
 def fused(name: str) -> Program:
     """A model as kernels of half precision."""
     model, shapes = MODELS[name]
-    tensors, structure = flatten((tuple(torch.ones(shape).half() for shape in shapes), {}))
-    return fuse(trace(model().half(), tensors, structure, device=DEVICE).program)
+    return fuse(trace(model().half(), [torch.ones(shape).half() for shape in shapes], device=DEVICE).program)
 
 
 if __name__ == "__main__":

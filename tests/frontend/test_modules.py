@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autostream.errors import TargetError
-from autostream.tracing.functions import References, check_loss, loss_of, module_of, parameters_of
+from autostream.frontend.modules import check_loss, loss_of, module_of, parameters_of
 
 layer = nn.Linear(2, 2)
 
@@ -45,29 +45,32 @@ def test_of_what_python_cannot_look_into_nothing_is_known() -> None:
     assert not list(module_of(max).children())
 
 
-def test_modules_that_other_callables_lead_to_are_its_submodules() -> None:
+def test_modules_that_other_callables_are_given_are_its_submodules() -> None:
+    """One level deep: what a function that it calls refers to is that function's business."""
+
+    class Called:
+        def __init__(self) -> None:
+            self.inner = layer
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    inner = nn.Linear(2, 2)
     assert dict(module_of(functools.partial(uses_a_global)).named_children()) == {"layer": layer}
-    assert dict(module_of(lambda x: uses_a_global(x)).named_children()) == {"layer": layer}
+    assert dict(module_of(functools.partial(torch.add, other=inner)).named_children()) == {"other": inner}
+    assert dict(module_of(lambda x, by=inner: by(x)).named_children()) == {"by": inner}
+    assert dict(module_of(Called()).named_children()) == {"inner": layer}
+    assert not list(module_of(lambda x: uses_a_global(x)).children())
 
 
-def test_what_functions_in_a_model_refer_to_is_followed_to_another_module() -> None:
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    inner = one
-    model = nn.Sequential(module_of(lambda x: inner(x)), module_of(uses_a_global))
-    children = model[0]._modules
-    references = References(model)
-    assert references.hold()
-    assert model[0].inner is one
-    inner = other
-    assert not references.hold()
-    assert model[0].inner is one, "to ask changes nothing"
-    assert References(model).hold()
-    assert references.hold()
-    assert model[0].inner is other
-    assert model[0]._modules is children, "where others look"
-    inner = None  # type: ignore[assignment]
-    References(model)
-    assert not list(model[0].children())
+def test_a_variable_that_is_not_there_yet_is_passed_over() -> None:
+    def function(x: Tensor) -> Tensor:
+        return later(x)
+
+    module = module_of(function)
+    later = nn.ReLU()
+    assert not list(module.children())
+    assert module(torch.ones(1)).item() == 1
 
 
 def test_its_mode_is_that_of_its_submodules() -> None:

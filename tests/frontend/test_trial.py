@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from autostream.errors import TargetError, TraceError
-from autostream.tracing.trial import check_call, check_devices, tried
+from autostream.frontend.modules import module_of
+from autostream.frontend.trial import check_call, check_devices, tried
 from tests.semantics import Model
 
 
@@ -133,19 +135,45 @@ def test_what_a_tried_model_raises_comes_through() -> None:
 
 
 def test_a_trial_takes_nothing_from_an_iterator_and_leaves_a_users_lists_alone() -> None:
-    stream, seen = iter(range(3)), list[float]()
+    stream, seen, unique = iter(range(3)), list[float](), (number for number in range(3))
 
     def takes(s: Model, x: Tensor) -> Tensor:
+        seen.append(x.sum().item())
         return x @ torch.ones(5) * next(stream)
 
-    def fails(s: Model, x: Tensor) -> Tensor:
-        seen.append(x.sum().item())
-        return x @ torch.ones(5)
+    def cannot(s: Model, x: Tensor) -> Tensor:
+        return x @ torch.ones(5) * next(unique)
 
-    check_call(Model(takes), (torch.ones(2, 4),), {})
-    with pytest.raises(TraceError, match="refers to stream, an iterator"):
-        tried(Model(takes), (torch.ones(2, 5),), {})
-    assert next(stream) == 0
     with pytest.raises(TargetError):
-        check_call(Model(fails), (torch.ones(2, 4),), {})
+        check_call(Model(takes), (torch.ones(2, 4),), {})
+    assert tried(Model(takes), (torch.ones(2, 5),), {}).outputs.sum() == 0
     assert seen == []
+    assert next(stream) == 0
+    check_call(Model(cannot), (torch.ones(2, 4),), {})
+    with pytest.raises(TraceError, match="it cannot be copied, to be tried without being changed"):
+        tried(Model(cannot), (torch.ones(2, 5),), {})
+    assert next(unique) == 0
+
+
+RUNS = [0]
+layer = nn.BatchNorm1d(4)
+
+
+def counts_globally(x: Tensor) -> Tensor:
+    RUNS[0] += 1
+    return layer(x)
+
+
+def test_so_it_does_of_what_functions_refer_to() -> None:
+    """Variables around them, globals, default values and what ``partial`` binds."""
+    runs = [0]
+
+    def counts(x: Tensor, seen: list[int] = runs) -> Tensor:
+        runs[0] += 1
+        seen[0] += 1
+        return counts_globally(x)
+
+    for function in (counts, partial(counts), partial(counts, seen=runs), counts_globally):
+        module = module_of(function)
+        assert tried(module, [torch.ones(2, 4)], {}).outputs.shape == (2, 4)
+    assert (runs, RUNS, layer.num_batches_tracked) == ([0], [0], 0)
