@@ -8,7 +8,7 @@ at all that holds them: there may be thousands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain
 from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any
@@ -71,7 +71,7 @@ class StepReplay:
         self._same_numerics = watch_unguarded()
         self._sizes = [len(group["params"]) for group in step.optimizer.param_groups]
         averaged = _dicts_of(step.average, step.model) if self.whole and step.average is not None else []
-        self._holders = [*averaged, step.optimizer.state] if self.whole else []
+        self._holders: list[Sized] = [*averaged, step.optimizer.state] if self.whole else []
         self._lengths = list(map(len, self._holders))
         inner = [*averaged, *step.optimizer.state.values()]
         entries = [(own, key) for own in inner for key in own]
@@ -127,10 +127,10 @@ class StepReplay:
     def _objects(self) -> Iterator[Any]:
         """The objects that a step goes by, and that Dynamo does not guard."""
         optimizer = self._optimizer
-        parts = [chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))]
+        parts: list[Iterable[Any]] = [chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))]
         if self.whole:
             state = optimizer.state
-            parts += [iter(state), iter(state.values()), map(getitem, *self._entries)]
+            parts += [state, state.values(), map(getitem, *self._entries)]
         return chain.from_iterable(parts)
 
     def _same_objects(self) -> bool:

@@ -67,16 +67,14 @@ def train_step(
     number of the optimizer's, such as a momentum: when it first changes, another graph is made, of which it is an
     input. One that becomes zero, or a switch, makes another graph each time.
 
-    Numbers that ``loss_fn`` and what it calls read from globals, closures, dictionaries and attributes of objects are
-    watched by name: another value makes another graph. Give what changes in every step with the batch, as a tensor.
-    Modules that it refers to in these ways are part of the graph. A loss that changes such a number itself, or keeps,
-    returns or prints one of a tensor (``total += loss.item()``), is in no graph. What it writes under names that are
-    computed, in containers of ten thousands, or to a file, is not noticed, nor that it prints a whole tensor.
+    The Python of the model and of ``loss_fn`` is captured and guarded by TorchDynamo, as by ``torch.compile``: a module,
+    a tensor or a number that it reads, wherever that is, is part of the graph, and another one makes another graph. Give
+    what changes in every step with the batch, as a tensor. What it writes to Python's objects is written after the graph.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a
     closure, such as LBFGS, run that graph as often as they like. Where the whole cannot be
-    traced, a graph of forward and backward is tried, then the model alone, then the step runs as it is.
+    captured, a graph of forward and backward is tried, then the model alone, then the step runs as it is.
     :func:`autostream.explain` tells what was done and why.
 
     Args:

@@ -48,7 +48,7 @@ FLOORS = {
             "entries",
             "buckets",
         ),
-        *("padding", "pieces", "sections", "turns", "ways", "step_dispatch"),
+        *("padding", "pieces", "sections", "turns", "ways", "steps", "step_graphs", "step_replay"),
         *("admission", "compiled", "optimized", "replay", "scheduled", "split"),
     },
     4: {"api", "explaining", "backend", "training", "overlap"},
