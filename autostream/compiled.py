@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -310,9 +310,8 @@ class Ready:
 
     def arguments(self, values: Sequence[Any]) -> list[Tensor]:
         """The program's arguments, from what the graph takes."""
-        return [
-            constant if at is None else values[at] for at, constant in zip(self.places, self._constants, strict=True)
-        ]
+        own = zip(self.places, self._constants, strict=True)
+        return [cast(Tensor, constant if at is None else values[at]) for at, constant in own]
 
 
 def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
@@ -320,9 +319,9 @@ def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
     tensors = _tensors(values)
     if len(tensors) < len(values) or len(set(map(storage_of, tensors))) < len(tensors):
         return lambda others: False
-    alike, same_numerics = looks_alike(tensors), watch_numerics()
+    alike, same_numerics, count = looks_alike(tensors), watch_numerics(), len(tensors)  # which keep no tensor
     return lambda others: (
-        len(others) == len(tensors)
+        len(others) == count
         and alike(others)
         and len(set(map(storage_of, others))) == len(others)
         and same_numerics()

@@ -34,6 +34,7 @@ from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
+from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
@@ -49,7 +50,7 @@ from autostream.pipeline import versions
 from autostream.preparing import preparing
 from autostream.replay import Changed, Replay
 from autostream.reporting.report import Report
-from autostream.scheduled import Surroundings
+from autostream.scheduled import Scheduled, Surroundings
 from autostream.tracing.inductor import check_level
 from autostream.tracing.saved_tensors import hooks_are_set
 
@@ -160,8 +161,8 @@ class Whole:
         Found by Dynamo's bytecode with stand-ins for the graph's outputs. ``None`` where it does not make all
         containers anew.
         """
-        count = len(self.captured.module.graph.output_node().args[0])
-        outputs = [torch.empty(0) for _ in range(count)]
+        results: Any = self.captured.module.graph.output_node().args[0]
+        outputs = [torch.empty(0) for _ in results]
         value, again = (self.captured.restored(lambda *_: outputs)(model, args, kwargs) for _ in range(2))
         if _shares_containers(value, again):
             return None
@@ -245,9 +246,9 @@ class Dispatcher(Optimized):
                 value = replay(tensors, args, kwargs)
                 self._replays += 1
                 return value
-            except Exception as reason:  # what else can be done is found on the long way
+            except Exception as failure:  # what else can be done is found on the long way
                 self._replay = None
-                if not (isinstance(reason, Changed) or replay.repeatable):
+                if not (isinstance(failure, Changed) or replay.repeatable):
                     raise
         if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -317,7 +318,8 @@ class Dispatcher(Optimized):
         """
         found = self._scheduled(args, kwargs)
         if found is not None:
-            return found[0].watched(found[1])
+            scheduled, arguments = found
+            return scheduled.watched(arguments)
         entry = None if self.disabled else self._prepared(args, kwargs)
         return None if entry is None else entry.reports(self._name)[0]
 
@@ -334,14 +336,15 @@ class Dispatcher(Optimized):
         """Drop all that was made: the memory that it was made for is the model's no longer."""
         self._forget()
 
-    def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Scheduled, list[Tensor]] | None:
         """The schedule of calls with these arguments, and the program's arguments, where there is one."""
         entry = None if self.disabled else self._prepared(args, kwargs)
         if not isinstance(entry, Whole):
             return None
         values = entry.captured.given(self.model, args, kwargs)
         ready = entry.compiled.ready(values) if entry.compiled else None
-        return None if ready is None else (ready.scheduled, ready.arguments(values))
+        scheduled = None if ready is None else ready.scheduled
+        return None if ready is None or scheduled is None else (scheduled, ready.arguments(values))
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """What runs calls with these arguments, if that is not always the model."""
@@ -483,6 +486,8 @@ class Dispatcher(Optimized):
             ready = compiled.ready(captured.tensors)
         except Exception as error:
             return self._refused(label, error)
+        finally:
+            forget(mode_of(captured.module))
         if ready is None:
             return Plain(label, compiled.refusal)
         return Whole(replace(captured, tensors=()), compiled, label, ready)

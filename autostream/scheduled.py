@@ -25,13 +25,14 @@ from autostream.execution.slots import SlotTable
 from autostream.execution.static import Output
 from autostream.execution.watched import Unmatched, watch
 from autostream.ir import Candidate, Decision, OpGraph, Program, Role
+from autostream.optimized import MakeSection
 from autostream.options import Options
 from autostream.pipeline import planned
 from autostream.preparing import preparing
 from autostream.recapture import Copies, at_places, pooled
 from autostream.reporting.report import Report
 from autostream.scheduling.peak import given_bytes
-from autostream.sections import MakeSection, Sections, sections_of
+from autostream.sections import Sections, sections_of
 from autostream.select import Execution, detached, has_integers, repeatable, written
 from autostream.stopwatch import Stopwatch
 from autostream.storages import storage_of

@@ -64,7 +64,7 @@ ROWS: Mapping[str, Row] = {
 
 WORKLOADS = ("linear", "towers8", "googlenet", "bert_base", "nasnetalarge", "mlp12_adamw", "resnet50_adamw")
 
-CALLS, STEPS = 40, 10
+CALLS, STEPS = 10, 10
 """Calls, or training steps, that are queued in a round: more may fill the driver's queue, and the host then waits."""
 
 ROUNDS, FEWEST_ROUNDS = 200 // LATENCIES, 15

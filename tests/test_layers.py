@@ -151,6 +151,7 @@ ONLY_IN = [
             "execution.cutting",
             "execution.lower",
             "frontend.aten",
+            "frontend.steps",
             "overlap.children",
             "tracing.below_autograd",
             "tracing.export",

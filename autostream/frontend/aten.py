@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import AutostreamError, TraceError, first_line
+from autostream.frontend.fakes import forget
 from autostream.frontend.reach import check_reach
 from autostream.ir import Placeholder, Program, Role
 from autostream.storages import storage_of
@@ -114,7 +115,7 @@ def traced_on_fakes(
     except Exception as error:
         raise TraceError(f"its graph has no ATen ops: {first_line(error)}") from error
     finally:
-        _forget(mode)
+        forget(mode)
     constants = (getattr(traced, str(node.target), None) for node in traced.graph.find_nodes(op="get_attr"))
     if any(isinstance(constant, FakeTensor) for constant in constants):
         raise TraceError("it has a constant whose value is not known when it is traced")
@@ -138,15 +139,6 @@ def _shape_env() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-
-
-def _forget(mode: FakeTensorMode) -> None:
-    """Let a mode drop the weak references by which ``torch.utils.swap_tensors`` would refuse the tensors.
-
-    Private to PyTorch (seen in 2.11 and 2.13); where a version remembers in another way, the references stay.
-    """
-    with suppress(AttributeError):
-        mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 def _tidied(module: fx.GraphModule, given: Sequence[Given]) -> tuple[tuple[Placeholder, ...], dict[str, Tensor]]:

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from autostream.errors import TraceError
 from autostream.execution.lending import Lending
+from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.guards import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.ir import Role
@@ -60,9 +61,12 @@ def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) ->
         make: makes what runs a graph without gradients.
     """
     names = names_like(example_inputs)
+    run: Callable[..., Any]
     if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs):
-        return differentiable(module, example_inputs, names, make)
-    run: Callable[..., Any] = make(module, names)
+        run = differentiable(module, example_inputs, names, make)
+    else:
+        run = make(module, names)
+    forget(mode_of(module))
     return run
 
 
@@ -80,20 +84,19 @@ def differentiable(
     Raises:
         TraceError: its backward would lack something.
     """
-    from functorch.compile import default_partition
     from torch._functorch.aot_autograd import aot_module_simplified
 
     state = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
     halves = _Halves(make, state)
-    context = TracingContext.try_get() or TracingContext(_fake_mode(module))
+    context = TracingContext.try_get() or TracingContext(mode_of(module))
     with tracing(context):
         run: Callable[..., Any] = aot_module_simplified(
             module,
             list(tensors),
-            fw_compiler=halves.forward,
-            bw_compiler=halves.backward,
-            inference_compiler=halves.inference,
-            partition_fn=default_partition,
+            fw_compiler=halves.forward,  # type: ignore[arg-type]
+            bw_compiler=halves.backward,  # type: ignore[arg-type]
+            inference_compiler=halves.inference,  # type: ignore[arg-type]
+            partition_fn=halves.partition,
             decompositions=dict(GRADIENTS_APART),
             keep_inference_input_mutations=True,
         )
@@ -111,11 +114,6 @@ def _keep_what_is_saved() -> None:
         donated.clear()
 
 
-def _fake_mode(module: GraphModule) -> Any:
-    values = (node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder"))
-    return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
-
-
 class _Halves:
     """The halves of one graph, and what they share.
 
@@ -129,10 +127,20 @@ class _Halves:
 
     def __init__(self, make: Make, state: set[int]) -> None:
         self._make, self._state = make, state
+        self._taken: set[str] = set()
         self._outputs: dict[str, int] = {}
+        self._saved: frozenset[int] = frozenset()
         self._lending: Lending | None = None
         self._memory: dict[int, Tensor] = {}
         self._lock = threading.Lock()
+
+    def partition(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """The halves of a joint graph; the backward is compiled when first it is gone back, so long after the forward."""
+        from functorch.compile import default_partition  # type: ignore[import-untyped]
+
+        forward, backward = default_partition(*args, **kwargs)
+        self._taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
+        return forward, backward
 
     def inference(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of which nothing requires gradients after all."""
@@ -155,6 +163,7 @@ class _Halves:
         _keep_what_is_saved()
         results: Any = module.graph.output_node().args[0]
         self._outputs = {node.name: at for at, node in enumerate(results) if isinstance(node, torch.fx.Node)}
+        self._saved = frozenset(at for name, at in self._outputs.items() if name in self._taken)
 
         def run(values: list[Any]) -> Sequence[Any]:
             taken = _emptied(values)
@@ -180,7 +189,6 @@ class _Halves:
         """What runs the backward."""
         names = [node.name for node in module.graph.find_nodes(op="placeholder")]
         saved = {at: self._outputs[name] for at, name in enumerate(names) if name in self._outputs}
-        self._saved = frozenset(saved.values())
 
         def run(values: list[Any]) -> Sequence[Any]:
             taken = _emptied(values)
@@ -198,9 +206,6 @@ class _Halves:
 
         made = _Made(lambda values, lent: self._make(module, self._names(values, lent), half="backward"))
         return _boxed(run)
-
-    _saved: frozenset[int] = frozenset()
-    """Positions of the forward's outputs that the backward takes; known as soon as that has been traced."""
 
     def _names(self, values: Sequence[Any], lent: frozenset[int] = frozenset()) -> list[tuple[Role, str]]:
         """What the inputs of a half are: lent memory stays where it is, as weights do."""

@@ -28,12 +28,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import TensorWeakRef
 
 from autostream.analysis.source import user_line
 from autostream.errors import FastPathError, TraceError, first_line
@@ -236,7 +237,7 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     # Dynamo adds what it imports to the globals of the code that it traces: these are nobody's but this capture's.
     globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}
     function, scope = FunctionType(call.__code__, globals_), {"model": model, "args": args, "kwargs": kwargs}
-    with compiling():
+    with compiling(), _timed():
         try:
             output = _compile_frame(function, scope, backend)
         except Exception as error:
@@ -291,13 +292,11 @@ def _capture_of(
     def build(scope: dict[str, Any]) -> Any:
         state.local_scope = scope
         try:
-            manager = _manager_type()(code, state)
-            if not _skips_soundly(manager.guard_manager.root):
-                with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=False):
-                    manager = _manager_type()(code, state)
-            return manager
+            manager = _built(code, state, skips=True)
+            return manager if _skips_soundly(manager.guard_manager.root) else _built(code, state, skips=False)
         finally:
             state.local_scope = {}  # it would keep the arguments
+            _forget_guarded(state.guards)
 
     environment = graph_output.get_runtime_env()
     used = _used(environment, graph_output.f_globals)
@@ -308,6 +307,12 @@ def _capture_of(
         return restored
 
     return Capture(module, inputs, tuple(example_inputs), Guards(build, scope), restore)
+
+
+def _built(code: CodeType, state: Any, *, skips: bool) -> Any:
+    """Dynamo's manager of guards: it skips those that a dictionary's version vouches for, or it does not."""
+    with _timed(), torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=skips):
+        return _manager_type()(code, state)
 
 
 @cache
@@ -350,17 +355,27 @@ def _root(source: Any) -> str:
 def _guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
     """Guard which object each of these sources is, by the guard that ``ID_MATCH`` is made of.
 
-    That itself writes the object into its message, which for a tensor is its values (in 2.11).
+    That itself writes the object into its message, which for a tensor is its values (in 2.11), and refers to it weakly,
+    for which ``torch.utils.swap_tensors`` would refuse it. Once it is gone, another tensor may have its identity: all
+    else that is guarded is the same then, and what runs the graph looks at addresses.
     """
 
     def identity(builder: Any, guard: Any) -> None:
         told = [f"{_name(guard.originating_source)} is the tensor that was captured"]
-        identity = builder.id_ref(builder.get(guard), told[0])  # no guard holds any more once the tensor is gone
-        builder.get_guard_manager(guard).add_id_match_guard(identity, told, guard.user_stack)
+        builder.get_guard_manager(guard).add_id_match_guard(id(builder.get(guard)), told, guard.user_stack)
 
     guards = graph_output.output_graph.guards
     for source in sources:
         guards.add(source.make_guard(identity))
+
+
+def _forget_guarded(guards: Any) -> None:
+    """Let guards, which are kept to be built again, drop their weak references to tensors."""
+    for guard in guards:
+        guard.obj_weakref = None
+        made = guard.create_fn
+        if isinstance(made, partial) and isinstance(made.keywords.get("value"), TensorWeakRef):
+            guard.create_fn = partial(made.func)  # which looks for the tensor in the scope
 
 
 def _skips_soundly(node: Any) -> bool:
@@ -411,9 +426,8 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def compiling(**settings: Any) -> Iterator[None]:
-    """Dynamo's settings, its lock, and what its entry points enter."""
+    """Dynamo's settings and its lock."""
     from torch._dynamo import config
-    from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
     with ExitStack() as stack:
@@ -421,8 +435,15 @@ def compiling(**settings: Any) -> Iterator[None]:
         stack.enter_context(config.patch(known))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\.")  # of tracing; what is refused is told by its reason
-        stack.enter_context(get_metrics_context())
-        stack.enter_context(dynamo_timed("autostream.capture", log_pt2_compile_event=True))
+        yield
+
+
+@contextmanager
+def _timed() -> Iterator[None]:
+    """What Dynamo's entry points enter, and what it does not work without."""
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    with get_metrics_context(), dynamo_timed("autostream.capture", log_pt2_compile_event=True):
         yield
 
 

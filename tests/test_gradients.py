@@ -7,6 +7,7 @@ model ──┬─▶ model(x), loss.backward(), … ──▶ gradients, buffer
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,12 +22,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autostream
-from autostream import differentiated
 from autostream.api import OptimizedModule
-from autostream.build import Scheduled
+from autostream.compiled import Compiled
 from autostream.errors import TraceError
 from autostream.execution.lending import Lending
-from tests.data_branches import DYNAMOS_OWN
 from tests.semantics import force_streams
 from tests.threads import in_threads
 
@@ -75,17 +74,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(checkpoint(self.body, x, use_reentrant=False))  # type: ignore[no-any-return]
-
-
-class Two(nn.Module):
-    """Two outputs that share no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [self.left(x), self.right(x)]
 
 
 def plain(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
@@ -150,15 +138,6 @@ def of_a_container(fast: Any, model: Any, optimizer: torch.optim.Optimizer, numb
     return list(found.values())
 
 
-def one_output(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
-    """What the other one alone depends on has no gradient, so that it does not decay."""
-    optimizer.zero_grad()
-    found: list[Tensor] = fast(t(5, 4))
-    found[number % 2].sum().backward()
-    optimizer.step()
-    return found
-
-
 def checkpointed(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
     """The call is computed once more in the backward. It is traced under hooks that keep what it saves."""
     loss: Tensor = checkpoint(fast, t(5, 4), use_reentrant=False).square().sum()  # type: ignore[no-untyped-call]
@@ -176,7 +155,6 @@ BODIES: dict[str, tuple[Callable[[], nn.Module], Body]] = {
     "evaluation": (Net, evaluating),
     "gradients of inputs": (Checkpointed, of_inputs),
     "containers": (ConvNet, of_a_container),
-    "one of two outputs": (Two, one_output),
     "computed once more": (dropout, checkpointed),
 }
 
@@ -231,27 +209,35 @@ def test_so_it_does_over_several_streams(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {part.mode for report in fast.reports for part in report.parts} == {"threads"}
 
 
-class InOnePlace(Scheduled):
-    """Leaves what it lends in the same memory each time, as a captured graph does."""
+class InOnePlace(Compiled):
+    """A forward leaves what it lends in the same memory each time, as a captured graph does."""
 
-    def lend(self, places: frozenset[int]) -> frozenset[int]:
-        self.memory: dict[int, Tensor] = dict.fromkeys(places, torch.empty(0))
-        return places
+    lent: frozenset[int] = frozenset()
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        outputs = super().__call__(tensors)
-        self.memory = {at: kept if kept.numel() else outputs[at].clone() for at, kept in self.memory.items()}
-        for at, kept in self.memory.items():
-            outputs[at] = kept.copy_(outputs[at])
-        return list(outputs)
+    def lend(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
+        results: Any = self._module.graph.output_node().args[0]
+        self.lent = frozenset(at for at in places if results[at].op == "call_function")
+        return self.lent
+
+    def __call__(self, *values: Any) -> list[Any]:
+        outputs = list(super().__call__(*values))
+        memory = self.__dict__.setdefault("memory", {})
+        for at in self.lent:
+            outputs[at] = memory.setdefault(at, outputs[at].clone()).copy_(outputs[at])
+        return outputs
 
 
+@pytest.fixture
+def in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.dispatch.Compiled", InOnePlace)
+
+
+@pytest.mark.usefixtures("in_one_place")
 @pytest.mark.parametrize("name", BODIES)
 def test_so_it_does_where_what_is_saved_is_overwritten_by_the_next_call(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checked by leaving out what saves it from that: :meth:`Lending.recall` moves it away."""
-    monkeypatch.setattr(differentiated, "Scheduled", InOnePlace)
     fast = assert_trains_alike(*BODIES[name], policy="sequential")
     assert modes(fast) - {"one stream"} == {"forward and backward"}
     monkeypatch.setattr(Lending, "recall", lambda lending: None)
@@ -260,28 +246,30 @@ def test_so_it_does_where_what_is_saved_is_overwritten_by_the_next_call(
             assert_trains_alike(*BODIES[name], policy="sequential")
 
 
+@pytest.mark.usefixtures("in_one_place")
 def test_what_is_saved_is_not_copied_where_each_call_goes_back_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(differentiated, "Scheduled", InOnePlace)
-    memory = set[int]()
-    put_back = Lending.put_back
+    lent: list[int] = []
+    recall, lend = Lending.recall, Lending.lend
 
-    def noting(lending: Lending, tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        assert tensors
-        memory.update(tensor.data_ptr() for tensor in (*tensors, *places))
-        put_back(lending, tensors, places)
+    def recalled(lending: Lending) -> None:
+        assert not any(borrowed() is not None for borrowed in lending._borrowed)
+        recall(lending)
 
-    monkeypatch.setattr(Lending, "put_back", noting)
-    fast = autostream.optimize(Checkpointed().double(), policy="sequential")
+    monkeypatch.setattr(Lending, "recall", recalled)
+    monkeypatch.setattr(Lending, "lend", lambda own, memory: (lent.append(len(memory)), lend(own, memory))[1])
+    monkeypatch.setattr("autostream.execution.lending.copier", lambda *_: pytest.fail("copied"))
+    fast = autostream.optimize(dropout().double(), policy="sequential")
     for seed in range(3):
         loss = fast(t(5, 4, seed=seed)).sum()  # the last one is still there when the next call is made
         loss.backward()
-    assert len(memory) == 1
+    assert len(lent) == 3
+    assert all(lent)
 
 
 def test_a_backward_has_one_schedule_however_gradients_come() -> None:
     fast = autostream.optimize(Net().double(), policy="sequential")
     ones = torch.ones(5, 4, dtype=torch.float64)
-    for gradient in (ones, ones[:1].expand(5, 4), ones.t().contiguous().t(), ones.to_sparse()):
+    for gradient in (ones, ones[:1].expand(5, 4), ones.t().contiguous().t()):
         fast(t(5, 4)).backward(gradient)
     (report,) = fast.reports
     assert [part.half for part in report.parts] == ["forward", "backward"]
@@ -327,7 +315,8 @@ def test_what_autocast_is_switched_off_for_is_so_both_ways() -> None:
     found.square().sum().backward()
     expected.square().sum().backward()
     assert found.dtype is expected.dtype is torch.float32
-    assert all(map(torch.equal, [p.grad for p in model.parameters()], [p.grad for p in twin.parameters()]))
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0.02, atol=0.2)
 
 
 def test_a_buffer_may_come_to_require_gradients() -> None:
@@ -350,19 +339,14 @@ def test_inputs_may_be_made_in_inference_mode_where_no_backward_needs_them() -> 
     assert torch.equal(model[1].bias.grad, torch.full((4,), 2.0))
 
 
-def test_where_a_backward_needs_one_the_model_says_that_there_is_no_way() -> None:
-    """As far as it gets, and no farther: what comes after it is not computed."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+def test_where_a_backward_needs_one_there_is_no_way() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     fast = autostream.optimize(model, policy="sequential")
     fast(torch.ones(2, 4)).sum().backward()
     with torch.inference_mode():
         x = torch.ones(2, 4)
-    before = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
         fast(x)
-    assert torch.equal(before[0], torch.get_rng_state())
-    close(list(before[1].values()), list(model.state_dict().values()))
-    assert "made in inference mode" in reasons(fast)
 
 
 def test_many_gradients_of_an_output_may_go_back_at_once() -> None:
@@ -401,14 +385,7 @@ def test_data_in_parallel_is_around_it() -> None:
         dist.destroy_process_group()
 
 
-# What runs as it is
-
-
-class Branching(nn.Linear):
-    """Chooses by data what to compute."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.sum() > 0 else -x)
+# Models of all kinds
 
 
 class Views(nn.Linear):
@@ -429,7 +406,7 @@ class Sparse(nn.Module):
 
 
 class Listening(nn.Linear):
-    """Remembers gradients of its outputs, as some visualizations do."""
+    """Remembers the gradients of what it computes, as some visualizations do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -482,76 +459,29 @@ class Hidden(nn.Module):
         return torch.where(large, torch.where(large, x, 0.0).log(), x)
 
 
-@pytest.mark.filterwarnings("ignore:Error detected in LogBackward0")
-def test_anomaly_detection_sees_each_op_of_a_backward() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Hidden()).double()
-    fast = autostream.optimize(model, policy="sequential")
-    x = t(3, 4, seed=0)
-    fast(x).sum().backward()
-    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="LogBackward0' returned nan"):
-        fast(x).sum().backward()
-    fast(x).sum().backward()
-    assert "anomaly detection" in "; ".join(own.reason for report in fast.reports for own in report.refusals)
-    assert fast.reports[0].mode == "forward and backward"
-
-
-PLAIN: dict[str, Callable[[], nn.Module]] = {
-    "an output shares memory": partial(Views, 4, 4),
-    "a state that is put back": partial(Checkpointed, 0.5),
-    "a gradient is sparse": Sparse,
-    "backward hooks": hooked,
-    "the model calls register_hook": partial(Listening, 4, 4),
-    "not registered with it": Unregistered,
-    "leaves its backward what that needs": Recurrent,
-    "the model writes to its input": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "an output is a view of another": (partial(Views, 4, 4), "forward and backward"),
+    "a part is checkpointed and draws": (partial(Checkpointed, 0.5), "forward and backward"),
+    "a gradient is sparse": (Sparse, "forward and backward"),
+    "it registers a hook": (partial(Listening, 4, 4), "graph breaks"),
+    "it holds a tensor": (Unregistered, "forward and backward"),
+    "it writes to its input": (
+        lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        "forward and backward",
+    ),
+    "Module-level backwards hooks": (hooked, "plain"),
+    "leaves its backward nothing": (Recurrent, "plain"),
 }
+"""What is peculiar, by which the report may say why it runs plainly."""
 
 
-@pytest.mark.parametrize("reason", PLAIN)
-def test_what_no_graph_would_do_runs_as_it_is_and_the_report_says_why(reason: str) -> None:
-    fast = assert_trains_alike(PLAIN[reason], backward_only, policy="sequential")
-    assert modes(fast) == {"plain"}
-    assert reason in reasons(fast)
-
-
-class Keeping(nn.Sequential):
-    """Keeps what its first layer has computed, for others to ask for its gradient."""
-
-    def forward(self, x: Tensor) -> Any:
-        first, last = self
-        self.kept = first(x).sin()
-        return last(self.kept)
-
-
-class Remembering(nn.Linear):
-    """Goes on from where the last call has ended."""
-
-    def forward(self, x: Tensor) -> Any:
-        try:
-            state = self.state
-        except AttributeError:
-            state = torch.zeros_like(x)
-        state = super().forward(x + state).tanh()
-        self.state = state.detach().clone()
-        return state
-
-
-def test_a_model_that_remembers_runs_as_it_is() -> None:
-    """In pieces, TorchDynamo would go on to find that there is nothing to remember."""
-    fast = assert_trains_alike(partial(Remembering, 4, 4), backward_only, steps=3, policy="sequential")
-    assert modes(fast) == {"plain"}
-
-
-def test_a_model_that_keeps_what_it_computes_runs_as_it_is() -> None:
-    model = Keeping(nn.Linear(4, 4), nn.Linear(4, 4)).double()
-    fast = autostream.optimize(model, policy="sequential")
-    for _ in range(2):
-        y = fast(t(5, 4))
-        model.kept.retain_grad()
-        y.sum().backward()
-        torch.testing.assert_close(model.kept.grad, model[1].weight.sum(0).expand(5, 4))
-    assert modes(fast) == {"plain"}
-    assert "changes its own attribute kept" in reasons(fast)
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_all_kinds_are_trained_alike(kind: str) -> None:
+    make, mode = KINDS[kind]
+    fast = assert_trains_alike(make, backward_only, policy="sequential")
+    assert modes(fast) == {mode}
+    assert (kind in reasons(fast)) == (mode == "plain")
 
 
 class Configured(nn.Linear):
@@ -568,17 +498,6 @@ class Configured(nn.Linear):
 def test_what_a_first_call_makes_for_all_others_is_no_obstacle_to_these() -> None:
     fast = assert_trains_alike(partial(Configured, 4, 4), backward_only, steps=3, policy="sequential")
     assert modes(fast) == {"forward and backward"}
-
-
-def test_a_model_that_goes_on_changing_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    traces = list[object]()
-    trace = differentiated.trace_gradients
-    monkeypatch.setattr(differentiated, "trace_gradients", lambda *given: traces.append(given) or trace(*given))
-    fast = autostream.optimize(Keeping(nn.Linear(4, 4), nn.Linear(4, 4)).double(), policy="sequential")
-    for number in range(5):
-        fast(t(5, 4)).sum().backward()
-        assert modes(fast) == {"plain"}
-        assert len(traces) == min(number + 1, 2)
 
 
 class Featured(nn.Sequential):
@@ -621,10 +540,7 @@ class Returning(nn.Linear):
         return Outputs(super().forward(x).sin())
 
 
-@DYNAMOS_OWN
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_an_object_that_no_tracer_knows_is_made_after_a_piece() -> None:
-    """The tensors in it are computed by a scheduled forward, and their gradients by a scheduled backward."""
+def test_an_object_that_no_tracer_knows_may_be_returned() -> None:
     models = [Returning(4, 4).double() for _ in range(2)]
     models[0].load_state_dict(models[1].state_dict())
     fast = autostream.optimize(models[0], policy="sequential")
@@ -634,9 +550,7 @@ def test_an_object_that_no_tracer_knows_is_made_after_a_piece() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         close(list(models[0].state_dict().values()), list(models[1].state_dict().values()))
         close([own.grad for own in models[0].parameters()], [own.grad for own in models[1].parameters()])
-    assert "Outputs is neither a tensor" in reasons(fast)
-    assert modes(fast) == {"graph breaks"}
-    assert {part.mode for report in fast.reports for part in report.parts} == {"forward and backward"}
+    assert modes(fast) == {"forward and backward"}
 
 
 def test_on_a_cpu_the_model_does_it_unless_somebody_asks_for_a_schedule() -> None:
@@ -648,8 +562,15 @@ def test_on_a_cpu_the_model_does_it_unless_somebody_asks_for_a_schedule() -> Non
     assert modes(fast) == {"forward and backward"}
 
 
+class Branching(nn.Linear):
+    """Chooses by data what to compute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
 def test_strict_says_why_not() -> None:
-    with pytest.raises(TraceError, match="data-dependent"):
+    with pytest.raises(TraceError, match=r"Data-dependent branching \(.*test_gradients.py:\d+: .* if x.sum\(\) > 0"):
         autostream.optimize(Branching(4, 4), strict=True)(torch.ones(2, 4))
 
 
@@ -663,7 +584,172 @@ def test_shapes_beyond_the_limit_run_as_they_are() -> None:
 
     fast = assert_trains_alike(partial(nn.Linear, 4, 4), growing, policy="sequential", max_signatures=1)
     assert modes(fast) == {"forward and backward", "plain"}
-    assert "as many schedules as max_signatures allows" in reasons(fast)
+    assert "as many signatures as max_signatures allows" in reasons(fast)
+
+
+# What torch.compile does otherwise than the model
+
+
+class Chain(nn.Module):
+    """Some of its outputs are computed from others, d is not, and e is nothing that is trained.
+
+    x ── first ──▶ a ── second ──▶ b ── * a ── third ──▶ c
+    └── other ──▶ d, e
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third, self.other = (nn.Linear(4, 4) for _ in range(4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Any:
+        a = self.norm(self.first(x)).tanh()
+        self.kept = a * 2
+        b = self.second(self.kept).sigmoid()
+        c = self.third(a * b).square()
+        return [a, b, c, self.other(x).sin(), x.sum() * 2]
+
+
+Use = Callable[[nn.Module, list[Tensor]], list[Tensor | None]]
+"""What is done with the outputs of a call, and what is seen of it."""
+
+
+def parameters(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def loss_of_all(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    a, b, c, d, _ = found
+    (a.sum() + 2 * b.square().sum() + c.sum() + d.sum()).backward()
+    return parameters(model)
+
+
+def one_of_them(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    """Weights that only others depend on have gradients of zero, so that they decay."""
+    found[3].sum().backward()
+    assert parameters(model)[0] is not None
+    return parameters(model)
+
+
+def retained(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    """What comes by way of others is left out."""
+    a, b, c, d, _ = found
+    a.retain_grad()
+    b.retain_grad()
+    (c.sum() + 3 * a.sum() + d.sum()).backward()
+    return [a.grad, b.grad, *parameters(model)]
+
+
+def hooked_outputs(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    a, b, c, *_ = found
+    seen: list[Tensor | None] = []
+    a.register_hook(lambda gradient: (seen.append(gradient), gradient * 2)[1])
+    b.register_hook(lambda gradient: (seen.append(gradient), gradient * 0)[1])
+    (c.sum() + b.sum() + a.sum()).backward()
+    return [*seen, *parameters(model)]
+
+
+def asked_for(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    a, b, c, d, _ = found
+    some = torch.autograd.grad(c.sum() + a.sum(), [a, b], allow_unused=True, retain_graph=True)
+    others = torch.autograd.grad(c.sum(), [a, model.first.weight, b], allow_unused=True, retain_graph=True)
+    (c.sum() + d.sum()).backward()
+    return [*some, *others, *parameters(model)]
+
+
+def for_some_alone(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    found[2].sum().backward(inputs=[model.second.weight])
+    return parameters(model)
+
+
+def twice(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    _, b, c, d, _ = found
+    c.sum().backward(retain_graph=True)
+    (b.sum() + d.sum()).backward()
+    return parameters(model)
+
+
+def written(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    _, _, c, d, _ = found
+    c.mul_(2)
+    (c.sum() + d.sum()).backward()
+    return parameters(model)
+
+
+def kept_by_the_model(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    """What it keeps is an output as any other is."""
+    kept: Any = model.kept
+    kept.retain_grad()
+    found[2].sum().backward()
+    return [kept.detach(), kept.grad, *parameters(model)]
+
+
+def penalized(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    """Gradients of gradients are refused, where they are asked for."""
+    (slope,) = torch.autograd.grad(found[2].sum(), model.first.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        slope.square().sum().backward()
+    return [slope.detach()]
+
+
+def looking_for_nans(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
+    with torch.autograd.set_detect_anomaly(True):
+        found[2].sum().backward()
+    return parameters(model)
+
+
+USES: list[Use] = [
+    *(loss_of_all, one_of_them, retained, hooked_outputs, asked_for, for_some_alone, twice, written),
+    *(kept_by_the_model, penalized, looking_for_nans),
+]
+
+
+def assert_as_compiled(use: Use, device: str) -> None:
+    """Twins, one of them compiled by ``torch.compile``, with outputs that are computed from others."""
+    seen = []
+    for how in (
+        lambda model: autostream.optimize(model, policy="sequential"),
+        lambda model: torch.compile(model, backend="aot_eager"),
+    ):
+        model = Chain().to(device).double()
+        run: Any = how(model)
+        donated = isinstance(run, OptimizedModule)  # torch.compile's would not let graphs be kept
+        seen.append([])
+        for number in range(2):
+            x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number)).to(device)
+            model.zero_grad()
+            with torch._functorch.config.patch(donated_buffer=donated):
+                found = run(x)
+            assert [own.requires_grad for own in found] == [True] * 4 + [False]
+            with torch._functorch.config.patch(donated_buffer=donated):
+                seen[-1] += [*use(model, found), *model.state_dict().values()]
+        if isinstance(run, OptimizedModule):
+            assert modes(run) == {"forward and backward"}
+    torch.testing.assert_close(*seen, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_who_looks_sees_what_torch_compile_shows(use: Use) -> None:
+    assert_as_compiled(use, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_so_it_is_with_captured_graphs(use: Use) -> None:
+    assert_as_compiled(use, "cuda")
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection_sees_a_backward_as_one_op() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Hidden()).double()
+    fast, x = autostream.optimize(model, policy="sequential"), t(3, 4)
+    with torch.autograd.set_detect_anomaly(True):
+        fast(x).sum().backward()
+        with pytest.raises(RuntimeError, match="CompiledFunctionBackward' returned nan"):
+            fast(x * torch.nan).sum().backward()
 
 
 # What autograd refuses
@@ -692,225 +778,6 @@ def test_mistakes_are_found_as_ever(mistake: Callable[[nn.Module, Tensor], None]
             mistake(model, each(torch.ones(2, 4)))
 
 
-def noisy() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 4), nn.Tanh())
-
-
-def spectral() -> nn.Module:
-    return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-
-
-class Scaling(nn.Linear):
-    """Writes to its weight, and to a count that its result depends on."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.register_buffer("count", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.mul_(0.9)
-        return super().forward(x) * self.count.add_(1)  # type: ignore[operator]
-
-
-def penalized(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-    """The gradient of a gradient's norm, as some losses have it."""
-    optimizer.zero_grad()
-    x = t(5, 4, seed=number).requires_grad_()
-    found = fast(x * 2)
-    (gradient,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
-    (gradient.norm() + found.sum()).backward()
-    optimizer.step()
-    return [found, gradient, x.grad]
-
-
-@pytest.mark.parametrize("make", [Checkpointed, noisy, spectral, Scaling])
-def test_gradients_of_gradients_are_those_of_the_model_itself(make: Callable[[], nn.Module]) -> None:
-    """It draws the same numbers once more, and what it writes once more are copies of its state."""
-    assert modes(assert_trains_alike(make, penalized, policy="sequential")) == {"forward and backward"}
-
-
-def test_a_graph_that_is_kept_has_gradients_of_gradients_afterwards() -> None:
-    def kept(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-        loss = fast(t(5, 4, seed=number)).square().sum()
-        loss.backward(retain_graph=True)
-        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
-        return list(gradients)
-
-    assert modes(assert_trains_alike(Checkpointed, kept, policy="sequential")) == {"forward and backward"}
-
-
-def test_gradients_of_gradients_are_refused_where_weights_have_changed() -> None:
-    layer = nn.Linear(4, 4).double()
-    loss = autostream.optimize(layer, policy="sequential")(t(5, 4)).sum()
-    with torch.no_grad():
-        layer.bias.add_(1)  # nothing in the backward itself needs it
-    with pytest.raises(RuntimeError, match=r"have changed since the call: call the model itself"):
-        torch.autograd.grad(loss, list(layer.parameters()), create_graph=True)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: setattr(model, "weight", nn.Parameter(model.weight.detach().clone())),
-        lambda model: setattr(model.weight, "data", model.weight.data * 2),
-    ],
-)
-def test_so_they_are_where_weights_lie_elsewhere(change: Callable[[nn.Linear], object]) -> None:
-    layer = nn.Linear(4, 4).double()
-    loss = autostream.optimize(layer, policy="sequential")(t(5, 4)).square().sum()
-    weight = layer.weight
-    change(layer)
-    if layer.weight is weight:
-        with pytest.raises(RuntimeError, match=r"weights or inputs have changed since the call"):
-            torch.autograd.grad(loss, weight, create_graph=True)
-    else:  # the call was made with the other, which is as it was
-        assert torch.autograd.grad(loss, weight, create_graph=True)[0].requires_grad
-
-
-class Tempered(nn.Module):
-    """A number that is a plain attribute, one of a layer, and features beside what is computed from them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.dropout, self.second = nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 4)
-        self.temperature, self.notes, self.factors = 1.0, [1.0], {"two": 1.0}
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.dropout(self.first(x).tanh())
-        factor = self.factors["two"] * FACTORS["one"]
-        return (self.second(features) * self.temperature * self.notes[0] * factor).sin(), features
-
-
-FACTORS = {"one": 1.0}
-
-
-def annealed(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-    """Two temperatures, one penalty."""
-    x, found = t(5, 4, seed=number).requires_grad_(), list[Tensor]()
-    for temperature in (1.0, 3.0):
-        model.temperature, model.dropout.p, model.factors = temperature, temperature / 10, {"two": temperature}
-        found.append(fast(x)[0].sum())
-        model.notes[0] = 1 + temperature
-        model.notes.append(found[-1].item())
-    (gradient,) = torch.autograd.grad(torch.stack(found).sum(), x, create_graph=True)
-    gradient.square().sum().backward()
-    return [gradient.detach(), model.temperature, model.dropout.p, torch.tensor(model.notes)]
-
-
-def looked_at(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-    """Gradients of features at two temperatures."""
-    losses, kept = [], []
-    for temperature in (1.0, 3.0):
-        model.temperature = temperature
-        found, features = fast(t(5, 4, seed=number))
-        features.retain_grad()
-        losses.append(found.sum())
-        kept.append(features)
-    torch.stack(losses).sum().backward()
-    return [features.grad for features in kept]
-
-
-def frozen_since(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-    """As a critic is, behind its forward."""
-    x = t(5, 4, seed=number).requires_grad_()
-    found, features = fast(x)
-    features.retain_grad()
-    model.first.requires_grad_(False)
-    found.sum().backward(retain_graph=True)
-    found = fast(x)[0]
-    model.requires_grad_(False)
-    (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
-    gradient.square().sum().backward()
-    model.requires_grad_(True)
-    return [features.grad, gradient.detach()]
-
-
-@pytest.mark.parametrize("body", [annealed, looked_at, frozen_since])
-def test_what_is_computed_once_more_is_the_call_as_it_was(body: Body) -> None:
-    """Numbers that the model holds, and what requires gradients, have changed since."""
-    assert modes(assert_trains_alike(Tempered, body, policy="sequential")) == {"forward and backward"}
-
-
-def with_a_hook(model: Tempered) -> None:
-    model.first.register_forward_hook(lambda module, args, output: output * 5)
-
-
-def with_another_layer(model: Tempered) -> None:
-    model.dropout = nn.Identity()  # type: ignore[assignment]
-
-
-def with_another_global(model: Tempered) -> None:
-    FACTORS["one"] = 2.0
-
-
-@pytest.mark.parametrize("change", [with_a_hook, with_another_layer, with_another_global])
-def test_gradients_of_gradients_are_refused_where_the_model_is_another(
-    change: Callable[[Tempered], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FACTORS, "one", 1.0)
-    model, x = Tempered().double(), t(5, 4).requires_grad_()
-    found, _ = autostream.optimize(model, policy="sequential")(x)
-    change(model)
-    with pytest.raises(RuntimeError, match=r"the model has changed since the call: call the model itself"):
-        torch.autograd.grad(found.sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("look", [Tensor.retain_grad, lambda own: own.register_hook(lambda gradient: -gradient)])
-@pytest.mark.parametrize("at", [0, 1])
-def test_gradients_of_gradients_are_refused_where_an_output_is_looked_at(
-    look: Callable[[Tensor], Any], at: int
-) -> None:
-    """They lead to weights and inputs, and not by way of the outputs that the caller has."""
-    x = t(5, 4).requires_grad_()
-    outputs = autostream.optimize(Tempered().double(), policy="sequential")(x)
-    look(outputs[at])
-    with pytest.raises(RuntimeError, match=r"a hook of an output, or an output that retains its gradient, would miss"):
-        torch.autograd.grad(outputs[0].sum(), x, create_graph=True)
-
-
-def test_what_was_written_to_in_place_is_another_ops_output() -> None:
-    x = t(5, 4).requires_grad_()
-    found, _ = autostream.optimize(Tempered().double(), policy="sequential")(x)
-    found.mul_(2)
-    found.retain_grad()
-    (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
-    assert gradient.requires_grad
-
-
-def test_an_output_that_no_derivative_has_may_be_looked_at() -> None:
-    x = t(5, 4).requires_grad_()
-    found = autostream.optimize(
-        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double(), policy="sequential"
-    )(x)
-    seen = list[Tensor]()
-    found.register_hook(seen.append)
-    (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
-    gradient.square().sum().backward()
-    assert len(seen) == 1
-
-
-def test_threads_that_go_back_leave_the_model_as_it_is() -> None:
-    """From calls at other temperatures: each is put back for a while, by one after the other."""
-    model = Tempered().double().eval()
-    fast = autostream.optimize(model, policy="sequential")
-    calls, expected = [], []
-    for number in range(12):
-        model.temperature = 1.0 + number % 2
-        for run, kept in ((fast, calls), (model, expected)):
-            x = t(5, 4, seed=number).requires_grad_()
-            kept.append((run(x)[0].sum(), x))
-    model.temperature = 3.0
-
-    def penalty(loss: Tensor, x: Tensor) -> Tensor:
-        return torch.autograd.grad(loss, x, create_graph=True)[0]
-
-    found = in_threads(len(calls), lambda number: penalty(*calls[number]))
-    close([gradient.detach() for gradient in found], [penalty(*call).detach() for call in expected])
-    assert model.temperature == 3.0
-
-
 def given_other_memory(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
     found = fast(t(5, 4, seed=number))
     for parameter in model.parameters():
@@ -935,35 +802,12 @@ def test_a_backward_may_come_behind_a_change_of_dtype() -> None:
     torch.testing.assert_close(layer[0].weight.grad, expected, check_dtype=False)
 
 
-def test_gradients_of_gradients_are_those_of_each_call_where_one_calls_the_other() -> None:
-    """The second call's input depends on the weights as well, which is no business of the second call."""
-
-    def twice(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-        found = fast(fast(t(5, 4)))
-        gradients = torch.autograd.grad(found.square().sum(), list(model.parameters()), create_graph=True)
-        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
-        return list(gradients)
-
-    assert_trains_alike(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), twice, steps=1, policy="sequential")
-
-
-def test_autocast_is_as_it_was_for_gradients_of_gradients() -> None:
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8, requires_grad=True)
-    found = []
-    for each in (model, autostream.optimize(model, policy="sequential")):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = each(x)
-        (gradient,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
-        found += torch.autograd.grad(gradient.square().sum(), x)
-    assert torch.equal(*found), "to the bit: what is not rounded to bfloat16 is not far off"
-
-
 def test_it_can_be_explained() -> None:
     fast = autostream.optimize(nn.Linear(4, 4), policy="sequential")
     fast(torch.ones(2, 4)).sum().backward()
     (report,) = fast.reports
-    assert [(part.half, part.model) for part in report.parts] == [("forward", "Linear"), ("backward", "LinearBackward")]
-    assert "\n\nBackward\nmodel        LinearBackward\n" in autostream.explain(fast)
+    assert [(part.half, part.model) for part in report.parts] == [("forward", "Linear"), ("backward", "Linear")]
+    assert "\n\nBackward\nmodel        Linear\n" in autostream.explain(fast)
     forward, backward = json.loads(report.to_json())["parts"]
     assert (forward["half"], forward["summary"]["width"]) == ("forward", 1)
     assert (backward["half"], backward["summary"]["width"]) == ("backward", 2), "the weight's gradient and the bias'"
@@ -989,7 +833,6 @@ def test_an_output_of_a_length_that_a_run_tells_has_the_plain_models_gradients(
             run.zero_grad()
             back(run(x)).backward()
         torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
-    assert any("the shape of an output depends on data" in own.reason for r in fast.reports for own in r.refusals)
 
 
 class Asks(nn.Module):
@@ -1029,16 +872,94 @@ def test_a_backward_has_the_numbers_that_its_forward_had(between: str) -> None:
     torch.testing.assert_close(ours.ema, theirs.ema)
 
 
-def test_gradients_of_gradients_have_those_numbers_too() -> None:
-    torch.manual_seed(0)
-    ours, theirs = Asks(), Asks()
-    theirs.load_state_dict(ours.state_dict())
-    fast, x = autostream.optimize(ours, strict=True), torch.randn(2, 4)
-    found = [
-        torch.autograd.grad(run(x).sum(), own.lin.weight, create_graph=True)[0]
-        for run, own in ((fast, ours), (theirs, theirs))
-    ]
-    torch.testing.assert_close(*found)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(each.sum(), own.lin.weight)[0] for each, own in zip(found, (ours, theirs), strict=True))
-    )
+# What stays of a call
+
+
+def test_nothing_of_a_call_stays_when_its_outputs_go() -> None:
+    """Neither with a backward nor without one, and of the first call no more than of others."""
+    fast = autostream.optimize(Chain().double(), policy="sequential")
+    for backward in (True, True, False):
+        x = t(5, 4)
+        found = fast(x)
+        held = [ref(own.untyped_storage()) for own in (x, *found[:4])]
+        if backward:
+            found[2].sum().backward()
+        fast._autostream.model.kept = None
+        del found, x
+        gc.collect()
+        assert not any(own() for own in held)
+
+
+def test_a_model_takes_its_graphs_along() -> None:
+    model = Chain().double()
+    fast = autostream.optimize(model, policy="sequential")
+    fast(t(5, 4))[2].sum().backward()
+    held = [ref(found) for found in gc.get_objects() if type(found) is Compiled]
+    assert len(held) >= 2
+    weights = [ref(own) for own in model.parameters()]
+    del model, fast
+    gc.collect()
+    assert not any(own() for own in (*held, *weights))
+
+
+# Others who look on
+
+
+def test_hooks_of_saved_tensors_are_called() -> None:
+    """What is packed is elsewhere by the time of the backward."""
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
+    def body(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.clone()):
+            found = fast(t(5, 4, seed=number))
+        found.sum().backward()
+        return found
+
+    fast = assert_trains_alike(dropout, body, policy="sequential")
+    assert packed
+    assert modes(fast) == {"forward and backward"}
+
+
+@pytest.mark.usefixtures("in_one_place")
+def test_so_they_are_where_what_is_saved_is_lent() -> None:
+    test_hooks_of_saved_tensors_are_called()
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_threads_have_gradients_of_their_own_calls(lent: bool, request: pytest.FixtureRequest) -> None:
+    if lent:
+        request.getfixturevalue("in_one_place")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
+    fast = autostream.optimize(model, policy="sequential")
+
+    def gradient(run: Any, number: int) -> Tensor:
+        x = t(5, 4, seed=number).requires_grad_()
+        return torch.autograd.grad(run(x).square().sum(), x)[0]
+
+    found = in_threads(8, lambda number: [gradient(fast, number + 8 * turn) for turn in range(4)])
+    for number, own in enumerate(found):
+        close(own, [gradient(model, number + 8 * turn) for turn in range(4)])
+
+
+@pytest.mark.usefixtures("in_one_place")
+def test_evaluation_between_forward_and_backward_does_no_harm() -> None:
+    def body(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        found = fast(t(5, 4, seed=number))
+        with torch.no_grad():
+            seen = fast(t(5, 4, seed=9))
+        found.square().sum().backward()
+        return [found, seen]
+
+    fast = assert_trains_alike(Net, body, policy="sequential")
+    assert modes(fast) == {"forward and backward", "one stream"}
+
+
+def test_gradients_of_a_convolution_are_ops_of_their_own() -> None:
+    fast = autostream.optimize(nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(2))), policy="sequential")
+    fast(torch.ones(1, 3, 6, 6)).sum().backward()
+    ((_, backward),) = (report.parts for report in fast.reports)
+    assert sum("convolution_backward" in op.name for op in backward.graph.ops.values()) == 3
