@@ -1,38 +1,43 @@
 """``train_step``: a whole training step, forward to ``zero_grad``, as one scheduled graph.
 
-call ──▶ has the optimizer state to make? ──▶ the step as it is, which makes it; then a schedule for such batches
+call ──▶ like the last one? ──▶ StepReplay
               │ no
-              └─▶ setting: hyperparameters, what requires gradients, … ──▶ Dispatcher, as for any module
+              ├─▶ has the optimizer state to make? ──▶ the step as it is, which makes it; then a graph for such batches
+              └─▶ Graphs of the whole step ──▶ Graphs of forward and backward ──▶ the step as it is
+                         refused ──┘                   refused ──┘
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.entries import Refused
+from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError
+from autostream.execution.restoring import Restore
 from autostream.execution.slots import SlotTable
+from autostream.frontend.losses import Loss
+from autostream.frontend.optimizers import clears_itself, obstacle, takes_closure
+from autostream.frontend.parameters import leave_no_gradients, parameters_of, stateless
 from autostream.ir import Decision
-from autostream.options import StepOptions
+from autostream.options import StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
-from autostream.step_dispatch import Dispatcher
+from autostream.step_graphs import Full, Graphs, Refused
+from autostream.step_replay import StepReplay, replay_of
+from autostream.steps import Gradients, Step
 from autostream.storages import storage_of
-from autostream.tracing.functions import loss_of
 from autostream.tracing.inductor import check_level, check_settings
-from autostream.tracing.optimizers import obstacle, takes_closure
 from autostream.tracing.stand_in import stand_in
 from autostream.tracing.state import name_of
-from autostream.tracing.steps import Backward, TrainingStep
-from autostream.tracing.train_step import STEPS
 
 log = logging.getLogger(__name__)
 
@@ -62,16 +67,14 @@ def train_step(
     number of the optimizer's, such as a momentum: when it first changes, another graph is made, of which it is an
     input. One that becomes zero, or a switch, makes another graph each time.
 
-    Numbers that ``loss_fn`` and what it calls read from globals, closures, dictionaries and attributes of objects are
-    watched by name: another value makes another graph. Give what changes in every step with the batch, as a tensor.
-    Modules that it refers to in these ways are part of the graph. A loss that changes such a number itself, or keeps,
-    returns or prints one of a tensor (``total += loss.item()``), is in no graph. What it writes under names that are
-    computed, in containers of ten thousands, or to a file, is not noticed, nor that it prints a whole tensor.
+    The Python of the model and of ``loss_fn`` is captured and guarded by TorchDynamo, as by ``torch.compile``: a module,
+    a tensor or a number that it reads, wherever that is, is part of the graph, and another one makes another graph. Give
+    what changes in every step with the batch, as a tensor. What it writes to Python's objects is written after the graph.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a
     closure, such as LBFGS, run that graph as often as they like. Where the whole cannot be
-    traced, a graph of forward and backward is tried, then the model alone, then the step runs as it is.
+    captured, a graph of forward and backward is tried, then the model alone, then the step runs as it is.
     :func:`autostream.explain` tells what was done and why.
 
     Args:
@@ -123,9 +126,7 @@ def train_step(
         )
     if chosen.scaler is not None and not chosen.scaler.is_enabled():
         chosen = replace(chosen, scaler=None)
-    parts = model, loss_of(loss_fn), optimizer, chosen
-    reason = _apart(optimizer, chosen)
-    return TrainStep([Backward(*parts)] if reason else [TrainingStep(*parts), Backward(*parts)], reason)
+    return TrainStep(model, optimizer, loss_fn, chosen)
 
 
 def _apart(optimizer: Optimizer, options: StepOptions) -> str:
@@ -148,78 +149,37 @@ def _is_copy(average: object, model: nn.Module) -> bool:
     return alike and set(map(storage_of, mine)).isdisjoint(map(storage_of, its))
 
 
-class _Way:
-    """A way to do steps, with schedules for each signature of a batch.
-
-    Args:
-        step: what is scheduled.
-        slots: where batches may come in turn.
-
-    Attributes:
-        refusals: why steps could not be done so.
-    """
-
-    def __init__(self, step: Backward, slots: SlotTable) -> None:
-        self.step = step
-        self.refusals: dict[tuple[str, str], Decision] = {}
-        self._autostream = Dispatcher(step, step.options, tracer=STEPS, slots=slots)
-
-    def __call__(self, arguments: tuple[Any, ...]) -> Any:
-        """What the step returns.
-
-        Raises:
-            Refused: no graph does the same.
-        """
-        return self._autostream(*arguments)
-
-    def forget_refusals(self) -> None:
-        """Try again what was refused."""
-        self._autostream.forget_refusals()
-
-    @property
-    def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature."""
-        return self._autostream.reports
-
-    @property
-    def disabled(self) -> bool:
-        """Whether the step runs as it is."""
-        return self._autostream.disabled
-
-
-def _note(refused: Sequence[tuple[_Way, str]], instead: str) -> None:
-    """Remember, and say once, why steps could not be done in some ways; two may have one reason."""
-    told = ""
-    for way, reason in refused:
-        if (reason, instead) not in way.refusals:
-            why = reason.replace(name_of(way.step), "it")
-            if why != told:
-                what = "it runs as it is" if instead == "plain" else instead
-                log.warning("a training step of %s: %s: %s", name_of(way.step.model), what, why)
-            told = why
-            way.refusals = {**way.refusals, (reason, instead): Decision("", instead, reason)}
-
-
 class TrainStep:
-    """A training step and its schedules, one for each signature of a batch that it was called with.
+    """A training step and its schedules, one for each kind of batch that it was called with.
 
     Args:
-        steps: of the same model, each with less in a graph than the one before.
-        reason: why none of them has the optimizer in a graph, or ``""``.
+        model: the model.
+        optimizer: of its parameters.
+        loss_fn: takes the model and a batch.
+        options: what else to do, and how to schedule.
 
     Attributes:
         slots: where batches may come in turn: captured graphs read them there.
+        disabled: whether every step runs as it is: ``AUTOSTREAM_DISABLE`` was set when this was made.
     """
 
-    def __init__(self, steps: Sequence[Backward], reason: str) -> None:
-        self._step = steps[0]
-        self._reason = reason
-        self.slots = SlotTable()
-        self._ways = tuple(_Way(step, self.slots) for step in steps)
-        self._apart = (Decision("", _APART, reason),) if reason else ()
-        self._searches = takes_closure(self._step.optimizer)
-        self._stateless: frozenset[str] = frozenset()
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any], options: StepOptions
+    ) -> None:
+        self._parts = model, optimizer, loss_fn, options
+        self._step = Step(Loss(loss_fn, model), optimizer, options)
+        self.slots, self.disabled = SlotTable(), disabled()
+        reason = _apart(optimizer, options)
+        self._graphs = [
+            Graphs(self._step, self.slots, whole=whole) for whole in (True, False) if not (whole and reason)
+        ]
+        self._apart = {reason: Decision("", _APART, reason)} if reason else {}
+        self._eager: dict[str, Decision] = {}
+        self._searches = takes_closure(optimizer)
+        self._stateless: frozenset[int] = frozenset()
         """Parameters for which the last step that might have made state made none: all of plain SGD, or unused ones."""
+        self._replay: StepReplay | None = None
+        self._has_run = False
 
     def __call__(self, *batch: Any) -> Any:
         """Do a step; returns what ``loss_fn`` returns, detached.
@@ -231,47 +191,87 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self(*batch)
-        step = self._step
         with torch.set_grad_enabled(False):  # as no_grad, in half the time
-            if not self._searches:
-                step.zero_gradients()
-            arguments = _, setting, _ = step.arguments(batch)
-            if self._searches:
-                result = step.search(lambda: self._done(batch, step.arguments(batch))[1])
-            elif setting.stateless <= self._stateless:
-                done, outputs = self._done(batch, arguments)
-                result = done.complete(outputs)
-            else:
-                result = step.complete(step(*arguments))
-                self._stateless = step.stateless()
-        step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
+            result = self._done(batch)
+        self._step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
         return result
 
-    def _done(self, batch: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Backward, Any]:
-        """A step by the first way that can do it, or as it is; returns what did it, and what that returned.
+    def _done(self, batch: tuple[Any, ...]) -> Any:
+        step, replay = self._step, self._replay
+        if replay is not None and replay.whole and (tensors := replay.fits(batch)) is not None:
+            result, _ = replay(tensors, batch)
+            leave_no_gradients(replay.parameters)
+            return result
+        if self._searches:
+            return step.search(lambda: self._differentiated(batch))  # type: ignore[arg-type, return-value]
+        step.zero_gradients()
+        if self._graphs[0].whole and not self.disabled and not self._stateful():
+            result = step.complete(*step.differentiate(batch))
+            self._stateless = stateless(step.optimizer)
+            return result
+        result, gradients = self._differentiated(batch)
+        if gradients is not None:
+            return step.complete(result, gradients)
+        if not clears_itself(step.optimizer):
+            leave_no_gradients(parameters_of(step.optimizer))
+        return result
 
-        Args:
-            batch: the batch.
-            arguments: of the first way.
-        """
-        refused: list[tuple[_Way, str]] = []
-        for way in self._ways:
+    def _stateful(self) -> bool:
+        """Whether the optimizer has all the state that it makes in a parameter's first step."""
+        return stateless(self._step.optimizer) <= self._stateless
+
+    def _differentiated(self, batch: tuple[Any, ...]) -> tuple[Any, Gradients | None]:
+        """The result of a step, and the gradients, unless they are used already."""
+        replay = self._replay
+        if replay is not None and not replay.whole and (tensors := replay.fits(batch)) is not None:
+            return replay(tensors, batch)
+        if replay is not None:
+            replay.end()
+            self._replay = None
+        if self.disabled:
+            return self._step.differentiate(batch)
+        refused: list[str] = []
+        for graphs in self._graphs:
             try:
-                outputs = way(way.step.arguments(batch) if refused else arguments)
+                done = graphs(batch)
+            except Full as reason:
+                self._note(self._eager, [*refused, str(reason)], "plain")
+                return self._step.differentiate(batch)
             except Refused as reason:
-                refused.append((way, str(reason)))
+                refused.append(str(reason))
             else:
-                _note(refused, _APART)
-                return way.step, outputs
-        step, instead = self._as_written
+                self._note(self._apart, refused, _APART)
+                self._replay = replay_of(graphs, done)
+                return done.result, done.gradients
         try:
-            outputs = step(*step.arguments(batch))
+            result, instead = self._as_it_is(batch)
         except Exception:  # then a graph would have failed too, and the next batch may be another matter
-            for way, _ in refused:
-                way.forget_refusals()
+            for graphs in self._graphs:
+                graphs.forget_refusals()
             raise
-        _note(refused, instead)
-        return step, outputs
+        self._note(self._eager, refused, instead)
+        return result
+
+    def _as_it_is(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, Gradients], str]:
+        """The result and gradients of the step as it is, and what to say of it."""
+        step, instead = self._as_written
+        if step is self._step or self._has_run:
+            return step.differentiate(batch), instead
+        with undone_if(_TWICE, [*step.modules.buffers()]) as refused:
+            result = step.differentiate(batch)
+        if refused:
+            self.__dict__["_as_written"] = self._step, "plain"
+            return self._step.differentiate(batch), "plain"
+        self._has_run = True
+        return result, instead
+
+    def _note(self, known: dict[str, Decision], reasons: Sequence[str], instead: str) -> None:
+        """Remember, and say once, why steps could not be done in some ways."""
+        for reason in dict.fromkeys(reasons):
+            if reason not in known and len(known) < _MOST_REASONS:
+                what = "it runs as it is" if instead == "plain" else instead
+                log.warning("a training step of %s: %s: %s", name_of(self._step.model), what, reason)
+                known[reason] = Decision("", instead, reason)
 
     @cached_property
     def _model(self) -> Dispatcher:
@@ -279,19 +279,15 @@ class TrainStep:
         return Dispatcher(self._step.model, self._step.options)
 
     @cached_property
-    def _as_written(self) -> tuple[Backward, str]:
+    def _as_written(self) -> tuple[Step, str]:
         """The step as it is, over a model whose calls are scheduled where that is of use, and what to say of it."""
-        step = self._step
-        useless = self._model.better_alone(()) or step.parallel
-        model = None if useless else stand_in(step.model, self._model)
-        if model is None:
-            return step, "plain"
-        return Backward(model, step.loss_fn, step.optimizer, step.options), _EAGER
-
-    @property
-    def disabled(self) -> bool:
-        """Whether every step runs as it is: ``AUTOSTREAM_DISABLE`` was set when this was made."""
-        return self._ways[0].disabled
+        model, optimizer, loss_fn, options = self._parts
+        asked = options.policy != "auto" or any(own.is_cuda for own in model.parameters())
+        parallel = any(isinstance(own, nn.parallel.DistributedDataParallel) for own in model.modules())
+        scheduled = stand_in(model, self._model) if asked and not parallel else None
+        if scheduled is None:
+            return self._step, "plain"
+        return Step(Loss(loss_fn, scheduled), optimizer, options), _EAGER
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -299,15 +295,17 @@ class TrainStep:
 
         Those have among their refusals why they are not done in the ways before.
         """
-        above, found = self._apart, list[Report]()
-        for way in self._ways:
-            found += (replace(report, refusals=(*above, *report.refusals)) for report in way.reports)
-            above = *above, *(refusal for refusal in way.refusals.values() if refusal.choice == _APART)
-        refusals = (refusal for way in self._ways for refusal in way.refusals.values() if refusal.choice != _APART)
-        if eager := tuple(dict.fromkeys(refusals)):
-            plain = Report(name_of(self._step), "some steps", "plain", versions=versions())
-            known = self._model.reports
-            found += (replace(report, refusals=(*eager, *report.refusals)) for report in known or (plain,))
+        found = list[Report]()
+        for graphs in self._graphs:
+            apart = () if graphs.whole else tuple(self._apart.values())
+            found += (replace(report, refusals=(*apart, *report.refusals)) for report in graphs.reports)
+        scheduled = tuple(own for own in self._eager.values() if own.choice == _EAGER)
+        found += (
+            replace(report, refusals=(*scheduled, *report.refusals)) for report in self._model.reports if scheduled
+        )
+        if refusals := tuple(own for own in self._eager.values() if own not in scheduled or not self._model.reports):
+            name = f"{name_of(self._step.model)}, TrainingStep"
+            found.append(Report(name, "some steps", "plain", refusals=refusals, versions=versions()))
         return tuple(found)
 
     def __repr__(self) -> str:
@@ -315,5 +313,29 @@ class TrainStep:
         return f"{type(self).__name__}({self._step.model!r}, {self._step.optimizer!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the model, the optimizer and the options; schedules are made anew."""
-        return TrainStep, ([way.step for way in self._ways], self._reason)
+        """Copy and pickle as the model, the optimizer, the loss and the options; schedules are made anew."""
+        return TrainStep, self._parts
+
+
+@contextmanager
+def undone_if(message: str, tensors: Sequence[Tensor]) -> Iterator[list[str]]:
+    """Catch an error that says so, and put back the tensors and the generators of random numbers; yields the error."""
+    restore, state = Restore(tensors), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    caught: list[str] = []
+    try:
+        yield caught
+    except RuntimeError as error:
+        if message not in str(error):
+            raise
+        caught.append(str(error))
+        restore()
+        torch.set_rng_state(state)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+_MOST_REASONS = 100
+
+_TWICE = "does not currently support double backward"
+"""What AOTAutograd says of a loss that goes through a gradient: then the model runs as it is."""

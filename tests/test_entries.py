@@ -29,14 +29,13 @@ from autostream.errors import (
 )
 from autostream.execution.cuda_graph import GraphPools
 from autostream.execution.slots import SlotTable
+from autostream.frontend.signature import Signature, signature_of
+from autostream.frontend.tree import Structure, flatten
 from autostream.ir import Decision
 from autostream.options import Options
 from autostream.pieces import Pieces
 from autostream.tracing.export import MODELS, PIECES, SECTIONS, Tracer
-from autostream.frontend.signature import Signature, signature_of
 from autostream.tracing.state import ModelWatch
-from autostream.tracing.train_step import STEPS
-from autostream.frontend.tree import Structure, flatten
 from autostream.ways import Ways
 from tests.semantics import Model, same
 
@@ -138,9 +137,7 @@ TRACE, CHOICE = TraceError("it cannot be traced"), ChoiceError("it branches")
         (FastPathError("it packs its input"), MODELS, Plain),
         (CHOICE, PIECES, Plain),
         (TRACE, SECTIONS, Plain),
-        (TRACE, STEPS, Refusing),
         (ZeroDivisionError("of ours"), MODELS, Plain),
-        (ZeroDivisionError("of ours"), STEPS, Plain),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else getattr(value, "__name__", ""),
 )

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from autostream.errors import TraceError, first_line
+from autostream.errors import AutostreamError, TraceError, first_line
 from autostream.frontend.fakes import forget
 from autostream.frontend.reach import check_reach
 from autostream.ir import Placeholder, Program, Role
@@ -63,7 +63,13 @@ def program_of(
         >>> program.module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
         [add]
     """
-    traced = aten_graph(module, [tensor for *_, tensor in given], decompositions)
+    return as_program(aten_graph(module, [tensor for *_, tensor in given], decompositions), given, device)
+
+
+def as_program(
+    traced: fx.GraphModule, given: Sequence[Given], device: str | None = None
+) -> tuple[Program, dict[str, Tensor]]:
+    """What :func:`program_of` returns, of a graph of ATen ops that was traced with these."""
     placeholders, constants = _tidied(traced, given)
     if device is not None and torch.device(device).type != torch.device(devices_of(traced)[0]).type:
         _relocate(traced, torch.device(device))
@@ -84,20 +90,28 @@ def aten_graph(
         raise TraceError(f"it sets {setters[0].name.removeprefix('set_')}, which its ATen ops would not")
     if decompositions is None and not _casts(module):
         with suppress(TraceError):  # what composed ops are made of may be traced
-            return _traced(module, tensors, None, pre_dispatch=True)
-    return _traced(module, tensors, dict(decompositions or {}), pre_dispatch=False)
+            return traced_on_fakes(fx.Interpreter(module).run, tensors, None, pre_dispatch=True)
+    return traced_on_fakes(fx.Interpreter(module).run, tensors, dict(decompositions or {}))
 
 
-def _traced(module: fx.GraphModule, tensors: Sequence[Tensor], table: Any, *, pre_dispatch: bool) -> fx.GraphModule:
+def traced_on_fakes(
+    run: Callable[..., Any], tensors: Sequence[Tensor], table: Any, *, pre_dispatch: bool = False
+) -> fx.GraphModule:
+    """The graph of what a function dispatches on fake tensors in the place of these.
+
+    Raises:
+        TraceError: it cannot be traced; the message says why.
+    """
     mode = FakeTensorMode(shape_env=_shape_env(), allow_non_fake_inputs=True)
     recorded = torch.is_grad_enabled()
-    run = fx.Interpreter(module).run
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(recorded), preserve_node_meta(), catch_warnings():
             filterwarnings("ignore", "The .grad attribute of a Tensor")  # every tensor is asked for it
             fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
             tracer = make_fx(run, table, "fake", _allow_non_fake_inputs=True, pre_dispatch=pre_dispatch)
             traced: fx.GraphModule = tracer(*fakes)
+    except AutostreamError:
+        raise
     except Exception as error:
         raise TraceError(f"its graph has no ATen ops: {first_line(error)}") from error
     finally:

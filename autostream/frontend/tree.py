@@ -141,6 +141,22 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
     return _unflatten(structure, iter(tensors))
 
 
+def shares_containers(value: Any, again: Any) -> bool:
+    """Whether two values have a container in common, which neither was made anew for.
+
+    Example:
+        >>> kept = [1]
+        >>> shares_containers((kept, 2), (kept, 2)), shares_containers((1, [2]), (1, [2]))
+        (True, False)
+    """
+    if isinstance(value, Tensor) or not isinstance(value, list | tuple | dict):
+        return False
+    if value is again and value:
+        return True
+    both = (value.values(), again.values()) if isinstance(value, dict) else (value, again)
+    return any(map(shares_containers, *both))
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nested value with what ``function`` makes of each tensor.
 

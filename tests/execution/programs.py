@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,10 +19,8 @@ from autostream.ir import Assignment, Launch, OpGraph, Placeholder, Program, Rol
 from autostream.kernels import Kernel
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
-from autostream.tracing.functions import module_of
 from autostream.tracing.kernel_values import evaluate
-from autostream.tracing.steps import TrainingStep
-from autostream.tracing.train_step import trace_step
+from tests.steps import program_of
 
 Launches = Sequence[Launch]
 
@@ -69,15 +68,13 @@ def step_case() -> Case:
     right = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
     model = nn.ModuleList([left, right])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = TrainingStep(
-        model, module_of(lambda towers, x, y: (towers[0](x) + towers[1](x) - y).square().mean()), optimizer
-    )
     batch = torch.randn(6, 3), torch.randn(6, 4)
-    with torch.no_grad():
-        step(*step.arguments(batch))  # makes the optimizer's state
-        tensors, structure = flatten((step.arguments(batch), {}))
-        program = trace_step(step, tensors, structure).program
-    return _case(program, step, tensors)
+
+    def loss(towers: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (towers[0](x) + towers[1](x) - y).square().mean()  # type: ignore[no-any-return]
+
+    program, tensors = program_of(model, optimizer, loss, batch)
+    return Case(program, analyze(program), tuple(tensors))
 
 
 def fused_case() -> Case:

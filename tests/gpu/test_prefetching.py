@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.api import OptimizedModule
-from autostream.build import Scheduled
 from autostream.execution.streams import copy_stream
 from autostream.execution.watched import profiled
+from autostream.step_graphs import Entry
 from autostream.training import TrainStep
 
 pytestmark = [
@@ -54,8 +54,12 @@ def optimized() -> OptimizedModule:
 
 def variants(fast: Any) -> int:
     """For how many slots something was captured."""
-    dispatcher = fast._ways[0]._autostream if isinstance(fast, TrainStep) else fast._autostream
-    entries = [entry for entry in dispatcher._entries.values() if isinstance(entry, Scheduled)]
+    if isinstance(fast, TrainStep):
+        made = chain.from_iterable(fast._graphs[0]._admission.entries.values())
+        entries = [entry.scheduled for entry in made if isinstance(entry, Entry)]
+    else:
+        made = chain.from_iterable(fast._autostream._admission.entries.values())
+        entries = [entry._ready.scheduled for entry in made]
     assert all(entry.report.mode == "cuda graph" for entry in entries), [entry.report.refusals for entry in entries]
     places = [place for entry in entries for place in entry._execution._known.values()]  # type: ignore[union-attr]
     return sum(graph is not place.graph for place in places for _, graph in place.variants._by_slot.values())

@@ -16,12 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import autostream
 from autostream.kernels import Kernel
+from autostream.storages import share_bytes
 from autostream.tracing import inductor
-from autostream.tracing.functions import module_of
-from autostream.tracing.steps import TrainingStep
-from autostream.tracing.train_step import trace_step
-from autostream.frontend.tree import flatten
 from autostream.training import TrainStep
+from tests.steps import program_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -485,12 +483,8 @@ def test_convolutions_are_laid_out_forward_and_backward(monkeypatch: pytest.Monk
 def test_powers_that_adam_corrects_by_are_computed_once_for_each_parameter() -> None:
     """Not by every thread of an update, which takes float64 longer than the update takes."""
     model = mlp().cuda()
-    step = TrainingStep(model, module_of(mse), AdamW(model.parameters(), lr=1e-3))
     batch = on_gpu(16, 64), on_gpu(16, 8)
-    with torch.no_grad():
-        step(*step.arguments(batch))
-        tensors, structure = flatten((step.arguments(batch), {}))
-        program = inductor.fuse(trace_step(step, tensors, structure).program)
+    program = inductor.fuse(program_of(model, AdamW(model.parameters(), lr=1e-3), mse, batch)[0])
     launches = [node for node in program.module.graph.nodes if isinstance(node.target, Kernel)]
     powers = [node for node in launches if "libdevice.pow" in node.target.content]
     assert len(powers) == len(list(model.parameters()))
@@ -543,8 +537,7 @@ def test_weights_that_lie_beside_each_other_are_updated_in_the_graph() -> None:
     """As those of an LSTM do, in one buffer of cuDNN's."""
     model = nn.LSTM(8, 8).cuda()
     assert len({weight.untyped_storage().data_ptr() for weight in model.parameters()}) == 1
-    step = TrainingStep(model, module_of(mse), Adam(model.parameters()))
-    assert step.overlapping() == ""
+    assert not share_bytes(model.parameters())
 
 
 def test_counters_that_are_one_tensor_count_every_parameter() -> None:

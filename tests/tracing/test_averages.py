@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.errors import TargetError
-from autostream.tracing.averages import check_average, differing_buffers, follow
+from autostream.frontend.averages import check_average, differing_buffers, follow
 
 
 def layers() -> nn.Sequential:

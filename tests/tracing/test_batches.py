@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autostream.errors import TargetError
-from autostream.tracing.batches import detached, loss_in, parts_of, summed, tensors_of
+from autostream.frontend.batches import detached, loss_in, parts_of, summed, tensors_of
 
 
 def test_parts_are_equal_and_what_has_no_rows_is_part_of_all() -> None:

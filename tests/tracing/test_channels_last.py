@@ -23,9 +23,7 @@ from autostream.tracing.channels_last import (
     is_channels_last,
     trains_convolutions,
 )
-from autostream.tracing.functions import module_of
-from autostream.tracing.steps import TrainingStep
-from tests.tracing.test_train_step import traced
+from tests.steps import program_of
 
 aten = torch.ops.aten
 
@@ -66,11 +64,7 @@ def step_of(
     importlib.import_module("torch._inductor.lowering")
     torch.manual_seed(0)
     model, x = Net(between).double(), torch.randn(2, 2, 6, 5, dtype=torch.float64)
-    step: Any = TrainingStep(model, module_of(loss), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    with torch.no_grad():
-        step(*step.arguments((x,)))
-    result, tensors = traced(step, (x,))
-    return result.program, tensors
+    return program_of(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss, (x,))
 
 
 def results(module: fx.GraphModule, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autostream.errors import TraceError
 from autostream.execution.bound import Writes
-from autostream.tracing.optimizers import (
+from autostream.frontend.optimizers import (
     TRACED,
     Input,
     Numbers,

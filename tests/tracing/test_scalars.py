@@ -17,12 +17,9 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
-from autostream.tracing.functions import module_of
 from autostream.tracing.inductor import SETTINGS, _functional
 from autostream.tracing.scalars import compute_once
-from autostream.tracing.steps import TrainingStep
-from autostream.tracing.train_step import trace_step
-from autostream.frontend.tree import flatten
+from tests.steps import program_of
 
 aten = torch.ops.aten
 X, STEP = torch.rand(3, 2), torch.tensor(3.0, dtype=torch.float64)
@@ -140,12 +137,9 @@ def test_no_program_computes_anything_else(program: list[tuple[str, int, int]]) 
 def functional(optimizer: Callable[..., Any]) -> fx.Graph:
     """What Inductor is given of a step of two layers."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    step = TrainingStep(model, module_of(lambda model, x: model(x).square().mean()), optimizer(model.parameters()))
-    batch = (torch.ones(2, 3),)
-    with torch.no_grad():
-        step(*step.arguments(batch))
-        tensors, structure = flatten((step.arguments(batch), {}))
-        return _functional(trace_step(step, tensors, structure).program).graph
+    own = optimizer(model.parameters())
+    program, _ = program_of(model, own, lambda model, x: model(x).square().mean(), (torch.ones(2, 3),))
+    return _functional(program).graph
 
 
 @pytest.mark.parametrize(

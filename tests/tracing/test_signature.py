@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from autostream.frontend.signature import Signature, signature_of
-from autostream.tracing.steps import Setting
 from autostream.frontend.tree import flatten
 
 
@@ -116,21 +115,7 @@ def test_tensors_are_not_kept_alive() -> None:
     assert not any(isinstance(item, Tensor) for item in (*holds.tensors[0], *holds.aliases))
 
 
-def test_settings_that_differ_are_named() -> None:
-    """Two steps whose optimizers differ in a hyperparameter and in what is trained."""
-
-    def of(trained: bytes, momentum: float) -> Signature:
-        groups = flatten(({"lr": 0.1, "momentum": momentum},))[1]
-        structure = flatten(((torch.ones(2), Setting((("weight",),), trained, groups=groups)), {}))[1]
-        return signature_of(structure, [torch.ones(2)], b"")
-
-    last = of(b"\1", 0.9)
-    assert last.unlike(of(b"\1", 0.9)) == ""
-    assert last.unlike(of(b"\1", 0.8)) == "momentum"
-    assert last.unlike(of(b"\0", 0.8)) == "what requires gradients, momentum"
-
-
-def test_so_is_what_differs_else() -> None:
+def test_what_differs_is_named() -> None:
     x, same = torch.ones(2), signature(X, X)
     assert signature(X, x).unlike(signature(X, torch.ones(3))) == "shapes, strides, dtypes or devices"
     assert signature(X, X.clone()).unlike(same) == "which tensors share memory"

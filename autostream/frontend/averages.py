@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,19 @@ def _differing(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Ten
     return [name for name in mine | its if mine.get(name) != its.get(name)]
 
 
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Of tensors of an average and those that they follow."""
+
+
+def pairs_of(average: nn.Module, model: nn.Module) -> tuple[Pairs, Pairs]:
+    """The parameters of an average and the model's, and the buffers that both have."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    return (
+        [(own, parameters[name]) for name, own in average.named_parameters()],
+        [(own, buffers[name]) for name, own in average.named_buffers()],
+    )
+
+
 @torch.no_grad()
 def follow(average: nn.Module, model: nn.Module, decay: float) -> None:
     """Let an average's parameters come nearer to those of its model, and its buffers be copies of the model's.
@@ -69,13 +82,18 @@ def follow(average: nn.Module, model: nn.Module, decay: float) -> None:
         >>> average.weight.item()
         0.25
     """
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    for name, parameter in average.named_parameters():
-        parameter.lerp_(parameters[name], 1 - decay)
+    buffers = dict(model.named_buffers())
     for name in differing_buffers(average, model):
         path, _, key = name.rpartition(".")
         persistent = key not in model.get_submodule(path)._non_persistent_buffers_set
         buffer = buffers[name].clone() if name in buffers else None
         average.get_submodule(path).register_buffer(key, buffer, persistent)
-    for name, buffer in average.named_buffers():
-        buffer.copy_(buffers[name])
+    follow_tensors(*pairs_of(average, model), decay)
+
+
+def follow_tensors(parameters: Pairs, buffers: Pairs, decay: float) -> None:
+    """Let tensors follow others, buffers at once."""
+    for own, leading in parameters:
+        own.lerp_(leading, 1 - decay)
+    for own, leading in buffers:
+        own.copy_(leading)

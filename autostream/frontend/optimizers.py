@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,8 +29,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.overrides import TorchFunctionMode
 
 from autostream.errors import TraceError
-from autostream.frontend.tree import Constant
-from autostream.tracing.tamed import compiling
+from autostream.frontend.tree import Constant, Structure, flatten
 
 TRACED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad)
 """Optimizers whose step can be part of a graph; not their subclasses, which may do anything."""
@@ -234,6 +236,94 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
+class Hyperparameters:
+    """An optimizer's, from step to step: most of them are constants of a graph, some are its inputs.
+
+    Args:
+        optimizer: the optimizer.
+
+    Attributes:
+        inputs: those that are inputs, by place among the :func:`values`.
+
+    Example:
+        >>> optimizer = SGD([torch.ones(2)], lr=0.1, momentum=0.9)
+        >>> hyperparameters = Hyperparameters(optimizer)
+        >>> _, refusal = hyperparameters.look()
+        >>> hyperparameters.numbers(torch.device("cpu"))
+        tensor([0.1000], dtype=torch.float64)
+        >>> optimizer.param_groups[0]["lr"] = 0.2
+        >>> hyperparameters.same(), hyperparameters.numbers(torch.device("cpu"))
+        (True, tensor([0.2000], dtype=torch.float64))
+        >>> optimizer.param_groups[0]["momentum"] = 0.8
+        >>> hyperparameters.same()
+        False
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.inputs: dict[int, Input] = {}
+        self._varying: set[str] = set()
+        self._values = values(optimizer)
+        self._entries: list[Any] = []
+        self._settled = False
+        self._as_tensor = Numbers()
+
+    def look(self) -> tuple[Structure | None, str]:
+        """The hyperparameters now, with an :class:`Input` for each that is one, and why no graph can use them.
+
+        Numbers that are not what they were at the last look are inputs from now on: when they change again, that needs
+        no other graph.
+        """
+        optimizer, now = self._optimizer, values(self._optimizer)
+        found = zip(names(optimizer), self._values, now, strict=False)
+        self._varying |= {name for name, then, own in found if is_number(then) and is_number(own) and then != own}
+        self.inputs = inputs(optimizer, self._varying)
+        self._values, self._entries = now, _entries(optimizer)
+        # Lists may be written to, and tensors may be: then each step looks.
+        self._settled = not any(isinstance(entry, (list, Tensor)) for entry in _plain(optimizer))
+        if refusal := unfit(optimizer, self.inputs):
+            return None, refusal
+        try:
+            return flatten(groups_of(optimizer, self.inputs))[1], ""
+        except TraceError as error:
+            return None, f"a hyperparameter of {type(optimizer).__name__}: {error}"
+
+    def same(self) -> bool:
+        """Whether they are what they were at the last look, but for the values of inputs."""
+        entries = _entries(self._optimizer)
+        if self._settled and len(entries) == len(self._entries) and all(map(is_, entries, self._entries)):
+            return True
+        now = values(self._optimizer)
+        if len(now) != len(self._values):
+            return False
+        for at, (value, before) in enumerate(zip(now, self._values, strict=True)):
+            own = self.inputs.get(at)
+            if own is None:
+                if value is not before and (type(value) is not type(before) or value != before):
+                    return False
+            elif isinstance(value, Tensor) or isinstance(before, Tensor):
+                if type(value) is not type(before):
+                    return False
+            elif not (is_positive(value) if own.positive else is_number(value)):
+                return False
+        self._values, self._entries = now, entries
+        return True
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """The inputs as they were when they were last found to be the same, in one tensor."""
+        return self._as_tensor([self._values[at] for at in self.inputs], device)
+
+
+def _entries(optimizer: Optimizer) -> list[Any]:
+    """All that groups hold, one look at which is the quickest."""
+    return list(chain.from_iterable(map(dict.values, optimizer.param_groups)))
+
+
+def _plain(optimizer: Optimizer) -> list[Any]:
+    """What groups hold besides parameters."""
+    return [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+
+
 class Numbers:
     """The inputs of an update in one tensor, float64 as Python's numbers are, where the parameters are.
 
@@ -306,7 +396,7 @@ def update(
         {**inputs.filled(group), **{name: value for name, value in _MODE.items() if name in group}, "params": [*its]}
         for group, its in zip(groups, parameters, strict=True)
     ]
-    with torch.no_grad(), compiling(), inputs:  # takes numbers for what only a device knows, as for a compiler
+    with torch.no_grad(), _compiling(), inputs:  # takes numbers for what only a device knows, as for a compiler
         inspect.unwrap(type(optimizer).step)(twin)
     with torch.no_grad():
         for parameter, values in twin.state.items():
@@ -315,6 +405,20 @@ def update(
         for parameter, values in state.items():
             if "step" in values and values["step"] is not widened[parameter]["step"]:
                 values["step"].copy_(widened[parameter]["step"])
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Let update rules be told that they are compiled: then they leave to the device what it knows.
+
+    Private to PyTorch (seen in 2.11 and 2.13), whose own exporter sets this flag.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 class _Inputs(TorchFunctionMode):

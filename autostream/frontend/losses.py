@@ -1,0 +1,143 @@
+"""What a training step differentiates, as one callable of a batch: what TorchDynamo captures of a step.
+
+loss_fn(model, *batch), or of PyTorch's own: loss_fn(model(*inputs), target) ──▶ (loss, result)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from autostream.errors import TargetError
+from autostream.frontend.batches import loss_in
+
+
+class Loss:
+    """A loss of a model and a batch.
+
+    Args:
+        loss_fn: of PyTorch's own, which compare the model's outputs with the last of a batch; or a function of the
+            model and a batch that returns the loss, or a tuple that begins with it.
+        model: the model.
+
+    Example:
+        >>> import torch
+        >>> Loss(nn.MSELoss(), nn.Identity())(torch.ones(2), torch.zeros(2))
+        (tensor(1.), tensor(1.))
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], model: nn.Module) -> None:
+        self.loss_fn, self.model = loss_fn, model
+        self.compares = _is_criterion(loss_fn)
+
+    def __call__(self, *batch: Any) -> tuple[Tensor, Any]:
+        """The loss, and what is returned: the same, or what it is in.
+
+        Raises:
+            TargetError: the loss is no scalar.
+        """
+        if self.compares:
+            *inputs, target = batch
+            result = self.loss_fn(self.model(*inputs), target)
+        else:
+            result = self.loss_fn(self.model, *batch)
+        return loss_in(result), result
+
+    def check(self, count: int) -> None:
+        """See that a loss takes a model and a batch of so many.
+
+        Raises:
+            TargetError: it does not, by its signature.
+
+        Example:
+            >>> Loss(lambda output, target: output - target, nn.Identity()).check(2)
+            Traceback (most recent call last):
+            ...
+            autostream.errors.TargetError: loss_fn is called with the model and a batch of 2, and takes (output, \
+target): where it takes the model's outputs, use lambda model, x, y: loss_fn(model(x), y)
+        """
+        if self.compares:
+            if count < 2:
+                name = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
+                raise TargetError(f"{name} compares outputs with a target: call the step with inputs and a target")
+            return
+        signature = _signature(self.loss_fn)
+        if signature is None:
+            return
+        try:
+            signature.bind(*range(1 + count))
+        except TypeError:
+            raise TargetError(
+                f"loss_fn is called with the model and a batch of {count}, and takes {signature}: where it takes the "
+                "model's outputs, use lambda model, x, y: loss_fn(model(x), y)"
+            ) from None
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # it has none that Python knows
+        return None
+
+
+def _is_criterion(function: Any) -> bool:
+    """Whether a loss is one of PyTorch's: a module or one derived from it, a function, or such with some arguments."""
+    if isinstance(function, partial):
+        return _is_criterion(function.func)
+    if isinstance(function, nn.Module):
+        return any(kind.__module__ == "torch.nn.modules.loss" for kind in type(function).__mro__)
+    return getattr(function, "__module__", None) == "torch.nn.functional"
+
+
+def modules_in(function: object) -> list[nn.Module]:
+    """The modules that a loss refers to, as far as a look tells: to know whose the parameters of an optimizer may be.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> modules_in(lambda model, x: layer(model(x)))
+        [Linear(in_features=1, out_features=1, bias=True)]
+    """
+    found: list[nn.Module] = []
+    pending, seen = [function], dict[int, object]()
+    while pending and len(seen) < _MOST:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, (type, ModuleType, Tensor)):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            found.append(value)
+        else:
+            pending += _referred_to(value)
+    return found
+
+
+_MOST = 10_000
+
+
+def _contents(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # it is empty
+        return []
+
+
+def _referred_to(value: Any) -> list[Any]:
+    if isinstance(value, FunctionType):
+        cells = [found for cell in value.__closure__ or () for found in _contents(cell)]
+        read = (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+        return [*cells, *read, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    if isinstance(value, (list, tuple, set)):
+        return [*value]
+    call = vars(type(value)).get("__call__")
+    return [*getattr(value, "__dict__", {}).values(), *([call] if isinstance(call, FunctionType) else [])]

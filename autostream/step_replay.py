@@ -1,0 +1,165 @@
+"""The short way of a step that is like the one before it: look whether it is, then replay.
+
+    batch alike? ──▶ optimizer and its state as they were? ──▶ guards, addresses ──▶ replay
+
+Steps write what they are given, so all is asked before the replay. Every question is one look in C at all tensors, or
+at all that holds them: there may be thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import chain
+from operator import attrgetter, getitem, is_, itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from autostream.execution.bound import Addresses, looks_alike
+from autostream.frontend.batches import Batch
+from autostream.frontend.guards import unusual_call
+from autostream.frontend.numerics import watch_unguarded
+from autostream.frontend.optimizers import obstacle
+from autostream.frontend.parameters import have_hooks
+from autostream.frontend.tree import TENSOR, tensors_like
+from autostream.scheduled import Unsuitable
+from autostream.step_graphs import Done, Graphs, circumstances
+from autostream.storages import storage_of
+
+
+class StepReplay:
+    """What steps like one that has just been done run.
+
+    Args:
+        graphs: whose step it was.
+        done: the step.
+
+    Attributes:
+        whole: whether such steps leave nothing to do.
+        parameters: of the optimizer.
+
+    Raises:
+        Unsuitable: such steps have no short way.
+    """
+
+    def __init__(self, graphs: Graphs, done: Done) -> None:
+        entry, call, step = done.entry, done.call, graphs.step
+        scheduled, flat = entry.scheduled, done.tensors.flat()
+        arguments = entry.traced.arguments(done.tensors)
+        place = scheduled.reading(arguments)
+        if scheduled.detached or (scheduled.captured is not None and place is None):
+            raise Unsuitable("it is not known what a replay would read")
+        self.graphs, self._entry, self._step = graphs, entry, step
+        self.whole, self._optimizer = graphs.whole, step.optimizer
+        self._key, self._steps = call.key, 0
+        self._launch = scheduled if place is None else place.launch
+        held = len(flat) - len(done.tensors.batch) - len(done.tensors.numbers)
+        inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.traced.places]
+        self._live = [own for own, at in zip(arguments, inputs, strict=True) if at is None]
+        self._held = [own.detach() for own in self._live]  # what is launched reads their memory, whoever lets it go
+        self._inputs = inputs
+        self._in_order = inputs == [*[None] * len(self._held), *range(len(inputs) - len(self._held))]
+        self._addresses = Addresses(self._live)
+        self._structure, self._flat = (
+            call.key.structure,
+            all(own is TENSOR for own in call.key.structure.children or ()),
+        )
+        self._alike = looks_alike(call.tensors)
+        self._own = frozenset(map(storage_of, self._live))
+        if not self._apart(call.tensors):
+            raise Unsuitable("tensors of the batch share memory")
+        self._same_numerics = watch_unguarded()
+        self._sizes = [len(group["params"]) for group in step.optimizer.param_groups]
+        averaged = _dicts_of(step.average, step.model) if self.whole and step.average is not None else []
+        self._holders: list[Sized] = [*averaged, step.optimizer.state] if self.whole else []
+        self._lengths = list(map(len, self._holders))
+        inner = [*averaged, *step.optimizer.state.values()]
+        entries = [(own, key) for own in inner for key in own]
+        self._entries = [own for own, _ in entries], [key for _, key in entries]
+        self._known = list(self._objects())
+        self.parameters = call.parameters
+        ours = set(map(id, call.parameters))
+        others = [own for own in done.tensors.held if id(own) not in ours and own.requires_grad]
+        self._hooked = [*call.parameters, *others]
+        self._required = list(map(_REQUIRES_GRADIENTS, call.parameters))
+
+    def fits(self, batch: Batch) -> Sequence[Tensor] | None:
+        """The tensors of a step's batch, if all is as it was; called without gradients."""
+        tensors: Sequence[Tensor] | None = batch if self._flat else tensors_like(self._structure, batch)
+        graphs = self.graphs
+        as_it_was = (
+            tensors is not None
+            and self._alike(tensors)
+            and self._apart(tensors)
+            and not unusual_call()
+            and not circumstances()
+            and not (self.whole and (obstacle(self._optimizer) or not graphs.hyperparameters.same()))
+            and self._same_objects()
+            and not have_hooks(self._hooked)
+            and list(map(_REQUIRES_GRADIENTS, self.parameters)) == self._required
+            and self._same_numerics()
+            and self._addresses.unmoved(self._live)
+            and self._entry.loss.stands_for(batch)
+        )
+        return tensors if as_it_was else None
+
+    def __call__(self, tensors: Sequence[Tensor], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
+        """The result of a step that fits, and gradients, where they are still to be used."""
+        self._steps += 1
+        tensors = [*tensors, *self.graphs.numbers(self.parameters)]
+        if self._in_order:
+            arguments = [*self._held, *tensors]
+        else:
+            held = iter(self._held)
+            arguments = [next(held) if at is None else tensors[at] for at in self._inputs]
+        return self._entry.put_together(self._launch(arguments), batch)
+
+    def end(self) -> None:
+        """Tell how many steps there were."""
+        if self._steps:
+            self.graphs.replayed = self._key, self._steps
+
+    def _apart(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors share no memory with each other, nor with what is the model's or the optimizer's."""
+        storages = set(map(storage_of, tensors))
+        return len(storages) == len(tensors) and self._own.isdisjoint(storages)
+
+    def _objects(self) -> Iterator[Any]:
+        """The objects that a step goes by, and that Dynamo does not guard."""
+        optimizer = self._optimizer
+        parts: list[Iterable[Any]] = [chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))]
+        if self.whole:
+            state = optimizer.state
+            parts += [state, state.values(), map(getitem, *self._entries)]
+        return chain.from_iterable(parts)
+
+    def _same_objects(self) -> bool:
+        """Whether these are what they were. Nothing is made for it that the garbage collector would look at."""
+        try:
+            return (
+                list(map(len, map(_PARAMETERS, self._optimizer.param_groups))) == self._sizes
+                and list(map(len, self._holders)) == self._lengths
+                and all(map(is_, self._objects(), self._known))
+            )
+        except KeyError:  # of state that is gone
+            return False
+
+
+_PARAMETERS = itemgetter("params")
+_REQUIRES_GRADIENTS = attrgetter("requires_grad")
+
+
+def _dicts_of(*modules: nn.Module) -> list[dict[str, Any]]:
+    """What modules hold their tensors and submodules in."""
+    parts = chain.from_iterable(module.modules() for module in modules)
+    return [own for part in parts for own in (part._parameters, part._buffers, part._modules)]
+
+
+def replay_of(graphs: Graphs, done: Done) -> StepReplay | None:
+    """The short way of steps like one that has been done, where there is one."""
+    if graphs.paranoid:
+        return None
+    try:
+        return StepReplay(graphs, done)
+    except Unsuitable:
+        return None

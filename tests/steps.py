@@ -1,0 +1,47 @@
+"""Training steps, traced and not scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autostream.execution.slots import SlotTable
+from autostream.frontend.losses import Loss
+from autostream.ir import Program
+from autostream.options import StepOptions
+from autostream.step_graphs import Graphs, trace
+from autostream.steps import Step
+
+Batch = tuple[Any, ...]
+
+
+def step_of(model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any], **options: Any) -> Step:
+    """A training step."""
+    return Step(Loss(loss_fn, model), optimizer, StepOptions.parse(options))
+
+
+@torch.no_grad()
+def run(step: Step, batch: Batch) -> Any:
+    """Do a step as it is; returns what its loss does."""
+    return step.complete(*step.differentiate(batch))
+
+
+@torch.no_grad()
+def traced(step: Step, batch: Batch, *, whole: bool = True) -> tuple[Program, list[Tensor]]:
+    """The program of a step whose optimizer has its state, and the program's arguments."""
+    graphs = Graphs(step, SlotTable(), whole=whole)
+    _, found, tensors = trace(graphs, graphs.call(batch))
+    return found.program, found.arguments(tensors)
+
+
+def program_of(
+    model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any], batch: Batch
+) -> tuple[Program, list[Tensor]]:
+    """The program of the second step, and its arguments."""
+    step = step_of(model, optimizer, loss_fn)
+    run(step, batch)
+    return traced(step, batch)
