@@ -96,7 +96,6 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "a zero_grad of its own": lambda _, optimizer: setattr(optimizer, "zero_grad", lambda: None),
     "another decay": set_to("weight_decay", 0.5),
     "other betas": set_to("betas", (0.5, 0.6)),
-    "betas in a list": set_to("betas", [0.9, 0.999]),
     "a switch": set_to("maximize", True),
     "a rate that is a tensor": set_to("lr", torch.tensor(0.01)),
     "a rate that is nothing": set_to("lr", None),
@@ -180,6 +179,14 @@ def test_rates_and_what_is_written_in_place_change_nothing() -> None:
     optimizer.param_groups[0]["initial_lr"] = 0.01
     assert fits(step)
     assert replay_of(step).graphs.numbers(list(model.parameters())).pop().tolist() == [0.02]
+
+
+def test_numbers_in_a_list_are_looked_at() -> None:
+    _, optimizer, step = ready()
+    optimizer.param_groups[0]["betas"] = betas = [0.9, 0.999]
+    assert fits(step)
+    betas[0] = 0.5
+    assert not fits(step)
 
 
 def test_an_average_is_looked_at() -> None:

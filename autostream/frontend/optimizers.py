@@ -278,9 +278,7 @@ class Hyperparameters:
         found = zip(names(optimizer), self._values, now, strict=False)
         self._varying |= {name for name, then, own in found if is_number(then) and is_number(own) and then != own}
         self.inputs = inputs(optimizer, self._varying)
-        self._values, self._entries = now, _entries(optimizer)
-        # Lists may be written to, and tensors may be: then each step looks.
-        self._settled = not any(isinstance(entry, (list, Tensor)) for entry in _plain(optimizer))
+        self._note(now, _entries(optimizer))
         if refusal := unfit(optimizer, self.inputs):
             return None, refusal
         try:
@@ -306,8 +304,13 @@ class Hyperparameters:
                     return False
             elif not (is_positive(value) if own.positive else is_number(value)):
                 return False
-        self._values, self._entries = now, entries
+        self._note(now, entries)
         return True
+
+    def _note(self, now: list[Any], entries: list[Any]) -> None:
+        self._values, self._entries = now, entries
+        # Lists may be written to, and so may tensors: then each step looks.
+        self._settled = not any(isinstance(entry, (list, Tensor)) for entry in _plain(self._optimizer))
 
     def numbers(self, device: torch.device) -> Tensor:
         """The inputs as they were when they were last found to be the same, in one tensor."""
