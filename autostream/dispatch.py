@@ -38,6 +38,7 @@ from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx,
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.numerics import numerics, order_attention
+from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.signature import aliases_of, described
 from autostream.frontend.tree import flatten, unflatten
 from autostream.frontend.trial import check_call, check_devices
@@ -51,7 +52,6 @@ from autostream.reporting.report import Report
 from autostream.scheduled import Scheduled, Surroundings
 from autostream.split import Split
 from autostream.tracing.inductor import check_level
-from autostream.tracing.saved_tensors import hooks_are_set
 from autostream.whole import Whole
 
 log = logging.getLogger(__name__)

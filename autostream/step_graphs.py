@@ -31,9 +31,11 @@ from autostream.frontend.averages import differing_buffers, pairs_of
 from autostream.frontend.batches import Batch, divided
 from autostream.frontend.captured_loss import CapturedLoss
 from autostream.frontend.guards import anomalies_sought, has_torchscript, unusual, unusual_call, unusual_tensor
+from autostream.frontend.modules import name_of
 from autostream.frontend.numerics import numerics, order_attention
 from autostream.frontend.optimizers import Hyperparameters, obstacle
 from autostream.frontend.parameters import State, have_hooks, parameters_of, state_of
+from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.signature import aliases_of, described
 from autostream.frontend.steps import Step as Traceable
 from autostream.frontend.steps import Tensors, Traced, Update, trace_step
@@ -47,8 +49,6 @@ from autostream.scheduled import Label, Scheduled, Surroundings, Unsuitable
 from autostream.steps import Step
 from autostream.stopwatch import Stopwatch
 from autostream.storages import share_bytes
-from autostream.tracing.saved_tensors import hooks_are_set
-from autostream.tracing.state import name_of
 
 log = logging.getLogger(__name__)
 

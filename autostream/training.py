@@ -25,8 +25,10 @@ from autostream.errors import TargetError
 from autostream.execution.restoring import Restore
 from autostream.execution.slots import SlotTable
 from autostream.frontend.losses import Loss
+from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import clears_itself, obstacle, takes_closure
 from autostream.frontend.parameters import leave_no_gradients, parameters_of, stateless
+from autostream.frontend.stand_in import stand_in
 from autostream.ir import Decision
 from autostream.options import StepOptions, disabled
 from autostream.pipeline import versions
@@ -36,8 +38,6 @@ from autostream.step_replay import StepReplay, replay_of
 from autostream.steps import Gradients, Step
 from autostream.storages import storage_of
 from autostream.tracing.inductor import check_level, check_settings
-from autostream.tracing.stand_in import stand_in
-from autostream.tracing.state import name_of
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,10 @@ def train_step(
     number of the optimizer's, such as a momentum: when it first changes, another graph is made, of which it is an
     input. One that becomes zero, or a switch, makes another graph each time.
 
-    The Python of the model and of ``loss_fn`` is captured and guarded by TorchDynamo, as by ``torch.compile``: a module,
-    a tensor or a number that it reads, wherever that is, is part of the graph, and another one makes another graph. Give
-    what changes in every step with the batch, as a tensor. What it writes to Python's objects is written after the graph.
+    The Python of the model and of ``loss_fn`` is captured and guarded by TorchDynamo, as by ``torch.compile``: a
+    module, a tensor or a number that it reads, wherever that is, is part of the graph, and another one makes another
+    graph. Give what changes in every step with the batch, as a tensor. What it writes to Python's objects is written
+    after the graph.
 
     A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
     SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a

@@ -438,7 +438,7 @@ def compiling(**settings: Any) -> Iterator[None]:
 
     known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
     with ExitStack() as stack:
-        stack.enter_context(_lock())
+        stack.enter_context(compile_lock())
         stack.enter_context(config.patch(known))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\.")  # of tracing; what is refused is told by its reason
@@ -454,6 +454,7 @@ def _timed() -> Iterator[None]:
         yield
 
 
-def _lock() -> AbstractContextManager[Any]:
+def compile_lock() -> AbstractContextManager[Any]:
+    """Dynamo's own: it, its tracers and Inductor change what all threads see."""
     lock: AbstractContextManager[Any] = getattr(torch._dynamo.convert_frame, "compile_lock", None) or nullcontext()
     return lock

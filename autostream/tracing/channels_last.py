@@ -24,9 +24,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from autostream.frontend.aten import tensors_in
 from autostream.operators import base_name, bound_arguments, draws, written_arguments
 from autostream.storages import layout_of, storage_of
-from autostream.tracing.flat import tensors_in
 
 aten = torch.ops.aten
 

@@ -34,6 +34,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import FusionError, OptionError, first_line
+from autostream.frontend.capture import compile_lock
 from autostream.ir import Program, Role
 from autostream.storages import storage_of
 from autostream.tracing.channels_last import (
@@ -54,7 +55,6 @@ from autostream.tracing.kernel_values import (
 from autostream.tracing.matvec import with_rows
 from autostream.tracing.out_variants import write_into_given_memory
 from autostream.tracing.scalars import compute_once
-from autostream.tracing.tamed import undisturbed
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ def with_settings(options: Mapping[str, Any]) -> Iterator[None]:
     """Let Inductor have these settings and those that every program is compiled with; other threads' compilers wait."""
     from torch._inductor import config
 
-    with undisturbed(), config.patch({**options, **SETTINGS}):
+    with compile_lock(), config.patch({**options, **SETTINGS}):
         yield
 
 

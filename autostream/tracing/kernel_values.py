@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 
+from autostream.frontend.aten import tensors_in
 from autostream.ir import Program
 from autostream.kernels import Kernel
 from autostream.storages import layout_of, storage_of
-from autostream.tracing.flat import tensors_in
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from autostream.frontend.aten import tensors_in
 from autostream.storages import storage_of
-from autostream.tracing.flat import tensors_in
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.tracing.stand_in import stand_in
+from autostream.frontend.stand_in import stand_in
 
 X = torch.tensor([[-1.0, 1.0]])
 

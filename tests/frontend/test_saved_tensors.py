@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autostream.errors import TraceError
 from autostream.tracing import saved_tensors
-from autostream.tracing.saved_tensors import apply, hooks_are_set, hooks_set_aside
+from autostream.frontend.saved_tensors import apply, hooks_are_set, hooks_set_aside
 
 
 def saves() -> None:

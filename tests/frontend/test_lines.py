@@ -14,7 +14,7 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 import autostream
 from autostream.tracing.export import trace
-from autostream.tracing.lines import at_line, error_line, keep_lines, note_line, users_frame, users_line
+from autostream.frontend.lines import at_line, error_line, keep_lines, note_line, users_frame, users_line
 from autostream.frontend.tree import flatten
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autostream.tracing.convolutions import GRADIENTS_APART
+from autostream.frontend.convolutions import GRADIENTS_APART
 
 BACKWARD = torch.ops.aten.convolution_backward.default
 
