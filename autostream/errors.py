@@ -5,11 +5,7 @@
     ├── TargetError (ValueError)    a model, TARGET or input specification cannot be used
     ├── CostError (ValueError)      costs or a device profile cannot be used
     ├── TraceError                  a model cannot be turned into a dataflow graph
-    │   ├── BranchError             … for it goes by values of tensors; pieces of it can
-    │   │   └── ChoiceError         … which Python only asks whether they are true; each way through it can
-    │   ├── ObjectError             … for it returns an object that no graph has; pieces of it can
-    │   ├── ChangeError             … for it changes what it has; its next call may not
-    │   └── FastPathError           … and pieces of it would not compute the same either
+    │   └── FastPathError           … and graphs between graph breaks would not compute the same either
     ├── FusionError                 a program's ops cannot be fused into kernels
     ├── ScheduleError               a schedule failed verification; it was not executed
     ├── CaptureError                a schedule cannot be captured into a CUDA graph
@@ -42,24 +38,8 @@ class TraceError(AutostreamError):
     """A model cannot be turned into a dataflow graph; the message says why."""
 
 
-class BranchError(TraceError):
-    """What a model does next depends on values of tensors; the message says where. What lies between can be traced."""
-
-
-class ChoiceError(BranchError):
-    """What a model does next depends on whether a tensor is true (``if x.sum() > 0``); the message says where."""
-
-
-class ObjectError(TraceError):
-    """A model returns an object that is no known container; the message says which. What comes before can be traced."""
-
-
-class ChangeError(TraceError):
-    """A model changes what it has or refers to; the message says what. Its next call may change nothing more."""
-
-
 class FastPathError(TraceError):
-    """Called eagerly, a model takes a way that no tracer can follow; the message says which."""
+    """Called eagerly, a model does what no graph of it would do again; the message says what."""
 
 
 class FusionError(AutostreamError):

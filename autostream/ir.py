@@ -109,7 +109,6 @@ class Op:
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
         crosses: ``"upload"`` if it copies from the host's memory to the device's, ``"download"`` if it copies back, and
             ``"peer"`` if from one device to another.
-        chooses: whether its value decides which ops come after it: none of them may run before it.
     """
 
     name: str
@@ -128,7 +127,6 @@ class Op:
     source: str = ""
     uncapturable: str = ""
     crosses: str = ""
-    chooses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +163,11 @@ class Hazard(Enum):
     ORDER = "program order"
 
 
-WAY = "way"
-"""What an op that chooses decides, and every op after it goes by."""
-
-
 @dataclass(frozen=True, slots=True)
 class Dependency:
     """``before`` must have finished when ``after`` starts, because of ``resource``.
 
-    That is a storage, a part of one, what :attr:`Op.orders` names, or :data:`WAY`.
+    That is a storage, a part of one, or what :attr:`Op.orders` names.
     """
 
     before: str

@@ -79,17 +79,6 @@ def symbols_of(number: Any) -> frozenset[str]:
     return frozenset(map(str, number.node.expr.free_symbols))
 
 
-def chooses(target: OpOverload) -> bool:
-    """Whether a call expects a value, which decides which ops come after it.
-
-    Example:
-        >>> import torch
-        >>> chooses(torch.ops.aten.is_nonzero.default)
-        False
-    """
-    return target._schema.name == "autostream::expect"
-
-
 def draws(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from autostream.compiled import Compiled, Ready, report_of_halves
 from autostream.frontend.capture import Capture
 from autostream.frontend.signature import aliases_of
-from autostream.frontend.tree import Structure, flatten
+from autostream.frontend.tree import Structure, flatten, shares_containers
 from autostream.replay import Replay
 from autostream.reporting.report import Report
 
@@ -129,7 +129,7 @@ class Whole:
         outputs = [torch.empty(0) for _ in results]
         restored = self.captured.restored(lambda *_: outputs)
         value, again = restored(model, args, kwargs), restored(model, args, kwargs)
-        if _shares_containers(value, again):
+        if shares_containers(value, again):
             raise ValueError("a container that the model has is returned")
         found, structure = flatten(value)
         positions = {id(output): at for at, output in enumerate(outputs)}
@@ -141,13 +141,3 @@ def _sources(found: Sequence[int | Tensor], outputs: int, others: Sequence[Tenso
     known = {id(tensor): outputs + at for at, tensor in enumerate(others)}
     sources = [source if isinstance(source, int) else known.get(id(source)) for source in found]
     return None if None in sources else [source for source in sources if source is not None]
-
-
-def _shares_containers(value: Any, again: Any) -> bool:
-    """Whether two values have a container in common, which is then the model's own."""
-    if not isinstance(value, list | tuple | dict):
-        return False
-    if value is again and value:
-        return True
-    mine, its = (own.values() if isinstance(own, dict) else own for own in (value, again))
-    return any(map(_shares_containers, mine, its))

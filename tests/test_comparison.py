@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from autostream.differentiated import Differentiated
 from torch import Tensor, nn
 
 import autostream
-from autostream.build import Scheduled
 from autostream.comparison import TOLERANCE, compared, difference
-from autostream.differentiated import Differentiated
 from autostream.errors import MismatchError
+from autostream.scheduled import Scheduled
 from tests.semantics import CONFIGURATIONS, Model, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -65,7 +65,7 @@ def test_a_schedule_that_computes_something_else_is_found_out_at_the_first_call_
 ) -> None:
     fast = autostream.optimize(nn.Linear(4, 4), torch.ones(2, 4))
     fast(torch.ones(2, 4))
-    monkeypatch.setattr("autostream.build.Scheduled.__call__", lambda self, tensors: torch.zeros(2, 4))
+    monkeypatch.setattr("autostream.scheduled.Scheduled.__call__", lambda self, arguments: [torch.zeros(2, 4)])
     with pytest.raises(MismatchError, match=r"Linear, scheduled: output 0 is off by 1 of its size, and 0.001 is"):
         fast(torch.ones(2, 4))
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from autostream.build import Scheduled
+from autostream.entries import Entry, Subject, entry_of
+from autostream.tracing.functions import module_of
 from torch import Tensor, nn
 
-from autostream.build import Scheduled
 from autostream.dispatch import Dispatcher
-from autostream.entries import Entry, Subject, entry_of
 from autostream.errors import TargetError, TraceError
 from autostream.execution.cuda_graph import GraphPools
+from autostream.frontend.signature import Signature
 from autostream.options import Options
 from autostream.preparing import preparing
-from autostream.tracing.functions import module_of
-from autostream.frontend.signature import Signature
 from autostream.tuning import Tuned
 from tests.semantics import CONFIGURATIONS, Model, same
 

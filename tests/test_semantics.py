@@ -400,7 +400,10 @@ SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "random numbers whose generator is put back": (lambda: (Model(draws_apart), t(3), {}), ""),
     "a generator of its own": (lambda: (WithGenerator(), t(3), {}), ""),  # each version of torch says it otherwise
     "an exception": (lambda: (Model(raises_a_lookup_error), t(3), {}), "exception"),
-    "an exception that depends on data": (lambda: (Model(raises_at_positive_sums), t(3), {}), "Data-dependent branching"),
+    "an exception that depends on data": (
+        lambda: (Model(raises_at_positive_sums), t(3), {}),
+        "Data-dependent branching",
+    ),
     "an exception after a graph break": (
         lambda: (Model(writes_breaks_and_raises), t(2, 3).abs(), {}),
         "",

@@ -22,7 +22,6 @@ ON_CPU = "runs on the CPU"
 FROM_HOST = "copies host memory that is not pinned to the device"
 TO_HOST = "copies to host memory, which the host may read before the graph has run"
 NUMBER = "takes a number from the CPU, which a graph would keep as it was when captured"
-CHOOSES = "chooses by a value on the device which ops come next"
 BRANCHES = "chooses what to run by a value on the device"
 
 # Found by running PyTorch's own operator samples under torch.cuda.set_sync_debug_mode("error") and under stream
@@ -67,19 +66,6 @@ def opaque_refusal_of(node: fx.Node) -> str:
     """The same for a call without a schema, of which little is known."""
     reason = _placement_refusal(tensors_given(node), tensors_in(value_of(node)))
     return reason or (BRANCHES if str(node.target) in ("cond", "while_loop") else "")
-
-
-def choice_of(node: fx.Node) -> str:
-    """The same for an ``expect``: it waits for its value, which no graph could go by.
-
-    Example:
-        >>> from autostream.tracing.expecting import expect
-        >>> graph = fx.Graph()
-        >>> choice_of(graph.call_function(expect, (graph.placeholder("x"), 0, True)))
-        'chooses by a value on the device which ops come next, here those for True'
-    """
-    *_, outcome = node.args
-    return f"{CHOOSES}, here those for {outcome}"
 
 
 def dependence_of(node: fx.Node) -> str:

@@ -243,7 +243,6 @@ class _Draft:
             self.memory.resources(reads),
             self.memory.resources(writes),
             sorted(effects.orders),
-            chooses=effects.chooses,
         )
 
     def _computes_from_literals(self, effects: Effects, accessed: Names) -> bool:
@@ -281,7 +280,6 @@ def _op(group: _Group, work: Work, device: str, source: str) -> Op:
         source=source,
         uncapturable=group.effects.uncapturable,
         crosses=crosses(group.node),
-        chooses=group.effects.chooses,
     )
 
 

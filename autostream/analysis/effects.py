@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from autostream.analysis.capturability import choice_of, opaque_refusal_of, refusal_of
+from autostream.analysis.capturability import opaque_refusal_of, refusal_of
 from autostream.analysis.values import (
     nodes_in,
     storages_in,
@@ -28,7 +28,7 @@ from autostream.analysis.values import (
     value_of,
 )
 from autostream.kernels import Kernel
-from autostream.operators import base_name, bound_arguments, chooses, draws, written_names
+from autostream.operators import base_name, bound_arguments, draws, written_names
 
 # Operators that update running_mean and running_var although their schema does not say so, when this argument is true;
 # "" means always.
@@ -89,7 +89,6 @@ class Effects:
         copies: whether its result is new memory, even where the fake values say that it is not.
         allocates: whether all that it does is to take memory, which holds nothing yet.
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
-        chooses: whether its value decides which ops come after it.
     """
 
     reads: tuple[fx.Node, ...] = ()
@@ -102,7 +101,6 @@ class Effects:
     copies: bool = False
     allocates: bool = False
     uncapturable: str = ""
-    chooses: bool = False
 
 
 def effects_of(node: fx.Node) -> Effects:
@@ -121,8 +119,6 @@ def effects_of(node: fx.Node) -> Effects:
     """
     if node.op in ("placeholder", "get_attr", "output"):
         return Effects(launches=False)
-    if isinstance(node.target, OpOverload) and chooses(node.target):
-        return Effects(reads=_inputs(node), uncapturable=choice_of(node), chooses=True)
     if isinstance(node.target, OpOverload) and node.target.namespace != "c10d":
         return _operator_effects(node, node.target)
     if isinstance(node.target, Kernel):
@@ -310,7 +306,6 @@ def _wrapper_effects(node: fx.Node, body: fx.Graph) -> Effects:
         launches=any(effects.launches for effects in inner.values()),
         may_copy=any(effects.may_copy for effects in inner.values()),
         uncapturable=next((effects.uncapturable for effects in inner.values() if effects.uncapturable), ""),
-        chooses=any(effects.chooses for effects in inner.values()),
     )
 
 

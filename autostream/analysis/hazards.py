@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autostream.ir import WAY, Dependency, Hazard
+from autostream.ir import Dependency, Hazard
 
 
 class AccessHistory:
@@ -30,15 +30,11 @@ class AccessHistory:
         self._readers: dict[str, list[str]] = {}
         self._user: dict[str, str] = {}
         self._before: dict[str, frozenset[str]] = {}
-        self._choice: str | None = None
 
     def record(
-        self, op: str, reads: Sequence[str], writes: Sequence[str], orders: Iterable[str] = (), *, chooses: bool = False
+        self, op: str, reads: Sequence[str], writes: Sequence[str], orders: Iterable[str] = ()
     ) -> tuple[Dependency, ...]:
-        """Add the next op. Returns what it depends on: at most one dependency for each earlier op and hazard.
-
-        All ops depend on the last before them that ``chooses``.
-        """
+        """Add the next op. Returns what it depends on: at most one dependency for each earlier op and hazard."""
         found: dict[tuple[str, Hazard], str] = {}
         for resource in reads:
             if resource in self._writer:
@@ -51,10 +47,6 @@ class AccessHistory:
         for resource in orders:
             if resource in self._user:
                 found.setdefault((self._user[resource], Hazard.ORDER), resource)
-        if self._choice is not None:
-            found.setdefault((self._choice, Hazard.ORDER), WAY)
-        if chooses:
-            self._choice = op
         self._remember(op, reads, writes, orders)
         self._before[op] = frozenset(before for before, _ in found)
         earliest_first = sorted(found.items(), key=lambda item: self._position[item[0][0]])

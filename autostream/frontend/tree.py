@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
-from autostream.errors import BranchError, ObjectError, TraceError
+from autostream.errors import TraceError
 from autostream.operators import is_unknown, symbols_of
 
 _CONSTANTS = {
@@ -49,7 +49,7 @@ class Structure(NamedTuple):
 TENSOR = Structure(Tensor)
 
 
-class UnknownNumberError(BranchError):
+class UnknownNumberError(TraceError):
     """Python gets a number that only a run tells.
 
     Attributes:
@@ -265,7 +265,7 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
     if is_unknown(value):
         raise UnknownNumberError(value)
     if opened is None:
-        raise ObjectError(
+        raise TraceError(
             f"a value of type {kind.__module__}.{kind.__qualname__} is neither a tensor, a constant nor "
             "a known container: register it with torch.utils._pytree.register_pytree_node, or pass "
             f"{'it as a dict' if isinstance(value, Mapping) else 'its tensors'}"

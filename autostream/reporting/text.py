@@ -29,7 +29,6 @@ _MODES = {
     "one stream": "one op after another, uncaptured,",
     "graph breaks": "pieces between graph breaks",
     "sections": "CUDA graphs, and between them the ops that none can hold",
-    "ways": "CUDA graphs for each way that calls take through its branches",
     "forward and backward": "a forward and a backward, each scheduled for itself",
     "not run yet": "nothing yet: the first call makes the pieces, or raises the model's own error",
     "streams": "ops on CUDA streams, uncaptured,",
@@ -37,7 +36,7 @@ _MODES = {
     "cuda graph": "CUDA graph",
 }
 
-_CUT = ("sections", "ways")
+_CUT = ("sections",)
 
 _LEVELS = {"aten": "ATen", "inductor": "fused by TorchInductor"}
 

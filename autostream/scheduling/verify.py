@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autostream.errors import ScheduleError
-from autostream.ir import FORK, JOIN, WAY, Dependency, Hazard, Launch, OpGraph, Role, Schedule
+from autostream.ir import FORK, JOIN, Dependency, Hazard, Launch, OpGraph, Role, Schedule
 
 ALIGNMENT = 512
 """Storages in the arena start at multiples of so many bytes, as blocks of PyTorch's CUDA caching allocator do: Triton
@@ -40,7 +40,7 @@ def verify(graph: OpGraph, *schedules: Schedule, pinned: frozenset[str] = frozen
 
     4. every launch happens-after ``FORK`` and happens-before ``JOIN``;
     5. any two accesses of a storage, or of one part of it, of which one writes, and any two uses of an ordered
-       resource, happen in program order, and whatever comes after an op that chooses it happens after that;
+       resource, happen in program order;
     6. every release is of an intermediate storage that does not escape and has a block of its own, once, and at a
        moment when the end of the stream that allocated it comes after all of its accesses;
     7. of any two storages that have a byte of the arena in common, all accesses of the one happen before all accesses
@@ -226,7 +226,6 @@ def _hazards(graph: OpGraph) -> Iterator[Dependency]:
     writer: dict[str, str] = {}
     readers: dict[str, list[str]] = defaultdict(list)
     user: dict[str, str] = {}
-    choice: str | None = None
     parts = {storage.name: storage.parts for storage in graph.storages.values() if storage.parts}
     for op in graph.ops.values():
         read, written = _in_parts(op.reads, parts), _in_parts(op.writes | op.allocates, parts)
@@ -245,10 +244,6 @@ def _hazards(graph: OpGraph) -> Iterator[Dependency]:
             if resource in user:
                 yield Dependency(user[resource], op.name, Hazard.ORDER, resource)
             user[resource] = op.name
-        if choice is not None:
-            yield Dependency(choice, op.name, Hazard.ORDER, WAY)
-        if op.chooses:
-            choice = op.name
 
 
 def _in_parts(names: frozenset[str], parts: Mapping[str, Iterable[str]]) -> frozenset[str]:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import fx
 
 from autostream.ir import Role
-from autostream.tracing.expecting import expect
 from tests.analysis.programs import Case, Tape, aten
 
 Move = Callable[["Player", fx.Node], None]
@@ -143,12 +142,6 @@ def _through_a_number(play: Player, x: fx.Node) -> None:
     play.keep(aten.mul.Tensor, play.draw(st.sampled_from(play.pool)), play.draw(st.sampled_from([number, doubled])))
 
 
-def _choose(play: Player, x: fx.Node) -> None:
-    """By a number of at least 1, or NaN, or infinity: it is as expected in any run."""
-    value = play.tape.call(aten.cosh.default, play.tape.call(aten.sum.default, x))
-    play.tape.call(expect, value, 0, True)
-
-
 def _through_a_size(play: Player, x: fx.Node) -> None:
     if x.meta["val"].dim():
         size = play.tape.number(aten.sym_size.int, x, 0, value=int(x.meta["val"].shape[0]))
@@ -189,7 +182,6 @@ MOVES: list[Move] = [
     _randomize,
     _through_a_number,
     _through_a_size,
-    _choose,
 ]
 
 

@@ -12,7 +12,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autostream.analysis.capturability import (
     BRANCHES,
-    CHOOSES,
     DATA_SHAPE,
     FROM_HOST,
     GIVEN_DATA_SHAPE,
@@ -23,7 +22,6 @@ from autostream.analysis.capturability import (
     dependence_of,
 )
 from autostream.analysis.effects import effects_of
-from autostream.tracing.expecting import expect
 from tests.analysis.programs import Tape, aten
 from tests.execution.programs import case_of
 
@@ -47,14 +45,6 @@ def refusal(target: Callable[..., object], result: object, *args: object, **kwar
     call = graph.call_function(target, tuple(map(node, args)), {name: node(value) for name, value in kwargs.items()})  # type: ignore[misc]
     call.meta["val"] = result
     return effects_of(call).uncapturable
-
-
-@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
-@pytest.mark.parametrize("outcome", [True, False])
-def test_a_choice_says_where_it_goes(device: str, outcome: bool) -> None:
-    """One of a value in the host's memory, too: a graph would go by what it was when captured."""
-    found = refusal(expect, None, fake(device=device), 0, outcome)
-    assert found == f"{CHOOSES}, here those for {outcome}"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from autostream.analysis.capturability import NUMBER
 from autostream.analysis.dependencies import analyze
-from autostream.ir import WAY, Hazard, OpGraph, Role
-from autostream.tracing.expecting import expect
+from autostream.ir import Hazard, OpGraph, Role
 from autostream.zoo import build
 from tests.analysis.programs import Case, Tape, aten, exported, run, same, topological_order
 from tests.analysis.random_programs import random_programs
@@ -89,7 +88,7 @@ def assert_consistent(graph: OpGraph, case: Case) -> None:
             Hazard.RAW: names & before.writes and names & after.reads,
             Hazard.WAR: names & before.reads and names & after.writes,
             Hazard.WAW: names & before.writes and names & after.writes,
-            Hazard.ORDER: before.chooses if resource == WAY else resource in before.orders & after.orders,
+            Hazard.ORDER: resource in before.orders & after.orders,
         }
         assert reason[dependency.hazard]
     returned = set(case.program.outputs)
@@ -189,23 +188,6 @@ class TestFolding:
         graph = analyze(exported(model, torch.randn(2, 4)).program)
         assert [op.nodes for op in graph.ops.values()] == [("linear", "dropout"), ("relu_",)]
         assert graph.ops["relu_"].writes == {"linear"}
-
-
-class TestChoices:
-    def test_an_index_is_used_only_behind_the_check_that_it_is_within_bounds(self, tape: Tape) -> None:
-        """Nothing else orders ``index`` behind ``expect``::
-
-        i ─▶ max ─▶ lt ─▶ expect ─╮ way
-        └──▶ sin of the table ──▶ index        sin may come before, or between
-        """
-        table, i = tape.input(8), tape.input(4, dtype=torch.int64)
-        sin = tape.call(aten.sin.default, table)
-        check = tape.call(expect, tape.call(aten.lt.Scalar, tape.call(aten.max.default, i), 8), 0, True)
-        index = tape.call(aten.index.Tensor, sin, [i])
-        graph = analyze(tape.case([index]).program)
-        assert edges(graph) >= {(check.name, index.name, "ORDER"), (sin.name, index.name, "RAW")}
-        assert not any(check.name in edge and sin.name in edge for edge in edges(graph))
-        assert [name for name, op in graph.ops.items() if op.chooses] == [check.name]
 
 
 class TestMemoryThatIsTaken:

@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from autostream.analysis.effects import Effects, effects_of, wrapped_graph
 from autostream.kernels import Kernel
-from autostream.tracing.expecting import expect
 from tests.analysis.programs import Case, Tape, aten, exported
 
 
@@ -229,13 +228,6 @@ class TestOrders:
         assert effects.orders == {"world"}
         assert effects.launches
 
-    def test_a_choice_is_not_there_for_an_effect(self, tape: Tape) -> None:
-        """So a program that has one may be run once more: it changes nothing that anybody can see."""
-        effects = effects_of(tape.call(expect, value := tape.input(), 0, True))
-        assert (effects.reads, effects.writes, effects.orders) == ((value,), (), frozenset())
-        assert effects.chooses
-        assert effects.launches
-
     def test_checks_of_the_host_are_none(self, tape: Tape) -> None:
         size = tape.number(aten.sym_size.int, tape.input(4), 0, value=4)
         effects = effects_of(tape.number(aten._assert_scalar.default, size, "message", value=None))  # type: ignore[arg-type]
@@ -326,14 +318,6 @@ class TestWrappers:
         assert wrapped_graph(node) is not None
         assert effects.launches
         assert (effects.writes, effects.aliases, effects.orders) == ((), (), frozenset())
-
-    def test_a_body_that_chooses(self) -> None:
-        def body(x: Tensor, w: Tensor) -> Tensor:
-            expect(x.sum(), 0, False)
-            return x @ w
-
-        _, node = self.wrapped(body)
-        assert effects_of(node).chooses
 
     @pytest.mark.parametrize(
         "view", [lambda x: x[0], lambda x: torch.einsum("ij->ji", x)], ids=["schema", "fake value"]

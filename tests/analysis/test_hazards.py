@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from autostream.analysis.hazards import AccessHistory
-from autostream.ir import WAY, Dependency, Hazard
+from autostream.ir import Dependency, Hazard
 
 
 def test_each_hazard_by_hand() -> None:
@@ -56,23 +56,6 @@ def test_ordered_resources_make_a_chain() -> None:
     history.record("a", [], [], ["rng"])
     history.record("b", [], [], ["rng"])
     assert history.record("c", [], [], ["rng"]) == (Dependency("b", "c", Hazard.ORDER, "rng"),)
-
-
-def test_all_come_after_what_chooses_and_nothing_before_it_does() -> None:
-    """``a``, then a choice, ``b`` and ``c``, another choice, ``d``: of what comes before a choice it needs nothing."""
-    history = AccessHistory()
-    history.record("a", [], ["x"])
-    assert history.record("first", [], [], chooses=True) == ()
-    assert history.record("b", [], ["y"]) == (Dependency("first", "b", Hazard.ORDER, WAY),)
-    assert history.record("c", ["x"], []) == (
-        Dependency("a", "c", Hazard.RAW, "x"),
-        Dependency("first", "c", Hazard.ORDER, WAY),
-    )
-    assert history.record("second", ["y"], [], chooses=True) == (
-        Dependency("first", "second", Hazard.ORDER, WAY),
-        Dependency("b", "second", Hazard.RAW, "y"),
-    )
-    assert history.record("d", [], []) == (Dependency("second", "d", Hazard.ORDER, WAY),)
 
 
 def test_the_number_of_dependencies_stays_linear() -> None:

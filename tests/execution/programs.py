@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
 from autostream.frontend.trace import trace
-from autostream.frontend.tree import flatten
 from autostream.ir import Assignment, Launch, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.kernels import Kernel
 from autostream.scheduling.releases import place_releases

@@ -10,17 +10,14 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.errors import TraceError
-from autostream.tracing.export import trace
-from autostream.frontend.tree import flatten
+from autostream.frontend.trace import trace
 from tests.semantics import Model, check_same
 
 Forward = Callable[..., Tensor]  # of the model and its inputs
 
 
 def reach(forward: Forward, *inputs: Tensor) -> None:
-    tensors, structure = flatten((inputs, {}))
-    with torch.no_grad():
-        trace(Model(forward), tensors, structure)
+    trace(Model(forward), inputs)
 
 
 _BASE = torch.randn(4)
@@ -70,8 +67,7 @@ def test_so_may_weights() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.weight.as_strided((3, 2), (1, 1))
 
-    tensors, structure = flatten(((torch.randn(2, 3),), {}))
-    trace(Tiled(), tensors, structure)
+    trace(Tiled(), (torch.randn(2, 3),))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -23,7 +23,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree
 
 from autostream.errors import TraceError
-from autostream.operators import symbols_of
 from autostream.frontend.tree import (
     TENSOR,
     Constant,
@@ -34,6 +33,7 @@ from autostream.frontend.tree import (
     tensors_like,
     unflatten,
 )
+from autostream.operators import symbols_of
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from autostream.ir import (
     FORK,
     JOIN,
-    WAY,
     Arena,
     Assignment,
     Dependency,
@@ -40,7 +39,7 @@ def conflicts(graph: OpGraph) -> list[Dependency]:
             (Hazard.RAW, before.writes & after.reads),
             (Hazard.WAR, before.reads & after.writes),
             (Hazard.WAW, before.writes & after.writes),
-            (Hazard.ORDER, before.orders & after.orders | ({WAY} if before.chooses else set())),
+            (Hazard.ORDER, before.orders & after.orders),
         )
         for resource in sorted(resources)
     ]
@@ -164,7 +163,6 @@ def conflict_graphs(draw: st.DrawFn, max_ops: int = 7) -> OpGraph:
             writes=frozenset(writes | allocates),
             allocates=frozenset(allocates),
             orders=frozenset({"rng"}) if orders else frozenset(),
-            chooses=draw(st.integers(0, 5)) == 0,
         )
     graph = OpGraph(ops, (), storages, (), "cuda:0")
     return replace(graph, dependencies=tuple(conflicts(graph)))

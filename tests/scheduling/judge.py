@@ -50,10 +50,9 @@ class Judge:
         reads = [in_parts(self._graph, op.reads) for op in ops]
         writes = [in_parts(self._graph, op.writes) for op in ops]
         orders = [op.orders for op in ops]
-        chooses = np.array([[op.chooses] for op in ops], bool).reshape(-1, 1)
         required = np.zeros((size, size), bool)
         required[1:-1, 1:-1] = np.triu(
-            _meet(writes, reads) | _meet(reads, writes) | _meet(writes, writes) | _meet(orders, orders) | chooses, 1
+            _meet(writes, reads) | _meet(reads, writes) | _meet(writes, writes) | _meet(orders, orders), 1
         )
         required[0, 1:] = required[:-1, -1] = True
         return required

@@ -227,8 +227,6 @@ class TestMessages:
             ({"writes": STATE}, {"writes": STATE}, "write after write of storage 'state'"),
             ({"allocates": STATE}, {"reads": STATE}, "read after write of storage 'state'"),
             ({"orders": STATE}, {"orders": STATE}, "program order of resource 'state'"),
-            ({"chooses": True}, {}, "program order of resource 'way'"),
-            ({"chooses": True}, {"chooses": True}, "program order of resource 'way'"),
         ],
     )
     def test_an_uncovered_hazard(self, first: dict[str, Any], second: dict[str, Any], hazard: str) -> None:
@@ -242,11 +240,6 @@ class TestMessages:
         )
         with pytest.raises(ScheduleError, match=r"but 'second' is launched before 'first'$"):
             verify(graph, Schedule("drawn", 1, (Launch("second", 0), Launch("first", 0))))
-
-    def test_what_comes_before_a_choice_may_run_after_it(self) -> None:
-        ops = {"first": sourced("first", ""), "second": sourced("second", "", chooses=True)}
-        launches = (Launch("second", 0), Launch("first", 1, (FORK,)))
-        verify(OpGraph(ops, (), {}, (), "cuda:0"), Schedule("drawn", 2, launches, ("first",)))
 
     def test_reads_do_not_conflict_and_names_of_storages_and_resources_do_not_meet(self) -> None:
         ops = {

@@ -20,13 +20,12 @@ from torch._inductor.decomposition import decompositions
 from torch._inductor.lowering import lowerings
 from torch._subclasses import FakeTensorMode
 
+from autostream.frontend.trace import trace
 from autostream.ir import Placeholder, Program, Role
 from autostream.tracing import fingerprint as module
-from autostream.tracing.export import trace
 from autostream.tracing.fingerprint import content_of, fingerprint, settings, surroundings
 from autostream.tracing.inductor import with_settings
 from autostream.tracing.kernel_json import Unwritable
-from autostream.frontend.tree import flatten
 
 aten = torch.ops.aten
 
@@ -41,8 +40,7 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def traced(model: nn.Module, *inputs: Tensor) -> Program:
-    tensors, structure = flatten((inputs, {}))
-    return trace(model, tensors, structure, device="cuda:0").program
+    return trace(model, inputs, device="cuda:0").program
 
 
 class Model(nn.Module):
