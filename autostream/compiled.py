@@ -27,9 +27,9 @@ from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
 from autostream.execution.cuda_graph import GraphPools
 from autostream.frontend.aten import Given, program_of
-from autostream.frontend.guards import unusual_memory
 from autostream.frontend.numerics import numerics, watch_numerics
 from autostream.frontend.signature import aliases_of, described
+from autostream.frontend.unusual import unusual_memory
 from autostream.ir import Decision, Role
 from autostream.optimized import Optimized
 from autostream.options import Options, paranoid

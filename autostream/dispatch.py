@@ -34,7 +34,6 @@ from autostream.execution.slots import SlotTable
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
 from autostream.frontend.fakes import forget, mode_of
-from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.numerics import numerics, order_attention
@@ -42,6 +41,7 @@ from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.signature import aliases_of, described
 from autostream.frontend.tree import flatten, unflatten
 from autostream.frontend.trial import check_call, check_devices
+from autostream.frontend.unusual import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.ir import Decision
 from autostream.optimized import Optimized
 from autostream.options import Options, disabled, paranoid

@@ -36,10 +36,10 @@ from autostream.buckets import (
 from autostream.comparison import difference
 from autostream.dispatch import Dispatcher, Entry
 from autostream.errors import TraceError, first_line
-from autostream.frontend.guards import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.frontend.modules import name_of, parameters_of
 from autostream.frontend.tree import flatten, unflatten
 from autostream.frontend.trial import Tried, tried
+from autostream.frontend.unusual import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
 from autostream.ir import Decision
 from autostream.options import Options
 from autostream.reporting.report import Report

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from autostream.execution.bound import Addresses, Bound, looks_alike
-from autostream.frontend.guards import unusual_call
 from autostream.frontend.numerics import watch_unguarded
 from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
+from autostream.frontend.unusual import unusual_call
 from autostream.storages import storage_of
 
 

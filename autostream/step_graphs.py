@@ -30,7 +30,6 @@ from autostream.execution.slots import SlotTable
 from autostream.frontend.averages import differing_buffers, pairs_of
 from autostream.frontend.batches import Batch, divided
 from autostream.frontend.captured_loss import CapturedLoss
-from autostream.frontend.guards import anomalies_sought, has_torchscript, unusual, unusual_call, unusual_tensor
 from autostream.frontend.modules import name_of
 from autostream.frontend.numerics import numerics, order_attention
 from autostream.frontend.optimizers import Hyperparameters, obstacle
@@ -40,6 +39,7 @@ from autostream.frontend.signature import aliases_of, described
 from autostream.frontend.steps import Step as Traceable
 from autostream.frontend.steps import Tensors, Traced, Update, trace_step
 from autostream.frontend.tree import Structure, flatten, unflatten
+from autostream.frontend.unusual import anomalies_sought, has_torchscript, unusual, unusual_call, unusual_tensor
 from autostream.ir import Role
 from autostream.optimized import Optimized
 from autostream.options import paranoid

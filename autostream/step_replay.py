@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from autostream.execution.bound import Addresses, looks_alike
 from autostream.frontend.batches import Batch
-from autostream.frontend.guards import unusual_call
 from autostream.frontend.numerics import watch_unguarded
 from autostream.frontend.optimizers import obstacle
 from autostream.frontend.parameters import have_hooks
 from autostream.frontend.tree import TENSOR, tensors_like
+from autostream.frontend.unusual import unusual_call
 from autostream.scheduled import Unsuitable
 from autostream.step_graphs import Done, Graphs, circumstances
 from autostream.storages import storage_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream import build, scheduled
+from autostream import scheduled
 from autostream.execution import cuda_graph
 from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.restoring import undone
@@ -51,7 +51,6 @@ class Captures:
 
         patch.setattr(CapturedGraph, "__init__", noted)
         patch.setattr(cuda_graph, "_captured", failing)
-        patch.setattr(build, "tune", captures)
         patch.setattr(scheduled, "tune", captures)
         self.cuda = cuda
 

@@ -77,7 +77,7 @@ def let_be_cut(
         parts = cut_everything(graph)
         return Sections(program, graph, parts, bound, options, make_section) if len(parts) > 1 else None
 
-    for place in ("scheduled", "build"):
+    for place in ("scheduled",):
         monkeypatch.setattr(f"autostream.{place}.sections_of", sections_of)
 
 
@@ -113,5 +113,5 @@ def let_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
         graph = analyze(placed(program))
         return Sections(program, graph, cut_everything(graph), bound, options, make_section)
 
-    for place in ("scheduled", "build"):
+    for place in ("scheduled",):
         monkeypatch.setattr(f"autostream.{place}.sections_of", sections_of)

@@ -25,8 +25,8 @@ from autostream.errors import TraceError
 from autostream.execution.lending import Lending
 from autostream.frontend.convolutions import GRADIENTS_APART
 from autostream.frontend.fakes import forget, mode_of
-from autostream.frontend.guards import unusual_memory
 from autostream.frontend.inputs import names_like
+from autostream.frontend.unusual import unusual_memory
 from autostream.ir import Role
 from autostream.storages import storage_of
 

@@ -55,6 +55,7 @@ SETTINGS: Mapping[str, Any] = {
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,  # a hook that comes later takes effect
     "use_recursive_dict_tags_for_guards": True,  # one look at a dictionary's version for all that is in it
+    "assume_dunder_attributes_remain_unchanged": False,  # which skips defaults and closures of functions with the rest
     "error_on_nested_fx_trace": False,
     "trace_numpy": False,  # NumPy's functions would draw other numbers, and return arrays where there were scalars
     "suppress_errors": False,
@@ -311,7 +312,7 @@ def _capture_of(
 
 def _built(code: CodeType, state: Any, *, skips: bool) -> Any:
     """Dynamo's manager of guards: it skips those that a dictionary's version vouches for, or it does not."""
-    with _timed(), torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=skips):
+    with _timed(), _configured(use_recursive_dict_tags_for_guards=skips):
         return _manager_type()(code, state)
 
 
@@ -434,15 +435,20 @@ def reason_of(error: BaseException) -> str:
 @contextmanager
 def compiling(**settings: Any) -> Iterator[None]:
     """Dynamo's settings and its lock."""
-    from torch._dynamo import config
-
-    known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
     with ExitStack() as stack:
         stack.enter_context(compile_lock())
-        stack.enter_context(config.patch(known))
+        stack.enter_context(_configured(**settings))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\.")  # of tracing; what is refused is told by its reason
         yield
+
+
+def _configured(**settings: Any) -> AbstractContextManager[Any]:
+    from torch._dynamo import config
+
+    known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
+    patched: AbstractContextManager[Any] = config.patch(known)
+    return patched
 
 
 @contextmanager

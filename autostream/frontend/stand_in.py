@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autostream.frontend.guards import has_torchscript
+from autostream.frontend.unusual import has_torchscript
 
 
 def stand_in(model: nn.Module, run: Callable[..., Any]) -> nn.Module | None:

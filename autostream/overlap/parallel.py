@@ -15,8 +15,8 @@ from torch import nn
 
 from autostream.errors import OptionError, TargetError, TraceError, shown
 from autostream.execution.runs import StreamRun
-from autostream.frontend.guards import unusual_tensor, watched_call
 from autostream.frontend.tree import flatten
+from autostream.frontend.unusual import unusual_tensor, watched_call
 from autostream.options import Options, disabled
 from autostream.overlap.children import Arguments, shared_buffers, side_by_side
 

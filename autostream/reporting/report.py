@@ -21,8 +21,8 @@ class Report:
         signature: readable, e.g. ``"1x3x224x224:float16 on cuda:0, eval, no_grad"``.
         mode: what a call runs: ``"plain"`` (the model itself), ``"one stream"``, ``"streams"``, ``"threads"`` (streams
             of a CPU), ``"cuda graph"``, ``"sections"`` (CUDA graphs, and between them the ops that none can hold),
-            ``"graph breaks"`` and ``"forward and backward"`` (see ``parts``), ``"not run yet"`` where the first call will tell, or
-            ``"dry run"`` where nothing was to run.
+            ``"graph breaks"`` and ``"forward and backward"`` (see ``parts``), ``"not run yet"`` where the first call will
+            tell, or ``"dry run"`` where nothing was to run.
         level: what one op is, as in :class:`~autostream.ir.Program`; ``""`` where tracing was refused.
         profile: the device that was planned for.
         graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
@@ -36,10 +36,8 @@ class Report:
         versions: package name to version.
         parts: of a model that was split at graph breaks, one report for each piece that has run; of one that a CUDA
             graph cannot hold whole, one for each section and for the ops between two; where gradients are recorded, one
-            for the forward, and one for the backward as soon as it has run; of one that branches on values, one for
-            each way that calls have taken through it, which has parts of its own.
+            for the forward, and one for the backward as soon as it has run.
         ended: of such a piece, why it ends where it does, with the user's source line; ``""`` where the model returns.
-            Of a way, the branches on values that it expects: where each goes, and the user's source line.
         half: of a call that records gradients, ``"forward"`` or ``"backward"``; ``""`` of all else.
     """
 

@@ -1,148 +1,491 @@
-"""Calls that must reach the plain model."""
+"""What is changed about a model between two calls is seen in the second one, whichever way that takes."""
 
 from __future__ import annotations
 
-import threading
-import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autostream.frontend.guards import anomalies_sought, traced_by_fx, unusual_call, unusual_tensor
-from autostream.frontend.signature import signature_of
-from autostream.frontend.tree import flatten
+import autostream
+from autostream.dispatch import Whole
+from autostream.errors import OptionError
+from autostream.frontend.capture import capture
+from autostream.frontend.unusual import unusual_call
+from tests.captures import Captures
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread_for_each_op")
 
-class Mine(Tensor):
-    """A subclass could do anything."""
-
-
-def test_an_ordinary_call_is_not_unusual() -> None:
-    assert unusual_call() == ""
-    with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"):
-        assert unusual_call() == ""
+FACTOR = 2.0
+TABLE = {"factor": 1.0}
 
 
-def test_a_dispatch_mode_is_noticed_while_it_is_active() -> None:
-    with TorchDispatchMode():
-        assert "TorchDispatchMode" in unusual_call()
-    assert unusual_call() == ""
+class Sign(Enum):
+    PLUS, MINUS = 1, -1
 
 
-def test_function_transforms_are_noticed() -> None:
-    seen = []
+class Settings:
+    """A plain object."""
 
-    def function(x: Tensor) -> Tensor:
-        seen.append((unusual_call(), unusual_tensor([x])))
-        return x.sum()
-
-    torch.vmap(function)(torch.ones(2, 2))
-    torch.func.grad(function)(torch.ones(2))
-    assert len(seen) == 2
-    assert all("transform" in call and "transform" in tensor for call, tensor in seen)
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
 
 
-def test_anomalies_are_sought_where_values_are_looked_at() -> None:
-    """Tracers themselves let autograd note lines alone, for all threads."""
-    assert anomalies_sought() == ""
-    with torch.autograd.set_detect_anomaly(True, check_nan=True):
-        assert "looks for NaN" in anomalies_sought()
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        assert anomalies_sought() == ""
-    assert anomalies_sought() == ""
+def with_default(x: Tensor, by: float = 1.0, *, plus: float = 0.0) -> Tensor:
+    return x * by + plus
 
 
-def test_forward_mode_and_batches_of_gradients_are_noticed() -> None:
-    with forward_ad.dual_level():
-        assert "forward-mode AD" in unusual_call()
-    assert unusual_call() == ""
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda gradient: seen.append(unusual_tensor([gradient])))
-    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
-    assert "transform" in seen[0]
+def incremented(x: Tensor, by: float = 1.0, *, plus: float = 0.0) -> Tensor:
+    return x + 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_a_jit_trace_is_noticed() -> None:
-    seen = []
+def closed(factor: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    """A function that closes over a number, and one that sets that."""
 
-    def function(x: Tensor) -> Tensor:
-        seen.append(unusual_call())
-        return x + 1
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor
 
-    torch.jit.trace(function, torch.ones(2), check_trace=False)
-    assert "torch.jit" in seen[0]
+    def put(value: float) -> None:
+        nonlocal factor
+        factor = value
 
-
-def lazily(conjugated: bool) -> Tensor:
-    x = torch.ones(2, dtype=torch.complex64).conj()
-    return x if conjugated else x.imag
+    return scaled, put
 
 
-def compressed() -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # says that the layout is in beta
-        return torch.eye(2).to_sparse_csr()
+class Block(nn.Module):
+    """A layer with attributes that decide what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.scale, self.weights = 1.0, [nn.Parameter(torch.full((4,), 1.5))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)) * self.scale * self.weights[0]
+
+
+class Net(nn.Module):
+    """Everything that may decide what a model computes, near and deep."""
+
+    sign = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(layer, nn.ReLU()) for layer in (nn.Linear(4, 4), Block()))
+        self.named = nn.ModuleDict({"head": Block()})
+        self.hidden: Any = [nn.Linear(4, 4), {"inner": Block().eval()}]
+        self.register_buffer("shift", torch.ones(4))
+        self.register_buffer("mask", None)
+        self.tensor = torch.ones(4)
+        self.scale, self.offsets, self.table, self.pair = 2.0, [1.0], {"a": {"b": 1.0}}, (1.0, 2.0)
+        self.settings, self.plus = Settings(1.0), Sign.PLUS
+        self.function = with_default
+        self.closed, self.put = closed(1.0)
+        self.partial = partial(with_default, by=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = self.named["head"](x) + self.hidden[0](x) + self.hidden[1]["inner"](x)
+        x = x * self.sign * self.scale * FACTOR * TABLE["factor"] * self.settings.factor * self.plus.value
+        x = x * self.table["a"]["b"] + self.offsets[0] + self.pair[1]
+        x = self.closed(self.partial(self.function(x))) * self.tensor + self.shift
+        return x if self.mask is None else x * self.mask
+
+
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def deep(net: Net) -> Block:
+    return net.blocks[1][0]
+
+
+def made_by(change: Callable[[Net], object]) -> Callable[[Net, pytest.MonkeyPatch], object]:
+    return lambda net, patch: change(net)
+
+
+def other() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def cast(net: Net) -> None:
+    """To another type and back: the same numbers, or nearly, in other memory."""
+    net.double().float()
+
+
+TENSORS: dict[str, Callable[[Net], object]] = {
+    "a weight": lambda net: setattr(deep(net).linear, "weight", nn.Parameter(torch.randn(4, 4))),
+    "a bias that is gone": lambda net: setattr(deep(net).linear, "bias", None),
+    "a weight's numbers": lambda net: deep(net).linear.weight.mul_(2),
+    "a weight's data": lambda net: setattr(deep(net).linear.weight, "data", torch.randn(4, 4)),
+    "a weight's strides": lambda net: setattr(deep(net).linear.weight, "data", deep(net).linear.weight.data.t()),
+    "set_": lambda net: deep(net).linear.weight.data.set_(torch.randn(4, 4)),
+    "a weight in a list": lambda net: deep(net).weights.__setitem__(0, nn.Parameter(torch.randn(4))),
+    "its data": lambda net: setattr(deep(net).weights[0], "data", torch.randn(4)),
+    "a tied weight": lambda net: setattr(deep(net).linear, "weight", net.named["head"].linear.weight),
+    "a buffer": lambda net: setattr(deep(net).norm, "running_mean", torch.randn(4)),
+    "a buffer's data": lambda net: setattr(deep(net).norm.running_var, "data", torch.rand(4)),
+    "a buffer that was None": lambda net: setattr(net, "mask", torch.randn(4)),
+    "a plain tensor": lambda net: setattr(net, "tensor", torch.randn(4)),
+    "a weight of a hidden module": lambda net: setattr(net.hidden[0], "weight", nn.Parameter(torch.randn(4, 4))),
+    "data of a hidden module": lambda net: setattr(net.hidden[1]["inner"].linear.weight, "data", torch.randn(4, 4)),
+    "load_state_dict": lambda net: net.load_state_dict(Net().state_dict()),
+    "load_state_dict(assign=True)": lambda net: net.load_state_dict(Net().state_dict(), assign=True),
+    "a cast": cast,
+    "requires_grad": lambda net: net.requires_grad_(False),
+}
+
+MODULES: dict[str, Callable[[Net], object]] = {
+    "a submodule": lambda net: setattr(deep(net), "linear", other()),
+    "an item of a container": lambda net: net.blocks.__setitem__(0, nn.Tanh()),
+    "one more": lambda net: net.blocks.append(nn.Tanh()),
+    "one less": lambda net: net.blocks.__delitem__(1),
+    "an entry of a dictionary of modules": lambda net: net.named.update({"head": nn.Tanh()}),
+    "a hidden module": lambda net: net.hidden.__setitem__(0, nn.Tanh()),
+    "a hidden submodule": lambda net: setattr(net.hidden[1]["inner"], "linear", other()),
+    "a mode": lambda net: deep(net).norm.train(),
+    "a hook": lambda net: deep(net).linear.register_forward_hook(lambda module, args, output: output + 1),
+    "a hook of the model": lambda net: net.register_forward_hook(lambda module, args, output: output + 1),
+    "a pre-hook": lambda net: deep(net).linear.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+    "a hook of a hidden module": lambda net: net.hidden[0].register_forward_hook(lambda m, a, output: output + 1),
+    "a forward of a submodule": lambda net: setattr(deep(net).linear, "forward", lambda x: x + 1),
+    "a forward of the model": lambda net: setattr(net, "forward", lambda x: x + 1),
+    "a class": lambda net: setattr(deep(net).linear, "__class__", Doubled),
+}
+
+VALUES: dict[str, Callable[[Net], object]] = {
+    "an attribute": lambda net: setattr(net, "scale", 3.0),
+    "an attribute's type": lambda net: setattr(net, "scale", 2),
+    "a deep attribute": lambda net: setattr(deep(net), "scale", 3.0),
+    "an attribute of a hidden module": lambda net: setattr(net.hidden[1]["inner"], "scale", 3.0),
+    "a list item": lambda net: net.offsets.__setitem__(0, 5.0),
+    "an item of a nested dictionary": lambda net: net.table["a"].update(b=3.0),
+    "a tuple": lambda net: setattr(net, "pair", (1.0, 5.0)),
+    "an object": lambda net: setattr(net, "settings", Settings(3.0)),
+    "an object's attribute": lambda net: setattr(net.settings, "factor", 3.0),
+    "an enumeration": lambda net: setattr(net, "plus", Sign.MINUS),
+    "a function": lambda net: setattr(net, "function", torch.sin),
+    "a closure": lambda net: net.put(3.0),
+    "a partial": lambda net: setattr(net, "partial", partial(with_default, by=3.0)),
+}
+
+ELSEWHERE: dict[str, Callable[[Net, pytest.MonkeyPatch], object]] = {
+    "a global": lambda net, patch: patch.setitem(globals(), "FACTOR", 3.0),
+    "an item of a global": lambda net, patch: patch.setitem(TABLE, "factor", 3.0),
+    "a global function": lambda net, patch: patch.setattr(torch, "sin", torch.cos),
+    "a class's attribute": lambda net, patch: patch.setattr(Net, "sign", -1.0),
+    "the class's forward": lambda net, patch: patch.setattr(Net, "forward", lambda self, x: x + 1),
+    "a default by keyword": lambda net, patch: patch.setattr(with_default, "__kwdefaults__", {"plus": 3.0}),
+    "a function's code": lambda net, patch: patch.setattr(
+        with_default, "__code__", (lambda x, by=1, *, plus=0: x + 1).__code__
+    ),
+}
+
+CHANGES = {
+    **{name: made_by(change) for name, change in {**TENSORS, **MODULES, **VALUES}.items()},
+    **ELSEWHERE,
+}
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def check(fast: nn.Module, net: nn.Module, x: Tensor = X) -> None:
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    expected = net(x)
+    net.load_state_dict(before)
+    torch.testing.assert_close(fast(x), expected)
+
+
+FEW = (
+    *("a weight", "a weight's data", "a buffer's data", "a plain tensor", "load_state_dict(assign=True)", "a cast"),
+    *("a submodule", "a mode", "a hook", "a hidden submodule", "a forward of the model", "a list item", "a closure"),
+    *("a default by keyword", "a global"),
+)
+"""Changes of each kind."""
 
 
 @pytest.mark.parametrize(
-    ("tensor", "reason"),
+    ("name", "way"),
     [
-        (torch.ones(2), ""),
-        (torch.ones(2).expand(3, 2), ""),
-        (nn.Parameter(torch.ones(2)), ""),
-        (nn.Buffer(torch.ones(2)), ""),
-        (torch.ones(2, requires_grad=True) * 2, ""),
-        (torch.ones(2).as_subclass(Mine), "input 1 is a Mine"),
-        (torch.ones(2).to_sparse(), "input 1 has the layout torch.sparse_coo"),
-        (compressed(), "input 1 has the layout torch.sparse_csr"),
-        (torch.ones(2, device="meta"), "input 1 is on meta"),
-        (lazily(conjugated=True), "input 1 is quantized, conjugated or negated lazily"),
-        (lazily(conjugated=False), "input 1 is quantized, conjugated or negated lazily"),
+        *((name, "replayed") for name in CHANGES),
+        *((name, way) for name in FEW for way in ("not replayed", "recorded")),
     ],
 )
-def test_only_ordinary_strided_tensors_are_accepted(tensor: Tensor, reason: str) -> None:
-    assert unusual_tensor([torch.ones(1), tensor]) == reason
+def test_what_is_changed_is_seen_in_the_next_call(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "not replayed":
+        monkeypatch.setattr(Whole, "replay", lambda *_, **__: None)
+    net = model()
+    fast = autostream.optimize(net, policy="sequential")
+    with torch.set_grad_enabled(way == "recorded"):
+        for _ in range(3):
+            fast(X)
+        assert (fast._autostream._replay is not None) == (way == "replayed")
+        with torch.no_grad():
+            CHANGES[name](net, monkeypatch)
+        for x in (X, X + 1):
+            check(fast, net, x)
 
 
-def test_without_tensors_there_is_nothing_unusual() -> None:
-    assert unusual_tensor([]) == ""
+DEFAULTS_ARE_GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
-class _Watching(TorchFunctionMode):
-    pass
+@pytest.mark.skipif(not DEFAULTS_ARE_GUARDED, reason="torch.compile does not look at these")
+@torch.no_grad()
+def test_a_positional_default_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    fast = autostream.optimize(net)
+    for _ in range(3):
+        fast(X)
+    monkeypatch.setattr(with_default, "__defaults__", (3.0,))
+    check(fast, net)
 
 
-def test_function_modes_would_not_see_the_calls_behind_a_graph() -> None:
-    with _Watching():
-        assert "TorchFunctionMode" in unusual_call()
-    assert unusual_call() == ""
+class Bound(nn.Module):
+    """Reads containers through methods that it keeps, which Dynamo takes for as immutable as functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed, self.named = [1.0, 2.0], {"a": 2.0}
+        self.count, self.get = self.listed.count, self.named.get
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * float(self.count(1.0)) + float(self.get("a", 0.0))
 
 
-def test_a_default_device_is_a_mode_that_signatures_know() -> None:
-    with torch.device("meta"):
-        assert unusual_call() == ""
-        inside = signature_of(flatten(())[1], [], b"")
-    assert inside != signature_of(flatten(())[1], [], b"")
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: net.listed.append(1.0),
+        lambda net: net.named.update(a=3.0),
+        lambda net: net.named.clear(),
+        lambda net: setattr(net, "count", [1.0, 1.0, 1.0].count),
+    ],
+)
+def test_containers_that_bound_methods_read_are_seen(change: Callable[[Bound], object]) -> None:
+    net = Bound()
+    fast = autostream.optimize(net)
+    for _ in range(3):
+        check(fast, net)
+    change(net)
+    for _ in range(2):
+        check(fast, net)
 
 
-def test_a_trace_of_fx_is_noticed_in_its_own_thread() -> None:
-    seen: list[bool] = []
+class Keeping(nn.Module):
+    """Writes a list through a method of it."""
 
-    class Asking(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            thread = threading.Thread(target=lambda: seen.append(traced_by_fx()))
-            thread.start()
-            thread.join(60)
-            seen.append(traced_by_fx())
-            return x
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+        self.keep, self.linear = self.kept.append, nn.Linear(4, 4)
 
-    torch.fx.symbolic_trace(Asking())
-    Asking()(torch.ones(1))
-    assert seen == [False, True, False, False]
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.keep(y)
+        return y * len(self.kept)
+
+
+@torch.no_grad()
+def test_what_is_kept_by_a_bound_method_is_there_after_each_call() -> None:
+    ours, theirs = Keeping(), Keeping()
+    theirs.load_state_dict(ours.state_dict())
+    fast = autostream.optimize(ours)
+    for number in range(6):
+        torch.testing.assert_close(fast(X + number), theirs(X + number))
+        torch.testing.assert_close(ours.kept, theirs.kept)
+        if number == 3:
+            ours.kept.clear(), theirs.kept.clear()
+
+
+def test_what_is_changed_back_is_served_by_what_was_made_before() -> None:
+    net = model()
+    fast = autostream.optimize(net)
+    with torch.no_grad():
+        for scale in (2.0, 3.0, 2.0, 3.0):
+            net.scale = scale
+            check(fast, net)
+    assert len(fast.reports) == 2
+
+
+@torch.no_grad()
+def test_guards_of_a_model_whose_dictionaries_are_written_stay_right_and_quick() -> None:
+    """What they know of these is looked up anew after so many calls; see ``Guards``."""
+    net = nn.Sequential(Block(), nn.Sequential(Block())).eval()
+    captured = capture(net, (X,), {})
+    assert captured is not None
+    for number in range(700):
+        if number in (10, 300):
+            net[1][0].noted = number
+        assert captured.guards(net, (X,), {})
+    net[1][0].scale = 3.0
+    assert not captured.guards(net, (X,), {})
+    assert "scale" in captured.guards.failed(net, (X,), {})
+
+
+# Guards that only inputs have
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factor", [1, 2])
+def test_by_inputs_alone_calls_are_as_the_models_while_it_stays_where_it_is(factor: int) -> None:
+    net = model()
+    fast = autostream.optimize(net, guards="inputs")
+    for number in range(4):
+        check(fast, net, X + number)
+        deep(net).linear.weight.mul_(factor)
+    for x in (torch.randn(5, 4), X, torch.randn(5, 4), X.double().float().t().contiguous().t(), X):
+        check(fast, net, x)
+    with torch.inference_mode():
+        check(fast, net)
+
+
+@torch.no_grad()
+def test_by_inputs_alone_nothing_else_is_looked_at() -> None:
+    """The model's Python does what it did: who asks for this has said that it does."""
+    net = model()
+    fast = autostream.optimize(net, guards="inputs")
+    expected = fast(X)
+    fast(X)
+    net.scale, net.settings.factor = 5.0, 7.0
+    torch.testing.assert_close(fast(X), expected)
+    with pytest.raises(AssertionError):
+        check(fast, net)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((torch.randn(5, 4),), {}), ((X.t().contiguous().t(),), {}), ((), {"x": X}), ((X.clone().requires_grad_(),), {})],
+    ids=["a shape", "strides", "a keyword", "requires_grad"],
+)
+@pytest.mark.parametrize("guards", ["dynamo", "inputs"])
+def test_another_input_is_another_call(guards: str, args: Any, kwargs: Any) -> None:
+    net = model()
+    fast = autostream.optimize(net, guards=guards)
+    for _ in range(2):
+        fast(X)
+    for _ in range(2):
+        torch.testing.assert_close(fast(*args, **kwargs), net(*args, **kwargs))
+        check(fast, net)
+
+
+@pytest.mark.parametrize("guards", ["x", "", None, "Dynamo"])
+def test_guards_that_there_are_not_are_refused(guards: Any) -> None:
+    with pytest.raises(OptionError, match="guards"):
+        autostream.optimize(nn.ReLU(), guards=guards)
+
+
+# Replays that are dropped
+
+
+class Tracked(nn.Module):
+    """Reads a plain number, and does what a second run of it would show."""
+
+    def __init__(self, does: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.does, self.scale = does, 1.0
+        self.register_buffer("total", torch.zeros(4))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.does(self, x) * self.scale
+
+
+def draws(module: Any, x: Tensor) -> Tensor:
+    dropped: Tensor = module.drop(x)
+    return dropped
+
+
+def writes_state(module: Any, x: Tensor) -> Tensor:
+    return module.total.add_(x.sum(0)) * x
+
+
+def writes_its_input(module: Any, x: Tensor) -> Tensor:
+    return x.mul_(2).sin()
+
+
+def reads(module: Any, x: Tensor) -> Tensor:
+    return x.sin()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("captured", [False, True], ids=["op by op", "captured"])
+@pytest.mark.parametrize("does", [draws, writes_state, writes_its_input, reads])
+def test_a_replay_that_is_dropped_leaves_nothing_visible(
+    does: Callable[..., Tensor], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if captured:
+        Captures(monkeypatch)
+    ours, theirs = Tracked(does), Tracked(does)
+    fast = autostream.optimize(ours)
+    for scale in (1.0, 1.0, 1.0, 3.0, 3.0, 1.0):
+        ours.scale = theirs.scale = scale
+        x, y = X.clone(), X.clone()
+        torch.manual_seed(1)
+        found = fast(x)
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        torch.testing.assert_close(found, theirs(y), rtol=0, atol=0)
+        assert torch.equal(state, torch.get_rng_state())
+        assert torch.equal(x, y)
+        assert torch.equal(ours.total, theirs.total)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["table", "weight", "data", "hook"])
+def test_an_index_that_only_the_new_model_has_is_no_error(change: str) -> None:
+    """Nothing is replayed with it before it is known that the table is still the same."""
+    net = nn.Sequential(nn.Embedding(10, 4))
+    fast = autostream.optimize(net)
+    small, large = torch.tensor([1]), torch.tensor([15])
+    fast(small), fast(small)
+    if change == "table":
+        net[0] = nn.Embedding(20, 4)
+    elif change == "weight":
+        net[0].weight = nn.Parameter(torch.randn(20, 4))
+    elif change == "data":
+        net[0].weight.data = torch.randn(20, 4)
+    else:
+        net[0].register_forward_pre_hook(lambda module, args: (args[0] % 10,))
+    for _ in range(2):
+        torch.testing.assert_close(fast(large), net(large))
+
+
+@torch.no_grad()
+def test_modules_in_another_order_are_seen() -> None:
+    net = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.ReLU()))
+    fast = autostream.optimize(net)
+    fast(X), fast(X)
+    first = net.a
+    del net.a
+    net.add_module("a", first)
+    torch.testing.assert_close(fast(X), net(X))
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_are_called() -> None:
+    net, calls = model(), []
+    fast = autostream.optimize(net)
+    fast(X), fast(X)
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module))):
+        assert "hooks of all modules" in unusual_call()
+        expected = net(X)
+        seen, calls[:] = calls.copy(), []
+        torch.testing.assert_close(fast(X), expected)
+    assert [kind for kind in calls if kind is not autostream.OptimizedModule] == seen
+    check(fast, net)
