@@ -34,7 +34,12 @@ _COARSE = 0.25
 
 
 def compared(
-    model: nn.Module, run: Callable[[], Any], tensors: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    run: Callable[[], Any],
+    tensors: Sequence[Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    name: str = "",
 ) -> Any:
     """What a scheduled call returns, after the model itself has done the same.
 
@@ -44,6 +49,7 @@ def compared(
         tensors: the flat inputs of both.
         args: of the model's call.
         kwargs: of the model's call.
+        name: of the model that this is a graph of; its own, if none is given.
 
     Raises:
         MismatchError: an output, the model's state or an input is not what the model makes of it.
@@ -56,7 +62,7 @@ def compared(
         autostream.errors.MismatchError: ReLU, scheduled: output 0 is off by 1 of its size, and 0.001 is rounding: \
 set AUTOSTREAM_DISABLE=1 to run it plainly, and report this
     """
-    places = {f"{name} afterwards": tensor for name, tensor in _state(model)}
+    places = {f"{of} afterwards": tensor for of, tensor in _state(model)}
     places |= {f"input {at} afterwards": tensor for at, tensor in enumerate(tensors)}
     devices = {str(tensor.device) for tensor in places.values() if tensor.is_cuda}
     with undone(list(places.values()), [True] * len(places), devices):
@@ -67,7 +73,7 @@ set AUTOSTREAM_DISABLE=1 to run it plainly, and report this
     theirs = {name: tensor.detach() for name, tensor in theirs.items()}
     if reason := difference(ours, theirs):
         advice = "set AUTOSTREAM_DISABLE=1 to run it plainly, and report this"
-        raise MismatchError(f"{name_of(model)}, scheduled: {reason}: {advice}")
+        raise MismatchError(f"{name or name_of(model)}, scheduled: {reason}: {advice}")
     return outputs
 
 

@@ -58,7 +58,8 @@ class Compiled(Optimized):
         half: of a call that records gradients, which one it is. A forward computes where no other graph does.
 
     Example:
-        >>> class Twice(nn.Module):
+        >>> from autostream.execution.slots import SlotTable
+        >>> class Twice(torch.nn.Module):
         ...     def forward(self, x):
         ...         return (x + x,)
         >>> graph = torch.fx.symbolic_trace(Twice())
@@ -99,11 +100,19 @@ class Compiled(Optimized):
             return self(*values)
         run = partial(ready, values)
         try:
-            return compared(self._module, run, _tensors(values), values, {}) if self._paranoid else run()
+            if self._paranoid:
+                outputs: Sequence[Any] = compared(self._module, run, _tensors(values), values, {}, self._model)
+                return outputs
+            return run()
         except Unsuitable as reason:
             self._note(str(reason))
         except torch.OutOfMemoryError as error:
-            self._fail(ready, f"there is too little memory to run it as scheduled ({first_line(error)})")
+            if self._surroundings.options.strict:
+                raise
+            again = ready.scheduled is not None and ready.scheduled.repeatable
+            self._fail(ready, _TOO_LITTLE.format(first_line(error)))
+            if not again:  # it may have written some of its arguments
+                raise
         return self.plain(*values)
 
     def is_of(self, module: GraphModule, names: Names) -> bool:
@@ -212,6 +221,11 @@ class Compiled(Optimized):
             log.warning("%s: some calls run plainly: %s", self._model, reason)
             refusal = Decision("", "plain", reason)
             self._refused[reason] = Report(self._model, "some calls", "plain", refusals=(refusal,), versions=versions())
+
+
+_TOO_LITTLE = (
+    "there is too little memory to run it as scheduled ({}): free some, or lower memory_budget, and optimize it again"
+)
 
 
 def reports_of_graph(model: str, made: Sequence[Compiled]) -> tuple[Report, ...]:

@@ -225,8 +225,8 @@ class Dispatcher(Optimized):
         """What runs calls with these arguments, if that is not always the model."""
         with torch.no_grad():
             entry: Entry | str = self._unusual(args, kwargs)
-            key, label = self._key(args, kwargs)
             if not entry:
+                key, label = self._key(args, kwargs)
                 entry = self._entry(key, args, kwargs) or self._new_entry(key, label, args, kwargs, wanted=True)
             if isinstance(entry, str):
                 if self.options.strict:
@@ -264,7 +264,8 @@ class Dispatcher(Optimized):
         try:
             value = entry(self.model, args, kwargs)
         except Exception as error:
-            if self.options.strict or not entry.repeatable or isinstance(error, AutostreamError) or hooks_are_set():
+            ours = isinstance(error, AutostreamError | torch.OutOfMemoryError)  # the latter where it may not run again
+            if self.options.strict or not entry.repeatable or ours or hooks_are_set():
                 raise
             return self._instead(key, entry, first_line(error), args, kwargs)
         guarded = self.options.guards == "dynamo"
@@ -351,6 +352,8 @@ class Dispatcher(Optimized):
                 return self._refused(label, error)
             log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # records may be kept
             return Split(model, label, str(error), self._graph)
+        except Exception as error:
+            return self._refused(label, error)
         if captured is None:
             return Plain(label, "it computes nothing with tensors")
         try:

@@ -77,8 +77,7 @@ def let_be_cut(
         parts = cut_everything(graph)
         return Sections(program, graph, parts, bound, options, make_section) if len(parts) > 1 else None
 
-    for place in ("scheduled",):
-        monkeypatch.setattr(f"autostream.{place}.sections_of", sections_of)
+    monkeypatch.setattr("autostream.scheduled.sections_of", sections_of)
 
 
 DEVICES = ("cuda:0", "cuda:1")
@@ -113,5 +112,4 @@ def let_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
         graph = analyze(placed(program))
         return Sections(program, graph, cut_everything(graph), bound, options, make_section)
 
-    for place in ("scheduled",):
-        monkeypatch.setattr(f"autostream.{place}.sections_of", sections_of)
+    monkeypatch.setattr("autostream.scheduled.sections_of", sections_of)

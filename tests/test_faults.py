@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import autostream
 from autostream import tuning
-from autostream.build import Scheduled
 from autostream.collector import paused
+from autostream.whole import Whole
 from tests.alone import run_alone
 from tests.faults import Noisy, Quiet, Risk, Surroundings, check_free, check_works, fail_once, out_of_memory, strike
 from tests.semantics import CONFIGURATIONS, force_streams, let_policy_assign, same, scattered
@@ -50,9 +50,9 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 # While it is prepared
 
 STAGES = [
-    "tracing.export._export", "build.LiveState", "tuning.price_program", "tuning.candidates_for",
+    "dispatch.capture", "dispatch.names_of", "compiled.program_of", "tuning.price_program", "tuning.candidates_for",
     "tuning.static_copies", "tuning.undone", "execution.restoring.copyable", "tuning.select", "select.build",
-    "select.lower", "select.uncaptured", "select.interleaved", "build.Frozen", "build.planned",
+    "select.lower", "select.uncaptured", "select.interleaved", "scheduled.Frozen", "scheduled.planned",
 ]  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_an_op_that_raises_at_any_time_while_it_is_prepared(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stage", ["select.interleaved", "build.planned"])
+@pytest.mark.parametrize("stage", ["select.interleaved", "scheduled.planned"])
 def test_what_was_made_until_a_fault_is_given_back(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of the inputs, at once: no cycle keeps them until the garbage is collected."""
     copies: list[weakref.ref[Tensor]] = []
@@ -211,30 +211,14 @@ def test_strict_raises_what_there_is_no_memory_for_and_keeps_the_schedule() -> N
     assert [report.mode for report in fast.reports] == ["one stream"]
 
 
-@torch.no_grad()
-def test_what_is_stale_is_gone_before_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new one may need its memory."""
-    model, x = nn.Linear(8, 8), t(4, 8)
-    fast = autostream.optimize(model, x)
-    made, alive = watched_entry(fast), []
-    export = autostream.tracing.export._export
-
-    def watched(*args: Any) -> Any:
-        alive.append(made())
-        return export(*args)
-
-    monkeypatch.setattr("autostream.tracing.export._export", watched)
-    model.weight = nn.Parameter(t(16, 8)[:8].double().float().t())
-    with paused():
-        same(fast(x), model(x))
-    assert alive == [None]
-
-
 def watched_entry(fast: autostream.OptimizedModule) -> weakref.ref[Any]:
-    """What runs the calls of the one signature of a model."""
-    (entry,) = fast._autostream._entries.values()
-    assert isinstance(entry, Scheduled)
-    return weakref.ref(entry)
+    """The schedule of the one signature of a model."""
+    ((entry,),) = fast._autostream._admission.entries.values()
+    assert isinstance(entry, Whole)
+    assert entry.compiled is not None
+    (ready,) = entry.compiled.made
+    assert ready.scheduled is not None
+    return weakref.ref(ready.scheduled)
 
 
 # In a forked process
@@ -260,8 +244,7 @@ def test_a_process_that_is_forked_while_others_prepare_and_call() -> None:
                 prepared.append(True)
 
         def call():
-            (entry,) = learning._autostream._entries.values()
-            with fast._autostream._lock, entry._lock:
+            with fast._autostream._lock, learning._autostream._lock:
                 calls.set()
                 ended.wait()
 

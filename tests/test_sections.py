@@ -242,6 +242,7 @@ def test_a_forward_and_a_backward_are_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_number_of_the_device_scales_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd multiplies by the tensor that it is asked of: no number gets to the host, and nothing is cut."""
     let_be_cut(monkeypatch, nothing)
     plain = Model(lambda s, x: ((top := (x @ s.w).sin()) * top.max().item()).exp() @ s.w, w=nn.Parameter(t(4, 4)))
     fast = optimize(plain, policy="sequential")
@@ -250,12 +251,13 @@ def test_a_number_of_the_device_scales_gradients(monkeypatch: pytest.MonkeyPatch
         ours, theirs = (torch.autograd.grad(run(x).sum(), plain.w) for run in (fast, plain))
         same(ours, theirs)
     (report,) = fast.reports
-    assert [part.mode for part in report.parts] == ["sections", "sections"]
+    assert [part.mode for part in report.parts] == ["one stream", "one stream"]
+    assert not any(op.target.startswith("aten.item") for part in report.parts for op in part.graph.ops.values())
 
 
 @torch.no_grad()
-def test_what_was_checked_of_a_whole_schedule_is_checked_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An input in memory of a buffer that the model writes goes to the model itself."""
+def test_parts_know_an_input_in_memory_of_a_buffer_that_the_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a call has parts of its own."""
     let_be_cut(monkeypatch, nothing)
 
     def writes(s: Model, x: Tensor) -> Tensor:
@@ -265,10 +267,11 @@ def test_what_was_checked_of_a_whole_schedule_is_checked_of_parts(monkeypatch: p
     plain = Model(writes, w=nn.Buffer(t(4)))
     fast = optimize(plain)
     fast(t(2))
-    before = plain.w.clone()
-    expected = (before[:2] + before[:2].max()).sin().cos()
-    same(fast(plain.w[:2]), expected)
-    assert "shares memory with the model's own state" in fast.reports[-1].refusals[0].reason
+    for _ in range(3):
+        expected = plain.w + plain.w[:2].max()
+        same(fast(plain.w[:2]), expected[:2].sin().cos())
+        same(plain.w.clone(), expected)
+    assert [report.mode for report in fast.reports] == ["sections", "sections"]
 
 
 @torch.no_grad()

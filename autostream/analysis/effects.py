@@ -139,7 +139,9 @@ def only_checks(node: fx.Node) -> bool:
         >>> only_checks(graph.call_function(torch.ops.aten._assert_async.default, (graph.placeholder("x"),)))
         True
     """
-    return isinstance(node.target, OpOverload) and base_name(node.target) in _CHECKS
+    ordered = node.target is torch.ops.higher_order.with_effects  # as AOTAutograd has a check keep its place
+    target = node.args[1] if ordered else node.target
+    return isinstance(target, OpOverload) and base_name(target) in _CHECKS
 
 
 # --- operators with a schema -----------------------------------------------------------------------------------------

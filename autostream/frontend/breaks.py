@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import ResumePrologueTracingError, TorchDynamoException
-from torch._dynamo.types import ConvertFrameReturn
 from torch.fx import GraphModule
 
 from autostream.errors import first_line
@@ -37,6 +35,9 @@ def with_breaks(model: nn.Module, backend: Backend, refused: Callable[[str], Non
         backend: makes what runs a graph.
         refused: is told why Dynamo runs a part of the model as it is.
     """
+    from torch._dynamo.exc import ResumePrologueTracingError, TorchDynamoException
+    from torch._dynamo.types import ConvertFrameReturn
+
     # Models of one class share a limit of recompilations: whether one more is worth it is not for Dynamo to say here.
     # A number that a graph returns keeps it from being scheduled: it ends there.
     settings = {

@@ -225,7 +225,7 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     Example:
         >>> captured = capture(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
         >>> [given.is_argument for given in captured.inputs]
-        [True, False, False]
+        [False, False, True]
         >>> captured.guards(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
         False
     """

@@ -21,8 +21,8 @@ def names_of(captured: Capture, model: nn.Module) -> list[tuple[Role, str]]:
         >>> import torch
         >>> from autostream.frontend.capture import capture
         >>> linear = nn.Linear(2, 3)
-        >>> names_of(capture(linear, (torch.ones(1, 2),), {}), linear)[1:]
-        [(<Role.PARAMETER: 'parameter'>, 'weight'), (<Role.PARAMETER: 'parameter'>, 'bias')]
+        >>> [(role.value, name) for role, name in names_of(capture(linear, (torch.ones(1, 2),), {}), linear)]
+        [('parameter', 'weight'), ('parameter', 'bias'), ('input', '2')]
     """
     known: dict[int, tuple[Role, str]] = {}
     for name, parameter in model.named_parameters():

@@ -23,6 +23,7 @@ from autostream.costs.measured import METHOD
 from autostream.costs.records import Context, Measurements, Record, context_of
 from autostream.costs.roofline import price
 from autostream.errors import TargetError
+from autostream.execution.restoring import Restore
 from autostream.ir import Costs, DeviceProfile
 from tests.execution.programs import Towers, sample
 
@@ -186,7 +187,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What ops were expected to take whenever one was timed, µs."""
     timed: list[float] = []
 
-    def timer(call: Callable[[], Any], expected_us: float) -> Record:
+    def timer(call: Callable[[], Any], restore: Restore, expected_us: float) -> Record:
         timed.append(expected_us)
         return {"warm_us": 2.5}
 

@@ -13,8 +13,8 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from autostream.errors import TraceError
+from autostream.frontend import saved_tensors
 from autostream.frontend.saved_tensors import apply, hooks_are_set, hooks_set_aside
-from autostream.tracing import saved_tensors
 
 
 def saves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -11,12 +12,11 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.api import OptimizedModule
-from autostream.build import Scheduled
 from autostream.execution import arena
 from autostream.execution.capture import clear_cublas_workspaces
 from autostream.execution.cuda_graph import CapturedGraph
-from autostream.execution.places import Places
 from autostream.ir import Candidate
+from autostream.whole import Whole
 from benchmarks.zoo import INFERENCE, prepare
 from tests.agreement import Example, check_calls, check_streams, check_threads, examples_of, lanes
 
@@ -165,9 +165,9 @@ def test_a_larger_signature_takes_new_memory_for_what_does_not_fit() -> None:
 
 def graphs(fast: OptimizedModule) -> list[CapturedGraph]:
     """The captured graphs of a model, the least recently used first."""
-    entries = fast._autostream._entries.values()
-    found = [entry._execution for entry in entries if isinstance(entry, Scheduled)]
-    return [execution.graph for execution in found if isinstance(execution, Places)]
+    entries = chain.from_iterable(fast._autostream._admission.entries.values())
+    found = [entry._ready.scheduled for entry in entries if isinstance(entry, Whole) and entry._ready is not None]
+    return [scheduled.captured for scheduled in found if scheduled is not None and scheduled.captured is not None]
 
 
 def two_signatures(name: str) -> tuple[nn.Module, list[Example]]:

@@ -27,6 +27,7 @@ from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
 from autostream.errors import FusionError, OptionError
+from autostream.frontend.aten import program_of as aten_program_of
 from autostream.ir import Program, Role
 from autostream.tracing import fingerprint, fusion, inductor, kernel_graph
 from autostream.tracing.inductor import NEEDED, check_level, check_settings, fuse, obstacle
@@ -59,7 +60,7 @@ def test_a_functional_graph_computes_the_same() -> None:
     x, mean = torch.randn(4, 6), torch.randn(6)
     module = inductor._functional(program_of(learning, x, mean))
     ours, theirs = mean.clone(), mean.clone()
-    (result,) = module(x, ours)
+    (result,) = module(ours, x)  # in the order in which they are used first
     torch.testing.assert_close(result, learning(x, theirs))
     torch.testing.assert_close(ours, theirs)
 
@@ -303,7 +304,10 @@ def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkey
         return x.view(-1), x.float(), view, view, other
 
     monkeypatch.setattr(inductor, "_compiled", views)
-    fused = fuse(replace(program_of(model, torch.ones(3)), device="cuda:0"))
+    # Dynamo's graphs return each tensor once.
+    traced, _ = aten_program_of(fx.symbolic_trace(model), [(Role.INPUT, "0", torch.ones(3))])
+    program = replace(traced, device="cuda:0")
+    fused = fuse(program)
     assert [fused.outputs.index(name) for name in fused.outputs] == [0, 1, 2, 2, 4]
     x = torch.ones(3)
     first, second, third, fourth, fifth = fused.module(x)
@@ -311,7 +315,7 @@ def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkey
     assert second is x
     assert third is fourth is not fifth
     assert {tensor.untyped_storage()._cdata for tensor in (first, third, fifth)} == {x.untyped_storage()._cdata}
-    again = inductor.fused_before(replace(program_of(model, torch.ones(3)), device="cuda:0"), fused.module)
+    again = inductor.fused_before(program, fused.module)
     assert again.outputs == fused.outputs
 
 
