@@ -76,5 +76,5 @@ def test_without_a_captured_graph_inputs_are_the_given_ones_and_nothing_is_watch
     assert made.reading(arguments) is None
     assert [a is b for a, b in zip(made.static_inputs(arguments), arguments, strict=True)] == [True]
     assert made.lend(frozenset({0})) == frozenset()
-    (refusal,) = [r for r in made.watched(arguments).refusals if r.kind == "not watched"]
+    (refusal,) = [r for r in made.watched(arguments).refusals if r.choice == "not watched"]
     assert "nothing is captured" in refusal.reason

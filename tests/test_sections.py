@@ -271,7 +271,7 @@ def test_parts_know_an_input_in_memory_of_a_buffer_that_the_model_writes(monkeyp
         expected = plain.w + plain.w[:2].max()
         same(fast(plain.w[:2]), expected[:2].sin().cos())
         same(plain.w.clone(), expected)
-    assert [report.mode for report in fast.reports] == ["sections", "sections"]
+    assert {report.mode for report in fast.reports} == {"sections"}
 
 
 @torch.no_grad()
