@@ -26,6 +26,7 @@ from autostream.comparison import compared
 from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
 from autostream.execution.cuda_graph import GraphPools
+from autostream.execution.slots import SlotTable
 from autostream.frontend.aten import Given, program_of
 from autostream.frontend.numerics import numerics, watch_numerics
 from autostream.frontend.signature import aliases_of, described
@@ -82,6 +83,8 @@ class Compiled(Optimized):
         self._module, self._names, self._model, self.half = module, list(names), model, half
         if half == "forward":
             surroundings = replace(surroundings, pools=GraphPools())
+        if half:  # batches are copied in: a capture for each place of theirs is two here
+            surroundings = replace(surroundings, slots=SlotTable())
         cut = partial(section, surroundings, model) if may_cut else None
         self._surroundings = replace(surroundings, make_section=cut)
         self._paranoid = paranoid()
@@ -173,7 +176,12 @@ class Compiled(Optimized):
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature."""
         made = [ready.report for ready in reversed(self._admission.entries.values())]
-        return tuple(replace(report, half=self.half) for report in (*made, *self._refused.values()))
+        return tuple(replace(report, half=self.half) for report in (*made, *self.refused))
+
+    @property
+    def refused(self) -> tuple[Report, ...]:
+        """Why some calls had no schedule."""
+        return tuple(self._refused.values())
 
     def let_go(self) -> None:
         """Keep no memory for weights that are no longer the model's."""

@@ -125,6 +125,7 @@ class Dispatcher(Optimized):
                 self._replay = None
                 if not (isinstance(failure, Changed) or replay.repeatable):
                     raise
+                replay = None  # which holds what the model may have let go
         if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.disabled or exporting():

@@ -67,7 +67,8 @@ class Whole:
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known of it."""
         if self.compiled is not None:
-            return () if self._ready is None else (replace(self._ready.report, signature=self.label),)
+            own = () if self._ready is None else (replace(self._ready.report, signature=self.label),)
+            return (*own, *self.compiled.refused)
         return (replace(report_of_halves(model, self._halves), signature=self.label),)
 
     def replay(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, guarded: bool) -> Replay | None:

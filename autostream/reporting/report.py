@@ -21,8 +21,8 @@ class Report:
         signature: readable, e.g. ``"1x3x224x224:float16 on cuda:0, eval, no_grad"``.
         mode: what a call runs: ``"plain"`` (the model itself), ``"one stream"``, ``"streams"``, ``"threads"`` (streams
             of a CPU), ``"cuda graph"``, ``"sections"`` (CUDA graphs, and between them the ops that none can hold),
-            ``"graph breaks"`` and ``"forward and backward"`` (see ``parts``), ``"not run yet"`` where the first call will
-            tell, or ``"dry run"`` where nothing was to run.
+            ``"graph breaks"`` and ``"forward and backward"`` (see ``parts``), ``"not run yet"`` where the first call
+            will tell, or ``"dry run"`` where nothing was to run.
         level: what one op is, as in :class:`~autostream.ir.Program`; ``""`` where tracing was refused.
         profile: the device that was planned for.
         graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
