@@ -97,7 +97,7 @@ ATTRIBUTES: dict[str, Callable[[Tensor], bool]] = {
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("question", ATTRIBUTES)
 def test_what_a_user_has_put_on_inputs_is_as_of_the_call(question: str, grad_mode: Callable[[], Any]) -> None:
-    """Dynamo guards it, other than what is put on the model's own tensors."""
+    """Dynamo guards it."""
     ask, x = ATTRIBUTES[question], X.clone()
     model = Asking(lambda x, weight: ask(x)).eval()
     fast = optimize(model, policy="sequential")
@@ -114,6 +114,20 @@ def test_what_a_user_has_put_on_inputs_is_as_of_the_call(question: str, grad_mod
                     assert torch.equal(fast(given), model(given))
                     answers.add(bool(ask(given)))
     assert answers == {True, False}
+
+
+@torch.no_grad()
+def test_what_a_user_has_put_on_a_weight_is_as_of_the_call() -> None:
+    model = Asking(lambda x, weight: getattr(weight, "doubled", False)).eval()
+    fast = optimize(model, policy="sequential")
+    weight = next(model.parameters())
+    for doubled in (True, False, True, False):
+        if doubled:
+            weight.doubled = True  # type: ignore[attr-defined]
+        else:
+            del weight.doubled  # type: ignore[attr-defined]
+        for _ in range(3):
+            assert torch.equal(fast(X), model(X))
 
 
 def test_attributes_that_nobody_asks_for_change_nothing() -> None:

@@ -23,6 +23,7 @@ Where one is missing, :func:`capture` raises a :class:`~autostream.errors.TraceE
 from __future__ import annotations
 
 import builtins
+import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -239,10 +240,13 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}
     function, scope = FunctionType(call.__code__, globals_), {"model": model, "args": args, "kwargs": kwargs}
     with compiling(), _timed():
+        drawn = random.getstate()  # Dynamo draws from it in the place of the model
         try:
             output = _compile_frame(function, scope, backend)
         except Exception as error:
             raise TraceError(reason_of(error)) from error
+        finally:
+            random.setstate(drawn)
         if output.tracer_output.output_graph.random_calls:  # graphs would draw the same numbers again and again
             raise FastPathError("it draws random numbers from a generator of Python's")
         if not found:
@@ -382,10 +386,16 @@ def _forget_guarded(guards: Any) -> None:
 def _skips_soundly(node: Any) -> bool:
     """Whether no guard is skipped that a dictionary's version does not vouch for.
 
-    Dynamo takes a method of a list for as immutable as a function, and what is guarded of that list with it.
+    Dynamo takes a method of a list for as immutable as a function, and what is guarded of that list with it; and a
+    weight for immutable, though it may get an attribute that it is guarded not to have.
     """
-    safe = (inner for inner in _nodes(node) if getattr(inner, "is_tag_safe", bool)())
-    return all(child.is_tag_safe() for inner in safe for child in _children(inner))
+    safe = [inner for inner in _nodes(node) if getattr(inner, "is_tag_safe", bool)()]
+    return all(child.is_tag_safe() for inner in safe for child in _children(inner)) and not any(
+        type(guard).__name__ == "NO_HASATTR"
+        for inner in safe
+        if not issubclass(inner.get_type_of_guarded_value(), torch.nn.Module)
+        for guard in inner.get_leaf_guards()
+    )
 
 
 def _effects() -> tuple[tuple[Store, ...], bool]:
