@@ -138,8 +138,13 @@ class Compiled(Optimized):
         outputs: Sequence[Any] = self._module.forward(*values)
         return outputs
 
-    def ready(self, values: Sequence[Any]) -> Ready | None:
-        """What is scheduled for tensors like these; made now where there is none yet, and it may be worth it."""
+    def ready(self, values: Sequence[Any], *, admitted: bool = False) -> Ready | None:
+        """What is scheduled for tensors like these; made now where there is none yet, and it may be worth it.
+
+        Args:
+            values: that the graph takes.
+            admitted: whether the caller knows that it is worth it.
+        """
         latest = self._latest
         if latest is not None and latest.fits(values):
             return None if latest.scheduled is None else latest
@@ -151,7 +156,7 @@ class Compiled(Optimized):
         with self._lock:
             ready = admission.entries.get(key)
             if ready is None:
-                if reason := admission.refusal():
+                if not admitted and (reason := admission.refusal()):
                     admission.unserved()
                     self._note(reason)
                     return None

@@ -364,7 +364,7 @@ class Dispatcher(Optimized):
                 run = differentiable(captured.module, captured.tensors, names, partial(self._graph, made))
                 return Whole(captured, run, label, halves=made)
             compiled = self._like(captured, names) or self._graph([], captured.module, names)
-            ready = compiled.ready(captured.tensors)
+            ready = compiled.ready(captured.tensors, admitted=True)
         except Exception as error:
             return self._refused(label, error)
         finally:

@@ -423,21 +423,3 @@ def test_pieces_on_several_devices_are_listed_with_theirs() -> None:
     head, _, *rows = render(whole).partition("Pieces\n")[2].split("\n\n")[0].splitlines()
     assert head.split() == ["piece", "µs", "ops", "on", "runs", "as", "ends", "because"]
     assert [row.split()[2] for row in rows] == ["cuda:0", "cuda:1"]
-
-
-def test_ways_are_listed_with_where_they_go_and_the_share_of_them_that_is_captured() -> None:
-    """Each has pieces of its own; ops between two sections are predicted, 10 of 40 µs."""
-    first = with_time("cuda graph", captured=True, predicted_us=30.0)
-    between = with_time("one stream", captured=False, predicted_us=10.0)
-    ended = "the model returns, after True at m.py:1: if x:"
-    way = Report("Net", "s", "sections", parts=(first, between), ended=ended)
-    said = render(Report("Net", "s", "ways", parts=(way,)))
-    assert "runs as    CUDA graphs for each way that calls take through its branches\n" in said
-    assert "75% of the time of its pieces, each run once; what no graph holds as predicted\n" in said
-    assert f"{ended}\n" in said
-
-
-def with_time(mode: str, *, captured: bool, predicted_us: float) -> Report:
-    graph = replace(DIAMOND, device="cuda:0")
-    chosen = Candidate(Schedule("sequential", 1, ()), captured, predicted_us=predicted_us)
-    return Report("Net", "s", mode, graph=graph, chosen=chosen)
