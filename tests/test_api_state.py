@@ -116,6 +116,7 @@ def test_what_a_user_has_put_on_inputs_is_as_of_the_call(question: str, grad_mod
     assert answers == {True, False}
 
 
+@pytest.mark.xfail(torch.__version__ < (2, 13), reason="torch.compile of 2.11 does not notice it either", strict=True)
 @torch.no_grad()
 def test_what_a_user_has_put_on_a_weight_is_as_of_the_call() -> None:
     model = Asking(lambda x, weight: getattr(weight, "doubled", False)).eval()
