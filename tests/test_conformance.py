@@ -240,6 +240,7 @@ def test_samples_that_cannot_be_made_are_told(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "sin, out, float32: there are no samples: NotImplementedError: none here\n"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised wherever the alarm strikes
 def test_what_hangs_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     def wait(x: Tensor) -> Tensor:
         try:
