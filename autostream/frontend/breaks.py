@@ -39,8 +39,10 @@ def with_breaks(model: nn.Module, backend: Backend, refused: Callable[[str], Non
     from torch._dynamo.types import ConvertFrameReturn
 
     # Models of one class share a limit of recompilations: whether one more is worth it is not for Dynamo to say here.
-    # A number that a graph returns keeps it from being scheduled: it ends there.
+    # A number that a graph returns keeps it from being scheduled: it ends there. Whether what guards skip is vouched
+    # for can be looked at only where they are built here.
     settings = {
+        "use_recursive_dict_tags_for_guards": False,
         "suppress_errors": True,
         "capture_scalar_outputs": False,
         "recompile_limit": _MANY,
