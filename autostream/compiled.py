@@ -188,12 +188,6 @@ class Compiled(Optimized):
         """Why some calls had no schedule."""
         return tuple(self._refused.values())
 
-    def let_go(self) -> None:
-        """Keep no memory for weights that are no longer the model's."""
-        for ready in self._admission.entries.values():
-            if ready.scheduled is not None:
-                ready.scheduled.let_go(frozenset())
-
     def _key(self, values: Sequence[Any]) -> Hashable:
         tensors = _tensors(values)
         numbers = tuple(value for value in values if not isinstance(value, Tensor))

@@ -110,7 +110,7 @@ class Dispatcher(Optimized):
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
         self._replay: Replay | None = None
-        self._replayed: Hashable = None
+        self._replayed: tuple[Hashable, Whole] | None = None
         self._replays = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,6 +244,7 @@ class Dispatcher(Optimized):
 
     def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._count_replays()
+        self._replay = None  # it has memory of weights that may be the model's no longer
         key, label = self._key(args, kwargs)
         entry: Entry | str | None = self._entry(key, args, kwargs)
         if entry is None:
@@ -270,13 +271,15 @@ class Dispatcher(Optimized):
                 raise
             return self._instead(key, entry, first_line(error), args, kwargs)
         guarded = self.options.guards == "dynamo"
-        self._replay, self._replayed = entry.replay(self.model, args, kwargs, guarded=guarded), key
+        self._replay, self._replayed = entry.replay(self.model, args, kwargs, guarded=guarded), (key, entry)
         return value
 
     def _count_replays(self) -> None:
         """Count the calls that the short way has served since this was last asked."""
-        if self._replays:
-            self._admission.served(self._replayed, self._replays)
+        if self._replays and self._replayed:
+            key, entry = self._replayed
+            self._admission.served(key, self._replays)
+            entry.served(self._replays)
             self._replays = 0
 
     def _instead(self, key: Hashable, entry: Whole, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

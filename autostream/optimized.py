@@ -23,9 +23,6 @@ class Optimized(ABC):
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature."""
 
-    def let_go(self) -> None:  # noqa: B027 - most hold nothing
-        """Keep no memory for what was the model's and no longer is."""
-
 
 MakeSection = Callable[[GraphModule, frozenset[int]], Optimized]
 """Takes a graph and the positions of its inputs that stay where they are from call to call."""

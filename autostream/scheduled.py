@@ -154,8 +154,8 @@ class Scheduled:
         return self._execution.graph if isinstance(self._execution, Places) else None
 
     def reading(self, arguments: Sequence[Tensor]) -> Place | None:
-        """The captured graphs that read these tensors where they lie, if there are any."""
-        return self._execution.find(arguments) if isinstance(self._execution, Places) else None
+        """The captured graphs of the latest call, if these tensors lie where they read them."""
+        return self._execution.latest(arguments) if isinstance(self._execution, Places) else None
 
     def lend(self, places: frozenset[int]) -> frozenset[int]:
         """Hand out outputs at these places where a captured graph computes them: they are the caller's for one call.
@@ -203,10 +203,10 @@ class Scheduled:
         graph = self.captured
         return [graph.static.get(at, given) if graph else given for at, given in enumerate(arguments)]
 
-    def let_go(self, storages: frozenset[int]) -> None:
-        """Hold no weights but those in these storages."""
+    def served(self, calls: int) -> None:
+        """The short way has served so many calls, whose tensors lay where :meth:`reading` found them."""
         if isinstance(self._execution, Places):
-            self._execution.let_go(storages)
+            self._execution.served(calls)
 
     def _new_place(self, places: Places, arguments: Sequence[Tensor]) -> Place:
         """The same schedule, captured again where the weights lie now.

@@ -181,9 +181,6 @@ class Graphs:
         if self.replayed is not None:
             self._admission.served(*self.replayed)
             self.replayed = None
-        for entries in self._admission.entries.values():
-            for other in entries:
-                other.let_go()
         entry = self._entry(call) or self._new_entry(call)
         if isinstance(entry, _Refusal):
             raise self._refused(entry.reason, Full if entry.full else Refused)
@@ -402,9 +399,6 @@ class _Refusal:
         """Why it does not stand for a step."""
         return ""
 
-    def let_go(self) -> None:
-        """It holds nothing."""
-
 
 def trace(graphs: Graphs, call: Call) -> tuple[CapturedLoss, Traced, Tensors]:
     """Capture the loss of a step, and trace the step; and what that takes.
@@ -499,10 +493,6 @@ class Entry:
     def failed(self, batch: Batch) -> str:
         """Why it is not."""
         return self.loss.failed(batch)
-
-    def let_go(self) -> None:
-        """Keep no memory for what is no more the model's."""
-        self.scheduled.let_go(frozenset())
 
     def run(self, tensors: Tensors, batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
         """The result, and the gradients of all of the optimizer's parameters, where these are not updated.

@@ -71,6 +71,11 @@ class Whole:
             return (*own, *self.compiled.refused)
         return (replace(report_of_halves(model, self._halves), signature=self.label),)
 
+    def served(self, calls: int) -> None:
+        """The short way has served so many calls."""
+        if self._ready is not None and self._ready.scheduled is not None:
+            self._ready.scheduled.served(calls)
+
     def replay(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, guarded: bool) -> Replay | None:
         """The short way of calls like this one, where there is one.
 

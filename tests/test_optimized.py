@@ -23,8 +23,6 @@ def test_what_runs_and_tells_is_enough() -> None:
     doubles = Doubles()
     assert doubles(3) == 6
     assert doubles.reports == ()
-    doubles.let_go()
-    assert doubles(3) == 6, "most hold nothing that could be let go"
 
 
 def test_what_tells_nothing_is_refused() -> None:

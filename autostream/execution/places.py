@@ -19,9 +19,8 @@ from torch import Tensor
 from autostream.errors import CaptureError, first_line
 from autostream.execution.bound import still_there
 from autostream.execution.cuda_graph import CapturedGraph
-from autostream.execution.static import Output, static_copies
+from autostream.execution.static import static_copies
 from autostream.execution.variants import Variants
-from autostream.storages import storage_of
 
 Capture = Callable[[CapturedGraph, Sequence[Tensor], Sequence[Tensor]], CapturedGraph]
 """Captures a graph's run again: with what it then reads, and the arguments of a call, which are left as they are."""
@@ -51,28 +50,6 @@ class Place:
         self.is_used = still_there(bound)
 
 
-class Settled:
-    """A place where calls have found their tensors twice, so that the next one may be launched before anybody looks.
-
-    Holds them until then: what is launched reads their memory, even if the model has given it away.
-
-    Args:
-        place: that place.
-        bound: the tensors.
-
-    Attributes:
-        calls: how many have found them there since.
-    """
-
-    def __init__(self, place: Place, bound: Sequence[Tensor]) -> None:
-        self.place, self.launch, self.unmoved, self.calls = place, place.launch, place.unmoved, 0
-        self._held = [tensor.detach() for tensor in bound]
-
-    def lies_in(self, storages: frozenset[int]) -> bool:
-        """Whether all that it holds is in these storages."""
-        return storages.issuperset(map(storage_of, self._held))
-
-
 class Places:
     """Runs calls of a captured graph wherever their bound tensors lie, capturing it again if that has been worth it.
 
@@ -95,39 +72,21 @@ class Places:
         self._known = {self._addresses(arguments): self._latest}
         self._credit, self._failure = (MOST - 1) * WORTH, ""  # in calls
         self._refused: tuple[int, ...] = ()
-        self._settled: Settled | None = Settled(self._latest, self._those_bound(arguments))
+        self._settled = True  # whether the latest call found all where the one before did
 
     @property
     def graph(self) -> CapturedGraph:
         """The graph of the latest call."""
         return self._latest.graph
 
-    def guess(self, arguments: Sequence[Tensor]) -> Sequence[Output] | None:
-        """The outputs, if these tensors are where they probably are: that is looked at while the device is busy.
-
-        For runs that may run once more than asked, with tensors that are the model's no longer.
-        """
-        settled = self._settled
-        if settled is None:
-            return None
-        outputs = settled.launch(arguments)
-        if not settled.unmoved(arguments):
-            return None
-        settled.calls += 1
-        return outputs
-
     def find(self, arguments: Sequence[Tensor]) -> Place | None:
         """The graph that reads these tensors where they are, if there is one."""
-        latest, settled = self._latest, self._settled
+        latest = self._latest
         if latest.unmoved(arguments):
-            if settled is None or settled.place is not latest:  # another thread's may be
-                self._settled = Settled(latest, self._those_bound(arguments))
-            else:
-                settled.calls += 1
+            self.served(self._settled)
+            self._settled = True
             return latest
-        self._settled = None
-        if settled is not None:
-            self._credit = min(MOST * WORTH, self._credit + settled.calls)
+        self._settled = False
         try:
             found = self._known.get(self._addresses(arguments))
         except RuntimeError:  # sparse tensors have no address
@@ -139,11 +98,14 @@ class Places:
         self._latest = found
         return found
 
-    def let_go(self, storages: frozenset[int]) -> None:
-        """Hold no tensors but those in these storages: others are looked at before the next launch."""
-        settled = self._settled
-        if settled is not None and not settled.lies_in(storages):
-            self._settled = None
+    def latest(self, arguments: Sequence[Tensor]) -> Place | None:
+        """The graph of the latest call, if it reads these tensors where they are."""
+        latest = self._latest
+        return latest if latest.unmoved(arguments) else None
+
+    def served(self, calls: int) -> None:
+        """So many calls have found all where the one before did."""
+        self._credit = min(MOST * WORTH, self._credit + calls)
 
     @property
     def over(self) -> str:

@@ -25,7 +25,6 @@ from autostream.execution.variants import Variants
 from autostream.ir import Role
 from autostream.options import Options
 from autostream.scheduled import Surroundings
-from autostream.storages import storage_of
 from autostream.whole import Whole
 from tests.captures import Captures
 from tests.replays import CPU
@@ -276,7 +275,6 @@ class Adds(nn.Module):
         return x.add_(1)
 
 
-@pytest.mark.xfail(reason="calls on the short way do not count", strict=True)
 @torch.no_grad()
 def test_after_calls_that_were_worth_it_there_are_captures_again(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
@@ -317,12 +315,11 @@ def test_memory_stays_until_a_call_notices_that_the_weight_has_moved(
     fast(X)
     is_there = still_there([model.weight])
     moved(model)
-    assert is_there(), "a graph that reads it may be launched before anybody looks"
+    assert is_there() == (way == "short"), "a graph that reads it may be launched before anybody looks"
     fast(X)
     assert not is_there()
 
 
-@pytest.mark.xfail(reason="schedules of other shapes are not told to let weights go", strict=True)
 @torch.no_grad()
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("rows", [2, 3, 1])
@@ -342,7 +339,6 @@ def test_so_it_does_until_a_call_of_another_shape_notices(rows: int, captures: C
         torch.testing.assert_close(fast(x), model(x))
 
 
-@pytest.mark.xfail(reason="schedules of other shapes are not told to let weights go", strict=True)
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("rows", [2, 3, 1])
 def test_so_it_does_where_gradients_are_recorded(rows: int, captures: Captures) -> None:
@@ -609,13 +605,3 @@ class Product(nn.Module):
 
     def forward(self, weight: Tensor, x: Tensor) -> tuple[Tensor]:
         return (weight * x,)
-
-
-def test_what_lies_in_storages_that_are_the_models_is_kept(lot: Callable[[int, int], Lot]) -> None:
-    here, own = lot(2, 5).places, frozenset([storage_of(ONES)])
-    assert here.guess(at(ONES)) is not None
-    here.let_go(own | {storage_of(TWOS)})
-    assert here.guess(at(ONES)) is not None
-    here.let_go(frozenset([storage_of(TWOS)]))
-    assert here.guess(at(ONES)) is None
-    assert here.find(at(ONES)) is not None
