@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream.dispatch import Whole
 from autostream.errors import OptionError
 from autostream.frontend.capture import capture
 from autostream.frontend.unusual import unusual_call
+from autostream.whole import Whole
 from tests.captures import Captures
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread_for_each_op")
@@ -157,7 +157,6 @@ MODULES: dict[str, Callable[[Net], object]] = {
     "a hook of a hidden module": lambda net: net.hidden[0].register_forward_hook(lambda m, a, output: output + 1),
     "a forward of a submodule": lambda net: setattr(deep(net).linear, "forward", lambda x: x + 1),
     "a forward of the model": lambda net: setattr(net, "forward", lambda x: x + 1),
-    "a class": lambda net: setattr(deep(net).linear, "__class__", Doubled),
 }
 
 VALUES: dict[str, Callable[[Net], object]] = {
@@ -192,11 +191,6 @@ CHANGES = {
     **{name: made_by(change) for name, change in {**TENSORS, **MODULES, **VALUES}.items()},
     **ELSEWHERE,
 }
-
-
-class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
 
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -256,14 +250,17 @@ def test_a_positional_default_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 class Bound(nn.Module):
     """Reads containers through methods that it keeps, which Dynamo takes for as immutable as functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, breaks: bool) -> None:
         super().__init__()
         self.listed, self.named = [1.0, 2.0], {"a": 2.0}
         self.count, self.get = self.listed.count, self.named.get
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.breaks = nn.Linear(4, 4), breaks
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * float(self.count(1.0)) + float(self.get("a", 0.0))
+        y = self.linear(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return y * float(self.count(1.0)) + float(self.get("a", 0.0))
 
 
 @torch.no_grad()
@@ -276,8 +273,9 @@ class Bound(nn.Module):
         lambda net: setattr(net, "count", [1.0, 1.0, 1.0].count),
     ],
 )
-def test_containers_that_bound_methods_read_are_seen(change: Callable[[Bound], object]) -> None:
-    net = Bound()
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "split"])
+def test_containers_that_bound_methods_read_are_seen(breaks: bool, change: Callable[[Bound], object]) -> None:
+    net = Bound(breaks)
     fast = autostream.optimize(net)
     for _ in range(3):
         check(fast, net)
