@@ -511,7 +511,7 @@ def run_kept(name: str, options: str, path: str) -> None:
         outputs = [fast(x), fast(x * 2)]
     reports = fast.reports
     assert len(reports) == 1, [
-        (report.signature, report.refusals, list(fast._autostream._entries)) for report in reports
+        (report.signature, report.refusals, list(fast._autostream._admission.entries)) for report in reports
     ]
     (report,) = reports
     torch.save((outputs, dict(model.state_dict())), path)
