@@ -296,7 +296,7 @@ def test_it_says_why_no_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_modules_are_the_same_however_they_are_cut(module: RandomModule, turns: str, one_in: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         let_be_cut(patch, lambda op: sum(op.name.encode()) % one_in == 0)
-        check(*module(), {}, TURNS[turns])
+        check(module, {}, TURNS[turns])
 
 
 def test_where_a_graph_holds_everything_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,4 +415,4 @@ def test_random_modules_are_the_same_over_whichever_devices(module: RandomModule
             copies=lambda op: number(op) % one_in == 0,
         )
         let_be_cut(patch, lambda op: number(op) % 11 == 0, scattered)
-        check(*module(), {}, TURNS[turns])
+        check(module, {}, TURNS[turns])

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
-from autostream.errors import TraceError
+from autostream.errors import TraceError, first_line
 from autostream.execution.lending import Lending
 from autostream.frontend.convolutions import GRADIENTS_APART
 from autostream.frontend.fakes import forget, mode_of
@@ -94,7 +94,7 @@ def differentiable(
         make: makes what runs a graph without gradients; it is called for the forward, then for the backward.
 
     Raises:
-        TraceError: its backward would lack something.
+        TraceError: its backward would lack something, or fail.
     """
     from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -102,17 +102,25 @@ def differentiable(
     halves = _Halves(make, state)
     context = TracingContext.try_get() or TracingContext(mode_of(module))
     with tracing(context):
-        run: Callable[..., Any] = aot_module_simplified(
-            module,
-            list(tensors),
-            fw_compiler=halves.forward,  # type: ignore[arg-type]
-            bw_compiler=halves.backward,  # type: ignore[arg-type]
-            inference_compiler=halves.inference,  # type: ignore[arg-type]
-            partition_fn=halves.partition,
-            decompositions=dict(GRADIENTS_APART),
-            keep_inference_input_mutations=True,
-        )
+        try:
+            run: Callable[..., Any] = aot_module_simplified(
+                module,
+                list(tensors),
+                fw_compiler=halves.forward,  # type: ignore[arg-type]
+                bw_compiler=halves.backward,  # type: ignore[arg-type]
+                inference_compiler=halves.inference,  # type: ignore[arg-type]
+                partition_fn=halves.partition,
+                decompositions=dict(GRADIENTS_APART),
+                keep_inference_input_mutations=True,
+            )
+        except RuntimeError as error:
+            if _OVERWRITTEN in str(error):  # the model's own fault, which only those notice who go back
+                raise TraceError(f"its backward fails: {first_line(error)}") from error
+            raise
     return run
+
+
+_OVERWRITTEN = "modified by an inplace operation"
 
 
 _ONE_WAY = torch.ops.aten.mkldnn_rnn_layer.default

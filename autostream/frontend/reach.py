@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autostream.analysis.source import user_line
 from autostream.errors import TraceError
 from autostream.storages import has_gaps, span_of, storage_of
 
@@ -45,7 +46,7 @@ def check_reach(graph: fx.Graph) -> None:
             around = arguments.get(storage_of(given), [])
             filled = [argument for argument in around if not has_gaps(argument)]
             if around and not any(_within(_reached(node, given), argument) for argument in filled):
-                line = (node.stack_trace or "").strip().rpartition("\n")[2].strip()
+                line = user_line(node.stack_trace)
                 raise TraceError(
                     "as_strided reaches memory of an argument between or behind its elements" + (line and f": {line}")
                 )

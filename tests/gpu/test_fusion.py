@@ -137,8 +137,8 @@ def test_the_short_way_on_a_gpu(towers: Towers, monkeypatch: pytest.MonkeyPatch)
     fast, x = autostream.optimize(towers), torch.randn(64, 256, device="cuda")
     fast(x)
     long: list[object] = []
-    scheduled = Dispatcher._scheduled
-    monkeypatch.setattr(Dispatcher, "_scheduled", lambda *args: (long.append(args), scheduled(*args))[1])
+    dispatched = Dispatcher._dispatched
+    monkeypatch.setattr(Dispatcher, "_dispatched", lambda *args: (long.append(args), dispatched(*args))[1])
     outputs = []
     for _ in range(20):
         y, stream = torch.randn(64, 256, device="cuda"), torch.cuda.Stream()

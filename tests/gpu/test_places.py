@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import symbolic_trace
 
 import autostream
-from autostream.dispatch import Dispatcher
+from autostream.compiled import Compiled
 from autostream.execution import cuda_graph, places
+from autostream.execution.cuda_graph import GraphPools
+from autostream.execution.slots import SlotTable
+from autostream.ir import Role
 from autostream.options import Options
+from autostream.scheduled import Surroundings
 from tests.threads import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops", "fresh_dynamo")]
@@ -157,16 +162,18 @@ def test_weights_that_move_in_every_call_are_not_captured_without_end(
 class Product(nn.Module):
     """Of its inputs."""
 
-    def forward(self, weight: Tensor, x: Tensor) -> Tensor:
-        return (x @ weight).relu() + (x @ weight).tanh()
+    def forward(self, weight: Tensor, x: Tensor) -> tuple[Tensor]:
+        return ((x @ weight).relu() + (x @ weight).tanh(),)
 
 
 @torch.no_grad()
 def test_threads_and_streams_with_weights_of_their_own() -> None:
-    """As a piece is called with the weights of one block after the other."""
-    piece = Dispatcher(Product(), Options(cuda_graph=True), bound_inputs=frozenset({0}))
+    """As a graph is called with the weights of one block after the other."""
+    names = [(Role.PARAMETER, "weight"), (Role.INPUT, "x")]
+    surroundings = Surroundings(Options(cuda_graph=True), GraphPools(), SlotTable())
+    graph = Compiled(symbolic_trace(Product()), names, "Product", surroundings)
     weights, (x,) = [torch.randn(SIZE, SIZE, device="cuda") / 16 for _ in range(4)], inputs(1)
-    expected = [Product()(weight, x) for weight in weights]
+    expected = [Product()(weight, x)[0] for weight in weights]
     torch.cuda.synchronize()
 
     def work(number: int) -> None:
@@ -174,7 +181,7 @@ def test_threads_and_streams_with_weights_of_their_own() -> None:
         with torch.no_grad(), torch.cuda.stream(stream):
             for turn in range(50):
                 at = (number + turn // 7) % len(weights)
-                torch.testing.assert_close(piece(weights[at], x), expected[at], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(graph(weights[at], x)[0], expected[at], rtol=1e-4, atol=1e-4)
             stream.synchronize()
 
     in_threads(4, work)
