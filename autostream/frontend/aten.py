@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import AutostreamError, TraceError, first_line
+from autostream.frontend.capture import compile_lock
 from autostream.frontend.fakes import forget
 from autostream.frontend.reach import check_reach
 from autostream.ir import Placeholder, Program, Role
@@ -105,7 +106,13 @@ def traced_on_fakes(
     mode = FakeTensorMode(shape_env=_shape_env(), allow_non_fake_inputs=True)
     recorded = torch.is_grad_enabled()
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(recorded), preserve_node_meta(), catch_warnings():
+        with (
+            compile_lock(),  # while Dynamo traces in another thread, it takes back what a tracer has patched
+            torch.inference_mode(False),
+            torch.set_grad_enabled(recorded),
+            preserve_node_meta(),
+            catch_warnings(),
+        ):
             filterwarnings("ignore", "The .grad attribute of a Tensor")  # every tensor is asked for it
             fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
             tracer = make_fx(run, table, "fake", _allow_non_fake_inputs=True, pre_dispatch=pre_dispatch)
