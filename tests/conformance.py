@@ -88,12 +88,17 @@ _COUNT = Known(
     "a norm of order 0 counts, and its gradient is zero: eager's result requires gradients all the same, ours does not",
     rare=True,
 )
+_DROPOUT = Known(
+    "a dropout that drops nothing returns its argument, and one that drops all draws nothing; what AOTAutograd traces "
+    "copies, and draws"
+)
 
 KNOWN: Mapping[str, Mapping[str, Known]] = {
     "cpu": {
         "linalg.eig, function, float32, gradients": _PHASE,
         "linalg.eig, function, complex64, gradients": _PHASE,
         "linalg.eigh, function, complex64, gradients": _PHASE,
+        "nn.functional.dropout, function, float32, gradients": _DROPOUT,
         "norm, function, float32, gradients": _COUNT,
         "norm, function, complex64, gradients": _COUNT,
     },
