@@ -145,7 +145,7 @@ class RandomModule:
         return RandomModule(_RETURN.sub(rf"\g<1>, [{names}]", source)) if drawn else self
 
 
-_DRAW = re.compile(r"^( +)(v\d+) = .*(?:rand|dropout|bernoulli|normal_|uniform_).*$", re.M)
+_DRAW = re.compile(r"^( +)(v\d+) = .*(?:rand|dropout|bernoulli|normal_|uniform_|self\.layer).*$", re.M)
 _RETURN = re.compile(r"^( {8}return .*)$", re.M)
 
 

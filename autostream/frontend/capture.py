@@ -34,7 +34,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils.weak import TensorWeakRef
 
 from autostream.analysis.source import user_line
@@ -89,6 +89,7 @@ class Guards:
 
     For a module that has not changed, Dynamo looks at the versions of its dictionaries alone, until one is written,
     with whatever value; then at each guard again, for good. So guards that hold and have become slow are built anew.
+    No dictionary knows of a module's class, so the classes are compared beside them.
 
     Args:
         build: builds Dynamo's manager of the guards for the locals of a call for which they hold.
@@ -98,6 +99,8 @@ class Guards:
     def __init__(self, build: Callable[[dict[str, Any]], Any], scope: dict[str, Any]) -> None:
         self._build = build
         self._forward = getattr(type(scope["model"]), "forward", None)
+        self._classes = [type(module) for module in _modules_of(scope["model"])]
+        self._modules: list[nn.Module] | None = None
         self._calls = self._builds = 0
         self._renew(scope)
 
@@ -107,7 +110,9 @@ class Guards:
         if getattr(type(model), "forward", None) is not self._forward:
             return False
         scope = {"model": model, "args": args, "kwargs": kwargs}
-        holds = self._check(scope) and not self._manager.lost
+        holds = self._check(scope) and not self._manager.lost and self._of_one_class(model)
+        if not holds:
+            self._modules = None  # some may be the model's no longer
         self._calls += 1
         if holds and self._calls % _LOOK == 0 and self._builds < _MOST and any(map(_is_slow, self._roots)):
             self._renew(scope)
@@ -118,13 +123,25 @@ class Guards:
         if self._manager.lost:
             return f"{self._manager.lost} is gone"
         found = self._manager.guard_manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
-        return "" if found.result else "; ".join(part.partition("#")[0].strip() for part in found.verbose_code_parts)
+        if found.result:
+            return "" if self._of_one_class(model) else "a module is of another class now"
+        return "; ".join(part.partition("#")[0].strip() for part in found.verbose_code_parts)
+
+    def _of_one_class(self, model: Callable[..., Any]) -> bool:
+        """Whether all modules are of the classes that they were captured in."""
+        if self._modules is None:
+            self._modules = _modules_of(model)
+        return [*map(type, self._modules)] == self._classes
 
     def _renew(self, scope: dict[str, Any]) -> None:
         self._builds += 1
         self._manager = self._build(scope)
         self._check: Callable[[dict[str, Any]], bool] = self._manager.guard_manager.check
         self._roots = [node for node in _nodes(self._manager.guard_manager.root) if _is_root(node)]
+
+
+def _modules_of(model: Callable[..., Any]) -> list[nn.Module]:
+    return list(model.modules()) if isinstance(model, nn.Module) else []
 
 
 _LOOK = 256

@@ -157,6 +157,7 @@ MODULES: dict[str, Callable[[Net], object]] = {
     "a hook of a hidden module": lambda net: net.hidden[0].register_forward_hook(lambda m, a, output: output + 1),
     "a forward of a submodule": lambda net: setattr(deep(net).linear, "forward", lambda x: x + 1),
     "a forward of the model": lambda net: setattr(net, "forward", lambda x: x + 1),
+    "a class": lambda net: setattr(deep(net).linear, "__class__", Doubled),
 }
 
 VALUES: dict[str, Callable[[Net], object]] = {
@@ -191,6 +192,11 @@ CHANGES = {
     **{name: made_by(change) for name, change in {**TENSORS, **MODULES, **VALUES}.items()},
     **ELSEWHERE,
 }
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
 
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
