@@ -92,12 +92,18 @@ _DROPOUT = Known(
     "a dropout that drops nothing returns its argument, and one that drops all draws nothing; what AOTAutograd traces "
     "copies, and draws"
 )
+_BOUND = Known(
+    "PyTorch's fake masked_select says that there are at most as many as its input has, and forgets that it broadcasts: "
+    "the schedule fails at that, and the model makes the call"
+)
 
 KNOWN: Mapping[str, Mapping[str, Known]] = {
     "cpu": {
         "linalg.eig, function, float32, gradients": _PHASE,
         "linalg.eig, function, complex64, gradients": _PHASE,
         "linalg.eigh, function, complex64, gradients": _PHASE,
+        "masked_select, function, float32, gradients": _BOUND,
+        "masked_select, function, complex64, gradients": _BOUND,
         "nn.functional.dropout, function, float32, gradients": _DROPOUT,
         "norm, function, float32, gradients": _COUNT,
         "norm, function, complex64, gradients": _COUNT,
