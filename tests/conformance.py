@@ -93,7 +93,7 @@ _DROPOUT = Known(
     "copies, and draws"
 )
 _BOUND = Known(
-    "PyTorch's fake masked_select says that there are at most as many as its input has, and forgets that it broadcasts: "
+    "PyTorch's fake masked_select bounds its result by its input, and forgets that it broadcasts; "
     "the schedule fails at that, and the model makes the call"
 )
 

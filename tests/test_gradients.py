@@ -26,6 +26,8 @@ from autostream.api import OptimizedModule
 from autostream.compiled import Compiled
 from autostream.errors import TraceError
 from autostream.execution.lending import Lending
+from autostream.storages import storage_of
+from tests.captures import Captures
 from tests.semantics import force_streams
 from tests.threads import in_threads
 
@@ -902,6 +904,29 @@ def test_a_model_takes_its_graphs_along() -> None:
     del model, fast
     gc.collect()
     assert not any(own() for own in (*held, *weights))
+
+
+def test_what_is_saved_stays_where_it_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured: unless another call comes before the backward. Then it is copied, and the backward is as ever."""
+    Captures(monkeypatch)
+    model = Net().double()
+    fast = autostream.optimize(model, policy="sequential")
+    given = {storage_of(own) for own in (*model.parameters(), *model.buffers())}
+
+    def computed(output: Tensor) -> set[int]:
+        saved_by: Any = output.grad_fn
+        return {storage_of(saved) for saved in saved_by.saved_tensors if saved.numel()} - given
+
+    inputs, places = [t(5, 4, seed=seed) for seed in range(3)], []
+    for x in inputs:
+        output = fast(x)
+        places.append(computed(output) - {storage_of(x)})
+        output.sum().backward()
+    kept = set.intersection(*places)
+    assert kept
+    first, _ = fast(inputs[0]), fast(inputs[1])
+    assert kept.isdisjoint(computed(first))
+    first.sum().backward()
 
 
 # Others who look on
