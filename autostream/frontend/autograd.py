@@ -7,13 +7,14 @@ AOTAutograd owns what PyTorch's autograd sees: aliases, mutations, saved tensors
 needs stays in the memory of the forward's CUDA graph until another call comes (``execution/lending.py``).
 
 Private to PyTorch (seen in torch 2.11 and 2.13): ``aot_module_simplified``, the front door of AOTAutograd for backends,
-and its list of saved tensors that a backward may write to (``bw_donated_idxs``).
+its list of saved tensors that a backward may write to (``bw_donated_idxs``), and its register of ops with effects.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -101,7 +102,7 @@ def differentiable(
     state = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
     halves = _Halves(make, state)
     context = TracingContext.try_get() or TracingContext(mode_of(module))
-    with tracing(context):
+    with tracing(context), _checks_kept():
         try:
             run: Callable[..., Any] = aot_module_simplified(
                 module,
@@ -121,6 +122,28 @@ def differentiable(
 
 
 _OVERWRITTEN = "modified by an inplace operation"
+
+
+@contextmanager
+def _checks_kept() -> Iterator[None]:
+    """Let AOTAutograd keep what raises where a factorization failed: torch 2.11 takes it for unused, 2.13 does not."""
+    try:
+        from torch._higher_order_ops.effects import _EffectType, _get_effect, _register_effectful_op
+
+        known = _get_effect(_CHECK) is not None
+    except (ImportError, AttributeError):  # nobody knows of effects, in a version not seen
+        known = True
+    if known:
+        yield
+        return
+    registered = _register_effectful_op(_CHECK, _EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        registered.destroy()
+
+
+_CHECK = "aten::_linalg_check_errors"
 
 
 _ONE_WAY = torch.ops.aten.mkldnn_rnn_layer.default
