@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from autostream.errors import TraceError, first_line
 from autostream.execution.lending import Lending
+from autostream.frontend.capture import compile_lock
 from autostream.frontend.convolutions import GRADIENTS_APART
 from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.inputs import names_like
@@ -102,7 +103,7 @@ def differentiable(
     state = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
     halves = _Halves(make, state)
     context = TracingContext.try_get() or TracingContext(mode_of(module))
-    with tracing(context), _checks_kept():
+    with compile_lock(), tracing(context), _checks_kept():
         try:
             run: Callable[..., Any] = aot_module_simplified(
                 module,
