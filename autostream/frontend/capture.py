@@ -406,10 +406,10 @@ def _skips_soundly(node: Any) -> bool:
     Dynamo takes a method of a list for as immutable as a function, and what is guarded of that list with it; and a
     weight for immutable, though it may get an attribute that it is guarded not to have.
     """
-    safe = [inner for inner in _nodes(node) if getattr(inner, "is_tag_safe", bool)()]
-    return all(child.is_tag_safe() for inner in safe for child in _children(inner)) and not any(
+    skipped = [inner for root in filter(_is_root, _nodes(node)) for inner in _nodes(root)]
+    return all(inner.is_tag_safe() for inner in skipped) and not any(
         type(guard).__name__ == "NO_HASATTR"
-        for inner in safe
+        for inner in skipped
         if not issubclass(inner.get_type_of_guarded_value(), torch.nn.Module)
         for guard in inner.get_leaf_guards()
     )

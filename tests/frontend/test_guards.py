@@ -341,6 +341,15 @@ def test_guards_of_a_model_whose_dictionaries_are_written_stay_right_and_quick()
     assert "scale" in captured.guards.failed(net, (X,), {})
 
 
+@torch.no_grad()
+def test_a_dictionary_vouches_for_all_that_is_in_it() -> None:
+    """Else each weight is asked in each call, which takes the host far longer than small models take a GPU."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4))).eval()
+    captured = capture(net, (torch.ones(2, 4),), {})
+    assert captured is not None
+    assert captured.guards._roots
+
+
 # Guards that only inputs have
 
 
