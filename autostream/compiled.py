@@ -108,7 +108,9 @@ class Compiled(Optimized):
                 return outputs
             return run()
         except Unsuitable as reason:
-            self._note(str(reason))
+            lost = ready.is_lost
+            if not lost:
+                self._note(str(reason))
         except torch.OutOfMemoryError as error:
             if self._surroundings.options.strict:
                 raise
@@ -116,6 +118,10 @@ class Compiled(Optimized):
             self._fail(ready, _TOO_LITTLE.format(first_line(error)))
             if not again:  # it may have written some of its arguments
                 raise
+            lost = False
+        if lost:  # what it holds may be what there is no memory for
+            self._drop(ready)
+            return self(*values)
         return self.plain(*values)
 
     def is_of(self, module: GraphModule, names: Names) -> bool:
@@ -214,10 +220,12 @@ class Compiled(Optimized):
             return Ready.refused(label, reason, values)
 
     def _drop(self, ready: Ready) -> None:
+        """Let go of a schedule, and of its graphs; the next call like it makes another."""
         with self._lock:
             self._latest = None
             for key in [key for key, other in self._admission.entries.items() if other is ready]:
                 self._admission.drop(key)
+            ready.give_up("it has been replaced")
 
     def _fail(self, ready: Ready, reason: str) -> None:
         log.warning("%s runs plainly: %s", self._model, reason)
@@ -356,7 +364,9 @@ class Ready:
     @property
     def report(self) -> Report:
         """What was done, and why."""
-        return self._refused or self._scheduled().report
+        if self._refused is not None or self.scheduled is None:
+            return cast(Report, self._refused)
+        return self.scheduled.report
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
         """What the graph returns.
@@ -364,7 +374,10 @@ class Ready:
         Raises:
             Unsuitable: no graph reads the tensors where they lie, and none can be captured.
         """
-        outputs, returned = self._scheduled()(self.arguments(values)), self._returned
+        scheduled, returned = self.scheduled, self._returned
+        if scheduled is None:
+            raise Unsuitable("another thread has just dropped its schedule")
+        outputs = scheduled(self.arguments(values))
         return outputs if returned is None else [r.value if isinstance(r, Constant) else outputs[r] for r in returned]
 
     @property
@@ -374,12 +387,13 @@ class Ready:
 
     def is_stale(self, values: Sequence[Any]) -> bool:
         """Whether the program holds on to values of weights that have changed."""
-        frozen = self._scheduled().frozen
-        return bool(frozen) and not frozen(self.arguments(values))
+        scheduled = self.scheduled
+        return scheduled is not None and bool(scheduled.frozen) and not scheduled.frozen(self.arguments(values))
 
-    def _scheduled(self) -> Scheduled:
-        assert self.scheduled is not None
-        return self.scheduled
+    @property
+    def is_lost(self) -> bool:
+        """Whether its graphs read only what nobody has any more, and none could be captured for what is there now."""
+        return self.scheduled is not None and self.scheduled.is_lost
 
     @classmethod
     def refused(cls, label: Label, reason: str, values: Sequence[Any]) -> Ready:

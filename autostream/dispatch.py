@@ -260,13 +260,16 @@ class Dispatcher(Optimized):
                 raise
         if isinstance(entry, Split):
             return entry(*args, **kwargs)
-        if self._paranoid:
-            tensors, _ = flatten((args, kwargs))
-            return compared(self.model, partial(entry, self.model, args, kwargs), tensors, args, kwargs)
         try:
+            if self._paranoid:
+                tensors, _ = flatten((args, kwargs))
+                return compared(self.model, partial(entry, self.model, args, kwargs), tensors, args, kwargs)
             value = entry(self.model, args, kwargs)
+        except Changed:
+            self._drop(key, entry)
+            return self._dispatched(args, kwargs)
         except Exception as error:
-            ours = isinstance(error, AutostreamError | torch.OutOfMemoryError)  # the latter where it may not run again
+            ours = self._paranoid or isinstance(error, AutostreamError | torch.OutOfMemoryError)  # it may not run again
             if self.options.strict or not entry.repeatable or ours or hooks_are_set():
                 raise
             return self._instead(key, entry, first_line(error), args, kwargs)

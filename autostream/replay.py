@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autostream.execution.bound import Addresses, Bound, looks_alike
+from autostream.execution.bound import Addresses, Alike, looks_alike
+from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.numerics import watch_unguarded
 from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
 from autostream.frontend.unusual import unusual_call
@@ -71,8 +72,8 @@ class Replay:
         self._launch, self._call = launch, call
         self._held = list(held)
         self._memory = [tensor.detach() for tensor in held]  # what is launched reads it, whoever lets it go
-        # Where gradients are recorded, what requires them counts as well, and not all guards see that.
-        self._bound: Addresses | Bound = Bound(held) if torch.is_grad_enabled() else Addresses(held)
+        self._addresses = Addresses(held)
+        self._held_alike = Alike(held, gradients=True) if GUARDS_SKIP_WEIGHTS else None
         self._places = list(places)
         self._in_order = self._places == [*[None] * len(held), *range(len(tensors))]
         args, kwargs = call.children or ()
@@ -128,8 +129,13 @@ class Replay:
         return [next(held) if at is None else tensors[at] for at in self._places]
 
     def _intact(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        guards = self._guards
-        return guards is None or (self._same_numerics() and guards(args, kwargs) and self._bound.unmoved(self._held))
+        guards, alike = self._guards, self._held_alike
+        return guards is None or (
+            self._same_numerics()
+            and guards(args, kwargs)
+            and self._addresses.unmoved(self._held)
+            and (alike is None or alike(self._held))
+        )
 
     def _apart(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors share no memory with each other, nor with the model's where that may be written."""

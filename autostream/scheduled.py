@@ -149,6 +149,11 @@ class Scheduled:
         return place.launch(arguments)
 
     @property
+    def is_lost(self) -> bool:
+        """Whether its graphs read only what nobody has any more, and none could be captured for what is there now."""
+        return isinstance(self._execution, Places) and self._execution.are_lost
+
+    @property
     def captured(self) -> CapturedGraph | None:
         """The CUDA graph of the latest call; ``None`` where ops are launched one by one."""
         return self._execution.graph if isinstance(self._execution, Places) else None
@@ -258,11 +263,18 @@ def _in_sections(sections: Sections, program: Program, label: Label, stopwatch: 
 
 
 def _staying(program: Program, arguments: Sequence[Tensor], stays: Sequence[bool]) -> tuple[bool, ...]:
-    """Which arguments stay where they are: an input that shares memory with one that is copied is copied with it."""
+    """Which arguments stay where they are.
+
+    An input that shares memory with the model's own stays with that. One that shares memory with an input that is
+    copied is copied with it.
+    """
+    own = [p.role is not Role.INPUT for p in program.placeholders]
+    held = {storage_of(argument) for argument, is_own in zip(arguments, own, strict=True) if is_own}
+    stays = [stay or storage_of(argument) in held for stay, argument in zip(stays, arguments, strict=True)]
     copied = {storage_of(argument) for argument, stay in zip(arguments, stays, strict=True) if not stay}
     return tuple(
-        stay and not (p.role is Role.INPUT and storage_of(argument) in copied)
-        for stay, p, argument in zip(stays, program.placeholders, arguments, strict=True)
+        stay and (is_own or storage_of(argument) not in copied)
+        for stay, is_own, argument in zip(stays, own, arguments, strict=True)
     )
 
 

@@ -39,7 +39,7 @@ from autostream.frontend.signature import aliases_of, described
 from autostream.frontend.steps import Step as Traceable
 from autostream.frontend.steps import Tensors, Traced, Update, trace_step
 from autostream.frontend.tree import Structure, flatten, unflatten
-from autostream.frontend.unusual import anomalies_sought, has_torchscript, unusual, unusual_call, unusual_tensor
+from autostream.frontend.unusual import anomalies_sought, has_torchscript, unusual_call, unusual_tensor
 from autostream.ir import Role
 from autostream.optimized import Optimized
 from autostream.options import paranoid
@@ -48,7 +48,6 @@ from autostream.reporting.report import Report
 from autostream.scheduled import Label, Scheduled, Surroundings, Unsuitable
 from autostream.steps import Step
 from autostream.stopwatch import Stopwatch
-from autostream.storages import share_bytes
 
 log = logging.getLogger(__name__)
 
@@ -247,8 +246,6 @@ class Graphs:
             if reason or isinstance(found, str):
                 raise self._refused(reason or str(found))
             state = found
-            if share_bytes(own for own in (*parameters, *state.tensors) if not unusual(own)):
-                raise self._refused(_OVERLAPPING)
             averages = self._averages()
         sizes = tuple(len(group["params"]) for group in step.optimizer.param_groups)
         key = Key(
@@ -346,12 +343,6 @@ def circumstances() -> str:
     if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
         return "hooks of all modules are registered, which a graph would not call"
     return anomalies_sought()
-
-
-_OVERLAPPING = (
-    "parameters, or tensors of the optimizer's state, share memory, which the optimizer writes for one parameter after "
-    "the other, and a graph for all at once"
-)
 
 
 def _kind(tensor: Tensor) -> Hashable:

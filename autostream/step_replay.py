@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autostream.execution.bound import Addresses, looks_alike
+from autostream.execution.bound import Addresses, Bound, looks_alike
 from autostream.frontend.batches import Batch
+from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.numerics import watch_unguarded
 from autostream.frontend.optimizers import obstacle
 from autostream.frontend.parameters import have_hooks
@@ -59,7 +60,7 @@ class StepReplay:
         self._held = [own.detach() for own in self._live]  # what is launched reads their memory, whoever lets it go
         self._inputs = inputs
         self._in_order = inputs == [*[None] * len(self._held), *range(len(inputs) - len(self._held))]
-        self._addresses = Addresses(self._live)
+        self._bound = (Bound if GUARDS_SKIP_WEIGHTS else Addresses)(self._live)
         self._structure, self._flat = (
             call.key.structure,
             all(own is TENSOR for own in call.key.structure.children or ()),
@@ -98,7 +99,7 @@ class StepReplay:
             and not have_hooks(self._hooked)
             and list(map(_REQUIRES_GRADIENTS, self.parameters)) == self._required
             and self._same_numerics()
-            and self._addresses.unmoved(self._live)
+            and self._bound.unmoved(self._live)
             and self._entry.loss.stands_for(batch)
         )
         return tensors if as_it_was else None

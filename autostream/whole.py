@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from autostream.compiled import Compiled, Ready, report_of_halves
-from autostream.frontend.capture import Capture
+from autostream.execution.bound import Alike
+from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS, Capture
 from autostream.frontend.signature import aliases_of
 from autostream.frontend.tree import Structure, flatten, shares_containers
-from autostream.replay import Replay
+from autostream.replay import Changed, Replay
 from autostream.reporting.report import Report
 
 
@@ -45,10 +46,14 @@ class Whole:
         self.captured, self.label = replace(captured, tensors=()), label
         self.guards = captured.guards
         self._run, self._ready, self._halves = run, ready, halves
-        self._restored = captured.restored(run)
+        self._restored = captured.restored(_looking_at_weights(captured, run) if GUARDS_SKIP_WEIGHTS else run)
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns, with all that it does to Python's objects."""
+        """What the model returns, with all that it does to Python's objects.
+
+        Raises:
+            Changed: the model's tensors are not what they were, which no guard has seen. Nothing has been done.
+        """
         return self._restored(model, args, kwargs)
 
     @property
@@ -90,6 +95,7 @@ class Whole:
             return None
         values = captured.given(model, args, kwargs)
         ready = compiled.ready(values)
+        self._ready = ready or self._ready  # another, where that which there was has been dropped
         scheduled = None if ready is None else ready.scheduled
         if ready is None or scheduled is None or not ready.is_direct or scheduled.detached or scheduled.frozen:
             return None
@@ -140,6 +146,19 @@ class Whole:
         found, structure = flatten(value)
         positions = {id(output): at for at, output in enumerate(outputs)}
         return structure, [positions.get(id(tensor), tensor) for tensor in found]
+
+
+def _looking_at_weights(captured: Capture, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """Run a graph only where its inputs that are no arguments of the call are as they were when it was captured."""
+    held = [at for at, given in enumerate(captured.inputs) if not given.is_argument]
+    alike = Alike([captured.tensors[at] for at in held], gradients=True)
+
+    def looking(*values: Any) -> Sequence[Any]:
+        if not alike([values[at] for at in held]):
+            raise Changed
+        return run(*values)
+
+    return looking
 
 
 def _sources(found: Sequence[int | Tensor], outputs: int, others: Sequence[Tensor]) -> list[int] | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autostream.execution import cuda_graph
+from autostream.storages import storage_of
 
 CPU = torch.device("cpu")
 
@@ -39,23 +40,26 @@ class Stream:
 class Replayable:
     """What was recorded: a replay runs it again and puts the results where those of the recorded run lie.
 
-    Whatever others in the same pool have returned is rubbish afterwards.
+    Whatever others in the same pool have computed is rubbish afterwards; arguments that they return are not.
     """
 
     def __init__(self, run: Callable[[], Sequence[Tensor]], pool: list[Replayable]) -> None:
         self._run = torch.inference_mode(False)(torch.no_grad()(run))  # a replay knows no modes
         self.outputs = self._run()
+        self._computed: list[Tensor] = []
         self._pool = pool
         pool.append(self)
 
     def replay(self) -> None:
         results = self._run()
+        pairs = zip(self.outputs, results, strict=True)
+        self._computed = [recorded for recorded, new in pairs if storage_of(recorded) != storage_of(new)]
         for recorded, new in zip(self.outputs, results, strict=True):
-            if recorded.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():  # no argument, of any version
+            if storage_of(recorded) != storage_of(new):  # no argument, of any version
                 recorded.copy_(new)
-        kept = {result.untyped_storage().data_ptr() for result in results}  # an argument that both return is no pool's
-        for output in (output for other in self._pool if other is not self for output in other.outputs):
-            if output.untyped_storage().data_ptr() not in kept:
+        kept = set(map(storage_of, results))  # an argument that both return is no pool's
+        for output in (output for other in self._pool if other is not self for output in other._computed):
+            if storage_of(output) not in kept:
                 output.fill_(math.nan if output.is_floating_point() or output.is_complex() else 99)
 
 

@@ -45,8 +45,7 @@ class Bound:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors))
         self._places = list(range(len(tensors)))
-        self._layouts = _layouts(tensors)
-        self._guarded = _guard(tensors)
+        self._alike = Alike(tensors)
 
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether as many tensors are at the same addresses, with the same dtypes, sizes, strides and lazy signs."""
@@ -55,12 +54,41 @@ class Bound:
                 return False
         except (RuntimeError, TypeError):  # sparse ones have no address, nor has what is no tensor
             return False
+        return self._alike(tensors)
+
+
+class Alike:
+    """What some tensors were like when this was made, wherever they lie. Holds no reference to them.
+
+    Args:
+        tensors: to look at.
+        gradients: whether it counts which of them require gradients.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 3))
+        >>> alike = Alike([weight], gradients=True)
+        >>> weight.data = torch.zeros(2, 3)
+        >>> alike([weight]), alike([weight.requires_grad_(False)])
+        (True, False)
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, gradients: bool = False) -> None:
+        self._columns = (*_COLUMNS, *((attrgetter("requires_grad"),) if gradients else ()))
+        self._seen = self._looked(tensors)
+        self._guarded = _guard(tensors)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether as many tensors have the same dtypes, sizes, strides and lazy signs."""
         if self._guarded(*tensors):
             return True
-        if _layouts(tensors) != self._layouts:
+        if self._looked(tensors) != self._seen:
             return False
         self._guarded = _guard(tensors)
         return True
+
+    def _looked(self, tensors: Sequence[Tensor]) -> list[list[object]]:
+        """By column: a tuple for each of thousands of tensors would set off the garbage collector at every call."""
+        return [list(map(column, tensors)) for column in self._columns]
 
 
 class Addresses:
@@ -253,11 +281,6 @@ def _look_at_addresses(tensors: list[Tensor], addresses: list[int], places: list
 
 _lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _look_at_addresses)
 """Whether all tensors at some places in a list lie at the addresses there. Raises a RuntimeError for what has none."""
-
-
-def _layouts(tensors: Sequence[Tensor]) -> list[list[object]]:
-    """By column: a tuple for each of thousands of tensors would set off the garbage collector at every call."""
-    return [list(map(column, tensors)) for column in _COLUMNS]
 
 
 _COLUMNS: tuple[Callable[[Tensor], object], ...] = (

@@ -147,9 +147,9 @@ class Places:
         return place
 
     @property
-    def are_used(self) -> bool:
-        """Whether anybody has the tensors that a graph reads."""
-        return any(place.is_used() for place in self._known.values())
+    def are_lost(self) -> bool:
+        """Whether the latest capture has failed, and nobody has the tensors that the others read."""
+        return bool(self._failure) and not any(place.is_used() for place in self._known.values())
 
     def _kept(self, most: int) -> dict[tuple[int, ...], Place]:
         """As many places: the latest, then those whose tensors somebody has, then those that were captured last."""

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.torch_version import TorchVersion
 from torch.utils.weak import TensorWeakRef
 
 from autostream.analysis.source import user_line
@@ -62,6 +63,13 @@ SETTINGS: Mapping[str, Any] = {
     "suppress_errors": False,
 }
 """Dynamo's, while it captures. Those that a version lacks are left out."""
+
+
+GUARDS_SKIP_WEIGHTS = TorchVersion(torch.__version__) < TorchVersion("2.13")
+"""Whether the version of a dictionary vouches for the sizes of weights in it, and for whether they require gradients.
+
+So it does to torch 2.11, though it does not change with these; whoever relies on guards looks at weights as well then.
+"""
 
 
 def call(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

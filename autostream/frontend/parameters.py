@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autostream.errors import TraceError
-from autostream.storages import layout_of, storage_of
+from autostream.frontend.unusual import unusual
+from autostream.storages import layout_of, share_bytes, storage_of
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -82,15 +83,24 @@ def state_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> State | str:
     """
     found: dict[tuple[int, str], Tensor] = {}
     for at, parameter in enumerate(parameters):
-        values = optimizer.state.get(parameter, {})
-        for name, value in values.items():
+        for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                if value.device != parameter.device:
-                    value = values[name] = value.to(parameter.device)
                 found[at, name] = value
             elif value is not None:
                 return f"the optimizer's state has a {type(value).__name__} ({name}), and a graph takes tensors"
+    if share_bytes(own for own in (*parameters, *found.values()) if not unusual(own)):
+        return _OVERLAPPING
+    for (at, name), value in found.items():  # what was shared would be so no longer
+        device = parameters[at].device
+        if value.device != device:
+            found[at, name] = optimizer.state[parameters[at]][name] = value.to(device)
     return State(tuple(found), [*found.values()])
+
+
+_OVERLAPPING = (
+    "parameters, or tensors of the optimizer's state, share memory, which the optimizer writes for one parameter after "
+    "the other, and a graph for all at once"
+)
 
 
 @contextmanager

@@ -545,7 +545,7 @@ def test_after_a_capture_that_failed_there_are_the_graphs_of_before(
     captures.failure = torch.OutOfMemoryError("too little")
     with pytest.raises(torch.OutOfMemoryError):
         here.add(at(TWOS))
-    assert here.are_used
+    assert not here.are_lost
     assert here.find(at(ONES)) is not None
 
 
@@ -565,6 +565,46 @@ def test_weights_that_stay_at_last_have_a_graph_again(
     del replays[:]
     torch.testing.assert_close(fast(X), model(X))
     assert (captures.count, len(replays)) == (3 + 1, 1)
+
+
+@torch.no_grad()
+def test_a_graph_of_weights_that_are_gone_leaves_its_memory_to_what_comes_in_its_place(captures: Captures) -> None:
+    model = linear()
+    fast = autostream.optimize(model)
+    fast(X)
+    model.weight.data = model.weight.data.clone()
+    captures.failure = torch.OutOfMemoryError("too little")
+    torch.testing.assert_close(fast(X), model(X))
+    captures.failure = None
+    assert not captures.alive
+    torch.testing.assert_close(fast(X), model(X))
+    assert len(fast.reports) == 1
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_input_that_is_a_view_of_a_buffer_stays_one(captures: Captures) -> None:
+    """Behind a graph break, what was viewed before it is an input; copied, it would not see what is written."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = nn.Buffer(torch.zeros(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.state[1:]
+            y = x.t_()  # breaks the graph
+            before = rows * 2
+            self.state[1:] += 1
+            return before + rows + y.sum()
+
+    ours, theirs = Net(), Net()
+    fast = autostream.optimize(ours)
+    for number in range(4):
+        x = torch.full((4, 4), float(number))
+        torch.testing.assert_close(fast(x.clone()), theirs(x.clone()))
+        torch.testing.assert_close(ours.state, theirs.state)
+    assert captures.count
 
 
 @torch.no_grad()

@@ -222,17 +222,20 @@ FEW = (
     [
         *((name, "replayed") for name in CHANGES),
         *((name, way) for name in FEW for way in ("not replayed", "recorded")),
+        *((name, "captured") for name in TENSORS),
     ],
 )
 def test_what_is_changed_is_seen_in_the_next_call(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "not replayed":
         monkeypatch.setattr(Whole, "replay", lambda *_, **__: None)
+    if way == "captured":  # the graph reads weights where they lie, as they lay
+        Captures(monkeypatch)
     net = model()
     fast = autostream.optimize(net, policy="sequential")
     with torch.set_grad_enabled(way == "recorded"):
         for _ in range(3):
             fast(X)
-        assert (fast._autostream._replay is not None) == (way == "replayed")
+        assert (fast._autostream._replay is not None) == (way in ("replayed", "captured"))
         with torch.no_grad():
             CHANGES[name](net, monkeypatch)
         for x in (X, X + 1):

@@ -46,6 +46,16 @@ def test_state_is_found_by_parameter_and_counters_go_where_these_are() -> None:
     assert state.tensors[1] is optimizer.state[model.bias]["exp_avg"]
 
 
+def test_a_counter_that_two_parameters_share_stays_one() -> None:
+    """Moved, each would have one of its own, and would be corrected by other powers than in the plain step."""
+    model, counter = nn.Linear(3, 2, device="meta"), torch.zeros(())
+    optimizer = Adam(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"step": counter}
+    assert "share memory" in str(state_of(optimizer, parameters_of(optimizer)))
+    assert all(state["step"] is counter for state in optimizer.state.values())
+
+
 def test_what_is_no_tensor_is_a_reason() -> None:
     model = nn.Linear(3, 2)
     optimizer = Adam(model.parameters(), lr=0.1)
