@@ -36,7 +36,7 @@ from autostream.frontend.capture import Capture, capture
 from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
-from autostream.frontend.numerics import numerics, order_attention
+from autostream.frontend.numerics import numerics
 from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.signature import aliases_of, described
 from autostream.frontend.tree import flatten, unflatten
@@ -334,7 +334,6 @@ class Dispatcher(Optimized):
             if not wanted and (reason := full or admission.refusal()):
                 admission.unserved()
                 return self._thrashing(reason, key, args, kwargs)
-            order_attention()
             if failed := self._failed(others, args, kwargs):
                 log.info("%s is captured again: %s", self._name, failed)
             entry = self._made(label, args, kwargs)

@@ -31,7 +31,7 @@ from autostream.frontend.averages import differing_buffers, pairs_of
 from autostream.frontend.batches import Batch, divided
 from autostream.frontend.captured_loss import CapturedLoss
 from autostream.frontend.modules import name_of
-from autostream.frontend.numerics import numerics, order_attention
+from autostream.frontend.numerics import numerics
 from autostream.frontend.optimizers import Hyperparameters, obstacle
 from autostream.frontend.parameters import State, have_hooks, parameters_of, state_of
 from autostream.frontend.saved_tensors import hooks_are_set
@@ -296,7 +296,6 @@ class Graphs:
                 return _Refusal(reason, full=True)
             made: Entry | _Refusal
             try:
-                order_attention()
                 made = Entry(self, call, self._surroundings)
             except (OptionError, TargetError):
                 raise

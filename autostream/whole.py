@@ -72,8 +72,10 @@ class Whole:
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known of it."""
         if self.compiled is not None:
-            own = () if self._ready is None else (replace(self._ready.report, signature=self.label),)
-            return (*own, *self.compiled.refused)
+            made = self.compiled.made
+            own = [ready for ready in made if ready is self._ready] or made  # another, where it has been dropped
+            reports = tuple(replace(ready.report, signature=self.label) for ready in own)
+            return (*reports, *self.compiled.refused)
         return (replace(report_of_halves(model, self._halves), signature=self.label),)
 
     def served(self, calls: int) -> None:

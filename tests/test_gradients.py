@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autostream
+from autostream import compiled
 from autostream.api import OptimizedModule
 from autostream.compiled import Compiled
 from autostream.errors import TraceError
@@ -319,6 +320,21 @@ def test_what_autocast_is_switched_off_for_is_so_both_ways() -> None:
     assert found.dtype is expected.dtype is torch.float32
     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=0.02, atol=0.2)
+
+
+def test_nobody_looks_on_while_a_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dispatch mode would see what is traced and timed, and TorchInductor's tracing fails under one."""
+    active: list[int] = []
+    program_of = compiled.program_of
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        active.append(torch._C._len_torch_dispatch_stack())
+        return program_of(*args, **kwargs)
+
+    monkeypatch.setattr(compiled, "program_of", noted)
+    fast = autostream.optimize(nn.Linear(4, 4), policy="sequential")
+    fast(torch.ones(2, 4)).sum().backward()
+    assert active == [0, 0]
 
 
 def test_a_buffer_may_come_to_require_gradients() -> None:

@@ -7,7 +7,8 @@ AOTAutograd owns what PyTorch's autograd sees: aliases, mutations, saved tensors
 needs stays in the memory of the forward's CUDA graph until another call comes (``execution/lending.py``).
 
 Private to PyTorch (seen in torch 2.11 and 2.13): ``aot_module_simplified``, the front door of AOTAutograd for backends,
-its list of saved tensors that a backward may write to (``bw_donated_idxs``), and its register of ops with effects.
+its list of saved tensors that a backward may write to (``bw_donated_idxs``), its register of ops with effects, and the
+mode that looks on at the first call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from autostream.errors import TraceError, first_line
 from autostream.execution.lending import Lending
@@ -280,8 +282,23 @@ def _emptied(values: list[Any]) -> list[Any]:
 
 
 def _boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., Any]:
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    """As AOTAutograd calls what it was given: with a list, to be emptied.
+
+    It looks on at the ops of a first call, to find custom ops that return what they were given. In that call a schedule
+    is made, which is no part of it.
+    """
+
+    def boxed(values: list[Any]) -> Sequence[Any]:
+        if torch._C._len_torch_dispatch_stack() and type(_get_current_dispatch_mode()).__name__ == _ONLOOKER:
+            with _pop_mode_temporarily():
+                return run(values)
+        return run(values)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+_ONLOOKER = "_AnalyzeCustomOpInputOutputMode"
 
 
 def _device_of(values: Sequence[Any]) -> torch.device:

@@ -67,10 +67,10 @@ _UNGUARDED = (
 )
 
 
-def order_attention() -> None:
+def _order_attention() -> None:
     """Let PyTorch put its attention kernels in order now, as it does when somebody first attends on a GPU.
 
-    On some GPUs cuDNN's comes first then. A call whose signature was made before would have another one afterwards.
+    On some GPUs cuDNN's comes first then: what was looked up before would not be found afterwards.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _order_attention_once()
@@ -92,6 +92,7 @@ def numerics() -> Hashable:
         ...     numerics() == before
         False
     """
+    _order_attention()
     return (
         *_autocast(),
         torch.get_default_device() if torch._C._len_torch_function_stack() else None,

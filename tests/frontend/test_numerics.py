@@ -100,10 +100,9 @@ def test_attention_that_is_in_order_changes_nothing() -> None:
     """Only the first in a process might."""
     check = """
 import torch
-from autostream.frontend.numerics import numerics, order_attention
+from autostream.frontend.numerics import numerics
 
 query = torch.ones(1, 1, 8, 8, device="cuda", dtype=torch.float16)
-order_attention()
 before = numerics()
 torch.nn.functional.scaled_dot_product_attention(query, query, query)
 assert numerics() == before

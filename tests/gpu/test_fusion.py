@@ -58,10 +58,11 @@ def kernels_of(report: Report) -> list[str]:
 
 
 def assert_fused(fast: autostream.OptimizedModule) -> None:
-    (report,) = fast.reports
-    assert not report.refusals
-    assert report.mode == "cuda graph"
-    assert kernels_of(report)
+    assert fast.reports
+    for report in fast.reports:
+        assert not report.refusals
+        assert report.mode == "cuda graph"
+        assert kernels_of(report)
 
 
 @pytest.mark.parametrize("cuda_graph", [True, False])
@@ -405,9 +406,7 @@ def test_a_users_own_triton_kernel_runs_as_it_is_for_a_reason() -> None:
         expected = model.after(3 * model.before(x).relu()).relu()
         torch.testing.assert_close(fast(x), expected, rtol=1e-4, atol=1e-5)
     (report,) = fast.reports
-    reasons = [refusal.reason for part in (report, *report.parts) for refusal in part.refusals]
-    assert any("data pointer" in reason for reason in reasons), reasons  # which Triton asks an export's tensors for
-    assert any("which the user wrote" in reason for reason in reasons), reasons  # in the piece that Dynamo traces
+    assert "which the user wrote: what it writes is not known" in report.refusals[0].reason
 
 
 @torch.no_grad()
