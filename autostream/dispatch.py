@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -77,6 +78,29 @@ class Plain:
 Entry = Whole | Split | Plain
 
 
+@dataclass(slots=True, eq=False)
+class _Replays:
+    """The short way of calls like one that has been made.
+
+    Attributes:
+        replay: what runs them.
+        key: of the call.
+        entry: what ran it.
+        own: what the replay holds of the model's parameters and buffers, by identity.
+        calls: how many it has served since that was last asked.
+    """
+
+    replay: Replay
+    key: Hashable
+    entry: Whole
+    own: frozenset[int]
+    calls: int = 0
+
+    def is_of(self, own: frozenset[int]) -> bool:
+        """Whether the model has these still, where they were: else the replay has memory that the model let go."""
+        return self.own <= own and self.replay.is_in_place
+
+
 class Dispatcher(Optimized):
     """Runs calls of a model, each by what was made for such calls.
 
@@ -109,23 +133,27 @@ class Dispatcher(Optimized):
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
-        self._replay: Replay | None = None
-        self._replayed: tuple[Hashable, Whole] | None = None
-        self._replays = 0
+        self._replays: tuple[_Replays, ...] = ()  # the latest first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        replay = self._replay
-        if replay is not None and (tensors := replay.fits(args, kwargs)) is not None:
+        replays = self._replays
+        for known in replays:
+            if (tensors := known.replay.fits(args, kwargs)) is None:
+                continue
             try:
-                value = replay(tensors, args, kwargs)
-                self._replays += 1
+                value = known.replay(tensors, args, kwargs)
+                known.calls += 1
+                if known is not replays[0]:
+                    self._replays = (known, *(other for other in replays if other is not known))
                 return value
             except Exception as failure:  # what else can be done is found on the long way
-                self._replay = None
-                if not (isinstance(failure, Changed) or replay.repeatable):
+                self._drop_replays(known.entry)
+                self._let_go()
+                if not (isinstance(failure, Changed) or known.replay.repeatable):
                     raise
-                replay = None  # which holds what the model may have let go
+            del known, replays  # which hold what the model may have let go
+            break
         if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.disabled or exporting():
@@ -203,6 +231,7 @@ class Dispatcher(Optimized):
     def reports(self) -> tuple[Report, ...]:
         """What is known of each signature, the most recently used first, then calls that went to the plain model."""
         with self._lock:
+            self._count_replays()
             entries = [entry for entries in reversed(self._admission.entries.values()) for entry in reversed(entries)]
             found = chain.from_iterable(entry.reports(self._name) for entry in entries)
             told = {(*_chosen(report), report.signature, report.mode): report for report in found}  # guards may differ
@@ -244,7 +273,6 @@ class Dispatcher(Optimized):
 
     def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._count_replays()
-        self._replay = None  # it has memory of weights that may be the model's no longer
         key, label = self._key(args, kwargs)
         entry: Entry | str | None = self._entry(key, args, kwargs)
         if entry is None:
@@ -274,16 +302,33 @@ class Dispatcher(Optimized):
                 raise
             return self._instead(key, entry, first_line(error), args, kwargs)
         guarded = self.options.guards == "dynamo"
-        self._replay, self._replayed = entry.replay(self.model, args, kwargs, guarded=guarded), (key, entry)
+        self._drop_replays(entry)
+        if replay := entry.replay(self.model, args, kwargs, guarded=guarded):
+            entries = self._admission.entries
+            others = [known for known in self._replays if known.entry in entries.get(known.key, ())]
+            self._replays = (_Replays(replay, key, entry, self._own() & replay.held), *others)
         return value
 
     def _count_replays(self) -> None:
-        """Count the calls that the short way has served since this was last asked."""
-        if self._replays and self._replayed:
-            key, entry = self._replayed
-            self._admission.served(key, self._replays)
-            entry.served(self._replays)
-            self._replays = 0
+        """Count the calls that the short ways have served since this was last asked."""
+        for known in reversed(self._replays):  # in the order of their latest calls
+            if known.calls:
+                self._admission.served(known.key, known.calls)
+                known.entry.served(known.calls)
+                known.calls = 0
+
+    def _own(self) -> frozenset[int]:
+        return frozenset(map(id, chain(self.model.parameters(), self.model.buffers())))
+
+    def _let_go(self) -> None:
+        """Hold no memory that the model has let go."""
+        own = self._own()
+        self._replays = tuple(known for known in self._replays if known.is_of(own))
+
+    def _drop_replays(self, entry: Whole) -> None:
+        """There may be another short way of its calls, or none."""
+        self._count_replays()
+        self._replays = tuple(known for known in self._replays if known.entry is not entry)
 
     def _instead(self, key: Hashable, entry: Whole, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns where its schedule failed: if it does not fail too, it makes all such calls."""
@@ -334,6 +379,7 @@ class Dispatcher(Optimized):
             if not wanted and (reason := full or admission.refusal()):
                 admission.unserved()
                 return self._thrashing(reason, key, args, kwargs)
+            self._let_go()
             if failed := self._failed(others, args, kwargs):
                 log.info("%s is captured again: %s", self._name, failed)
             entry = self._made(label, args, kwargs)
@@ -412,6 +458,7 @@ class Dispatcher(Optimized):
         return whole[-1].guards.failed(self.model, args, kwargs) if whole else ""
 
     def _drop(self, key: Hashable, entry: Any) -> None:
+        self._drop_replays(entry)
         with self._lock:
             others = [other for other in self._admission.entries.get(key, []) if other is not entry]
             if others:

@@ -53,6 +53,7 @@ class Replay:
 
     Attributes:
         repeatable: whether to run a call again that failed changes nothing that anybody can see.
+        held: the model's tensors, by identity.
     """
 
     def __init__(
@@ -88,6 +89,12 @@ class Replay:
         self._recorded = torch.is_grad_enabled()
         self._same_numerics = watch_unguarded()
         self.repeatable = not writes
+        self.held = frozenset(map(id, held))
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the model's tensors lie where they did when this was made."""
+        return self._addresses.unmoved(self._held)
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors of a call, if it is like the one before as far as its inputs tell."""

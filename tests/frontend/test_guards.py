@@ -7,12 +7,14 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError
 from autostream.frontend.capture import capture
 from autostream.frontend.unusual import unusual_call
@@ -235,7 +237,7 @@ def test_what_is_changed_is_seen_in_the_next_call(name: str, way: str, monkeypat
     with torch.set_grad_enabled(way == "recorded"):
         for _ in range(3):
             fast(X)
-        assert (fast._autostream._replay is not None) == (way in ("replayed", "captured"))
+        assert bool(fast._autostream._replays) == (way in ("replayed", "captured"))
         with torch.no_grad():
             CHANGES[name](net, monkeypatch)
         for x in (X, X + 1):
@@ -351,6 +353,32 @@ def test_a_dictionary_vouches_for_all_that_is_in_it() -> None:
     captured = capture(net, (torch.ones(2, 4),), {})
     assert captured is not None
     assert captured.guards._roots
+
+
+@torch.no_grad()
+def test_shapes_in_turn_are_all_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call but the first of each takes the long way; what changes is seen by each."""
+    net, xs = model(), [torch.randn(rows, 4) for rows in (1, 2, 3)]
+    fast = autostream.optimize(net, policy="sequential")
+    for x in xs:
+        fast(x)
+    long: list[object] = []
+    dispatched = Dispatcher._dispatched
+    monkeypatch.setattr(Dispatcher, "_dispatched", lambda *args: (long.append(args), dispatched(*args))[1])
+    for x in xs * 2:
+        check(fast, net, x + 1)
+    assert not long
+    net.scale = 3.0
+    for x in xs:
+        check(fast, net, x)
+    assert len(long) == 3
+    deep(net).linear.weight.data = torch.randn(4, 4)
+    former = ref(deep(net).norm.running_mean)
+    deep(net).norm.running_mean = torch.randn(4)
+    check(fast, net, xs[0])
+    assert former() is None
+    for x in xs:
+        check(fast, net, x)
 
 
 # Guards that only inputs have
