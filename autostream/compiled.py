@@ -357,9 +357,15 @@ class Ready:
         self.places = [by_name.get((p.role, p.target)) for p in program.placeholders]
         self._constants = [constants.get(p.target) for p in program.placeholders]
         self._returned = None if list(returned) == [*range(len(program.outputs))] else list(returned)
-        self.fits = looks_alike_with(values)
         stays = [p.role is not Role.INPUT for p in program.placeholders]
         self.scheduled = Scheduled(program, self.arguments(values), stays, label, surroundings, stopwatch)
+        # Whether weights share memory makes a difference where some are written.
+        looked_at = (
+            range(len(values))
+            if self.scheduled.writes
+            else [at for (role, *_), at in zip(given, tensors, strict=True) if role is Role.INPUT]
+        )
+        self.fits = looks_alike_with(values, looked_at)
 
     @property
     def report(self) -> Report:
@@ -399,7 +405,7 @@ class Ready:
     def refused(cls, label: Label, reason: str, values: Sequence[Any]) -> Ready:
         """A signature that no schedule can be had for."""
         ready = cls.__new__(cls)
-        ready.scheduled, ready.fits = None, looks_alike_with(values)
+        ready.scheduled, ready.fits = None, looks_alike_with(values, ())
         refusal = Decision("", "plain", reason)
         report = Report(label.model, label.signature, "plain", refusals=(refusal,), versions=versions())
         ready._refused = report
@@ -416,12 +422,19 @@ class Ready:
         return [cast(Tensor, constant if at is None else values[at]) for at, constant in own]
 
 
-def looks_alike_with(values: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
-    """A quick look at whether values are like these; where some are numbers or share memory, it says no."""
+def looks_alike_with(values: Sequence[Any], apart: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
+    """A quick look at whether values are like these; where some are numbers, it says no.
+
+    Args:
+        values: to be looked at; none of them is kept.
+        apart: which of them must not share memory with each other.
+    """
     tensors = _tensors(values)
-    if len(tensors) < len(values) or len(set(map(storage_of, tensors))) < len(tensors):
+    if len(tensors) < len(values) or not _are_apart(values, apart):
         return lambda others: False
-    alike, same_numerics, count = looks_alike(tensors), watch_numerics(), len(tensors)  # which keep no tensor
-    return lambda others: (
-        len(others) == count and alike(others) and len(set(map(storage_of, others))) == len(others) and same_numerics()
-    )
+    alike, same_numerics, count = looks_alike(tensors), watch_numerics(), len(tensors)
+    return lambda others: len(others) == count and alike(others) and same_numerics() and _are_apart(others, apart)
+
+
+def _are_apart(tensors: Sequence[Tensor], places: Sequence[int]) -> bool:
+    return len({storage_of(tensors[at]) for at in places}) == len(places)

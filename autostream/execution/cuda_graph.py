@@ -170,7 +170,8 @@ class CapturedGraph:
         self._lendable = lendable(outputs, tensors)
         # Others may be views of what is bound, which is not held.
         self._outputs = [output if place in self._lendable else None for place, output in enumerate(outputs)]
-        self.lend(frozenset())
+        self.lent = frozenset[int]()
+        self._copy_out = copier_out(self._outputs, self._handouts, self.lent)
         with self.pool.lock:  # calls come after the making of the static tensors too
             self.pool.begin_turn()
 
@@ -204,8 +205,9 @@ class CapturedGraph:
 
         The next turn of a graph in the same pool may overwrite them: a pool of its own lends until the next replay.
         """
-        self.lent = places & self._lendable
-        self._copy_out = copier_out(self._outputs, self._handouts, self.lent)
+        lent = places & self._lendable
+        if lent != self.lent:
+            self.lent, self._copy_out = lent, copier_out(self._outputs, self._handouts, lent)
 
     def fill(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Let static tensors hold what the arguments of a call at these places do, behind all turns so far."""
