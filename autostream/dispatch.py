@@ -1,6 +1,6 @@
 """What a call of a model runs.
 
-call ──▶ like the last one? ──▶ Replay: the graph first, then its guards
+call ──▶ like one before? ──▶ Replay: the graph first, then its guards
                │ no
                └─▶ an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled graph
                        │ none
