@@ -113,7 +113,7 @@ INPUTS = _several("""
 ALIASES = _several("{x}; {x}[1:]; {x}.view(-1); {x}.t(); {x}[::2]; {x}[0]; {x}.detach(); {x}.expand(2, *{x}.shape)")
 
 RESULTS = _several("""
-    {}; ({}, {}); [{all}]; [{}, ({}, {})]; {{"a": {}, "b": [{}, None, 3]}}; ({}, {}, {}, {}.shape);
+    {}; ({}, {}); [{all}]; [{}, ({}, {})]; {{"a": {}, "b": [{}, None, 3]}}; ({}, {}, {}, {}.numel());
     ({}, [{}, {{"c": ({}, {}), "d": "text"}}]); ([{all}], "text"); ({}, [{all}]); {{"a": [{all}], "b": {}}}
 """)
 
@@ -393,6 +393,8 @@ def check(
         What became of its signatures, and how often: the mode, or why there is no schedule.
     """
     records = any(mode is torch.enable_grad for mode, _ in turns)
+    if records:  # what comes twice AOTAutograd computes once, and adds gradients up in another order
+        tolerance = max(tolerance, 1e-6)
     net, inputs = (module.with_all_draws() if records else module)()
     (ours, theirs), seen = (_made(net, device, seed=0) for _ in range(2)), []
     fast = autostream.optimize(ours, **options)
