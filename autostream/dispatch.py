@@ -294,7 +294,8 @@ class Dispatcher(Optimized):
                 return compared(self.model, partial(entry, self.model, args, kwargs), tensors, args, kwargs)
             value = entry(self.model, args, kwargs)
         except Changed:
-            self._drop(key, entry)
+            entry.guards.expire("a weight lies otherwise, or requires gradients where it did not")
+            self._drop_replays(entry)
             return self._dispatched(args, kwargs)
         except Exception as error:
             ours = self._paranoid or isinstance(error, AutostreamError | torch.OutOfMemoryError)  # it may not run again
@@ -374,13 +375,14 @@ class Dispatcher(Optimized):
             if found := self._entry(key, args, kwargs):  # another thread has been quicker
                 return found
             admission = self._admission
-            others = admission.entries.get(key, [])
+            known = admission.entries.get(key, [])
+            others = [other for other in known if not (isinstance(other, Whole) and other.guards.lost)]
             full = _FULL if len(others) >= self.options.max_signatures else ""
             if not wanted and (reason := full or admission.refusal()):
                 admission.unserved()
                 return self._thrashing(reason, key, args, kwargs)
             self._let_go()
-            if failed := self._failed(others, args, kwargs):
+            if failed := self._failed(known, args, kwargs):
                 log.info("%s is captured again: %s", self._name, failed)
             entry = self._made(label, args, kwargs)
             if not isinstance(entry, str):

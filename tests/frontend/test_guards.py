@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream import compiled
 from autostream.dispatch import Dispatcher
 from autostream.errors import OptionError
 from autostream.frontend.capture import capture
@@ -533,3 +534,19 @@ def test_hooks_of_all_modules_are_called() -> None:
         torch.testing.assert_close(fast(X), expected)
     assert [kind for kind in calls if kind is not autostream.OptimizedModule] == seen
     check(fast, net)
+
+
+@torch.no_grad()
+def test_weights_that_are_frozen_and_freed_in_turn_are_scheduled_once_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[object] = []
+    ready = compiled.Ready.__init__
+    monkeypatch.setattr(compiled.Ready, "__init__", lambda self, *args: (made.append(self), ready(self, *args))[1])
+    net = model()
+    fast = autostream.optimize(net, policy="sequential")
+    for turn in range(12):
+        net.requires_grad_(turn % 2 == 0)
+        check(fast, net)
+    assert len(made) == 2
+    assert "plain" not in {report.mode for report in fast.reports}
