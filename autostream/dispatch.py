@@ -271,13 +271,13 @@ class Dispatcher(Optimized):
                     raise
             return entry
 
-    def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any], unlike: Sequence[Entry] = ()) -> Any:
         self._count_replays()
         key, label = self._key(args, kwargs)
-        entry: Entry | str | None = self._entry(key, args, kwargs)
+        entry: Entry | str | None = self._entry(key, args, kwargs, unlike)
         if entry is None:
             reason = left_alone(self.options, chain(args, self.model.parameters()))
-            entry = reason or self._new_entry(key, label, args, kwargs)
+            entry = reason or self._new_entry(key, label, args, kwargs, unlike=unlike)
         if isinstance(entry, str):
             return self._plainly(entry, args, kwargs)
         if isinstance(entry, Plain):
@@ -294,9 +294,7 @@ class Dispatcher(Optimized):
                 return compared(self.model, partial(entry, self.model, args, kwargs), tensors, args, kwargs)
             value = entry(self.model, args, kwargs)
         except Changed:
-            entry.guards.expire("a weight lies otherwise, or requires gradients where it did not")
-            self._drop_replays(entry)
-            return self._dispatched(args, kwargs)
+            return self._dispatched(args, kwargs, (*unlike, entry))
         except Exception as error:
             ours = self._paranoid or isinstance(error, AutostreamError | torch.OutOfMemoryError)  # it may not run again
             if self.options.strict or not entry.repeatable or ours or hooks_are_set():
@@ -359,30 +357,40 @@ class Dispatcher(Optimized):
         label = f"{described(tensors)}, {mode}, {'gradients' if required else 'no gradients'}"
         return (structure, kinds, aliases_of(tensors), recorded, self._training, numerics()), label
 
-    def _entry(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
-        """What was made for such calls, if the guards hold."""
+    def _entry(
+        self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], unlike: Sequence[Entry] = ()
+    ) -> Entry | None:
+        """What was made for such calls, if the guards hold; not what is known to be for other weights."""
         for entry in self._admission.entries.get(key, ()):
+            if entry in unlike:
+                continue
             if not isinstance(entry, Whole) or entry.guards(self.model, args, kwargs):
                 self._admission.served(key)
                 return entry
         return None
 
     def _new_entry(
-        self, key: Hashable, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wanted: bool = False
+        self,
+        key: Hashable,
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        wanted: bool = False,
+        unlike: Sequence[Entry] = (),
     ) -> Entry | str:
         """What runs calls like this from now on; or why there is nothing."""
         with self._lock, preparing:
-            if found := self._entry(key, args, kwargs):  # another thread has been quicker
+            if found := self._entry(key, args, kwargs, unlike):  # another thread has been quicker
                 return found
             admission = self._admission
-            known = admission.entries.get(key, [])
-            others = [other for other in known if not (isinstance(other, Whole) and other.guards.lost)]
+            others = admission.entries.get(key, [])
             full = _FULL if len(others) >= self.options.max_signatures else ""
             if not wanted and (reason := full or admission.refusal()):
                 admission.unserved()
                 return self._thrashing(reason, key, args, kwargs)
             self._let_go()
-            if failed := self._failed(known, args, kwargs):
+            if failed := self._failed(others, args, kwargs):
                 log.info("%s is captured again: %s", self._name, failed)
             entry = self._made(label, args, kwargs)
             if not isinstance(entry, str):

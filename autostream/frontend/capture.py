@@ -126,19 +126,10 @@ class Guards:
             self._renew(scope)
         return holds
 
-    @property
-    def lost(self) -> str:
-        """Why they hold of no call any more; ``""`` as long as they may."""
-        return str(self._manager.lost)
-
-    def expire(self, why: str) -> None:
-        """Let them hold of no call any more."""
-        self._manager.lost = why
-
     def failed(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The guard that does not hold of a call, as Dynamo writes it; ``""`` where all do."""
-        if self.lost:
-            return self.lost
+        if self._manager.lost:
+            return f"{self._manager.lost} is gone"
         found = self._manager.guard_manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
         if found.result:
             return "" if self._of_one_class(model) else "a module is of another class now"
@@ -364,7 +355,7 @@ def _manager_type() -> Any:
         lost = ""
 
         def invalidate(self, obj_str: str) -> None:
-            self.lost = f"{obj_str} is gone"
+            self.lost = obj_str
 
     return Manager
 
