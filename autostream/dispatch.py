@@ -79,7 +79,7 @@ Entry = Whole | Split | Plain
 
 
 @dataclass(slots=True, eq=False)
-class _Replays:
+class _Known:
     """The short way of calls like one that has been made.
 
     Attributes:
@@ -133,7 +133,7 @@ class Dispatcher(Optimized):
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
-        self._replays: tuple[_Replays, ...] = ()  # the latest first
+        self._replays: tuple[_Known, ...] = ()  # the latest first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
@@ -305,7 +305,7 @@ class Dispatcher(Optimized):
         if replay := entry.replay(self.model, args, kwargs, guarded=guarded):
             entries = self._admission.entries
             others = [known for known in self._replays if known.entry in entries.get(known.key, ())]
-            self._replays = (_Replays(replay, key, entry, self._own() & replay.held), *others)
+            self._replays = (_Known(replay, key, entry, self._own() & replay.held), *others)
         return value
 
     def _count_replays(self) -> None:
