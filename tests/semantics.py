@@ -29,6 +29,21 @@ GRAD_MODES = (torch.no_grad, torch.no_grad, torch.inference_mode)
 """Modes of successive calls: the one that prepares, one that repeats it, and one in another mode without gradients."""
 
 
+class Viewed(nn.Module):
+    """Views a buffer before a graph break, and writes to it behind: what is written shows through the view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = nn.Buffer(torch.zeros(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.state[1:]
+        y = x.t_()  # breaks the graph
+        before = rows * 2
+        self.state[1:] += 1
+        return before + rows + y.sum()
+
+
 class Model(nn.Module):
     """A function of a module and its arguments, with parameters, buffers, submodules and attributes by name."""
 

@@ -28,6 +28,7 @@ from autostream.scheduled import Surroundings
 from autostream.whole import Whole
 from tests.captures import Captures
 from tests.replays import CPU
+from tests.semantics import Viewed
 from tests.threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -585,20 +586,7 @@ def test_a_graph_of_weights_that_are_gone_leaves_its_memory_to_what_comes_in_its
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_an_input_that_is_a_view_of_a_buffer_stays_one(captures: Captures) -> None:
     """Behind a graph break, what was viewed before it is an input; copied, it would not see what is written."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.state = nn.Buffer(torch.zeros(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            rows = self.state[1:]
-            y = x.t_()  # breaks the graph
-            before = rows * 2
-            self.state[1:] += 1
-            return before + rows + y.sum()
-
-    ours, theirs = Net(), Net()
+    ours, theirs = Viewed(), Viewed()
     fast = autostream.optimize(ours)
     for number in range(4):
         x = torch.full((4, 4), float(number))

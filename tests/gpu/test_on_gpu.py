@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autostream
 from autostream import Bucket
 from autostream.reporting.pieces import captured_share
+from tests.semantics import Viewed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops")]
 
@@ -307,20 +308,7 @@ def test_wrong_device_is_named(towers: Towers) -> None:
 @torch.no_grad()
 def test_a_piece_sees_a_buffer_through_a_view_that_was_made_before_it() -> None:
     """The buffer stays where it is, the view is an input like others; what the piece writes shows through both."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.state = nn.Buffer(torch.zeros(4, 4, device="cuda"))
-
-        def forward(self, x: Tensor) -> Tensor:
-            rows = self.state[1:]
-            y = x.t_()  # breaks the graph
-            before = rows * 2
-            self.state[1:] += 1
-            return before + rows + y.sum()
-
-    ours, theirs = Net(), Net()
+    ours, theirs = Viewed().cuda(), Viewed().cuda()
     fast = autostream.optimize(ours)
     for _ in range(4):
         x = torch.randn(4, 4, device="cuda")
