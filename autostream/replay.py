@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autostream.execution.bound import Addresses, Alike, looks_alike
+from autostream.execution.bound import Addresses, looks_alike
 from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.numerics import watch_unguarded
 from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
@@ -73,8 +73,9 @@ class Replay:
         self._launch, self._call = launch, call
         self._held = list(held)
         self._memory = [tensor.detach() for tensor in held]  # what is launched reads it, whoever lets it go
-        self._addresses = Addresses(held)
-        self._held_alike = Alike(held, gradients=True) if GUARDS_SKIP_WEIGHTS else None
+        # Most tensors of a convolutional model have one dimension: to lay these out otherwise takes another address.
+        several = [at for at, own in enumerate(held) if own.dim() > 1] if GUARDS_SKIP_WEIGHTS else ()
+        self._unmoved = Addresses(held, several).unmoved
         self._places = list(places)
         self._in_order = self._places == [*[None] * len(held), *range(len(tensors))]
         args, kwargs = call.children or ()
@@ -94,7 +95,7 @@ class Replay:
     @property
     def is_in_place(self) -> bool:
         """Whether the model's tensors lie where they did when this was made."""
-        return self._addresses.unmoved(self._held)
+        return self._unmoved(self._held)
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors of a call, if it is like the one before as far as its inputs tell."""
@@ -136,13 +137,8 @@ class Replay:
         return [next(held) if at is None else tensors[at] for at in self._places]
 
     def _intact(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        guards, alike = self._guards, self._held_alike
-        return guards is None or (
-            self._same_numerics()
-            and guards(args, kwargs)
-            and self._addresses.unmoved(self._held)
-            and (alike is None or alike(self._held))
-        )
+        guards = self._guards
+        return guards is None or (self._same_numerics() and guards(args, kwargs) and self._unmoved(self._held))
 
     def _apart(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors share no memory with each other, nor with the model's where that may be written."""

@@ -8,14 +8,14 @@ at all that holds them: there may be thousands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter, getitem, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from autostream.execution.bound import Addresses, Bound, looks_alike
+from autostream.execution.bound import Addresses, Entries, looks_alike
 from autostream.frontend.batches import Batch
 from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.numerics import watch_unguarded
@@ -60,7 +60,9 @@ class StepReplay:
         self._held = [own.detach() for own in self._live]  # what is launched reads their memory, whoever lets it go
         self._inputs = inputs
         self._in_order = inputs == [*[None] * len(self._held), *range(len(inputs) - len(self._held))]
-        self._bound = (Bound if GUARDS_SKIP_WEIGHTS else Addresses)(self._live)
+        guarded = set(map(id, done.tensors.held)) if GUARDS_SKIP_WEIGHTS else ()
+        layouts = [at for at, own in enumerate(self._live) if id(own) in guarded and own.dim() + own.requires_grad > 1]
+        self._unmoved = Addresses(self._live, layouts).unmoved
         self._structure, self._flat = (
             call.key.structure,
             all(own is TENSOR for own in call.key.structure.children or ()),
@@ -72,17 +74,12 @@ class StepReplay:
         self._same_numerics = watch_unguarded()
         self._sizes = [len(group["params"]) for group in step.optimizer.param_groups]
         averaged = _dicts_of(step.average, step.model) if self.whole and step.average is not None else []
-        self._holders: list[Sized] = [*averaged, step.optimizer.state] if self.whole else []
-        self._lengths = list(map(len, self._holders))
-        inner = [*averaged, *step.optimizer.state.values()]
-        entries = [(own, key) for own in inner for key in own]
-        self._entries = [own for own, _ in entries], [key for _, key in entries]
-        self._known = list(self._objects())
+        self._state = step.optimizer.state
+        self._entries = Entries([*averaged, self._state, *self._state.values()] if self.whole else [])
         self.parameters = call.parameters
         ours = set(map(id, call.parameters))
         others = [own for own in done.tensors.held if id(own) not in ours and own.requires_grad]
         self._hooked = [*call.parameters, *others]
-        self._required = list(map(_REQUIRES_GRADIENTS, call.parameters))
 
     def fits(self, batch: Batch) -> Sequence[Tensor] | None:
         """The tensors of a step's batch, if all is as it was; called without gradients."""
@@ -97,9 +94,8 @@ class StepReplay:
             and not (self.whole and (obstacle(self._optimizer) or not graphs.hyperparameters.same()))
             and self._same_objects()
             and not have_hooks(self._hooked)
-            and list(map(_REQUIRES_GRADIENTS, self.parameters)) == self._required
             and self._same_numerics()
-            and self._bound.unmoved(self._live)
+            and self._unmoved(self._live)
             and self._entry.loss.stands_for(batch)
         )
         return tensors if as_it_was else None
@@ -125,29 +121,21 @@ class StepReplay:
         storages = set(map(storage_of, tensors))
         return len(storages) == len(tensors) and self._own.isdisjoint(storages)
 
-    def _objects(self) -> Iterator[Any]:
-        """The objects that a step goes by, and that Dynamo does not guard."""
-        optimizer = self._optimizer
-        parts: list[Iterable[Any]] = [chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))]
-        if self.whole:
-            state = optimizer.state
-            parts += [state, state.values(), map(getitem, *self._entries)]
-        return chain.from_iterable(parts)
-
     def _same_objects(self) -> bool:
-        """Whether these are what they were. Nothing is made for it that the garbage collector would look at."""
-        try:
-            return (
-                list(map(len, map(_PARAMETERS, self._optimizer.param_groups))) == self._sizes
-                and list(map(len, self._holders)) == self._lengths
-                and all(map(is_, self._objects(), self._known))
-            )
-        except KeyError:  # of state that is gone
-            return False
+        """Whether the objects that a step goes by, and that Dynamo does not guard, are what they were.
+
+        Nothing is made for it that the garbage collector would look at.
+        """
+        lists = [*map(_PARAMETERS, self._optimizer.param_groups)]
+        return (
+            list(map(len, lists)) == self._sizes
+            and all(map(is_, chain.from_iterable(lists), self.parameters))
+            and self._optimizer.state is self._state
+            and self._entries.same()
+        )
 
 
 _PARAMETERS = itemgetter("params")
-_REQUIRES_GRADIENTS = attrgetter("requires_grad")
 
 
 def _dicts_of(*modules: nn.Module) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "one norm is in another mode": lambda model, _: model[1].eval(),
     "a number is another": lambda model, _: setattr(model[1], "eps", 0.1),
     "a weight is frozen": lambda model, _: model[0].weight.requires_grad_(False),
-    "an unused weight is frozen": lambda model, _: model.spare.requires_grad_(False),
+    "a bias is frozen": lambda model, _: model[0].bias.requires_grad_(False),
     "a forward hook": lambda model, _: model[0].register_forward_hook(lambda *_: None),
     "a backward hook": lambda model, _: model[0].register_full_backward_hook(lambda *_: None),
     "a hook on a gradient": lambda model, _: model[0].weight.register_hook(lambda gradient: gradient),

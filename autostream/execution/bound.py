@@ -5,16 +5,17 @@ sizes and strides of many tensors in one call; they also see what does not matte
 thread), so a no of theirs is looked into. Addresses, which guards do not see, are compared by the function that
 Inductor's CUDA graph trees have for it.
 
-Private to PyTorch (seen on 2.11 and 2.13): ``TensorGuards``, and ``_tensors_data_ptrs_at_indices_equal``, which only
-builds for CUDA have. Where a version lacks them, each tensor is asked. Not documented either is ``StorageWeakRef``, by
-which processes share tensors.
+Private to PyTorch (seen on 2.11 and 2.13): ``TensorGuards``, the guard of a dictionary's version, and
+``_tensors_data_ptrs_at_indices_equal``, which only builds for CUDA have. Where a version lacks them, each tensor or
+entry is asked. Not documented either is ``StorageWeakRef``, by which processes share tensors.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -96,6 +97,8 @@ class Addresses:
 
     Args:
         tensors: to look at.
+        layouts: positions of those to look at dtypes, sizes, strides and ``requires_grad`` of, which may be others at
+            the same address (``weight.data = weight.data.t()``). It costs as much as the look at the address.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -107,16 +110,57 @@ class Addresses:
         False
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], layouts: Iterable[int] = ()) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors))
         self._places = list(range(len(tensors)))
+        self._layouts = list(layouts)
+        self._alike = Alike([tensors[at] for at in self._layouts], gradients=True) if self._layouts else None
 
     def unmoved(self, tensors: list[Tensor]) -> bool:
         """Whether as many tensors lie at these addresses."""
         try:
-            return _lie_at(tensors, self._addresses, self._places)
+            unmoved = _lie_at(tensors, self._addresses, self._places)
         except RuntimeError:  # what is sparse by now has no address
             return False
+        return unmoved and (self._alike is None or self._alike([tensors[at] for at in self._layouts]))
+
+
+class Entries:
+    """Whether some dictionaries still have the keys and the values that they had, by identity. Holds all of them.
+
+    Their versions are asked in one call, as Dynamo's guards do; where one has been written, each entry is.
+
+    Args:
+        dictionaries: to look at.
+
+    Example:
+        >>> state = {"step": torch.ones(1)}
+        >>> entries = Entries([state])
+        >>> state["step"] = state["step"].add_(1)
+        >>> entries.same()
+        True
+        >>> state["step"] = torch.ones(1)
+        >>> entries.same()
+        False
+    """
+
+    def __init__(self, dictionaries: Iterable[dict[Any, Any]]) -> None:
+        self._dictionaries = list(dictionaries)
+        self._sizes = list(map(len, self._dictionaries))
+        self._objects = list(self._entries())
+        self._unwritten = _versions(self._dictionaries)
+
+    def same(self) -> bool:
+        """Whether nothing has come, gone or changed places."""
+        if self._unwritten(self._dictionaries):
+            return True
+        if list(map(len, self._dictionaries)) != self._sizes or not all(map(is_, self._entries(), self._objects)):
+            return False
+        self._unwritten = _versions(self._dictionaries)  # what was written is what was there
+        return True
+
+    def _entries(self) -> Iterator[Any]:
+        return chain.from_iterable(chain(own, own.values()) for own in self._dictionaries)
 
 
 def still_there(tensors: Iterable[Tensor]) -> Callable[[], bool]:
@@ -269,6 +313,11 @@ def looks_alike(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
     """
     check, types = _guard(tensors), list(map(type, tensors))
     # Asked for strides, a nested tensor ends the process.
+    if len(types) == 1:  # as many models have it, in half the time
+        (kind,) = types
+        return lambda values: (
+            len(values) == 1 and type(values[0]) is kind and not _IS_NESTED(values[0]) and check(values[0])
+        )
     return lambda values: list(map(type, values)) == types and not any(map(_IS_NESTED, values)) and check(*values)
 
 
@@ -286,6 +335,21 @@ _lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _look_at_addr
 _COLUMNS: tuple[Callable[[Tensor], object], ...] = (
     Tensor.size, Tensor.stride, attrgetter("dtype"), Tensor.is_conj, Tensor.is_neg,
 )  # fmt: skip
+
+
+def _versions(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[list[dict[Any, Any]]], bool]:
+    """A quick look at whether no dictionary has been written since; it may say no where none has."""
+    root: Any = getattr(getattr(torch._C._dynamo, "guards", None), "RootGuardManager", None)
+    if not hasattr(root, "add_dict_version_guard"):
+        return lambda dictionaries: False
+    from torch._dynamo.guards import GuardManagerType
+
+    manager = root()
+    for at, own in enumerate(dictionaries):
+        entry = manager.list_getitem_manager(at, f"L[{at}]", own, GuardManagerType.GUARD_MANAGER)
+        entry.add_dict_version_guard(own, [f"L[{at}] has not been written"], None)
+    check: Callable[[list[dict[Any, Any]]], bool] = manager.check
+    return check
 
 
 def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -114,17 +114,14 @@ class Guards:
 
     def __call__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Ask all guards, in C++."""
-        # To Dynamo, another ``forward`` of the model's class is other code, with guards of its own.
-        if getattr(type(model), "forward", None) is not self._forward:
-            return False
         scope = {"model": model, "args": args, "kwargs": kwargs}
-        holds = self._check(scope) and not self._manager.lost and self._of_one_class(model)
-        if not holds:
+        if not self._check(scope) or self._manager.lost or not self._of_one_class(model):
             self._modules = None  # some may be the model's no longer
+            return False
         self._calls += 1
-        if holds and self._calls % _LOOK == 0 and self._builds < _MOST and any(map(_is_slow, self._roots)):
+        if self._calls % _LOOK == 0 and self._builds < _MOST and any(map(_is_slow, self._roots)):
             self._renew(scope)
-        return holds
+        return True
 
     def failed(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The guard that does not hold of a call, as Dynamo writes it; ``""`` where all do."""
@@ -132,14 +129,17 @@ class Guards:
             return f"{self._manager.lost} is gone"
         found = self._manager.guard_manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
         if found.result:
-            return "" if self._of_one_class(model) else "a module is of another class now"
+            return "" if self._of_one_class(model) else "a module is of another class now, or its class has changed"
         return "; ".join(part.partition("#")[0].strip() for part in found.verbose_code_parts)
 
     def _of_one_class(self, model: Callable[..., Any]) -> bool:
-        """Whether all modules are of the classes that they were captured in."""
+        """Whether all modules are of the classes that they were captured in.
+
+        To Dynamo, another ``forward`` of the model's class is other code, with guards of its own.
+        """
         if self._modules is None:
             self._modules = _modules_of(model)
-        return [*map(type, self._modules)] == self._classes
+        return [*map(type, self._modules)] == self._classes and getattr(type(model), "forward", None) is self._forward
 
     def _renew(self, scope: dict[str, Any]) -> None:
         self._builds += 1
@@ -317,6 +317,7 @@ def _capture_of(
         for node, source in zip(placeholders, sources, strict=True)
     )
     _guard_identities(graph_output, [s for s, given in zip(sources, inputs, strict=True) if not given.is_argument])
+    _trust_classes(graph_output)
     state = graph_output.output_graph
 
     def build(scope: dict[str, Any]) -> Any:
@@ -397,6 +398,25 @@ def _guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
     guards = graph_output.output_graph.guards
     for source in sources:
         guards.add(source.make_guard(identity))
+
+
+def _trust_classes(graph_output: Any) -> None:
+    """Leave out the guards that a module has an attribute which its class has: the class is guarded.
+
+    Such a guard, as of what iterates over an ``nn.Sequential``, reads the attribute, and no dictionary's version
+    vouches for what is read so. It would have all guards around it asked in each call.
+    """
+    from torch._dynamo.guards import GuardBuilder
+
+    def has_attribute(builder: Any, guard: Any) -> None:
+        source = guard.originating_source
+        owner = builder.get(source.base.make_guard(GuardBuilder.TYPE_MATCH))
+        if not (isinstance(owner, nn.Module) and hasattr(type(owner), source.member)):
+            GuardBuilder.HASATTR(builder, guard)
+
+    for guard in graph_output.output_graph.guards:
+        if guard.create_fn is GuardBuilder.HASATTR and hasattr(guard.originating_source, "member"):
+            guard.create_fn = has_attribute
 
 
 def _forget_guarded(guards: Any) -> None:

@@ -30,7 +30,6 @@ def _precision(operation: str) -> Callable[[], Any]:
 
 
 _priorities = _c("_get_sdp_priority_order", lambda: ())
-_blas = _c("_get_blas_preferred_backend", lambda: 0)
 
 _GUARDED = (
     torch.get_default_dtype,
@@ -63,7 +62,6 @@ _UNGUARDED = (
     lambda: tuple(_priorities()),
     _c("_get_math_sdp_allow_fp16_bf16_reduction", torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed),
     _c("_get_cublas_allow_fp16_accumulation", lambda: torch.backends.cuda.matmul.allow_fp16_accumulation),
-    lambda: int(_blas()),  # comparing these takes longer than all the rest
 )
 
 

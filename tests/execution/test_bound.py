@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autostream.execution import bound
-from autostream.execution.bound import Bound, Frozen, Writes, looks_alike, still_there, versions_of
+from autostream.execution.bound import Bound, Entries, Frozen, Writes, looks_alike, still_there, versions_of
 
 
 @pytest.fixture(params=["guards", "no guards"])
@@ -184,6 +184,29 @@ def test_transforms_and_modes_do_not_look_alike() -> None:
     torch.vmap(lambda x: (seen.append(alike((x,))), x)[1])(torch.ones(2, 3))
     torch.func.grad(lambda x: (seen.append(alike((x,))), x.sum())[1])(torch.ones(3))
     assert seen == [False, False]
+
+
+ENTRIES: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "another value": lambda own: own.update(b=torch.ones(1)),
+    "an equal key": lambda own: own.update(c=own.pop("b")),
+    "one more": lambda own: own.update(c=torch.ones(1)),
+    "one less": lambda own: own.pop("b"),
+    "none": lambda own: own.clear(),
+    "exchanged": lambda own: own.update(a=own["b"], b=own["a"]),
+}
+
+
+@pytest.mark.usefixtures("guards")
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entries_that_change_are_seen(name: str) -> None:
+    state = [{"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}]
+    entries = Entries(state)
+    assert entries.same()
+    state[1]["b"] = state[1]["b"].add_(1)  # what was there
+    assert entries.same()
+    ENTRIES[name](state[1])
+    assert not entries.same()
+    assert not entries.same(), "asking does not make it right"
 
 
 # What a program holds on to

@@ -353,7 +353,7 @@ def test_a_dictionary_vouches_for_all_that_is_in_it() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4))).eval()
     captured = capture(net, (torch.ones(2, 4),), {})
     assert captured is not None
-    assert captured.guards._roots
+    assert len(captured.guards._roots) == 1  # torch 2.11 asks each nn.Sequential whether it has an __iter__
 
 
 @torch.no_grad()
