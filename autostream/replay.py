@@ -11,24 +11,18 @@ a run more than asked could be seen (it writes, draws random numbers, or compute
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autostream.execution.bound import Addresses, looks_alike
+from autostream.execution.bound import looks_alike
+from autostream.execution.layouts import Layouts
 from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.numerics import watch_unguarded
 from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
 from autostream.frontend.unusual import unusual_call
 from autostream.storages import storage_of
-
-
-class Launch(Protocol):
-    """Runs a program."""
-
-    def __call__(self, arguments: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Compute its outputs, from its arguments in the order of its placeholders."""
 
 
 class Changed(Exception):  # noqa: N818 - a notice between modules, not an error
@@ -39,9 +33,8 @@ class Replay:
     """What calls like one that has just been made run.
 
     Args:
-        launch: runs the program.
+        launch: runs the program, given the call's tensors; keeps the memory of what else it takes.
         held: the program's arguments that are the model's, which the guards know by identity.
-        places: for each argument, the position of the call's tensor that it is; ``None`` for those held.
         call: the structure of ``(args, kwargs)``.
         tensors: its tensors.
         returned: the structure of what the model returns, and where its tensors come from: outputs of the program, then
@@ -58,9 +51,8 @@ class Replay:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
         held: Sequence[Tensor],
-        places: Sequence[int | None],
         call: Structure,
         tensors: Sequence[Tensor],
         returned: tuple[Structure, Sequence[int]],
@@ -72,12 +64,7 @@ class Replay:
     ) -> None:
         self._launch, self._call = launch, call
         self._held = list(held)
-        self._memory = [tensor.detach() for tensor in held]  # what is launched reads it, whoever lets it go
-        # Most tensors of a convolutional model have one dimension: to lay these out otherwise takes another address.
-        several = [at for at, own in enumerate(held) if own.dim() > 1] if GUARDS_SKIP_WEIGHTS else ()
-        self._unmoved = Addresses(held, several).unmoved
-        self._places = list(places)
-        self._in_order = self._places == [*[None] * len(held), *range(len(tensors))]
+        self._unmoved = Layouts(held, whole=GUARDS_SKIP_WEIGHTS).unchanged
         args, kwargs = call.children or ()
         self._flat = all(child is TENSOR for child in args.children or ()) and not kwargs.children
         self._alike = looks_alike(tensors)
@@ -95,7 +82,7 @@ class Replay:
     @property
     def is_in_place(self) -> bool:
         """Whether the model's tensors lie where they did when this was made."""
-        return self._unmoved(self._held)
+        return bool(self._unmoved())
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors of a call, if it is like the one before as far as its inputs tell."""
@@ -120,7 +107,7 @@ class Replay:
         """
         if self._looks_first and not self._intact(args, kwargs):
             raise Changed
-        outputs = self._launch(self._arguments(tensors))
+        outputs = self._launch(tensors)
         if not self._looks_first and not self._intact(args, kwargs):
             raise Changed
         for owner, name, value in self._stores:
@@ -130,15 +117,9 @@ class Replay:
         known = [*outputs, *tensors, *self._held]
         return unflatten(self._structure, [known[at] for at in self._sources])
 
-    def _arguments(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self._in_order:
-            return [*self._held, *tensors]
-        held = iter(self._held)
-        return [next(held) if at is None else tensors[at] for at in self._places]
-
     def _intact(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         guards = self._guards
-        return guards is None or (self._same_numerics() and guards(args, kwargs) and self._unmoved(self._held))
+        return guards is None or (self._same_numerics() and guards(args, kwargs) and bool(self._unmoved()))
 
     def _apart(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors share no memory with each other, nor with the model's where that may be written."""

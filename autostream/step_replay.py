@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from autostream.execution.bound import Addresses, Entries, looks_alike
+from autostream.execution.bound import Entries, looks_alike
+from autostream.execution.launch import Launch
+from autostream.execution.layouts import Layouts
 from autostream.frontend.batches import Batch
 from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.numerics import watch_unguarded
@@ -53,16 +55,11 @@ class StepReplay:
         self.graphs, self._entry, self._step = graphs, entry, step
         self.whole, self._optimizer = graphs.whole, step.optimizer
         self._key, self._steps = call.key, 0
-        self._launch = scheduled if place is None else place.launch
         held = len(flat) - len(done.tensors.batch) - len(done.tensors.numbers)
         inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.traced.places]
         self._live = [own for own, at in zip(arguments, inputs, strict=True) if at is None]
-        self._held = [own.detach() for own in self._live]  # what is launched reads their memory, whoever lets it go
-        self._inputs = inputs
-        self._in_order = inputs == [*[None] * len(self._held), *range(len(inputs) - len(self._held))]
-        guarded = set(map(id, done.tensors.held)) if GUARDS_SKIP_WEIGHTS else ()
-        layouts = [at for at, own in enumerate(self._live) if id(own) in guarded and own.dim() + own.requires_grad > 1]
-        self._unmoved = Addresses(self._live, layouts).unmoved
+        self._launch = Launch(scheduled, place, [own.detach() for own in self._live], inputs)
+        self._unmoved = Layouts(self._live, whole=GUARDS_SKIP_WEIGHTS).unchanged
         self._structure, self._flat = (
             call.key.structure,
             all(own is TENSOR for own in call.key.structure.children or ()),
@@ -80,6 +77,7 @@ class StepReplay:
         ours = set(map(id, call.parameters))
         others = [own for own in done.tensors.held if id(own) not in ours and own.requires_grad]
         self._hooked = [*call.parameters, *others]
+        self._required = list(map(_REQUIRES_GRADIENTS, call.parameters)) if GUARDS_SKIP_WEIGHTS else None
 
     def fits(self, batch: Batch) -> Sequence[Tensor] | None:
         """The tensors of a step's batch, if all is as it was; called without gradients."""
@@ -94,8 +92,9 @@ class StepReplay:
             and not (self.whole and (obstacle(self._optimizer) or not graphs.hyperparameters.same()))
             and self._same_objects()
             and not have_hooks(self._hooked)
+            and (self._required is None or list(map(_REQUIRES_GRADIENTS, self.parameters)) == self._required)
             and self._same_numerics()
-            and self._unmoved(self._live)
+            and self._unmoved()
             and self._entry.loss.stands_for(batch)
         )
         return tensors if as_it_was else None
@@ -103,13 +102,8 @@ class StepReplay:
     def __call__(self, tensors: Sequence[Tensor], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
         """The result of a step that fits, and gradients, where they are still to be used."""
         self._steps += 1
-        tensors = [*tensors, *self.graphs.numbers(self.parameters)]
-        if self._in_order:
-            arguments = [*self._held, *tensors]
-        else:
-            held = iter(self._held)
-            arguments = [next(held) if at is None else tensors[at] for at in self._inputs]
-        return self._entry.put_together(self._launch(arguments), batch)
+        outputs = self._launch([*tensors, *self.graphs.numbers(self.parameters)])
+        return self._entry.put_together(outputs, batch)
 
     def end(self) -> None:
         """Tell how many steps there were."""
@@ -136,6 +130,7 @@ class StepReplay:
 
 
 _PARAMETERS = itemgetter("params")
+_REQUIRES_GRADIENTS = attrgetter("requires_grad")
 
 
 def _dicts_of(*modules: nn.Module) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autostream.compiled import Compiled, Ready, report_of_halves
 from autostream.execution.bound import Alike
+from autostream.execution.launch import Launch
 from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS, Capture
 from autostream.frontend.signature import aliases_of
 from autostream.frontend.tree import Structure, flatten, shares_containers
@@ -117,9 +118,8 @@ class Whole:
         if not tensors or aliases_of(tensors) or sources is None:
             return None
         return Replay(
-            scheduled if place is None else place.launch,
+            Launch(scheduled, place, held, places),
             held,
-            places,
             call,
             tensors,
             (structure, sources),

@@ -45,17 +45,11 @@ class Bound:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors))
-        self._places = list(range(len(tensors)))
         self._alike = Alike(tensors)
 
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether as many tensors are at the same addresses, with the same dtypes, sizes, strides and lazy signs."""
-        try:
-            if len(tensors) != len(self._places) or not _lie_at(list(tensors), self._addresses, self._places):
-                return False
-        except (RuntimeError, TypeError):  # sparse ones have no address, nor has what is no tensor
-            return False
-        return self._alike(tensors)
+        return lie_at(list(tensors), self._addresses) and self._alike(tensors)
 
 
 class Alike:
@@ -90,39 +84,6 @@ class Alike:
     def _looked(self, tensors: Sequence[Tensor]) -> list[list[object]]:
         """By column: a tuple for each of thousands of tensors would set off the garbage collector at every call."""
         return [list(map(column, tensors)) for column in self._columns]
-
-
-class Addresses:
-    """Where some tensors lie, which stay the same objects. Holds no reference to them.
-
-    Args:
-        tensors: to look at.
-        layouts: positions of those to look at dtypes, sizes, strides and ``requires_grad`` of, which may be others at
-            the same address (``weight.data = weight.data.t()``). It costs as much as the look at the address.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> addresses = Addresses([weight])
-        >>> addresses.unmoved([weight])
-        True
-        >>> weight.data = torch.ones(2)
-        >>> addresses.unmoved([weight])
-        False
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], layouts: Iterable[int] = ()) -> None:
-        self._addresses = list(map(Tensor.data_ptr, tensors))
-        self._places = list(range(len(tensors)))
-        self._layouts = list(layouts)
-        self._alike = Alike([tensors[at] for at in self._layouts], gradients=True) if self._layouts else None
-
-    def unmoved(self, tensors: list[Tensor]) -> bool:
-        """Whether as many tensors lie at these addresses."""
-        try:
-            unmoved = _lie_at(tensors, self._addresses, self._places)
-        except RuntimeError:  # what is sparse by now has no address
-            return False
-        return unmoved and (self._alike is None or self._alike([tensors[at] for at in self._layouts]))
 
 
 class Entries:
@@ -324,11 +285,19 @@ def looks_alike(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
 _IS_NESTED = attrgetter("is_nested")
 
 
+def lie_at(tensors: list[Tensor], addresses: list[int]) -> bool:
+    """Whether as many tensors lie at these addresses."""
+    try:
+        return len(tensors) == len(addresses) and _all_at(tensors, addresses, list(range(len(tensors))))
+    except (RuntimeError, TypeError):  # sparse ones have no address, nor has what is no tensor
+        return False
+
+
 def _look_at_addresses(tensors: list[Tensor], addresses: list[int], places: list[int]) -> bool:
     return list(map(Tensor.data_ptr, tensors)) == addresses
 
 
-_lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _look_at_addresses)
+_all_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _look_at_addresses)
 """Whether all tensors at some places in a list lie at the addresses there. Raises a RuntimeError for what has none."""
 
 

@@ -29,6 +29,7 @@ from autostream.execution.bound import Bound
 from autostream.execution.capture import capture, own_cublas_workspaces
 from autostream.execution.static import Output, copier, copier_out, handouts_of, lendable
 from autostream.execution.streams import capture_stream, current_device, raw_stream
+from autostream.storages import storage_of
 
 FlatFunction = Callable[..., Sequence[Output]]
 """Takes flat tensors, returns flat tensors."""
@@ -136,6 +137,7 @@ class CapturedGraph:
         lent: places of outputs that are not copied: see :meth:`lend`.
         written: which arguments it writes.
         pool: where it computes.
+        takes_inputs: whether a call needs no arguments but those that are copied in: see :meth:`launch_inputs`.
 
     Raises:
         CaptureError: the run or its capture failed. The current device and stream are as before. If it was the capture,
@@ -172,6 +174,9 @@ class CapturedGraph:
         self._outputs = [output if place in self._lendable else None for place, output in enumerate(outputs)]
         self.lent = frozenset[int]()
         self._copy_out = copier_out(self._outputs, self._handouts, self.lent)
+        given = set(map(storage_of, tensors))
+        returned = any(output is not None and storage_of(output) in given for output in outputs)
+        self.takes_inputs = not self._returned and not returned
         with self.pool.lock:  # calls come after the making of the static tensors too
             self.pool.begin_turn()
 
@@ -239,13 +244,22 @@ class CapturedGraph:
         What the graph reads must be there until it has been launched: in memory that has gone back to the driver, the
         device fails.
         """
+        return self.launch_inputs(self._those_copied(tensors), tensors)
+
+    def launch_inputs(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor] = ()) -> list[Output]:
+        """The same.
+
+        Args:
+            inputs: those of the arguments that are copied in, in order.
+            tensors: all arguments; needed where inputs are written back, or outputs share memory with an argument.
+        """
         if current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                return self.launch(tensors)
+                return self.launch_inputs(inputs, tensors)
         pool = self.pool
         with pool.lock:
             pool.begin_turn()
-            self._copy_in(self._those_copied(tensors))
+            self._copy_in(inputs)
             self.replay()
             if self._returned:
                 copier([tensors[index] for index in self._returned])([self.static[index] for index in self._returned])

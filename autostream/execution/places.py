@@ -42,11 +42,15 @@ class Place:
     Args:
         variants: the graph, and the same for each slot that inputs come in.
         bound: the tensors that it reads where they are.
+
+    Attributes:
+        takes: the positions of the arguments that it needs, where it does not need all.
     """
 
     def __init__(self, variants: Variants, bound: Sequence[Tensor]) -> None:
         self.variants, self.graph = variants, variants.graph
-        self.launch, self.unmoved = variants.launch, variants.unmoved
+        self.launch, self.launch_inputs, self.unmoved = variants.launch, variants.launch_inputs, variants.unmoved
+        self.takes = [*self.graph.static] if self.graph.takes_inputs else None
         self.is_used = still_there(bound)
 
 

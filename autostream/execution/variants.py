@@ -57,6 +57,10 @@ class Variants:
         """What :meth:`CapturedGraph.launch` does, which looks at no bound tensor."""
         return self.reading(arguments).launch(arguments)
 
+    def launch_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Output] | None:
+        """The same for a graph that needs no other arguments; nothing where inputs may be in slots."""
+        return None if self._slots else self.graph.launch_inputs(inputs)
+
     def reading(self, arguments: Sequence[Tensor]) -> CapturedGraph:
         """The graph that reads these inputs where they are, or else the one that has them copied."""
         if not self._slots:

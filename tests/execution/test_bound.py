@@ -20,7 +20,7 @@ def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """With PyTorch's guards, and with a version that has none."""
     if request.param == "no guards":
         monkeypatch.setattr(torch._C._dynamo, "guards", object())
-        monkeypatch.setattr(bound, "_lie_at", bound._look_at_addresses)
+        monkeypatch.setattr(bound, "_all_at", bound._look_at_addresses)
 
 
 def weights() -> list[Tensor]:
