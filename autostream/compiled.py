@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,8 @@ from autostream.comparison import compared
 from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
 from autostream.execution.cuda_graph import GraphPools
+from autostream.execution.layouts import Layouts
+from autostream.execution.places import Place
 from autostream.execution.slots import SlotTable
 from autostream.frontend.aten import Given, program_of
 from autostream.frontend.numerics import numerics, watch_numerics
@@ -368,6 +371,7 @@ class Ready:
         inputs = [at for (role, *_), at in zip(given, tensors, strict=True) if role is Role.INPUT]
         self.fits = looks_alike_with(values, range(len(values)) if self.scheduled.writes else inputs)
         self._inputs, self._count = inputs, len(values)
+        self._seen: _Seen | None = None
         replays = len(tensors) == len(values) and returned_as_is and not self.scheduled.writes
         self._inputs_fit = looks_alike_with([values[at] for at in inputs], range(len(inputs))) if replays else None
 
@@ -401,11 +405,17 @@ class Ready:
         if not fit([values[at] for at in self._inputs]):
             return None
         arguments = self.arguments(values)
+        seen = self._seen
+        if seen is not None and seen.place is scheduled.latest and seen.has(arguments):
+            if seen.unmoved(arguments):
+                scheduled.served(1)
+                return partial(seen.place.launch, arguments)
+            self._seen = None
         place = scheduled.reading(arguments)
-        if place is None:
-            return None
-        scheduled.served(1)
-        return partial(place.launch, arguments)
+        if place is not None:
+            self._seen = _Seen(place, arguments)
+            scheduled.served(1)
+        return None if place is None else partial(place.launch, arguments)
 
     @property
     def is_direct(self) -> bool:
@@ -435,7 +445,7 @@ class Ready:
     def give_up(self, reason: str) -> None:
         """Run plainly from now on."""
         report = replace(self.report, mode="plain", refusals=(Decision("", "plain", reason),))
-        self.scheduled, self._refused = None, report
+        self.scheduled, self._refused, self._seen = None, report, None
 
     def arguments(self, values: Sequence[Any]) -> list[Tensor]:
         """The program's arguments, from what the graph takes."""
@@ -443,6 +453,27 @@ class Ready:
             return [*values]
         own = zip(self.places, self._constants, strict=True)
         return [cast(Tensor, constant if at is None else values[at]) for at, constant in own]
+
+
+class _Seen:
+    """The graph of the last call and the weights that it read where they lay. Holds both."""
+
+    def __init__(self, place: Place, arguments: Sequence[Tensor]) -> None:
+        self.place, self._bound = place, place.graph.bound
+        self._weights = [arguments[at] for at in self._bound]
+        self._layouts: Layouts | None = None
+
+    def has(self, arguments: Sequence[Tensor]) -> bool:
+        """Whether these weights are the same objects."""
+        return all(map(is_, [arguments[at] for at in self._bound], self._weights))
+
+    def unmoved(self, arguments: Sequence[Tensor]) -> bool:
+        """Whether they lie where the graph reads them. What is needed to see that is made when they come again."""
+        if self._layouts is None:
+            if not self.place.unmoved(arguments):
+                return False
+            self._layouts = Layouts(self._weights, whole=True)
+        return bool(self._layouts.unchanged())
 
 
 def looks_alike_with(values: Sequence[Any], apart: Sequence[int]) -> Callable[[Sequence[Any]], bool]:

@@ -158,6 +158,11 @@ class Scheduled:
         """The CUDA graph of the latest call; ``None`` where ops are launched one by one."""
         return self._execution.graph if isinstance(self._execution, Places) else None
 
+    @property
+    def latest(self) -> Place | None:
+        """The captured graphs of the latest call, wherever they read."""
+        return self._execution.place if isinstance(self._execution, Places) else None
+
     def reading(self, arguments: Sequence[Tensor]) -> Place | None:
         """The captured graphs of the latest call, if these tensors lie where they read them."""
         return self._execution.latest(arguments) if isinstance(self._execution, Places) else None

@@ -83,6 +83,11 @@ class Places:
         """The graph of the latest call."""
         return self._latest.graph
 
+    @property
+    def place(self) -> Place:
+        """That of the latest call."""
+        return self._latest
+
     def find(self, arguments: Sequence[Tensor]) -> Place | None:
         """The graph that reads these tensors where they are, if there is one."""
         latest = self._latest
