@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -56,8 +56,7 @@ SETTINGS: Mapping[str, Any] = {
     "trace_autograd_ops": True,
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,  # a hook that comes later takes effect
-    "use_recursive_dict_tags_for_guards": True,  # one look at a dictionary's version for all that is in it
-    "assume_dunder_attributes_remain_unchanged": False,  # which skips defaults and closures of functions with the rest
+    "use_recursive_dict_tags_for_guards": False,  # what is skipped, and what is not, is said below
     "error_on_nested_fx_trace": False,
     "trace_numpy": False,  # NumPy's functions would draw other numbers, and return arrays where there were scalars
     "suppress_errors": False,
@@ -317,14 +316,15 @@ def _capture_of(
         for node, source in zip(placeholders, sources, strict=True)
     )
     _guard_identities(graph_output, [s for s, given in zip(sources, inputs, strict=True) if not given.is_argument])
-    _trust_classes(graph_output)
     state = graph_output.output_graph
 
     def build(scope: dict[str, Any]) -> Any:
         state.local_scope = scope
         try:
-            manager = _built(code, state, skips=True)
-            return manager if _skips_soundly(manager.guard_manager.root) else _built(code, state, skips=False)
+            with _timed(), _configured():
+                manager = _manager_type()(code, state)
+            _skip_what_is_vouched_for(manager.guard_manager.root)
+            return manager
         finally:
             state.local_scope = {}  # it would keep the arguments
             _forget_guarded(state.guards)
@@ -338,12 +338,6 @@ def _capture_of(
         return restored
 
     return Capture(module, inputs, tuple(example_inputs), Guards(build, scope), restore)
-
-
-def _built(code: CodeType, state: Any, *, skips: bool) -> Any:
-    """Dynamo's manager of guards: it skips those that a dictionary's version vouches for, or it does not."""
-    with _timed(), _configured(use_recursive_dict_tags_for_guards=skips):
-        return _manager_type()(code, state)
 
 
 @cache
@@ -400,25 +394,6 @@ def _guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
         guards.add(source.make_guard(identity))
 
 
-def _trust_classes(graph_output: Any) -> None:
-    """Leave out the guards that a module has an attribute which its class has: the class is guarded.
-
-    Such a guard, as of what iterates over an ``nn.Sequential``, reads the attribute, and no dictionary's version
-    vouches for what is read so. It would have all guards around it asked in each call.
-    """
-    from torch._dynamo.guards import GuardBuilder
-
-    def has_attribute(builder: Any, guard: Any) -> None:
-        source = guard.originating_source
-        owner = builder.get(source.base.make_guard(GuardBuilder.TYPE_MATCH))
-        if not (isinstance(owner, nn.Module) and hasattr(type(owner), source.member)):
-            GuardBuilder.HASATTR(builder, guard)
-
-    for guard in graph_output.output_graph.guards:
-        if guard.create_fn is GuardBuilder.HASATTR and hasattr(guard.originating_source, "member"):
-            guard.create_fn = has_attribute
-
-
 def _forget_guarded(guards: Any) -> None:
     """Let guards, which are kept to be built again, drop their weak references to tensors."""
     for guard in guards:
@@ -428,19 +403,65 @@ def _forget_guarded(guards: Any) -> None:
             guard.create_fn = partial(made.func)  # which looks for the tensor in the scope
 
 
-def _skips_soundly(node: Any) -> bool:
-    """Whether no guard is skipped that a dictionary's version does not vouch for.
+def _skip_what_is_vouched_for(root: Any) -> None:
+    """Let Dynamo skip guards of modules as long as no dictionary below has been written ("recursive dict tags").
 
-    Dynamo takes a method of a list for as immutable as a function, and what is guarded of that list with it; and a
-    weight for immutable, though it may get an attribute that it is guarded not to have.
+    Dynamo's own choice of them (``find_tag_safe_roots``) skips too much: a list's methods and what is guarded of that
+    list, attributes that a weight is guarded not to have, closures and defaults of functions. And too little: on torch
+    2.11 what iterates over an ``nn.Sequential``, and in any version what looks at the code of a class's method.
     """
-    skipped = [inner for root in filter(_is_root, _nodes(node)) for inner in _nodes(root)]
-    return all(inner.is_tag_safe() for inner in skipped) and not any(
-        type(guard).__name__ == "NO_HASATTR"
-        for inner in skipped
-        if not issubclass(inner.get_type_of_guarded_value(), torch.nn.Module)
-        for guard in inner.get_leaf_guards()
-    )
+    if not hasattr(root, "mark_tag_safe_root"):
+        return
+
+    def mark(node: Any) -> bool:
+        inner = [mark(child) for child in _children(node)]  # all of them
+        if vouched := all(inner) and _is_vouched_for(node):
+            node.mark_tag_safe()
+        return vouched
+
+    def mark_roots(node: Any) -> None:
+        if node.is_tag_safe() and issubclass(node.get_type_of_guarded_value(), nn.Module):
+            node.mark_tag_safe_root()
+            return
+        for child in _children(node):
+            mark_roots(child)
+
+    mark(root)
+    mark_roots(root)
+
+
+def _is_vouched_for(node: Any) -> bool:
+    """Whether what is guarded here changes only with a dictionary's version, if that is so of all below."""
+    kind = node.get_type_of_guarded_value()
+    if hasattr(node, "get_key_value_managers"):
+        return True
+    if issubclass(kind, Tensor):
+        absent = any(type(guard).__name__ == "NO_HASATTR" for guard in node.get_leaf_guards())
+        return bool(node.has_no_accessors()) and not node.has_object_aliasing_guard() and not absent
+    if node.is_guarded_value_immutable():
+        return True
+    return all(
+        _leads_on(kind, node.get_source(), type(accessor).__name__, child)
+        for accessor, child in zip(node.get_accessors(), node.get_child_managers(), strict=True)
+    ) and issubclass(kind, (dict, nn.Module, type, *_FUNCTIONS, tuple))
+
+
+def _leads_on(kind: type, source: str, accessor: str, child: Any) -> bool:
+    """Whether the way from a value of this kind to what is guarded below it is a dictionary's, or a class's."""
+    if issubclass(kind, dict):
+        return accessor == "DictGetItemGuardAccessor"
+    if issubclass(kind, nn.Module):
+        asked_alone = not child.get_leaf_guards() and not child.get_child_managers()  # whether there is a method
+        return accessor in ("GetGenericDictGuardAccessor", "TypeGuardAccessor") or asked_alone
+    if issubclass(kind, type):
+        method = issubclass(child.get_type_of_guarded_value(), (type, *_FUNCTIONS))
+        return accessor in ("TypeDictGuardAccessor", "TypeMROGuardAccessor") or method
+    if issubclass(kind, _FUNCTIONS):
+        return accessor == "CodeGuardAccessor"
+    return accessor == "TupleGetItemGuardAccessor" and source.endswith("__mro__")
+
+
+_FUNCTIONS = (FunctionType, MethodType, staticmethod, classmethod)
 
 
 def _effects() -> tuple[tuple[Store, ...], bool]:
