@@ -324,6 +324,7 @@ def _capture_of(
             with _timed(), _configured():
                 manager = _manager_type()(code, state)
             _skip_what_is_vouched_for(manager.guard_manager.root)
+            manager.guard_manager.check(scope)  # it notes what dictionaries there are, and raises if a value is another
             return manager
         finally:
             state.local_scope = {}  # it would keep the arguments

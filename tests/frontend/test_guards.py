@@ -357,6 +357,29 @@ def test_a_dictionary_vouches_for_all_that_is_in_it() -> None:
 
 
 @torch.no_grad()
+def test_what_changed_before_guards_were_ever_asked_is_seen() -> None:
+    """Asked for the first time of a value of another kind, torch 2.13 raises, and leaves torch functions disabled."""
+    net = Shifted()
+    captured = capture(net, (torch.ones(2, 4),), {})
+    assert captured is not None
+    net.shift = 7.0
+    assert not captured.guards(net, (torch.ones(2, 4),), {})
+
+
+class Shifted(nn.Linear):
+    """Has a tensor that is no buffer."""
+
+    shift: Tensor | float
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.shift = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
+@torch.no_grad()
 def test_shapes_in_turn_are_all_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call but the first of each takes the long way; what changes is seen by each."""
     net, xs = model(), [torch.randn(rows, 4) for rows in (1, 2, 3)]
