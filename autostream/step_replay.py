@@ -58,7 +58,8 @@ class StepReplay:
         held = len(flat) - len(done.tensors.batch) - len(done.tensors.numbers)
         inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.traced.places]
         self._live = [own for own, at in zip(arguments, inputs, strict=True) if at is None]
-        self._launch = Launch(scheduled, place, [own.detach() for own in self._live], inputs)
+        memory = [own.detach() for own in self._live]
+        self._launch = Launch(scheduled, place, memory, inputs, len(flat) - held)
         self._unmoved = Layouts(self._live, whole=GUARDS_SKIP_WEIGHTS).unchanged
         self._structure, self._flat = (
             call.key.structure,

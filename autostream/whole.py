@@ -118,7 +118,7 @@ class Whole:
         if not tensors or aliases_of(tensors) or sources is None:
             return None
         return Replay(
-            Launch(scheduled, place, held, places),
+            Launch(scheduled, place, held, places, len(tensors)),
             held,
             call,
             tensors,

@@ -21,11 +21,12 @@ class Launch:
         run: takes all arguments of the program; for when there is no graph.
         place: the captured graph that reads those held, where there is one.
         held: arguments that are the same in each call. Their memory is kept.
-        positions: for each argument, which input it is; ``None`` for those held.
+        positions: for each argument, which input it is; ``None`` for those held. Not every input need be an argument.
+        count: of inputs.
 
     Example:
         >>> import torch
-        >>> launch = Launch(lambda arguments: [arguments[0] * arguments[1]], None, [torch.ones(2) * 3], [None, 0])
+        >>> launch = Launch(lambda arguments: [arguments[0] * arguments[1]], None, [torch.ones(2) * 3], [None, 0], 1)
         >>> launch([torch.ones(2)])
         [tensor([3., 3.])]
     """
@@ -36,6 +37,7 @@ class Launch:
         place: Place | None,
         held: Sequence[Tensor],
         positions: Sequence[int | None],
+        count: int,
     ) -> None:
         self._run = run if place is None else place.launch
         self._held = list(held)
@@ -43,7 +45,7 @@ class Launch:
         self._positions = list(positions)
         copied = [at for at, position in enumerate(positions) if position is not None]
         inputs = [position for position in positions if position is not None]
-        in_order = inputs == [*range(len(inputs))]
+        in_order = inputs == [*range(count)]
         self._in_order = in_order and copied == [*range(len(held), len(positions))]
         # To put thousands of tensors in a list takes longer than to launch a graph.
         self._short = place.launch_inputs if place and in_order and place.takes == copied else None
