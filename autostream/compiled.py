@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import is_
 from typing import Any, cast
 
 import torch
@@ -27,8 +26,7 @@ from autostream.comparison import compared
 from autostream.errors import OptionError, TraceError, first_line
 from autostream.execution.bound import looks_alike
 from autostream.execution.cuda_graph import GraphPools
-from autostream.execution.layouts import Layouts
-from autostream.execution.places import Place
+from autostream.execution.places import LatestRun
 from autostream.execution.slots import SlotTable
 from autostream.frontend.aten import Given, program_of
 from autostream.frontend.numerics import numerics, watch_numerics
@@ -371,7 +369,7 @@ class Ready:
         inputs = [at for (role, *_), at in zip(given, tensors, strict=True) if role is Role.INPUT]
         self.fits = looks_alike_with(values, range(len(values)) if self.scheduled.writes else inputs)
         self._inputs, self._count = inputs, len(values)
-        self._seen: _Seen | None = None
+        self._run: LatestRun | None = None
         replays = len(tensors) == len(values) and returned_as_is and not self.scheduled.writes
         self._inputs_fit = looks_alike_with([values[at] for at in inputs], range(len(inputs))) if replays else None
 
@@ -400,22 +398,22 @@ class Ready:
         That graph knows how the weights are laid out, so only the others are looked at for it here.
         """
         scheduled, fit = self.scheduled, self._inputs_fit
-        if scheduled is None or fit is None or len(values) != self._count:
+        if scheduled is None or scheduled.latest is None or fit is None or len(values) != self._count:
             return None
         if not fit([values[at] for at in self._inputs]):
             return None
         arguments = self.arguments(values)
-        seen = self._seen
-        if seen is not None and seen.place is scheduled.latest and seen.has(arguments):
-            if seen.unmoved(arguments):
-                scheduled.served(1)
-                return partial(seen.place.launch, arguments)
-            self._seen = None
-        place = scheduled.reading(arguments)
-        if place is not None:
-            self._seen = _Seen(place, arguments)
-            scheduled.served(1)
-        return None if place is None else partial(place.launch, arguments)
+        run = self._run
+        if run is None or not run.is_of(scheduled.latest, arguments):
+            place = scheduled.reading(arguments)
+            run = None if place is None else LatestRun(place, arguments)
+        elif not run.unmoved(arguments):
+            run = None
+        self._run = run
+        if run is None:
+            return None
+        scheduled.served(1)
+        return partial(run.place.launch, arguments)
 
     @property
     def is_direct(self) -> bool:
@@ -445,7 +443,7 @@ class Ready:
     def give_up(self, reason: str) -> None:
         """Run plainly from now on."""
         report = replace(self.report, mode="plain", refusals=(Decision("", "plain", reason),))
-        self.scheduled, self._refused, self._seen = None, report, None
+        self.scheduled, self._refused, self._run = None, report, None
 
     def arguments(self, values: Sequence[Any]) -> list[Tensor]:
         """The program's arguments, from what the graph takes."""
@@ -453,27 +451,6 @@ class Ready:
             return [*values]
         own = zip(self.places, self._constants, strict=True)
         return [cast(Tensor, constant if at is None else values[at]) for at, constant in own]
-
-
-class _Seen:
-    """The graph of the last call and the weights that it read where they lay. Holds both."""
-
-    def __init__(self, place: Place, arguments: Sequence[Tensor]) -> None:
-        self.place, self._bound = place, place.graph.bound
-        self._weights = [arguments[at] for at in self._bound]
-        self._layouts: Layouts | None = None
-
-    def has(self, arguments: Sequence[Tensor]) -> bool:
-        """Whether these weights are the same objects."""
-        return all(map(is_, [arguments[at] for at in self._bound], self._weights))
-
-    def unmoved(self, arguments: Sequence[Tensor]) -> bool:
-        """Whether they lie where the graph reads them. What is needed to see that is made when they come again."""
-        if self._layouts is None:
-            if not self.place.unmoved(arguments):
-                return False
-            self._layouts = Layouts(self._weights, whole=True)
-        return bool(self._layouts.unchanged())
 
 
 def looks_alike_with(values: Sequence[Any], apart: Sequence[int]) -> Callable[[Sequence[Any]], bool]:

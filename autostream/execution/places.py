@@ -12,6 +12,7 @@ new memory in every call would have one each time, so after so many there are no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from autostream.errors import CaptureError, first_line
 from autostream.execution.bound import still_there
 from autostream.execution.cuda_graph import CapturedGraph
+from autostream.execution.layouts import Layouts
 from autostream.execution.static import static_copies
 from autostream.execution.variants import Variants
 
@@ -52,6 +54,32 @@ class Place:
         self.launch, self.launch_inputs, self.unmoved = variants.launch, variants.launch_inputs, variants.unmoved
         self.takes = [*self.graph.static] if self.graph.takes_inputs else None
         self.is_used = still_there(bound)
+
+
+class LatestRun:
+    """The graph of the latest call, and the weights that it read where they lay. Holds both.
+
+    Args:
+        place: the graph.
+        arguments: of that call.
+    """
+
+    def __init__(self, place: Place, arguments: Sequence[Tensor]) -> None:
+        self.place, self._bound = place, place.graph.bound
+        self._weights = [arguments[at] for at in self._bound]
+        self._layouts: Layouts | None = None
+
+    def is_of(self, place: Place, arguments: Sequence[Tensor]) -> bool:
+        """Whether it is a run of this graph, with the same objects for weights."""
+        return self.place is place and all(map(is_, [arguments[at] for at in self._bound], self._weights))
+
+    def unmoved(self, arguments: Sequence[Tensor]) -> bool:
+        """Whether its weights lie where the graph reads them. What sees that is made when they come again."""
+        if self._layouts is None:
+            if not self.place.unmoved(arguments):
+                return False
+            self._layouts = Layouts(self._weights, whole=True)
+        return bool(self._layouts.unchanged())
 
 
 class Places:

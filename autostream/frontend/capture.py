@@ -442,18 +442,18 @@ def _is_vouched_for(node: Any) -> bool:
     if node.is_guarded_value_immutable():
         return True
     return all(
-        _leads_on(kind, node.get_source(), type(accessor).__name__, child)
+        _is_vouched_access(kind, node.get_source(), type(accessor).__name__, child)
         for accessor, child in zip(node.get_accessors(), node.get_child_managers(), strict=True)
     ) and issubclass(kind, (dict, nn.Module, type, *_FUNCTIONS, tuple))
 
 
-def _leads_on(kind: type, source: str, accessor: str, child: Any) -> bool:
+def _is_vouched_access(kind: type, source: str, accessor: str, child: Any) -> bool:
     """Whether the way from a value of this kind to what is guarded below it is a dictionary's, or a class's."""
     if issubclass(kind, dict):
         return accessor == "DictGetItemGuardAccessor"
     if issubclass(kind, nn.Module):
-        asked_alone = not child.get_leaf_guards() and not child.get_child_managers()  # whether there is a method
-        return accessor in ("GetGenericDictGuardAccessor", "TypeGuardAccessor") or asked_alone
+        has_no_guards = not child.get_leaf_guards() and not child.get_child_managers()  # such as ``__iter__`` has
+        return accessor in ("GetGenericDictGuardAccessor", "TypeGuardAccessor") or has_no_guards
     if issubclass(kind, type):
         method = issubclass(child.get_type_of_guarded_value(), (type, *_FUNCTIONS))
         return accessor in ("TypeDictGuardAccessor", "TypeMROGuardAccessor") or method
