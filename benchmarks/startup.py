@@ -46,9 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     unknown = set(options.workloads) - set(zoo.INFERENCE)
     if unknown:
         parser.error(f"{min(unknown)}: use {', '.join(zoo.INFERENCE)}")
-    rows = [row(name, options.warm) for name in options.workloads or WORKLOADS]
+    rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {"schema": 1, "stamp": stamp(), "calls": CALLS, "rows": rows}
-    save("startup", result, table(rows), options.out)
+    for name in options.workloads or WORKLOADS:
+        rows.append(row(name, options.warm))
+        save("startup", result, table(rows), options.out)  # whatever ends this process leaves what there is by now
     return 0
 
 
