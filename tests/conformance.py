@@ -21,6 +21,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -30,6 +31,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -741,6 +743,33 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _chosen(asked: argparse.Namespace) -> list[Variant]:
+    """The variants that were asked for.
+
+    Raises:
+        ValueError: one is not there.
+    """
+    variants = variants_of(asked.device, asked.gradients)
+    if asked.only is not None:
+        names = {name for variant in variants for name in (variant.name, _plain_name(variant))}
+        if unknown := set(asked.only) - names:
+            raise ValueError(f"{min(unknown)}: neither an op nor a module")
+        variants = [each for each in variants if {each.name, _plain_name(each)} & set(asked.only)]
+    variants = variants if asked.group is None else sample_of(variants, asked.group)
+    part, _, parts = asked.shard.partition("/")
+    return variants[int(part) - 1 :: int(parts)]
+
+
+def _checked(asked: argparse.Namespace, job: int) -> list[Findings]:
+    """What one of the processes that share the work finds."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        os.environ["AUTOSTREAM_CACHE_DIR"] = folder  # kept choices are another run's
+        warnings.simplefilter("ignore")
+        logging.disable(logging.ERROR)
+        return check_all(_chosen(asked)[job :: asked.jobs], asked.samples, asked.limit, KNOWN[asked.device])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Check, print what came of it, and fail if anything differs that is not known to, or the other way round."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
@@ -750,6 +779,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True, help="record them too")
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each variant; 0: all (default: {SAMPLES})")
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N parts (default: 1/1)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes to share them (default: 1)")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each variant (default: 120)")
     parser.add_argument("--before", type=Path, help="what an earlier run has written: tell what is another outcome")
     parser.add_argument("--out", type=Path, required=True, help="where to write what was found, as JSON")
@@ -757,22 +787,21 @@ def main(argv: list[str] | None = None) -> int:
     part, _, parts = asked.shard.partition("/")
     if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
         parser.error(f"--shard {asked.shard}: use I/N, such as 2/4")
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        os.environ["AUTOSTREAM_CACHE_DIR"] = folder  # kept choices are another run's
-        warnings.simplefilter("ignore")
-        logging.disable(logging.ERROR)
-        start, now = time.perf_counter(), stamp()
-        variants = variants_of(asked.device, asked.gradients)
-        if asked.only is not None:
-            names = {name for variant in variants for name in (variant.name, _plain_name(variant))}
-            if unknown := set(asked.only) - names:
-                parser.error(f"{min(unknown)}: neither an op nor a module")
-            variants = [each for each in variants if {each.name, _plain_name(each)} & set(asked.only)]
-        variants = variants if asked.group is None else sample_of(variants, asked.group)
-        variants = variants[int(part) - 1 :: int(parts)]
-        known = KNOWN[asked.device]
-        found = check_all(variants, asked.samples, asked.limit, known)
+    if asked.jobs < 1:
+        parser.error(f"--jobs {asked.jobs}: give at least one")
+    start, now = time.perf_counter(), stamp()
+    try:
+        variants = _chosen(asked)
+    except ValueError as error:
+        parser.error(str(error))
+    known = KNOWN[asked.device]
+    if asked.jobs == 1:
+        found = _checked(asked, 0)
+    else:
+        found = [Findings()] * len(variants)
+        with ProcessPoolExecutor(asked.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for job, findings in enumerate(pool.map(partial(_checked, asked), range(asked.jobs))):
+                found[job :: asked.jobs] = findings
     settings = {name: value for name, value in vars(asked).items() if name not in ("out", "before")}
     head = {"schema": 1, "stamp": now, **settings, "seconds": round(time.perf_counter() - start)}
     written = json.dumps({**head, **_summary(variants, found)}, indent=1) + "\n"

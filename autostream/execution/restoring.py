@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from autostream.execution.static import copyable
+from autostream.execution.static import copy_together, copyable
 
 
 class Restore:
@@ -54,7 +54,7 @@ class Restore:
         # Only in inference mode may both ordinary tensors and those made in inference mode be written.
         with torch.inference_mode():
             for spans, saved in self._copies:
-                torch._foreach_copy_(spans, saved, non_blocking=True)
+                copy_together(spans, saved)
 
 
 @contextmanager

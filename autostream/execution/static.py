@@ -96,14 +96,27 @@ def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
         together = [index for index in moving if index in words] if words else ()
         if len(together) > 1:
             targets = [words[index] for index in together]
-            torch._foreach_copy_(targets, [ready[i].view(words[i].dtype) for i in together], non_blocking=True)
+            copy_together(targets, [ready[i].view(words[i].dtype) for i in together])
             moving = [index for index in moving if index not in words]
-        if len(moving) == 1:  # a plain copy is faster than a list of one
-            spans[moving[0]].copy_(ready[moving[0]], non_blocking=True)
-        elif moving:
-            torch._foreach_copy_([spans[i] for i in moving], [ready[i] for i in moving], non_blocking=True)
+        copy_together([spans[i] for i in moving], [ready[i] for i in moving])
 
     return copy
+
+
+def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors to others of the same dtypes, sizes and strides: in one launch, if PyTorch has a kernel for that.
+
+    Example:
+        >>> targets = torch.zeros(2), torch.zeros(3)
+        >>> copy_together(targets, [torch.ones(2), torch.ones(3)])
+        >>> targets[1]
+        tensor([1., 1., 1.])
+    """
+    if len(targets) > 1 and all(target.dtype is not torch.complex32 for target in targets):
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        return
+    for target, source in zip(targets, sources, strict=True):  # a plain copy is faster than a list of one
+        target.copy_(source, non_blocking=True)
 
 
 def _copier_of_one(target: Tensor) -> Callable[[Sequence[Tensor]], None]:

@@ -372,3 +372,21 @@ def test_what_the_model_catches_nobody_sees(gradients: bool) -> None:
             torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0)
     assert fast.reports[0].mode == "plain"
     assert "perhaps it catches that" in fast.reports[0].refusals[0].reason
+
+
+def test_inputs_of_a_dtype_that_is_not_copied_with_others() -> None:
+    """PyTorch has no kernel that copies several tensors of half-precision complex numbers."""
+    model = Product()
+    fast = autostream.optimize(model, cuda_graph=True)
+    with torch.no_grad():
+        for seed in range(3):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            parts = [torch.randn(64, 2, device="cuda", dtype=torch.half, generator=generator) for _ in range(2)]
+            x, y = map(torch.view_as_complex, parts)
+            torch.testing.assert_close(fast(x, y), model(x, y), rtol=0, atol=0)
+    assert [report.mode for report in fast.reports] == ["cuda graph"]
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.view_as_real(x * y)
