@@ -261,16 +261,21 @@ def report_of_halves(model: str, made: Sequence[Compiled]) -> Report:
 
 
 def left_alone(options: Options, tensors: Iterable[Any]) -> str:
-    """Why a call that these tensors go into is left to the model: on a CPU it records gradients, and nobody asks.
+    """Why a call that these tensors go into is left to the model, if it records gradients; ``""`` where it is not.
 
-    Returns:
-        ``""`` where it is not.
+    Over several GPUs the model keeps its own nodes of autograd: one for all would be of one GPU, and autograd
+    warns of gradients that come from another. On a CPU its calls are quicker, unless somebody asks for a schedule.
     """
-    if options.strict or options.policy != "auto" or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return ""
     given = _tensors(tensors)
-    recorded = any(t.requires_grad for t in given) and not any(t.is_cuda for t in given)
-    return _BETTER_ALONE if recorded else ""
+    if not any(tensor.requires_grad for tensor in given):
+        return ""
+    gpus = sorted({str(tensor.device) for tensor in given if tensor.is_cuda})
+    if len(gpus) > 1:
+        return f"the model uses several devices ({', '.join(gpus)}), and gradients are recorded"
+    asked = options.strict or options.policy != "auto"
+    return "" if asked or gpus else _BETTER_ALONE
 
 
 _BETTER_ALONE = (

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from autostream.costs import occupancy
-from autostream.execution.capture import capture
-from autostream.execution.cuda_graph import WARMUP_RUNS
+from autostream.execution.capture import capture, run_first
 from autostream.execution.runs import without_autocast
 from autostream.execution.streams import capture_stream, restored
 from autostream.ir import FORK, OpGraph, Schedule
@@ -127,8 +126,7 @@ def captured(planned: Planned, schedule: Schedule, arguments: Sequence[Tensor]) 
     stream.wait_stream(torch.cuda.current_stream(device))
     run = planned.run(lowered, schedule.streams)
     with torch.cuda.stream(stream):
-        for _ in range(WARMUP_RUNS):
-            run(*arguments)
+        run_first(lambda: run(*arguments), stream)
     noting = _Noting(lowered, planned.graph.ops, stream.cuda_stream)
 
     def once() -> object:

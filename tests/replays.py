@@ -94,6 +94,7 @@ class Cuda:
         """Takes the place of CUDA as far as captured graphs know it."""
         fake = cls()
         patch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
+        patch.setattr(torch.cuda, "default_stream", lambda device: fake.home)
         patch.setattr(torch.cuda, "stream", fake.on)
         patch.setattr(torch.cuda, "graph_pool_handle", list)
         patch.setattr(cuda_graph, "current_device", lambda: CPU.index)

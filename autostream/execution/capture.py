@@ -29,7 +29,7 @@ def capture(
     """Capture what a function launches, on a stream that must live as long as the graph.
 
     Other threads may go on using the device. The caller sees to it that no other capture is under way in the process,
-    and that the function has run before: libraries load kernels and choose algorithms in a first run.
+    and that the function has run before (:func:`run_first`).
 
     Args:
         run: launches work on the current stream, and on streams that it forks from it and joins to it.
@@ -64,6 +64,23 @@ def capture(
             _clean_up(graph, stream.device, pool)
             raise
     return graph, result
+
+
+def run_first(run: Callable[[], object], stream: torch.cuda.Stream) -> None:
+    """Run what will be captured for the first time, in the turn of a stream but on the device's default stream.
+
+    Libraries load kernels, choose algorithms and fill tables in a first run. They fill tables by copies on the default
+    stream, which no stream of PyTorch's pools waits for: there, cuFFT has been seen to read them too early.
+
+    Args:
+        run: launches work on the current stream.
+        stream: what it has launched comes before this run, and what it launches next behind it.
+    """
+    default = torch.cuda.default_stream(stream.device)
+    default.wait_stream(stream)
+    with torch.cuda.stream(default):
+        run()
+    stream.wait_stream(default)
 
 
 def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:

@@ -26,16 +26,13 @@ from torch import Tensor
 from autostream.errors import CaptureError, first_line
 from autostream.execution.blame import where
 from autostream.execution.bound import Bound
-from autostream.execution.capture import capture, own_cublas_workspaces
+from autostream.execution.capture import capture, own_cublas_workspaces, run_first
 from autostream.execution.static import Output, copier, copier_out, handouts_of, lendable
 from autostream.execution.streams import capture_stream, current_device, raw_stream
 from autostream.storages import storage_of
 
 FlatFunction = Callable[..., Sequence[Output]]
 """Takes flat tensors, returns flat tensors."""
-
-WARMUP_RUNS = 2
-"""Libraries load kernels, choose algorithms and allocate in the first run on a stream; in a capture they must not."""
 
 _capturing = threading.Lock()
 """A process can capture one graph at a time."""
@@ -298,12 +295,16 @@ def _captured(
     """Warm up, then capture."""
     stream = capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
+
+    def warm_up() -> None:
+        restore()
+        run(*tensors)
+
     try:
         with _capturing, own_cublas_workspaces():
             with torch.cuda.stream(stream):
-                for _ in range(WARMUP_RUNS):
-                    restore()
-                    run(*tensors)
+                run_first(warm_up, stream)
+                warm_up()
                 restore()
             return pool.capture(lambda: run(*tensors), stream)
     except Exception as error:

@@ -103,11 +103,11 @@ def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
     return copy
 
 
-def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_together(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors to others of the same dtypes, sizes and strides: in one launch, if PyTorch has a kernel for that.
 
     Example:
-        >>> targets = torch.zeros(2), torch.zeros(3)
+        >>> targets = [torch.zeros(2), torch.zeros(3)]
         >>> copy_together(targets, [torch.ones(2), torch.ones(3)])
         >>> targets[1]
         tensor([1., 1., 1.])
@@ -218,7 +218,7 @@ def handouts_of(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Han
         elif owner is not None:
             exact = next((i for i, tensor in enumerate(static) if tensor is output), None)
             plan.append(_argument(exact) if exact is not None else _argument_view(owner, output, static[owner]))
-        elif count[storage_of(output)] == 1 and is_dense(output):
+        elif count[storage_of(output)] == 1 and is_dense(output) and not (output.is_conj() or output.is_neg()):
             plan.append(_Copy(output))
         else:
             plan.append(_shared_copy(output))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autostream.execution.cuda_graph import WARMUP_RUNS, CapturedGraph
+from autostream.execution.cuda_graph import CapturedGraph
 from autostream.execution.runs import without_autocast
 from autostream.execution.streams import restored
 from autostream.ir import FORK, Launch, OpGraph, Schedule, Slice, Timeline
@@ -95,8 +95,7 @@ def watch(
         with torch.no_grad(), restored(device), without_autocast(level):
             named.run(*read)
 
-    for _ in range(WARMUP_RUNS):  # libraries choose their kernels in the first run
-        op_by_op()
+    op_by_op()  # libraries choose their kernels in the first run
     launched = kernels_by_op(profiled(op_by_op, device))
 
     def again_and_again() -> None:

@@ -426,11 +426,12 @@ def test_a_view_of_a_weight_requires_gradients_as_it_does_in_the_model() -> None
         lambda x: [torch.view_as_real(x), x.real],
     ],
 )
-def test_lazily_conjugated_and_negated_outputs_keep_their_values(function: Function) -> None:
+def test_lazily_conjugated_and_negated_outputs_stay_so(function: Function) -> None:
     x = torch.tensor([1 + 2j, 3 - 4j])
     outputs = Replayed(function, [torch.zeros(2, dtype=torch.complex64)])(x)
     for ours, theirs in zip(outputs, function(x), strict=True):
         assert torch.equal(ours.resolve_conj().resolve_neg(), theirs.resolve_conj().resolve_neg())
+        assert (ours.is_conj(), ours.is_neg()) == (theirs.is_conj(), theirs.is_neg())
     assert relations([x, *outputs]) == relations([x, *function(x)])
 
 
