@@ -1,4 +1,4 @@
-"""Which signatures are worth compiling: one more is earned by calls that what is compiled already has served."""
+"""Which signatures are worth compiling: those that come again, and others as far as calls have paid for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ FREE = 4
 """Compilations at first. A model that meets new sizes in call after call would never get its time back."""
 
 SERVED = 16
-"""Calls that are served, for each of which many there may be one compilation more."""
+"""Calls that are served, for each of which many there may be one compilation more; or calls of one signature that had
+none, after which it may have one."""
+
+WAITING = 64
+"""Signatures without an entry of which the calls are counted: the latest."""
 
 IDLE = 1000
 """Calls without one of an entry, after which it may go for another. Compiling takes as long as a thousand calls."""
@@ -29,10 +33,10 @@ class Admission(Generic[Entry]):
 
     Example:
         >>> admission = Admission[str](most=1)
-        >>> admission.refusal()
+        >>> admission.refusal("1x3")
         ''
         >>> admission.add("1x3", "schedule")
-        >>> admission.refusal()
+        >>> admission.refusal("2x3")
         'as many signatures as max_signatures allows are compiled'
     """
 
@@ -40,6 +44,7 @@ class Admission(Generic[Entry]):
         self._most, self._credit, self._calls = most, FREE * SERVED, 0
         self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._used: dict[Hashable, int] = {}
+        self._waiting: OrderedDict[Hashable, int] = OrderedDict()
 
     def served(self, key: Hashable, calls: int = 1) -> None:
         """An entry has served so many calls."""
@@ -49,14 +54,18 @@ class Admission(Generic[Entry]):
             self._credit = min(self._credit + calls, FREE * SERVED)
             self.entries.move_to_end(key)
 
-    def unserved(self) -> None:
-        """A call had no entry."""
+    def unserved(self, key: Hashable) -> None:
+        """A call had no entry, or none that its guards let it have."""
         self._calls += 1
+        if key not in self.entries:
+            self._waiting[key] = self._waiting.pop(key, 0) + 1
+            if len(self._waiting) > WAITING:
+                self._waiting.popitem(last=False)
 
-    def refusal(self) -> str:
-        """Why no entry is to be made now, or ``""``."""
-        if self._credit < SERVED:
-            return "one call after the other is of a new kind, and none comes again"
+    def refusal(self, key: Hashable) -> str:
+        """Why no entry is to be made for this key now, or ``""``."""
+        if self._credit < SERVED and self._waiting.get(key, 0) < SERVED:
+            return "one call after the other is of a new kind"
         if len(self.entries) >= self._most and self._idle() is None:
             return "as many signatures as max_signatures allows are compiled"
         return ""
@@ -65,7 +74,8 @@ class Admission(Generic[Entry]):
         """An entry has been made; it takes the place of one that nobody uses, where there are too many."""
         if len(self.entries) >= self._most and (idle := self._idle()) is not None:
             del self.entries[idle], self._used[idle]
-        self._credit -= SERVED
+        if self._waiting.pop(key, 0) < SERVED:
+            self._credit -= SERVED
         self.entries[key] = entry
         self._used[key] = self._calls
 

@@ -165,8 +165,8 @@ class Compiled(Optimized):
         with self._lock:
             ready = admission.entries.get(key)
             if ready is None:
-                if not admitted and (reason := admission.refusal()):
-                    admission.unserved()
+                if not admitted and (reason := admission.refusal(key)):
+                    admission.unserved(key)
                     self._note(reason)
                     return None
                 ready = self._made(values)

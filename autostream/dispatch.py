@@ -280,14 +280,13 @@ class Dispatcher(Optimized):
             entry = reason or self._new_entry(key, label, args, kwargs, unlike=unlike)
         if isinstance(entry, str):
             return self._plainly(entry, args, kwargs)
-        if isinstance(entry, Plain):
+        if isinstance(entry, Plain | Split):
             try:
-                return self.model(*args, **kwargs)
-            except Exception:  # it may have been refused for what made this call fail
-                self._drop(key, entry)
+                return entry(*args, **kwargs) if isinstance(entry, Split) else self.model(*args, **kwargs)
+            except Exception:
+                if isinstance(entry, Plain) or not entry.has_returned:  # what made this call fail may be why it is here
+                    self._drop(key, entry)
                 raise
-        if isinstance(entry, Split):
-            return entry(*args, **kwargs)
         try:
             if self._paranoid:
                 tensors, _ = flatten((args, kwargs))
@@ -386,8 +385,8 @@ class Dispatcher(Optimized):
             admission = self._admission
             others = admission.entries.get(key, [])
             full = _FULL if len(others) >= self.options.max_signatures else ""
-            if not wanted and (reason := full or admission.refusal()):
-                admission.unserved()
+            if not wanted and (reason := full or admission.refusal(key)):
+                admission.unserved(key)
                 return self._thrashing(reason, key, args, kwargs)
             self._let_go()
             if failed := self._failed(others, args, kwargs):
@@ -473,8 +472,8 @@ class Dispatcher(Optimized):
             others = [other for other in self._admission.entries.get(key, []) if other is not entry]
             if others:
                 self._admission.entries[key] = others
-            else:
-                self._admission.entries.pop(key, None)
+            elif key in self._admission.entries:
+                self._admission.drop(key)
 
     def _plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.strict:

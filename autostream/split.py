@@ -38,10 +38,11 @@ class Split:
 
     Attributes:
         runs: what runs the graphs, in the order of their making.
+        has_returned: whether a call has ended without an error.
     """
 
     def __init__(self, model: nn.Module, label: str, reason: str, make: MakeGraph) -> None:
-        self.label, self._called = label, False
+        self.label, self._called, self.has_returned = label, False, False
         self._refusals = {reason: Decision("", "graph breaks", reason)}
         self._graphs: list[tuple[list[Compiled], str]] = []
         self._make = make
@@ -51,7 +52,9 @@ class Split:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
         self._called = True
-        return self._run(*args, **kwargs)
+        value = self._run(*args, **kwargs)
+        self.has_returned = True
+        return value
 
     def reports(self, model: str) -> tuple[Report, ...]:
         """What is known now: graphs are made in the calls that get to them."""

@@ -200,7 +200,7 @@ class Graphs:
             if left:
                 self._admission.entries[key] = left
             else:
-                del self._admission.entries[key]
+                self._admission.drop(key)
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -292,7 +292,7 @@ class Graphs:
             if entry := self._entry(call):  # another thread has been quicker
                 return entry
             if reason := self._full(call):
-                self._admission.unserved()
+                self._admission.unserved(call.key)
                 return _Refusal(reason, full=True)
             made: Entry | _Refusal
             try:
@@ -310,7 +310,7 @@ class Graphs:
     def _full(self, call: Call) -> str:
         """Why no graph is to be made now, with what makes the step another; ``""`` if one may be."""
         made = [*chain.from_iterable(self._admission.entries.values())]
-        reason, most = self._admission.refusal(), self.step.options.max_signatures
+        reason, most = self._admission.refusal(call.key), self.step.options.max_signatures
         replaces = not reason and len(self._admission.entries) >= most  # one that nobody uses
         if len(made) >= most and not replaces:
             reason = "it has as many schedules as max_signatures allows"
@@ -422,9 +422,6 @@ def trace(graphs: Graphs, call: Call) -> tuple[CapturedLoss, Traced, Tensors]:
     if not all(traced.reached):
         step.check_parameters()
     return loss, traced, tensors
-
-
-_HOOKS_OF_OTHERS = "a parameter that is not the optimizer's has hooks on its gradient, which a graph would not call"
 
 
 def _not_to_be_captured(modules: nn.Module) -> str:

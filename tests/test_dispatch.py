@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.admission import FREE
+from autostream.admission import FREE, SERVED
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError, TraceError
 from autostream.execution.cuda_graph import GraphPools
@@ -58,6 +58,28 @@ def test_sizes_that_never_come_again_are_not_compiled_without_end(caplog: pytest
     assert "pad them to a few sizes with dynamic=" in message
     same(dispatch(t(2, 4)), model(t(2, 4)))
     assert kept(dispatch)[0] == "2x4", "those that are there serve as ever"
+
+
+@torch.no_grad()
+def test_a_size_that_stays_is_compiled_whatever_came_before() -> None:
+    dispatch = dispatcher(nn.ReLU())
+    for size in range(1, FREE + 1):
+        dispatch(t(size, 4))
+    for _ in range(SERVED):
+        assert "9x4" not in kept(dispatch)
+        dispatch(t(9, 4))
+    dispatch(t(9, 4))
+    assert kept(dispatch)[0] == "9x4"
+
+
+@torch.no_grad()
+def test_calls_at_which_the_model_fails_cost_those_that_come_later_nothing() -> None:
+    dispatch = dispatcher(nn.Linear(3, 4))
+    for wrong in range(4, 12):
+        with pytest.raises(RuntimeError):
+            dispatch(t(2, wrong))
+    dispatch(t(2, 3))
+    assert modes(dispatch) == ["one stream"]
 
 
 @torch.no_grad()

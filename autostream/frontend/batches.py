@@ -14,19 +14,6 @@ Batch = tuple[Any, ...]
 """What a step is called with."""
 
 
-def tensors_of(batch: Batch) -> Sequence[Tensor]:
-    """The tensors of a batch; none of one that cannot be opened, whose step runs as it is."""
-    if {*map(type, batch)} == _TENSORS:  # most of them, at a tenth of the time
-        return batch
-    try:
-        return flatten(batch)[0]
-    except TraceError:
-        return []
-
-
-_TENSORS = {Tensor}
-
-
 def parts_of(batch: Batch, count: int) -> list[Batch]:
     """A batch in equal parts along the first dimension of its tensors; what has not as many rows is part of all.
 

@@ -6,11 +6,8 @@ exceptions, the stance that the user takes, and the reason for which a graph end
 
 from __future__ import annotations
 
-import logging
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch.fx import GraphModule
 
 from autostream.errors import first_line
 from autostream.frontend.capture import compiling
+from autostream.frontend.overheard import overheard
 from autostream.preparing import preparing
 
 _MANY = 1024
@@ -54,7 +52,7 @@ def with_breaks(model: nn.Module, backend: Backend, refused: Callable[[str], Non
     if ours:
 
         def callback(*args: Any, **kwargs: Any) -> Any:
-            with compiling(**settings), _overheard(refused):
+            with compiling(**settings), overheard(refused):
                 try:
                     return compile_frame(*args, **kwargs)
                 except TorchDynamoException as error:  # some it raises whatever it is told
@@ -75,7 +73,7 @@ def with_breaks(model: nn.Module, backend: Backend, refused: Callable[[str], Non
                 if _NESTED not in str(error):
                     raise
                 return model(*args, **kwargs)  # another thread is tracing, and nothing has been run yet
-        with preparing, compiling(**settings), _overheard(refused):
+        with preparing, compiling(**settings), overheard(refused):
             return compiled(*args, **kwargs)
 
     return run
@@ -92,31 +90,6 @@ _PAST_NO_CALLBACK = ("default", "force_eager")
 
 
 _BACKEND = "_torchdynamo_orig_backend"
-
-
-@contextmanager
-def _overheard(refused: Callable[[str], None]) -> Iterator[None]:
-    """Pass on why Dynamo leaves something alone, instead of letting it log that at length; in this thread only."""
-    thread = threading.get_ident()
-
-    def elsewhere(record: logging.LogRecord) -> bool:
-        if record.thread != thread or not record.exc_info:
-            return True
-        if record.name == _CONVERT_FRAME and isinstance(record.exc_info[1], Exception):
-            refused(first_line(record.exc_info[1]))
-        return False
-
-    loggers = [logging.getLogger(name) for name in (_CONVERT_FRAME, "torch._subclasses.fake_tensor")]
-    for logger in loggers:
-        logger.addFilter(elsewhere)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(elsewhere)
-
-
-_CONVERT_FRAME = "torch._dynamo.convert_frame"
 
 
 def ending_of(module: GraphModule) -> tuple[str, str]:

@@ -9,7 +9,7 @@ Dynamo is the only judge of whether a call is as it was traced. It does not guar
 bytecode fetches weights anew in each call; a captured CUDA graph has their addresses. So the identity of every tensor
 that is no argument is guarded as well, by Dynamo's own guard for identities.
 
-Private interfaces of Dynamo are used in this file alone (seen in torch 2.11 and 2.13):
+What Dynamo traces and guards with is private to it, and used in this file alone (seen in torch 2.11 and 2.13):
 
     ``convert_frame.compile_frame``                 traces a code object; what ``fullgraph_capture`` is made of
     ``GraphCaptureOutput``                          guards, bytecode and globals of a trace
@@ -40,6 +40,7 @@ from torch.utils.weak import TensorWeakRef
 
 from autostream.analysis.source import user_line
 from autostream.errors import FastPathError, TraceError, first_line
+from autostream.frontend.overheard import overheard
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """Of a call: what is called, and its positional and keyword arguments."""
@@ -263,7 +264,7 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     # Dynamo adds what it imports to the globals of the code that it traces: these are nobody's but this capture's.
     globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}
     function, scope = FunctionType(call.__code__, globals_), {"model": model, "args": args, "kwargs": kwargs}
-    with compiling(), _timed():
+    with compiling(), _timed(), overheard(lambda reason: None):
         drawn = random.getstate()  # Dynamo draws from it in the place of the model
         try:
             output = _compile_frame(function, scope, backend)

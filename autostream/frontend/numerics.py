@@ -129,18 +129,6 @@ def watch_unguarded() -> Callable[[], bool]:
     return lambda: list(map(call, _UNGUARDED)) == unguarded
 
 
-def watch_modes() -> Callable[[], bool]:
-    """A quicker look at fewer: those that users change between calls, such as autocast.
-
-    Example:
-        >>> same = watch_modes()
-        >>> with torch.autocast("cpu", torch.bfloat16):
-        ...     same()
-        False
-    """
-    return _guard() or watch_numerics()
-
-
 def _guard() -> Callable[[], bool] | None:
     """TorchDynamo's look at modes, where it sees what numerics are made of."""
     guard: Any = getattr(getattr(torch._C._dynamo, "guards", None), "GlobalStateGuard", None)

@@ -283,7 +283,7 @@ def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
     return earlier + later
 
 
-class _DrawsAgain(AutostreamError):  # noqa: N818 - a notice within this file, not an error  # noqa: N818 - a notice within this file, not an error
+class _DrawsAgain(AutostreamError):  # noqa: N818 - a notice within this file, not an error
     """What is checkpointed draws random numbers, and would draw others when it is computed once more."""
 
 

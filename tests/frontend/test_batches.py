@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autostream.errors import TargetError
-from autostream.frontend.batches import detached, loss_in, parts_of, summed, tensors_of
+from autostream.frontend.batches import detached, loss_in, parts_of, summed
 
 
 def test_parts_are_equal_and_what_has_no_rows_is_part_of_all() -> None:
@@ -50,9 +50,6 @@ def test_what_cannot_be_opened_has_noparts_of() -> None:
 def test_a_batch_of_one_part_is_itself_and_need_not_be_opened() -> None:
     batch = (object(),)
     assert parts_of(batch, 1) == [batch]
-    assert tensors_of(batch) == []
-    x, y = torch.ones(2), torch.zeros(1)
-    assert tensors_of((x, {"y": y}, "mean")) == [x, y]
 
 
 def test_rows_that_are_not_divided_evenly_are_refused() -> None:

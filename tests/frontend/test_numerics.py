@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autostream.frontend.numerics import numerics, watch_modes, watch_numerics
+from autostream.frontend.numerics import numerics, watch_numerics
 
 
 @contextmanager
@@ -83,16 +83,6 @@ def test_autocast_dtypes_are_told_apart() -> None:
     with torch.autocast("cpu", dtype=torch.float16):
         assert numerics() != one
         assert not same()
-
-
-@pytest.mark.usefixtures("guard")
-def test_autocast_is_seen_by_the_quicker_look_too() -> None:
-    same = watch_modes()
-    assert same()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not same()
-        assert watch_modes()()
-    assert same()
 
 
 @pytest.mark.gpu
