@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tabulate import tabulate
@@ -28,7 +29,15 @@ from benchmarks.suites import SUITES
 
 README = Path(__file__).parent.parent / "README.md"
 FOLDER = RESULTS / "h200-torch2.11"
-MODES = ("eager", "cuda_graph", "compile_reduce_overhead", "compile_captured", "make_graphed_callables", "autostream")
+LATEST = RESULTS / "h100-torch2.11" / "inference.json"
+"""What the README shows."""
+
+MODES = {
+    "cuda_graph": "eager, captured by hand",
+    "compile_reduce_overhead": "`torch.compile`, reduce-overhead",
+    "compile_captured": "`torch.compile`, captured by hand",
+    "autostream": "autostream",
+}
 """Those that the README has room for."""
 
 _MEASURES: dict[Measure, str] = {"call": "Back to back, host included:", "device": "The device alone:"}
@@ -60,46 +69,44 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _files() -> dict[Path, Callable[[str], str]]:
-    results = {path: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
+    results = {path: json.loads(path.read_text()) for path in (*FOLDER.glob("*.json"), LATEST)}
     files: dict[Path, Callable[[str], str]] = {
         path.with_suffix(".md"): lambda before, path=path, result=result: f"{_TABLES.get(path.stem, tables)(result)}\n"  # type: ignore[misc]
         for path, result in results.items()
     }
     quick, rerun = (results[FOLDER / f"{name}.json"] for name in ("quick", "quick-rerun"))
     files[FOLDER / "quick-changes.md"] = lambda before: f"{rerun_table(quick, rerun)}\n"
-    return files | {README: lambda before: with_result(before, results[FOLDER / "inference.json"])}
+    return files | {README: lambda before: with_result(before, results[LATEST])}
 
 
 def with_result(readme: str, result: Any) -> str:
-    """The README with the tables of the inference suite at batch 1 between their marks.
+    """The README with the table of the inference suite at batch 1 between its marks.
 
     Example:
-        >>> cells = {"cuda_graph": {"status": "ok", "call_us": [4.0] * 3, "device_us": [2.0] * 3}}
+        >>> cells = {mode: {"status": "ok", "call_us": [us] * 3} for mode, us in zip(MODES, (8.0, 4.0, 4.0, 2.0))}
         >>> rows = [{"workload": "net", "batch": batch, "cells": cells} for batch in (1, 8)]
         >>> stamp = {"gpu": "G", "torch": "2.11", "date": "today", "commit": "abc"}
         >>> result = {"suite": "inference", "stamps": [stamp], "rows": rows}
         >>> print(with_result("a <!-- inference:begin --> old <!-- inference:end --> b", result))  # doctest: +ELLIPSIS
         a <!-- inference:begin -->
-        Back to back, host included:
+        | µs a call ...
+        | net ... 8.0 | ... 4.0 | ... 4.0 | ... 2.0 | ... 2.00× |
         <BLANKLINE>
-        | workload   |   cuda_graph µs |
-        |------------|-----------------|
-        | net        |             4.0 |
-        <BLANKLINE>
-        The device alone:
-        ...
         On one G with torch 2.11 (today, commit abc).
         <!-- inference:end --> b
     """
     begin, end = "<!-- inference:begin -->", "<!-- inference:end -->"
     head, _, rest = readme.partition(begin)
     _, _, tail = rest.partition(end)
-    rows = [
-        {**row, "cells": {mode: cell for mode, cell in row["cells"].items() if mode in MODES}}
-        for row in result["rows"]
-        if row["batch"] == 1
-    ]
-    return f"{head}{begin}\n{tables({**result, 'rows': rows})}\n{end}{tail}"
+    lines = []
+    for row in result["rows"]:
+        if row["batch"] == 1:
+            times = [median(row["cells"][mode]["call_us"]) for mode in MODES]
+            lines.append([row["workload"], *(f"{us:,.1f}" for us in times), f"{times[1] / times[-1]:.2f}×"])
+    headers = ["µs a call", *MODES.values(), "over reduce-overhead"]
+    aligned = ("left", *["right"] * (len(MODES) + 1))
+    table = tabulate(lines, headers, tablefmt="github", colalign=aligned, disable_numparse=True)
+    return f"{head}{begin}\n{table}\n\n{_measured(result)}\n{end}{tail}"
 
 
 def rerun_table(first: Any, second: Any) -> str:
@@ -126,10 +133,15 @@ def tables(result: Any) -> str:
         trained = any(row["optimizer"] for row in result["rows"])
         but = " (in training, what is reserved has these too)" if trained else ""
         parts.append(f"Memory, MB on top of the weights and inputs that are given{but}:\n\n{memory}")
+    return "\n\n".join([*parts, _measured(result)])
+
+
+def _measured(result: Any) -> str:
+    """Where, when and at which commit."""
     used = sorted({row.get("stamp", 0) for row in result["rows"]})
     stamps = "; ".join(f"{stamp['date']}, commit {stamp['commit']}" for stamp in (result["stamps"][n] for n in used))
     first = result["stamps"][0]
-    return "\n\n".join([*parts, f"On one {first['gpu']} with torch {first['torch']} ({stamps})."])
+    return f"On one {first['gpu']} with torch {first['torch']} ({stamps})."
 
 
 if __name__ == "__main__":
