@@ -137,7 +137,7 @@ class Dispatcher(Optimized):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        replays = self._replays
+        replays, changed = self._replays, False
         for known in replays:
             if (tensors := known.replay.fits(args, kwargs)) is None:
                 continue
@@ -147,13 +147,19 @@ class Dispatcher(Optimized):
                 if known is not replays[0]:
                     self._replays = (known, *(other for other in replays if other is not known))
                 return value
-            except Exception as failure:  # what else can be done is found on the long way
+            except Changed:  # another may stand for this call, and this one for the next
+                known.replay.look_first()
+                changed = True
+            except Exception:  # what else can be done is found on the long way
                 self._drop_replays(known.entry)
                 self._let_go()
-                if not (isinstance(failure, Changed) or known.replay.repeatable):
+                if not known.replay.repeatable:
                     raise
+                changed = True
+                break
+        if changed:
             del known, replays  # which hold what the model may have let go
-            break
+            self._let_go()
         if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.disabled or exporting():

@@ -137,7 +137,7 @@ PICKED = (
 )
 """What CI looks at in each variant of float32: state, random numbers, writes, views and several outputs."""
 
-EVERY = 40
+EVERY = 80
 """Of all other variants, CI looks at one in so many."""
 
 _MOST = 48

@@ -106,7 +106,7 @@ def options() -> Iterator[dict[str, Any]]:
         yield hostile_streams(patch)
 
 
-@settings(max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(module=random_modules(), turns=st.sampled_from(list(TURNS)))
 def test_a_random_module_does_the_same(options: dict[str, Any], module: RandomModule, turns: str) -> None:
     check(module, options, TURNS[turns])

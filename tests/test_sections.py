@@ -291,7 +291,7 @@ def test_it_says_why_no_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched.refusals[-1].choice == "not watched"
 
 
-@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(module=random_modules(), turns=st.sampled_from(list(TURNS)), one_in=st.sampled_from([2, 3, 5]))
 def test_random_modules_are_the_same_however_they_are_cut(module: RandomModule, turns: str, one_in: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -400,7 +400,7 @@ def test_what_is_not_cut_runs_plainly_where_it_is_over_two_devices(
     assert "several devices (cuda:0, cuda:1)" in run.reports[0].refusals[0].reason
 
 
-@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(module=random_modules(), turns=st.sampled_from(list(TURNS)), one_in=st.sampled_from([2, 3, 5]))
 def test_random_modules_are_the_same_over_whichever_devices(module: RandomModule, turns: str, one_in: int) -> None:
     """As far as hazards go, any op may be anywhere."""

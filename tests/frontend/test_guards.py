@@ -574,3 +574,21 @@ def test_weights_that_are_frozen_and_freed_in_turn_are_scheduled_once_for_each(
     # Torch 2.11 does not look whether weights require gradients, nor is it of account here.
     assert len(made) == (1 if GUARDS_SKIP_WEIGHTS else 2)
     assert "plain" not in {report.mode for report in fast.reports}
+
+
+def test_states_that_take_turns_are_each_served_by_their_own_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    net = Scaled(3, 3).eval()
+    fast = autostream.optimize(net, policy="sequential")
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        for turn in range(10):
+            if turn == 4:
+                monkeypatch.setattr(Dispatcher, "_dispatched", lambda *_, **__: pytest.fail("the long way"))
+            net.scale = 1.0 + turn % 2
+            torch.testing.assert_close(fast(x), net(x), rtol=0, atol=0)
