@@ -57,14 +57,20 @@ class Admission(Generic[Entry]):
     def unserved(self, key: Hashable) -> None:
         """A call had no entry, or none that its guards let it have."""
         self._calls += 1
-        if key not in self.entries:
-            self._waiting[key] = self._waiting.pop(key, 0) + 1
-            if len(self._waiting) > WAITING:
-                self._waiting.popitem(last=False)
+        self._waiting[key] = self._waiting.pop(key, 0) + 1
+        if len(self._waiting) > WAITING:
+            self._waiting.popitem(last=False)
+
+    def has_waited(self, key: Hashable) -> bool:
+        """Whether so many calls of this key have had no entry that one more is worth it, whatever was spent before.
+
+        Where there are entries for it whose guards fail, they may fail in call after call.
+        """
+        return self._waiting.get(key, 0) >= (IDLE if key in self.entries else SERVED)
 
     def refusal(self, key: Hashable) -> str:
         """Why no entry is to be made for this key now, or ``""``."""
-        if self._credit < SERVED and self._waiting.get(key, 0) < SERVED:
+        if self._credit < SERVED and not self.has_waited(key):
             return "one call after the other is of a new kind"
         if len(self.entries) >= self._most and self._idle() is None:
             return "as many signatures as max_signatures allows are compiled"
@@ -74,8 +80,9 @@ class Admission(Generic[Entry]):
         """An entry has been made; it takes the place of one that nobody uses, where there are too many."""
         if len(self.entries) >= self._most and (idle := self._idle()) is not None:
             del self.entries[idle], self._used[idle]
-        if self._waiting.pop(key, 0) < SERVED:
+        if not self.has_waited(key):
             self._credit -= SERVED
+        self._waiting.pop(key, None)
         self.entries[key] = entry
         self._used[key] = self._calls
 

@@ -326,10 +326,11 @@ class Dispatcher(Optimized):
 
     def _let_go(self) -> None:
         """Hold no memory that the model has let go."""
+        self._count_replays()
         own = self._own()
         self._replays = tuple(known for known in self._replays if known.is_of(own))
 
-    def _drop_replays(self, entry: Whole) -> None:
+    def _drop_replays(self, entry: Entry) -> None:
         """There may be another short way of its calls, or none."""
         self._count_replays()
         self._replays = tuple(known for known in self._replays if known.entry is not entry)
@@ -390,8 +391,9 @@ class Dispatcher(Optimized):
                 return found
             admission = self._admission
             others = admission.entries.get(key, [])
-            full = _FULL if len(others) >= self.options.max_signatures else ""
-            if not wanted and (reason := full or admission.refusal(key)):
+            full = len(others) >= self.options.max_signatures
+            refusal = _FULL if full and not admission.has_waited(key) else admission.refusal(key)
+            if not wanted and (reason := refusal):
                 admission.unserved(key)
                 return self._thrashing(reason, key, args, kwargs)
             self._let_go()
@@ -399,6 +401,9 @@ class Dispatcher(Optimized):
                 log.info("%s is captured again: %s", self._name, failed)
             entry = self._made(label, args, kwargs)
             if not isinstance(entry, str):
+                if full and not wanted:  # the oldest goes
+                    oldest, *others = others
+                    self._drop_replays(oldest)
                 admission.add(key, [*others, entry])
             return entry
 

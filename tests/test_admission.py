@@ -36,10 +36,14 @@ def test_what_comes_again_is_worth_it_whatever_came_before() -> None:
     assert made.refusal("f") == "as many signatures as max_signatures allows are compiled"
 
 
-def test_one_whose_guards_fail_in_call_after_call_earns_nothing() -> None:
+def test_one_whose_guards_fail_in_call_after_call_earns_one_more_in_a_thousand() -> None:
     made = admission(100, *"abcd")
-    for _ in range(SERVED):
+    for _ in range(IDLE - 1):
         made.unserved("a")
+    assert made.refusal("a")
+    made.unserved("a")
+    assert not made.refusal("a")
+    made.add("a", "another schedule of a")
     assert made.refusal("a")
 
 

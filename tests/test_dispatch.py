@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.admission import FREE, SERVED
+from autostream.admission import FREE, IDLE, SERVED
 from autostream.dispatch import Dispatcher
 from autostream.errors import TargetError, TraceError
 from autostream.execution.cuda_graph import GraphPools
@@ -70,6 +70,27 @@ def test_a_size_that_stays_is_compiled_whatever_came_before() -> None:
         dispatch(t(9, 4))
     dispatch(t(9, 4))
     assert kept(dispatch)[0] == "9x4"
+
+
+@torch.no_grad()
+def test_a_state_that_stays_is_captured_however_many_there_were_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Stretched(3, 4)
+    dispatch = dispatcher(net, max_signatures=2)
+    for scale in (1.0, 2.0, 3.0):
+        net.scale = scale
+        dispatch(t(2, 3))
+    assert modes(dispatch) == ["one stream", "one stream", "plain"]
+    for _ in range(IDLE):
+        dispatch(t(2, 3))
+    monkeypatch.setattr(Dispatcher, "_dispatched", lambda *_, **__: pytest.fail("it has no replay"))
+    same(dispatch(t(2, 3)), net(t(2, 3)))
+
+
+class Stretched(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
 
 
 @torch.no_grad()
