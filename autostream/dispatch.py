@@ -292,6 +292,8 @@ class Dispatcher(Optimized):
             except Exception:
                 if isinstance(entry, Plain) or not entry.has_returned:  # what made this call fail may be why it is here
                     self._drop(key, entry)
+                if isinstance(entry, Split) and not entry.has_returned:
+                    self._note(entry.reason)
                 raise
         try:
             if self._paranoid:

@@ -42,7 +42,8 @@ class Split:
     """
 
     def __init__(self, model: nn.Module, label: str, reason: str, make: MakeGraph) -> None:
-        self.label, self._called, self.has_returned = label, False, False
+        self.label, self.reason = label, reason
+        self._called = self.has_returned = False
         self._refusals = {reason: Decision("", "graph breaks", reason)}
         self._graphs: list[tuple[list[Compiled], str]] = []
         self._make = make

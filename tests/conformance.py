@@ -778,8 +778,8 @@ def _chosen(asked: argparse.Namespace) -> list[Variant]:
 def _checked(asked: argparse.Namespace, job: int) -> list[Findings]:
     """What one of the processes that share the work finds."""
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # eager's recurrent nets would be the less precise ones
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    precise = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # else eager's recurrent nets are less so
+    with precise, tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         os.environ["AUTOSTREAM_CACHE_DIR"] = folder  # kept choices are another run's
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
