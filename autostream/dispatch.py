@@ -485,8 +485,8 @@ class Dispatcher(Optimized):
             others = [other for other in self._admission.entries.get(key, []) if other is not entry]
             if others:
                 self._admission.entries[key] = others
-            elif key in self._admission.entries:
-                self._admission.drop(key)
+            else:  # what was spent on it is spent: a model may fail at every second call
+                self._admission.entries.pop(key, None)
 
     def _plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.strict:

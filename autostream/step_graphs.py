@@ -200,7 +200,7 @@ class Graphs:
             if left:
                 self._admission.entries[key] = left
             else:
-                self._admission.drop(key)
+                del self._admission.entries[key]
 
     @property
     def reports(self) -> tuple[Report, ...]:
