@@ -16,7 +16,7 @@ SERVED = 16
 none, after which it may have one."""
 
 WAITING = 64
-"""Signatures without an entry of which the calls are counted: the latest."""
+"""Signatures of which the calls without an entry are counted: the latest."""
 
 IDLE = 1000
 """Calls without one of an entry, after which it may go for another. Compiling takes as long as a thousand calls."""
