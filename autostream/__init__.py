@@ -14,9 +14,7 @@ for batch in autostream.prefetch(loader, "cuda"):          # the next ones are c
     ...
 """
 
-from autostream import logs
 from autostream.api import OptimizedModule, optimize
-from autostream.buckets import Bucket
 from autostream.errors import (
     AutostreamError,
     CaptureError,
@@ -27,10 +25,12 @@ from autostream.errors import (
     TraceError,
 )
 from autostream.explaining import explain
-from autostream.overlap.parallel import Parallel
-from autostream.overlap.prefetch import prefetch
+from autostream.frontend.buckets import Bucket
+from autostream.parallel import Parallel
+from autostream.prefetching import prefetch
 from autostream.reporting.report import Report
 from autostream.training import train_step
+from autostream.utils import logs
 from autostream.version import VERSION
 
 __version__ = VERSION

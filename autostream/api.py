@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from autostream.buckets import Bucket
-from autostream.dispatch import Dispatcher
+from autostream.dispatch.dispatcher import Dispatcher
+from autostream.dispatch.padding import PaddingDispatcher
 from autostream.errors import TargetError, shown
+from autostream.frontend.buckets import Bucket
 from autostream.frontend.modules import module_of
+from autostream.fusion.inductor import check_level, check_settings
 from autostream.options import Options
-from autostream.padding import PaddingDispatcher
 from autostream.reporting import notebook
-from autostream.tracing.inductor import check_level, check_settings
 
 
 def optimize(
@@ -41,7 +41,7 @@ def optimize(
             itself. Without them, preparation happens in the first call.
         example_kwargs: the keyword arguments to prepare for.
         dynamic: by the name of an argument, its dimensions that may be padded, each with a
-            :class:`~autostream.buckets.Bucket`, as in ``{"tokens": {1: Bucket("length", 512)}}``. Calls of all lengths
+            :class:`~autostream.Bucket`, as in ``{"tokens": {1: Bucket("length", 512)}}``. Calls of all lengths
             up to a bucket's size share its schedule, and outputs are cut back. Whoever writes it says that this is
             safe: nothing may depend on what was filled up. It is tried once for each bucket; calls that cannot be
             padded run at their own shape, and the report says why.
@@ -106,7 +106,7 @@ class OptimizedModule(nn.Module):
 
     What the model does not have under these names itself is autostream's: ``prepare(*args, **kwargs)``,
     ``static_inputs(*args, **kwargs)``, ``lowered(*args, **kwargs)`` and ``reports``, as
-    :class:`~autostream.dispatch.Dispatcher` describes them.
+    :class:`~autostream.dispatch.dispatcher.Dispatcher` describes them.
 
     Args:
         dispatcher: runs the model's calls.

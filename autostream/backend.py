@@ -7,19 +7,19 @@ from typing import Any, NoReturn
 
 from torch.fx import GraphModule
 
-from autostream.compiled import Compiled, Names, left_alone, reports_of_graph
+from autostream.dispatch.compiled import Compiled, Names, left_alone, reports_of_graph
+from autostream.dispatch.optimized import Optimized
+from autostream.dispatch.scheduled import Surroundings
 from autostream.errors import OptionError
-from autostream.execution.cuda_graph import GraphPools
-from autostream.execution.slots import SlotTable
 from autostream.frontend.autograd import op_by_op, run_graph
 from autostream.frontend.inputs import names_like
+from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision, Role
-from autostream.optimized import Optimized
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
-from autostream.scheduled import Surroundings
-from autostream.tracing.inductor import check_level, check_settings
+from autostream.runtime.cuda_graph import GraphPools
+from autostream.runtime.input_buffers import SlotTable
 
 
 def autostream(

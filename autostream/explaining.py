@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autostream.api import OptimizedModule
+from autostream.dispatch.optimized import Optimized
 from autostream.errors import TargetError
-from autostream.optimized import Optimized
 from autostream.reporting.ops import Selection
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers

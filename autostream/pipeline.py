@@ -16,28 +16,28 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream import collector
 from autostream.analysis.dependencies import analyze
-from autostream.budget import exemption
-from autostream.candidates import Priced, best_of, candidates_for
 from autostream.costs.device import profile_of
-from autostream.costs.here import Remarks, costs_here, profile_here
 from autostream.costs.roofline import price
+from autostream.costs.this_device import Remarks, costs_here, profile_here
 from autostream.errors import FusionError, OptionError, TargetError, TraceError
-from autostream.execution.lower import lower
 from autostream.frontend.modules import name_of
 from autostream.frontend.signature import described
 from autostream.frontend.trace import trace
 from autostream.frontend.tree import flatten
+from autostream.fusion.cache import fused_here
+from autostream.fusion.inductor import obstacle
 from autostream.ir import Candidate, Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
 from autostream.reporting.report import Report
+from autostream.runtime.lower import lower
 from autostream.scheduling.cut import cut
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
-from autostream.stopwatch import Stopwatch
-from autostream.tracing.fusion import fused_here
-from autostream.tracing.inductor import obstacle
+from autostream.tuning.budget import exemption
+from autostream.tuning.candidates import Priced, best_of, candidates_for
+from autostream.utils import collector
+from autostream.utils.stopwatch import Stopwatch
 from autostream.version import VERSION
 
 MEASURE_SHARE = 0.5

@@ -20,24 +20,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.dispatch import Dispatcher
+from autostream.dispatch.dispatcher import Dispatcher
+from autostream.dispatch.step_graphs import Full, Graphs, Refused
+from autostream.dispatch.step_replay import StepReplay, replay_of
+from autostream.dispatch.steps import Gradients, Step
 from autostream.errors import TargetError
-from autostream.execution.restoring import Restore
-from autostream.execution.slots import SlotTable
 from autostream.frontend.losses import Loss
+from autostream.frontend.model_proxy import stand_in
 from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import clears_itself, obstacle, takes_closure
 from autostream.frontend.parameters import leave_no_gradients, parameters_of, stateless
-from autostream.frontend.stand_in import stand_in
+from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision
 from autostream.options import StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
-from autostream.step_graphs import Full, Graphs, Refused
-from autostream.step_replay import StepReplay, replay_of
-from autostream.steps import Gradients, Step
-from autostream.storages import storage_of
-from autostream.tracing.inductor import check_level, check_settings
+from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.restore import Restore
+from autostream.utils.storages import storage_of
 
 log = logging.getLogger(__name__)
 

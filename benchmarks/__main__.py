@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from tqdm import tqdm
 
-from autostream.arguments import names, positive, share
 from autostream.bench import table
 from autostream.bench.changes import Change
 from autostream.bench.isolation import hold_isolated
 from autostream.bench.modes import modes_of
 from autostream.bench.training import training_modes_of
+from autostream.cli.arguments import names, positive, share
 from benchmarks import result
 from benchmarks.compare import changes
 from benchmarks.plot import plots

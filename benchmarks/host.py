@@ -40,13 +40,13 @@ from tabulate import tabulate
 from torch import nn
 
 from autostream import backend
-from autostream.arguments import positive
 from autostream.bench import modes, training
 from autostream.bench.clock import FEWEST_RUNS, LATENCIES, ROUND_US, Measured, Times, clock_of
 from autostream.bench.contest import Contest
 from autostream.bench.inference import Inference
 from autostream.bench.modes import Call, Mode
 from autostream.bench.training import Training
+from autostream.cli.arguments import positive
 from autostream.errors import OptionError, first_line
 from autostream.options import Options
 from benchmarks import zoo

@@ -27,8 +27,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from autostream.arguments import names
 from autostream.bench.training import Step, TrainingSubject, eager, scheduled
+from autostream.cli.arguments import names
 from benchmarks import zoo
 from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.bench.clock import clock_of, interleaved
-from autostream.execution.watched import profiled, share_in_graphs
+from autostream.runtime.measured_timeline import profiled, share_in_graphs
 from benchmarks.stamp import RESULTS, save, stamp
 
 WIDTH, ROWS, BRANCHES = 512, 1024, 4

@@ -37,7 +37,7 @@ from autostream import pipeline
 from autostream.costs.device import known_names, profile_named
 from autostream.ir import Dependency, DeviceProfile, Hazard, Op, OpCost, OpGraph, Role, Storage
 from autostream.options import Options
-from autostream.scheduling import POLICIES
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize

@@ -38,18 +38,18 @@ from torch import Tensor
 from autostream.bench.clock import Clock, clock_of
 from autostream.bench.ratios import spread
 from autostream.errors import CaptureError
-from autostream.execution.cuda_graph import CapturedGraph
-from autostream.execution.restoring import Restore, undone
 from autostream.frontend.trace import trace
 from autostream.ir import Assignment, Candidate, OpGraph, Role, Schedule
 from autostream.options import Options
+from autostream.runtime.cuda_graph import CapturedGraph
+from autostream.runtime.restore import Restore, undone
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import run_us
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.select import Execution, build, interleaved, written
-from autostream.stopwatch import Stopwatch
-from autostream.tuning import Tuned, tune
+from autostream.tuning.select import Execution, build, interleaved, written
+from autostream.tuning.tune import Tuned, tune
+from autostream.utils.stopwatch import Stopwatch
 from benchmarks import zoo
 from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 

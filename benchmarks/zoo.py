@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from autostream import zoo
 from autostream.bench.inference import Subject
 from autostream.bench.training import TrainingSubject
+from autostream.cli import zoo
 from autostream.frontend.tree import flatten
 from benchmarks import nets
 

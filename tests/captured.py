@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from autostream.costs import occupancy
-from autostream.execution.capture import capture, run_first
-from autostream.execution.runs import without_autocast
-from autostream.execution.streams import capture_stream, restored
 from autostream.ir import FORK, OpGraph, Schedule
+from autostream.runtime.capture import capture, run_first
+from autostream.runtime.runs import without_autocast
+from autostream.runtime.streams import capture_stream, restored
 from tests.planned import Planned
 
 Edge = tuple[int, int]

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream import scheduled
-from autostream.execution import cuda_graph
-from autostream.execution.cuda_graph import CapturedGraph
-from autostream.execution.restoring import undone
-from autostream.execution.static import static_copies
-from autostream.select import repeatable, written
-from autostream.tuning import Tuned, tune
+from autostream.dispatch import scheduled
+from autostream.runtime import cuda_graph
+from autostream.runtime.cuda_graph import CapturedGraph
+from autostream.runtime.restore import undone
+from autostream.runtime.static_inputs import static_copies
+from autostream.tuning.select import repeatable, written
+from autostream.tuning.tune import Tuned, tune
 from tests.replays import CPU, Cuda
 
 

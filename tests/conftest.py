@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from autostream.dispatch import Dispatcher
+from autostream.dispatch.dispatcher import Dispatcher
 from autostream.options import Options
 
 settings.register_profile("no clocks", deadline=None, max_examples=40)
@@ -28,7 +28,7 @@ def fresh_dynamo() -> Iterator[None]:
 def as_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were a GPU and Triton, though no tensor is there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("autostream.tracing.inductor._installed", lambda package: True)
+    monkeypatch.setattr("autostream.fusion.inductor._installed", lambda package: True)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measurements of tests are kept apart from the user's, and from those of earlier tests; choices are not kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path_factory.mktemp("autostream")))
-        patch.setattr("autostream.tuning.place_of", lambda *_: None)
+        patch.setattr("autostream.tuning.tune.place_of", lambda *_: None)
         yield
 
 

@@ -14,10 +14,10 @@ from torch._subclasses import FakeTensor
 from autostream.analysis.capturability import dependence_of
 from autostream.analysis.dependencies import analyze
 from autostream.analysis.values import tensors_given, tensors_in, value_of
+from autostream.dispatch.sections import Sections
 from autostream.ir import Op, OpGraph, Program
-from autostream.operators import is_unknown
 from autostream.scheduling.cut import Part, cut
-from autostream.sections import Sections
+from autostream.utils.operators import is_unknown
 
 REFUSED = "a graph cannot hold it"
 
@@ -77,7 +77,7 @@ def let_be_cut(
         parts = cut_everything(graph)
         return Sections(program, graph, parts, bound, options, make_section) if len(parts) > 1 else None
 
-    monkeypatch.setattr("autostream.scheduled.sections_of", sections_of)
+    monkeypatch.setattr("autostream.dispatch.scheduled.sections_of", sections_of)
 
 
 DEVICES = ("cuda:0", "cuda:1")
@@ -112,4 +112,4 @@ def let_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
         graph = analyze(placed(program))
         return Sections(program, graph, cut_everything(graph), bound, options, make_section)
 
-    monkeypatch.setattr("autostream.scheduled.sections_of", sections_of)
+    monkeypatch.setattr("autostream.dispatch.scheduled.sections_of", sections_of)

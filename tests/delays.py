@@ -19,12 +19,12 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor, fx
 
-from autostream.execution import streams
-from autostream.execution.cuda_graph import CapturedGraph
-from autostream.execution.restoring import Restore
-from autostream.execution.static import static_copies
 from autostream.ir import FORK, Schedule
-from autostream.select import written
+from autostream.runtime import streams
+from autostream.runtime.cuda_graph import CapturedGraph
+from autostream.runtime.restore import Restore
+from autostream.runtime.static_inputs import static_copies
+from autostream.tuning.select import written
 from tests.planned import Planned, copied, same
 from tests.scheduling.mistakes import without_a_wait
 
@@ -51,7 +51,7 @@ def delayed(planned: Planned, lowered: fx.GraphModule, seed: int) -> fx.GraphMod
 
     Args:
         planned: whose graph it is.
-        lowered: what :func:`~autostream.execution.lower.lower` returned; it stays as it is.
+        lowered: what :func:`~autostream.runtime.lower.lower` returned; it stays as it is.
         seed: of the choice.
     """
     choose, device = random.Random(seed), planned.program.device

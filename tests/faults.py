@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from autostream.api import OptimizedModule, optimize
-from autostream.execution.cuda_graph import _capturing
-from autostream.preparing import preparing
+from autostream.runtime.cuda_graph import _capturing
+from autostream.utils.locks import preparing
 from tests.semantics import same
 
 

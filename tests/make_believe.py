@@ -1,7 +1,7 @@
 """A make-believe CUDA device: streams are queues, memory is the CPU's, and nothing runs before the host is through.
 
 The host only puts steps into queues, as it does on a GPU that is far behind. Then :meth:`Device.run` executes them in
-an order that the waits allow and that does most harm (:mod:`autostream.execution.cpu_streams`), so that a wait that is
+an order that the waits allow and that does most harm (:mod:`autostream.runtime.emulator`), so that a wait that is
 missing gives a wrong number. Memory comes from a caching allocator that hands a block on, to the stream that it was
 taken on, as soon as its tensor is gone::
 
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autostream.execution import streams, transfer
-from autostream.execution.cpu_streams import Record, Wait, _hostile_order
+from autostream.runtime import streams, transfer
+from autostream.runtime.emulator import Record, Wait, _hostile_order
 
 GPU = torch.device("cuda", 0)
 

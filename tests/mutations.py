@@ -37,19 +37,19 @@ from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_named
 from autostream.costs.roofline import price
 from autostream.errors import ScheduleError
-from autostream.execution.cpu_streams import run_interleaved
-from autostream.execution.lower import lower
 from autostream.frontend.trace import trace
 from autostream.ir import OpGraph, Schedule
-from autostream.scheduling import POLICIES
+from autostream.runtime.emulator import run_interleaved
+from autostream.runtime.lower import lower
 from autostream.scheduling.arena import place_storages
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from benchmarks import zoo
 from benchmarks.stamp import stamp
-from tests.execution.programs import Case, random_assignment, same
-from tests.execution.random_kernels import random_kernels
+from tests.runtime.programs import Case, random_assignment, same
+from tests.runtime.random_kernels import random_kernels
 from tests.scheduling.judge import Judge
 from tests.scheduling.mistakes import (
     with_a_release_advanced,

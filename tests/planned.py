@@ -14,17 +14,17 @@ from torch import Tensor, fx, nn
 from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_named
 from autostream.costs.roofline import price
-from autostream.execution.cuda_graph import FlatFunction
-from autostream.execution.lower import lower
-from autostream.execution.runs import UncastRun, uncaptured
 from autostream.frontend.trace import trace
+from autostream.fusion.inductor import fuse
 from autostream.ir import OpGraph, Program, Role, Schedule
-from autostream.scheduling import POLICIES
+from autostream.runtime.cuda_graph import FlatFunction
+from autostream.runtime.lower import lower
+from autostream.runtime.runs import UncastRun, uncaptured
 from autostream.scheduling.arena import place_storages
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.tracing.inductor import fuse
 from tests.semantics import scattered
 
 LEVELS = ("eager", "inductor")

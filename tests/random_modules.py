@@ -34,9 +34,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import autostream
-from autostream import select
-from autostream.execution import runs
-from autostream.execution.cpu_streams import ThreadedProgram, run_interleaved
+from autostream.runtime import runs
+from autostream.runtime.emulator import ThreadedProgram, run_interleaved
+from autostream.tuning import select
 from tests.semantics import Inputs, Observed, force_streams, observe, same
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream.execution import cuda_graph
-from autostream.storages import storage_of
+from autostream.runtime import cuda_graph
+from autostream.utils.storages import storage_of
 
 CPU = torch.device("cpu")
 

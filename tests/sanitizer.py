@@ -24,9 +24,9 @@ import torch.cuda._sanitizer as csan
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autostream.execution import streams
-from autostream.execution.runs import StreamRun, without_autocast
 from autostream.ir import Role, Schedule
+from autostream.runtime import streams
+from autostream.runtime.runs import StreamRun, without_autocast
 from benchmarks.zoo import INFERENCE, prepare
 from tests.planned import LEVELS, STREAMED, Planned, copied, planned
 from tests.scheduling.mistakes import without_a_wait

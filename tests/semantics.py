@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream import candidates
-from autostream.candidates import Priced
 from autostream.ir import Assignment, Costs, DeviceProfile, OpGraph
 from autostream.options import Options
-from autostream.scheduling import POLICIES, Policy
+from autostream.scheduling.policies import POLICIES, Policy
+from autostream.tuning import candidates
+from autostream.tuning.candidates import Priced
 
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -79,7 +79,7 @@ def scattered(graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int
 
 def force_streams(monkeypatch: pytest.MonkeyPatch, policy: Policy = scattered) -> dict[str, Any]:
     """Let a schedule over two streams win, however long it takes; returns the options to optimize with."""
-    monkeypatch.setattr("autostream.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
+    monkeypatch.setattr("autostream.tuning.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
     let_policy_assign(monkeypatch, policy)
     return {"policy": "critical_path", "streams": 2, "memory_budget": math.inf}
 

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 import autostream
 from autostream.bench.accuracy import relative_error
 from autostream.bench.modes import tensors_in
-from autostream.execution.capture import clear_cublas_workspaces
-from autostream.scheduling import POLICIES
+from autostream.runtime.capture import clear_cublas_workspaces
+from autostream.scheduling.policies import POLICIES
 from benchmarks.stamp import stamp
 from benchmarks.zoo import INFERENCE, SEED, Workload, prepare
 from tests.agreement import Example, check_calls, check_streams, check_threads, examples_of, lanes

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.execution.slots import SlotTable
+from autostream.dispatch.step_graphs import Graphs, trace
+from autostream.dispatch.steps import Step
 from autostream.frontend.losses import Loss
 from autostream.ir import Program
 from autostream.options import StepOptions
-from autostream.step_graphs import Graphs, trace
-from autostream.steps import Step
+from autostream.runtime.input_buffers import SlotTable
 
 Batch = tuple[Any, ...]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import autostream
-from autostream.admission import SERVED
+from autostream.dispatch.admission import SERVED
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.explaining import reports_of
 from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same
@@ -61,7 +61,9 @@ def modes(fast: autostream.OptimizedModule) -> list[str]:
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What autostream logged."""
-    records = [record for record in caplog.records if record.name in ("autostream.dispatch", "autostream.entries")]
+    records = [
+        record for record in caplog.records if record.name in ("autostream.dispatch.dispatcher", "autostream.entries")
+    ]
     assert all(record.levelno == logging.WARNING for record in records)
     return [record.getMessage() for record in records]
 
@@ -945,7 +947,7 @@ def test_a_fault_of_ours_is_no_reason_to_fail(
     def faulty(*args: Any, **kwargs: Any) -> None:
         raise autostream.ScheduleError("a hazard is not covered")
 
-    monkeypatch.setattr("autostream.candidates.verify", faulty)
+    monkeypatch.setattr("autostream.tuning.candidates.verify", faulty)
     model = Net()
     fast = autostream.optimize(model, t(3, 4))
     same(fast(t(3, 4)), model(t(3, 4)))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autostream as library
 from autostream.backend import CompiledGraph, autostream
-from autostream.compiled import Ready
+from autostream.dispatch.compiled import Ready
 from autostream.errors import MismatchError, OptionError
 from autostream.explaining import reports_of
 from tests.data_branches import DYNAMOS_OWN, Branching, same_gradients, trained

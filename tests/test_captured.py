@@ -20,8 +20,8 @@ from autostream.costs import occupancy
 from autostream.ir import FORK, Dependency, Hazard, Launch, OpGraph, Schedule
 from tests import captured as module
 from tests.captured import Captured, Edge, disagreements, edges_of, graph_in_capture, nodes_of
-from tests.execution.programs import random_schedule, sample, schedule_of
 from tests.planned import planned
+from tests.runtime.programs import random_schedule, sample, schedule_of
 
 HALVES = schedule_of(
     [Launch("a", 0), Launch("b", 1, (FORK,)), Launch("c", 1), Launch("d", 0, ("c",))],

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.execution import streams
+from autostream.runtime import streams
 from tests import delays as module
 from tests.delays import LONGEST_US, MOST, captured_symptoms, delayed, pause, symptoms, without_inner_waits
-from tests.execution.programs import fused_case
 from tests.planned import Cells, Planned, planned, same
+from tests.runtime.programs import fused_case
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import autostream
-from autostream import tuning
-from autostream.collector import paused
-from autostream.whole import Whole
+from autostream.dispatch.captured_call import Whole
+from autostream.tuning import tune as tuning
+from autostream.utils.collector import paused
 from tests.alone import run_alone
 from tests.faults import Noisy, Quiet, Risk, Surroundings, check_free, check_works, fail_once, out_of_memory, strike
 from tests.semantics import CONFIGURATIONS, force_streams, let_policy_assign, same, scattered
@@ -90,10 +90,12 @@ def test_an_op_that_raises_at_any_time_while_it_is_prepared(
     """In its first run, in the second one, and so on with larger and larger steps, until preparing ends before that."""
     options: dict[str, Any] = {"costs": "measured", "policy": "critical_path", "streams": 2, "memory_budget": math.inf}
     let_policy_assign(monkeypatch, scattered)
-    monkeypatch.setattr("autostream.costs.here.save", lambda measurements: ())  # so that it is measured each time
-    monkeypatch.setattr("autostream.select._ROUNDS", 1)
-    monkeypatch.setattr("autostream.select._MAX_RUNS", 1)
-    monkeypatch.setattr("autostream.select.VARIANTS", 0)
+    monkeypatch.setattr(
+        "autostream.costs.this_device.save", lambda measurements: ()
+    )  # so that it is measured each time
+    monkeypatch.setattr("autostream.tuning.select._ROUNDS", 1)
+    monkeypatch.setattr("autostream.tuning.select._MAX_RUNS", 1)
+    monkeypatch.setattr("autostream.tuning.select.VARIANTS", 0)
     assert 5 < strike(Noisy(), t(4, 8), options, make_fault, (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)) < 10
 
 
@@ -231,7 +233,7 @@ def test_a_process_that_is_forked_while_others_prepare_and_call() -> None:
         import os, signal, threading, time
         import torch
         import autostream
-        from autostream.preparing import preparing
+        from autostream.utils.locks import preparing
 
         def refuse(*args):
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")

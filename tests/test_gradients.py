@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autostream
-from autostream import compiled
 from autostream.api import OptimizedModule
-from autostream.compiled import Compiled
+from autostream.dispatch import compiled
+from autostream.dispatch.compiled import Compiled
 from autostream.errors import TraceError
-from autostream.execution.lending import Lending
-from autostream.storages import storage_of
+from autostream.runtime.saved_activations import Lending
+from autostream.utils.storages import storage_of
 from tests.captures import Captures
 from tests.semantics import force_streams
 from tests.threads import in_threads
@@ -232,7 +232,7 @@ class InOnePlace(Compiled):
 
 @pytest.fixture
 def in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.dispatch.Compiled", InOnePlace)
+    monkeypatch.setattr("autostream.dispatch.dispatcher.Compiled", InOnePlace)
 
 
 @pytest.mark.usefixtures("in_one_place")
@@ -260,7 +260,7 @@ def test_what_is_saved_is_not_copied_where_each_call_goes_back_before_the_next(m
 
     monkeypatch.setattr(Lending, "recall", recalled)
     monkeypatch.setattr(Lending, "lend", lambda own, memory: (lent.append(len(memory)), lend(own, memory))[1])
-    monkeypatch.setattr("autostream.execution.lending.copier", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr("autostream.runtime.saved_activations.copier", lambda *_: pytest.fail("copied"))
     fast = autostream.optimize(dropout().double(), policy="sequential")
     for seed in range(3):
         loss = fast(t(5, 4, seed=seed)).sum()  # the last one is still there when the next call is made

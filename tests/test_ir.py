@@ -116,7 +116,7 @@ import types
 package = types.ModuleType("autostream")
 package.__path__ = [{path!r}]
 sys.modules["autostream"] = package
-from autostream.scheduling import POLICIES, verify, synchronize, releases, simulate
+from autostream.scheduling.policies import POLICIES, verify, synchronize, releases, simulate
 from autostream.ir import OpGraph, Op
 graph = OpGraph({{"a": Op("a", "f", ("a",), frozenset(), frozenset({{"a"}}))}}, (), {{}}, (), "cpu")
 verify.verify(graph, synchronize.synchronize(graph, POLICIES["sequential"](graph, {{}}, None, 1, frozenset())))

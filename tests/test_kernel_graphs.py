@@ -22,20 +22,20 @@ from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
 from autostream.errors import ScheduleError
-from autostream.execution import streams
-from autostream.execution.lower import lower
+from autostream.fusion.kernel_values import evaluate
 from autostream.ir import FORK, JOIN, Hazard, Launch, OpGraph, Placeholder, Program, Role, Schedule
-from autostream.scheduling import POLICIES
+from autostream.runtime import streams
+from autostream.runtime.lower import lower
 from autostream.scheduling.arena import place_storages
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.structure import width
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.select import written
-from autostream.tracing.kernel_values import evaluate
-from tests.execution.programs import random_schedule
+from autostream.tuning.select import written
 from tests.kernel_graphs.record import MODELS
 from tests.kernel_graphs.recordings import DEVICE, FOLDER, NAMES, Recording, program_of, read, recorded, text_of
+from tests.runtime.programs import random_schedule
 from tests.scheduling.brute_force import closure, happens_before
 from tests.scheduling.graphs import costs_of, profile_with
 from tests.scheduling.mistakes import with_a_lifetime_shortened, with_a_release_too_early, without_a_wait

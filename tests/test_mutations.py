@@ -14,7 +14,6 @@ import torch
 from autostream.errors import ScheduleError
 from autostream.ir import FORK, Arena, Launch, Role, Schedule
 from tests import mutations
-from tests.execution.programs import Kernels
 from tests.mutations import (
     AS_IS,
     KINDS,
@@ -28,6 +27,7 @@ from tests.mutations import (
     refusal,
     rubbish_in_new_memory,
 )
+from tests.runtime.programs import Kernels
 from tests.scheduling.judge import Judge
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")

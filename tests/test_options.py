@@ -26,7 +26,7 @@ from autostream.options import (
     log_level,
     paranoid,
 )
-from autostream.scheduling import POLICIES
+from autostream.scheduling.policies import POLICIES
 
 ALLOWED = {
     "streams": ["auto", 1, 2, MAX_STREAMS],

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream import candidates, pipeline
+from autostream import pipeline
 from autostream.costs.device import profile_named, profile_of
 from autostream.errors import FusionError, OptionError, TargetError, TraceError
 from autostream.ir import Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
 from autostream.pipeline import lowered, plan, price_program, program_of
 from autostream.reporting.report import Report
-from autostream.stopwatch import Stopwatch
+from autostream.tuning import candidates
+from autostream.utils.stopwatch import Stopwatch
 from tests.analysis.programs import Tape, aten
-from tests.execution.programs import Towers, case_of, sample
+from tests.runtime.programs import Towers, case_of, sample
 from tests.scheduling.graphs import costs_of
 
 H200 = profile_named("h200")

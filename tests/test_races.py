@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from autostream.costs.device import profile_named
 from autostream.costs.roofline import price
 from autostream.errors import ScheduleError
-from autostream.execution.cpu_streams import run_interleaved
-from autostream.execution.lower import lower
 from autostream.ir import Assignment, OpGraph, Schedule
-from autostream.scheduling import POLICIES
+from autostream.runtime.emulator import run_interleaved
+from autostream.runtime.lower import lower
 from autostream.scheduling.arena import place_storages
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from tests.execution.programs import Case, Towers, case_of, fused_case, random_schedule, same, sliced_case, step_case
+from tests.runtime.programs import Case, Towers, case_of, fused_case, random_schedule, same, sliced_case, step_case
 from tests.scheduling.mistakes import with_a_lifetime_shortened, with_a_release_too_early, without_a_wait
 
 SEEDS = 20

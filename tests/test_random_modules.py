@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from autostream import candidates
 from autostream.ir import Assignment, OpGraph, Schedule
 from autostream.scheduling.synchronize import synchronize
+from autostream.tuning import candidates
 from tests.random_modules import TOLERANCE, TURNS, RandomModule, check, hostile_streams, random_modules, runs_on
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream import select, zoo
-from autostream.execution.cpu_streams import run_interleaved
-from autostream.execution.lower import lower
+from autostream.cli import zoo
 from autostream.ir import Candidate
+from autostream.runtime.emulator import run_interleaved
+from autostream.runtime.lower import lower
+from autostream.tuning import select
 from tests.semantics import same, tensors_in
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")

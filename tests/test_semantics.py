@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autostream
-from autostream.reporting.pieces import captured_share
+from autostream.reporting.parts import captured_share
 from tests.semantics import CONFIGURATIONS, GRAD_MODES, Beside, Model, check_same, force_streams, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -80,7 +80,7 @@ def test_a_schedule_that_cannot_be_made_is_a_failure(monkeypatch: pytest.MonkeyP
     def broken(*_: object) -> object:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("autostream.tuning.candidates_for", broken)
+    monkeypatch.setattr("autostream.tuning.tune.candidates_for", broken)
     code, summary = soaked(tmp_path, "--rounds", "1")
     assert code == 1
     assert "it cannot be scheduled" in summary["failures"][-1]["error"]

@@ -28,12 +28,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import autostream
-from autostream import scheduled as scheduling
-from autostream import step_graphs
+from autostream.dispatch import scheduled as scheduling
+from autostream.dispatch import step_graphs
+from autostream.dispatch.step_graphs import Graphs
 from autostream.errors import OptionError, TargetError, TraceError
-from autostream.execution.bound import still_there
 from autostream.reporting.report import Report
-from autostream.step_graphs import Graphs
+from autostream.runtime.addresses import still_there
 from autostream.training import TrainStep, train_step
 from tests.alone import alone
 from tests.semantics import force_streams

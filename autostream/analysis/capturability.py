@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autostream.analysis.values import nodes_in, tensors_given, tensors_in, value_of
-from autostream.operators import base_name, is_unknown
+from autostream.utils.operators import base_name, is_unknown
 
 WAITS = "makes the host wait for the device"
 DATA_SHAPE = "its result's shape depends on data"

@@ -27,8 +27,8 @@ from autostream.analysis.values import (
     tensors_in,
     value_of,
 )
-from autostream.kernels import Kernel
-from autostream.operators import base_name, bound_arguments, draws, written_names
+from autostream.utils.kernels import Kernel
+from autostream.utils.operators import base_name, bound_arguments, draws, written_names
 
 # Operators that update running_mean and running_var although their schema does not say so, when this argument is true;
 # "" means always.

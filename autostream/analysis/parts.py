@@ -26,9 +26,9 @@ from torch._ops import OpOverload
 
 from autostream.analysis.effects import Effects
 from autostream.analysis.values import concrete, storages_in, value_of
-from autostream.kernels import Kernel
-from autostream.operators import base_name
-from autostream.storages import storage_of
+from autostream.utils.kernels import Kernel
+from autostream.utils.operators import base_name
+from autostream.utils.storages import storage_of
 
 MOST_PARTS = 256
 """A storage of more parts stays whole: who uses all of it has an access to each."""

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from autostream.storages import storage_of
+from autostream.utils.storages import storage_of
 
 
 def value_of(node: fx.Node) -> Any:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from autostream.analysis.effects import ALLOCATES_ONLY, Effects, effects_of, wrapped_graph
 from autostream.analysis.values import concrete, tensors_given, tensors_in, value_of
-from autostream.operators import base_name
+from autostream.utils.operators import base_name
 
 # Of their first argument they touch no more than what they pick, or put there.
 _GATHERS = frozenset({"embedding", "embedding_bag", "gather", "index", "index_select", "take", "take_along_dim"})

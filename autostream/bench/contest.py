@@ -15,8 +15,8 @@ import torch
 
 from autostream.bench.clock import Clock, Times, clock_of, interleaved
 from autostream.errors import first_line
-from autostream.execution.capture import clear_cublas_workspaces
 from autostream.reporting.report import Report
+from autostream.runtime.capture import clear_cublas_workspaces
 from autostream.scheduling.peak import given_bytes
 
 Status = Literal["ok", "wrong", "failed", "crashed", "timed out"]

@@ -16,8 +16,8 @@ from autostream.bench.accuracy import allowed_error, dtype_of, reference, relati
 from autostream.bench.contest import Contender
 from autostream.bench.modes import modes_of, tensors_in
 from autostream.errors import TargetError
-from autostream.execution.restoring import undone
 from autostream.explaining import reports_of
+from autostream.runtime.restore import undone
 
 
 @dataclass(frozen=True, slots=True)

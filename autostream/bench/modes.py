@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autostream
-from autostream.execution.capture import capture
-from autostream.execution.streams import capture_stream
 from autostream.options import KernelLevel, PolicyName
+from autostream.runtime.capture import capture
+from autostream.runtime.streams import capture_stream
 
 Call = Callable[..., Any]
 Mode = Callable[[nn.Module, Sequence[Any]], Call]

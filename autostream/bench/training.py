@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from autostream.bench.accuracy import MOST, allowed_error, relative_error
 from autostream.bench.contest import Contender
 from autostream.bench.modes import captured, tensors_in
-from autostream.execution.capture import clear_cublas_workspaces
 from autostream.explaining import reports_of
+from autostream.runtime.capture import clear_cublas_workspaces
 from autostream.training import train_step
 
 STEPS = 3

@@ -15,17 +15,17 @@ import torch
 
 from autostream.cli.command import Command, argument
 from autostream.cli.shared import DEVICE, JSON, OUT
+from autostream.cli.targets import parse_device
 from autostream.cli.terminal import progress, remark, require_writable, show
 from autostream.costs.device import profile_of
-from autostream.costs.here import profile_anew
 from autostream.costs.measured import METHOD
 from autostream.costs.records import Measurements, context_of, to_json
+from autostream.costs.this_device import profile_anew
 from autostream.errors import TargetError, first_line
 from autostream.options import cache_folder, environment
 from autostream.pipeline import versions
 from autostream.reporting import text
 from autostream.reporting.layout import count, line, pairs, size
-from autostream.targets import parse_device
 
 _PACKAGES = ("triton", "torchvision", "timm", "transformers", "networkx", "tabulate", "filelock")
 """What autostream uses, or uses where it is installed."""

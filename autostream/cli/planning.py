@@ -17,16 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autostream import pipeline, zoo
-from autostream.arguments import how_many, names, whole
+from autostream import pipeline
+from autostream.cli import zoo
+from autostream.cli.arguments import how_many, names, whole
 from autostream.cli.command import Argument, Command, argument
 from autostream.cli.shared import DISABLED, JSON, PLANNING, TARGET
+from autostream.cli.targets import parse_device, parse_input, prepare
 from autostream.cli.terminal import progress, remark, require_writable, show
 from autostream.costs.cache import read
 from autostream.costs.device import known_names, profile_named
 from autostream.costs.measured import METHOD
 from autostream.costs.records import check_context
-from autostream.dispatch import Dispatcher
+from autostream.dispatch.dispatcher import Dispatcher
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.trial import check_call
 from autostream.ir import DeviceProfile
@@ -36,7 +38,6 @@ from autostream.reporting import dot, stages, svg, text, timeline
 from autostream.reporting.ops import COLUMNS, USUAL, Selection
 from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
-from autostream.targets import parse_device, parse_input, prepare
 
 _OPTIONS = ("policy", "streams", "costs", "kernels", "tuning_seconds", "memory_budget", "seed")
 """The options of :func:`autostream.optimize` that a plan can be told."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from autostream.arguments import memory, positive, streams, whole
+from autostream.cli.arguments import memory, positive, streams, whole
 from autostream.cli.command import Argument, argument
+from autostream.cli.targets import DTYPES
 from autostream.costs.device import known_names
 from autostream.options import CostSource, KernelLevel, PolicyName
-from autostream.targets import DTYPES
 
 TARGET = """TARGET is a torchvision or timm model's name (random weights, nothing is downloaded),
 package.module:factory or file.py:factory. A factory is a function that takes no arguments and returns a

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from autostream.api import optimize
-from autostream.arguments import names, positive, share
 from autostream.bench.changes import Change, row_changes
 from autostream.bench.clock import clock_of, interleaved
 from autostream.bench.inference import Inference, subject_of
@@ -22,8 +21,10 @@ from autostream.bench.isolation import hold_isolated
 from autostream.bench.modes import AUTOSTREAM, SLOW, modes_of
 from autostream.bench.ratios import Spread
 from autostream.bench.table import Row, cells_table
+from autostream.cli.arguments import names, positive, share
 from autostream.cli.command import Command, argument
 from autostream.cli.shared import DEVICE, DISABLED, JSON, MODEL, OUT, TARGET
+from autostream.cli.targets import InputSpec, parse_device, parse_input, prepare
 from autostream.cli.terminal import note, progress, remark, require_writable, show
 from autostream.errors import OptionError, TargetError, first_line
 from autostream.options import disabled
@@ -31,7 +32,6 @@ from autostream.pipeline import versions
 from autostream.reporting import text
 from autostream.reporting.dump import dump
 from autostream.reporting.layout import table
-from autostream.targets import InputSpec, parse_device, parse_input, prepare
 
 _TOLERANCE = {torch.float16: 1e-2, torch.float32: 1e-4}
 """Largest difference that is put down to kernels chosen differently, relative to the largest output."""

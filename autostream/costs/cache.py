@@ -17,8 +17,8 @@ from pathlib import Path
 from autostream.costs.records import SCHEMA, Context, Measurements, check_context, from_json, to_json
 from autostream.errors import CostError, first_line
 from autostream.ir import Decision
-from autostream.keeping import HINDRANCES, key_of, lock, not_kept, replace_file, reported
 from autostream.options import cache_folder
+from autostream.store import HINDRANCES, key_of, lock, not_kept, replace_file, reported
 
 _MOST_RECORDS = 50_000
 """Some 6 MB, read in a third of a second. A model has some hundreds, so what goes is more than a hundred models old."""

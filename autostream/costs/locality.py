@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from autostream.ir import DeviceProfile, OpGraph
 from autostream.scheduling.peak import given_bytes, peak_bytes
+from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.releases import place_releases
-from autostream.scheduling.sequential import one_stream
 
 _FITS = 0.5
 _EXCEEDS = 0.8

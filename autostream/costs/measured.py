@@ -29,16 +29,16 @@ from torch.utils._pytree import tree_leaves
 from autostream.costs.locality import missed_share
 from autostream.costs.occupancy import busy_share, kernels_of
 from autostream.costs.records import Record
-from autostream.costs.replay import replay_us
+from autostream.costs.replay_time import replay_us
 from autostream.costs.roofline import cost_of, fill, price
-from autostream.execution.capture import capture
-from autostream.execution.restoring import Restore
-from autostream.execution.streams import capture_stream
-from autostream.frontend.numerics import numerics
+from autostream.frontend.settings import numerics
 from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder, Program
-from autostream.keeping import key_of
-from autostream.kernels import Kernel
-from autostream.operators import written_names
+from autostream.runtime.capture import capture
+from autostream.runtime.restore import Restore
+from autostream.runtime.streams import capture_stream
+from autostream.store import key_of
+from autostream.utils.kernels import Kernel
+from autostream.utils.operators import written_names
 
 Call = Callable[[], object]
 Timer = Callable[[Call, Restore, float], Record]
@@ -87,7 +87,7 @@ def measure(
         graph: its ops.
         profile: of ``program.device``; its replay and its edge within a stream are taken off the times.
         args: one tensor per placeholder, in order, on their devices.
-        known: what was measured before, by :func:`~autostream.keeping.key_of` each op.
+        known: what was measured before, by :func:`~autostream.store.key_of` each op.
         budget_s: once timing has taken this long, ops not yet seen keep their estimates.
 
     Returns:

@@ -21,10 +21,10 @@ from functools import partial
 
 import torch
 
-from autostream.costs.replay import replay_us
-from autostream.execution.capture import capture
-from autostream.execution.streams import capture_stream, fork, record, restored, use, wait
+from autostream.costs.replay_time import replay_us
 from autostream.ir import DeviceProfile
+from autostream.runtime.capture import capture
+from autostream.runtime.streams import capture_stream, fork, record, restored, use, wait
 
 _SHORT, _LONG = 20, 120
 _MANY = 8

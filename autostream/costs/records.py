@@ -56,7 +56,7 @@ class Measurements:
     Attributes:
         context: the device and the versions.
         profile: of the device, or ``None`` where it was not measured.
-        records: by :func:`~autostream.keeping.key_of` what was measured; the oldest come first.
+        records: by :func:`~autostream.store.key_of` what was measured; the oldest come first.
 
     Raises:
         CostError: a number is not what its name says that it can be.

@@ -22,11 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import AutostreamError, TraceError, first_line
+from autostream.frontend.as_strided import check_reach
 from autostream.frontend.capture import compile_lock
 from autostream.frontend.fakes import forget
-from autostream.frontend.reach import check_reach
 from autostream.ir import Placeholder, Program, Role
-from autostream.storages import storage_of
+from autostream.utils.storages import storage_of
 
 aten = torch.ops.aten
 

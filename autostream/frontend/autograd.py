@@ -4,7 +4,7 @@
                                       └─▶ backward: from that and the outputs' gradients, the inputs' gradients
 
 AOTAutograd owns what PyTorch's autograd sees: aliases, mutations, saved tensors, hooks and errors. What the backward
-needs stays in the memory of the forward's CUDA graph until another call comes (``execution/lending.py``).
+needs stays in the memory of the forward's CUDA graph until another call comes (``runtime/saved_activations.py``).
 
 Private to PyTorch (seen in torch 2.11 and 2.13): ``aot_module_simplified``, the front door of AOTAutograd for backends,
 its list of saved tensors that a backward may write to (``bw_donated_idxs``), its register of ops with effects, and the
@@ -25,14 +25,14 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from autostream.errors import TraceError, first_line
-from autostream.execution.lending import Lending
 from autostream.frontend.capture import compile_lock
 from autostream.frontend.convolutions import GRADIENTS_APART
+from autostream.frontend.eager_only import unusual_memory
 from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.inputs import names_like
-from autostream.frontend.unusual import unusual_memory
 from autostream.ir import Role
-from autostream.storages import storage_of
+from autostream.runtime.saved_activations import Lending
+from autostream.utils.storages import storage_of
 
 
 class Run(Protocol):

@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 
 from autostream.errors import first_line
 from autostream.frontend.capture import compiling
-from autostream.frontend.overheard import overheard
-from autostream.preparing import preparing
+from autostream.frontend.dynamo_log import overheard
+from autostream.utils.locks import preparing
 
 _MANY = 1024
 

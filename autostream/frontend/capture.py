@@ -40,7 +40,7 @@ from torch.utils.weak import TensorWeakRef
 
 from autostream.analysis.source import user_line
 from autostream.errors import FastPathError, TraceError, first_line
-from autostream.frontend.overheard import overheard
+from autostream.frontend.dynamo_log import overheard
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """Of a call: what is called, and its positional and keyword arguments."""

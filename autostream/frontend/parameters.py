@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autostream.errors import TraceError
-from autostream.frontend.unusual import unusual
-from autostream.storages import layout_of, share_bytes, storage_of
+from autostream.frontend.eager_only import unusual
+from autostream.utils.storages import layout_of, share_bytes, storage_of
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

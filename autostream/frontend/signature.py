@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autostream.storages import byte_offset, storage_of
+from autostream.utils.storages import byte_offset, storage_of
 
 
 def described(tensors: Sequence[Tensor], device: str | None = None) -> str:

@@ -28,15 +28,15 @@ from autostream.frontend.averages import follow_tensors
 from autostream.frontend.batches import split, summed
 from autostream.frontend.capture import Capture
 from autostream.frontend.convolutions import GRADIENTS_APART
+from autostream.frontend.eager_only import unusual
 from autostream.frontend.inputs import names_of
-from autostream.frontend.lines import keep_lines
 from autostream.frontend.optimizers import Group, lists_apart, update
 from autostream.frontend.parameters import clear_gradients, set_gradients
 from autostream.frontend.saved_tensors import hooks_set_aside
-from autostream.frontend.unusual import unusual
+from autostream.frontend.source_lines import keep_lines
+from autostream.fusion.random_ops import draws
 from autostream.ir import Program, Role
-from autostream.storages import storage_of
-from autostream.tracing.draws import draws
+from autostream.utils.storages import storage_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from autostream.errors import TraceError
-from autostream.operators import is_unknown, symbols_of
+from autostream.utils.operators import is_unknown, symbols_of
 
 _CONSTANTS = {
     type(None), type(...), bool, int, float, complex, str, bytes, range,

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from autostream.errors import TargetError, TraceError, first_line
+from autostream.frontend.eager_only import has_torchscript
 from autostream.frontend.modules import name_of
 from autostream.frontend.tree import Structure, flatten, unflatten
-from autostream.frontend.unusual import has_torchscript
 
 
 def check_devices(model: nn.Module, inputs: object) -> None:

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from autostream.reporting.explanation import explanation_of
-from autostream.reporting.pieces import captured_share
+from autostream.reporting.parts import captured_share
 from autostream.reporting.summary import summary_of
 
 if TYPE_CHECKING:

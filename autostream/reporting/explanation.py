@@ -25,7 +25,7 @@ from autostream.reporting.placements import placements
 from autostream.reporting.summary import Summary, baselines, gain, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, gap_us, wait_us
 from autostream.scheduling.overlap import Company, companies, concurrency
-from autostream.scheduling.sequential import one_stream
+from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import replay_us, run_us
 
 if TYPE_CHECKING:

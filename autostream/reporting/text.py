@@ -18,7 +18,7 @@ from autostream.reporting.explanation import Explanation, Gain, Spread, best_riv
 from autostream.reporting.layout import count, few, line, pairs, size, source, table, us
 from autostream.reporting.memory import KeptOut, Memory, is_hopper
 from autostream.reporting.ops import EVERYTHING, FOLDED, Selection, ops_table, selected
-from autostream.reporting.pieces import captured_share, devices, time_us
+from autostream.reporting.parts import captured_share, devices, time_us
 from autostream.reporting.summary import Summary, gain, named, summary_of
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 
 from autostream.ir import Costs, DeviceProfile, OpGraph, Schedule
 from autostream.scheduling import structure
-from autostream.scheduling.sequential import one_stream
+from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import replay_us, simulate
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from autostream.analysis.argument_views import argument_views
-from tests.execution.programs import case_of
+from tests.runtime.programs import case_of
 from tests.semantics import Model
 
 

@@ -23,7 +23,7 @@ from autostream.analysis.capturability import (
 )
 from autostream.analysis.effects import effects_of
 from tests.analysis.programs import Tape, aten
-from tests.execution.programs import case_of
+from tests.runtime.programs import case_of
 
 
 def fake(*shape: int, device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from autostream.analysis.capturability import NUMBER
 from autostream.analysis.dependencies import analyze
+from autostream.cli.zoo import build
 from autostream.ir import Hazard, OpGraph, Role
-from autostream.zoo import build
 from tests.analysis.programs import Case, Tape, aten, exported, run, same, topological_order
 from tests.analysis.random_programs import random_programs
 

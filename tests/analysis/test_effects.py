@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autostream.analysis.effects import Effects, effects_of, wrapped_graph
-from autostream.kernels import Kernel
+from autostream.utils.kernels import Kernel
 from tests.analysis.programs import Case, Tape, aten, exported
 
 

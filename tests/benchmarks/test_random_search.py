@@ -27,8 +27,8 @@ from autostream.options import Options
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.stopwatch import Stopwatch
-from autostream.tuning import tune
+from autostream.tuning.tune import tune
+from autostream.utils.stopwatch import Stopwatch
 from benchmarks import random_search, zoo
 from benchmarks.random_search import (
     CAREFUL,
@@ -48,7 +48,7 @@ from benchmarks.random_search import (
     main,
     table,
 )
-from tests.execution.programs import sample
+from tests.runtime.programs import sample
 from tests.scheduling.graphs import check_assignment, graph_of, random_graphs
 
 NONE: frozenset[str] = frozenset()

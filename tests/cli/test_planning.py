@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from autostream import cli, zoo
-from autostream.cli import planning
+from autostream import cli
+from autostream.cli import planning, zoo
+from autostream.cli.targets import Zoo
 from autostream.costs.device import profile_named
 from autostream.costs.measured import METHOD
 from autostream.costs.records import Context, Measurements, to_json
@@ -25,7 +26,6 @@ from autostream.reporting import text, timeline
 from autostream.reporting.ops import Selection
 from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
-from autostream.targets import Zoo
 from tests.cli.calls import MODEL, error_of
 from tests.reporting.reports import PLAIN, REPORT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from autostream.arguments import memory
+from autostream.cli.arguments import memory
 from autostream.cli.command import Command, Parser, add
 from autostream.cli.shared import PLANNING
 from autostream.options import Options

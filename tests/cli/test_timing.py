@@ -18,7 +18,7 @@ from autostream import cli
 from autostream.bench.contest import Cell, Contest, Status
 from autostream.bench.isolation import MakeContest, Outcome
 from autostream.cli import timing
-from autostream.scheduling import POLICIES
+from autostream.scheduling.policies import POLICIES
 from tests.cli.calls import error_of
 from tests.reporting.reports import REPORT
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autostream import keeping
+from autostream import store as keeping
 from autostream.costs import cache
 from autostream.costs.cache import load, path_of, read, save
 from autostream.costs.device import profile_named

@@ -25,10 +25,10 @@ from autostream.costs.device import profile_named, profile_of
 from autostream.costs.measured import _is_timeable, measure
 from autostream.costs.records import Record
 from autostream.costs.roofline import price
-from autostream.execution.restoring import Restore
 from autostream.ir import Costs, DeviceProfile, Op, OpGraph, Placeholder, Program, Role, Storage
-from autostream.kernels import Kernel
-from tests.execution.programs import MODELS, Case, fused_case, sample
+from autostream.runtime.restore import Restore
+from autostream.utils.kernels import Kernel
+from tests.runtime.programs import MODELS, Case, fused_case, sample
 
 aten = torch.ops.aten
 NOTHING = Restore([])

@@ -73,7 +73,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 2 * rows * inner * columns / self.profile.flops[str(args[0].dtype).removeprefix("torch.")]
         return 0.0
 
-    # What stands in for autostream.execution
+    # What stands in for autostream.runtime
 
     def capture(self, run: Callable[[], object], stream: object) -> tuple[Any, None]:
         self._begin()

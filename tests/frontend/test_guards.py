@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream import compiled
-from autostream.dispatch import Dispatcher
+from autostream.dispatch import compiled
+from autostream.dispatch.captured_call import Whole
+from autostream.dispatch.dispatcher import Dispatcher
 from autostream.errors import OptionError
 from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS, capture
-from autostream.frontend.unusual import unusual_call
-from autostream.whole import Whole
+from autostream.frontend.eager_only import unusual_call
 from tests.captures import Captures
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread_for_each_op")

@@ -18,7 +18,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autostream.errors import TraceError
-from autostream.execution.bound import Writes
 from autostream.frontend.optimizers import (
     TRACED,
     Input,
@@ -33,6 +32,7 @@ from autostream.frontend.optimizers import (
     update,
     values,
 )
+from autostream.runtime.addresses import Writes
 
 RULES: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.1),

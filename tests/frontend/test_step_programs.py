@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from autostream.dispatch.step_graphs import Refused
+from autostream.dispatch.steps import Step
 from autostream.errors import TraceError
+from autostream.fusion import inductor
 from autostream.ir import Program, Role
-from autostream.step_graphs import Refused
-from autostream.steps import Step
-from autostream.tracing import inductor
 from tests.steps import program_of, run, step_of, traced
 
 

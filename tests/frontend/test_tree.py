@@ -33,7 +33,7 @@ from autostream.frontend.tree import (
     tensors_like,
     unflatten,
 )
-from autostream.operators import symbols_of
+from autostream.utils.operators import symbols_of
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 

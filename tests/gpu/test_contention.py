@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream.execution import streams
+from autostream.runtime import streams
 from benchmarks.nets import mlp
 from benchmarks.zoo import INFERENCE, prepare
 from tests.agreement import Example, Lane, check_calls, check_threads, examples_of, lanes
@@ -40,8 +40,8 @@ STREAMS = {"policy": "critical_path", "streams": 4}
 @pytest.fixture(autouse=True)
 def _streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is chosen has several streams, if it may, and is the same each time: the clock has no say."""
-    monkeypatch.setattr("autostream.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
-    monkeypatch.setattr("autostream.select.VARIANTS", 0)
+    monkeypatch.setattr("autostream.tuning.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
+    monkeypatch.setattr("autostream.tuning.select.VARIANTS", 0)
 
 
 def subject_of(name: str, device: torch.device = GPU) -> tuple[nn.Module, list[Example]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream.execution import arena
+from autostream.runtime import arena
 from benchmarks.zoo import INFERENCE, prepare
 from tests.delays import captured_symptoms, symptoms, without_inner_waits
 from tests.planned import LEVELS, Planned, planned

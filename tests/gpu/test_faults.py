@@ -153,7 +153,7 @@ def test_an_op_that_raises_at_any_time_while_it_is_prepared(fault: str) -> None:
     check_works(autostream.optimize(model, x, **EAGER), model, x)
     before = reserved()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autostream.select.VARIANTS", 0)
+        patch.setattr("autostream.tuning.select.VARIANTS", 0)
         assert strike(model, x, {**EAGER, **force_streams(patch)}, make, range(1, 30)) >= 6
     assert reserved() <= before + SEGMENT
     fast = autostream.optimize(model, x, **EAGER)

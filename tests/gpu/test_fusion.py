@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, fx, nn
 
 import autostream
-from autostream import tuning, zoo
 from autostream.analysis.dependencies import analyze
-from autostream.dispatch import Dispatcher
+from autostream.cli import zoo
+from autostream.dispatch.dispatcher import Dispatcher
+from autostream.fusion import inductor
 from autostream.ir import Program
-from autostream.kernels import Kernel
 from autostream.reporting.report import Report
 from autostream.scheduling.structure import width
-from autostream.tracing import inductor
-from autostream.tuning import Tuned
+from autostream.tuning import tune as tuning
+from autostream.tuning.tune import Tuned
+from autostream.utils.kernels import Kernel
 from tests.threads import in_threads
 
 pytestmark = [
@@ -436,7 +437,7 @@ def test_what_is_fused_stays_where_there_is_no_memory_to_compare_it(
 def test_a_kernel_says_what_it_writes(towers: Towers) -> None:
     """By poisoning: whatever a kernel is not said to write stays as it was."""
     from autostream.frontend.trace import trace
-    from autostream.tracing.inductor import fuse
+    from autostream.fusion.inductor import fuse
 
     x = torch.randn(64, 256, device="cuda")
     program = fuse(trace(towers, [x]).program)
@@ -466,7 +467,7 @@ def test_a_kernel_says_what_it_writes(towers: Towers) -> None:
 def test_branches_share_no_buffer_and_no_kernel_writes_where_it_reads(towers: Towers) -> None:
     """Inductor's own reuse would make a chain of them."""
     from autostream.frontend.trace import trace
-    from autostream.tracing.inductor import fuse
+    from autostream.fusion.inductor import fuse
 
     program = fuse(trace(towers, [torch.randn(64, 256, device="cuda")]).program)
     kernels = [node.target for node in program.module.graph.nodes if isinstance(node.target, Kernel)]

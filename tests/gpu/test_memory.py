@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.api import OptimizedModule
-from autostream.execution import arena
-from autostream.execution.capture import clear_cublas_workspaces
-from autostream.execution.cuda_graph import CapturedGraph
+from autostream.dispatch.captured_call import Whole
 from autostream.ir import Candidate
-from autostream.whole import Whole
+from autostream.runtime import arena
+from autostream.runtime.capture import clear_cublas_workspaces
+from autostream.runtime.cuda_graph import CapturedGraph
 from benchmarks.zoo import INFERENCE, prepare
 from tests.agreement import Example, check_calls, check_streams, check_threads, examples_of, lanes
 
@@ -46,7 +46,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules place whatever can be placed, even where blocks that come and go would need no more."""
-    monkeypatch.setattr("autostream.candidates.peak_bytes", lambda graph, schedule: -schedule.arena.bytes)
+    monkeypatch.setattr("autostream.tuning.candidates.peak_bytes", lambda graph, schedule: -schedule.arena.bytes)
 
 
 @pytest.mark.usefixtures("placed")
@@ -124,8 +124,8 @@ EAGER = {"kernels": "eager", "costs": "roofline", "memory_budget": math.inf}
 @pytest.fixture
 def streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is chosen has several streams, if it may, and is the same each time: the clock has no say."""
-    monkeypatch.setattr("autostream.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
-    monkeypatch.setattr("autostream.select.VARIANTS", 0)
+    monkeypatch.setattr("autostream.tuning.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
+    monkeypatch.setattr("autostream.tuning.select.VARIANTS", 0)
 
 
 @pytest.mark.usefixtures("placed", "streams_win")

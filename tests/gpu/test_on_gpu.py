@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream import Bucket
-from autostream.reporting.pieces import captured_share
+from autostream.reporting.parts import captured_share
 from tests.semantics import Viewed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops")]

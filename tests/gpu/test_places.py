@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
 import autostream
-from autostream.compiled import Compiled
-from autostream.execution import cuda_graph, places
-from autostream.execution.cuda_graph import GraphPools
-from autostream.execution.slots import SlotTable
+from autostream.dispatch.compiled import Compiled
+from autostream.dispatch.scheduled import Surroundings
 from autostream.ir import Role
 from autostream.options import Options
-from autostream.scheduled import Surroundings
+from autostream.runtime import cuda_graph
+from autostream.runtime import graphs_by_address as places
+from autostream.runtime.cuda_graph import GraphPools
+from autostream.runtime.input_buffers import SlotTable
 from tests.threads import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops", "fresh_dynamo")]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.api import OptimizedModule
-from autostream.execution.streams import copy_stream
-from autostream.execution.watched import profiled
-from autostream.step_graphs import Entry
+from autostream.dispatch.step_graphs import Entry
+from autostream.runtime.measured_timeline import profiled
+from autostream.runtime.streams import copy_stream
 from autostream.training import TrainStep
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream.reporting.pieces import captured_share
+from autostream.reporting.parts import captured_share
 from autostream.reporting.report import Report
 from benchmarks.partial_graphs import BETWEEN, WIDTH, Branches, Copying
 from tests.semantics import Model, check_same

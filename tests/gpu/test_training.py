@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import autostream
-from autostream.kernels import Kernel
-from autostream.storages import share_bytes, storage_of
-from autostream.tracing import inductor
+from autostream.fusion import inductor
 from autostream.training import TrainStep
+from autostream.utils.kernels import Kernel
+from autostream.utils.storages import share_bytes, storage_of
 from tests.steps import program_of
 
 pytestmark = [

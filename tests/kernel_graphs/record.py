@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from autostream.frontend.trace import trace
+from autostream.fusion.inductor import fuse
 from autostream.ir import Program
-from autostream.tracing.inductor import fuse
 from tests.kernel_graphs.recordings import DEVICE, recorded, write
 
 

@@ -28,8 +28,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from autostream.ir import Placeholder, Program, Role
-from autostream.kernels import Kernel
-from autostream.storages import storage_of
+from autostream.utils.kernels import Kernel
+from autostream.utils.storages import storage_of
 
 FOLDER = Path(__file__).parent
 

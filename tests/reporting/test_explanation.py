@@ -14,7 +14,7 @@ from autostream.ir import FORK, Candidate, Decision, DeviceProfile, Launch, Limi
 from autostream.reporting.explanation import REALIZED, Ceiling, Explanation, Gain, Reason, explanation_of
 from autostream.reporting.report import Report
 from autostream.reporting.summary import summarize, summary_of
-from autostream.scheduling.sequential import one_stream
+from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import run_us, simulate
 from benchmarks.stamp import RESULTS
 from tests.reporting.reports import (

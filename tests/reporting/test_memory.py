@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autostream.budget import SLACK_BYTES, excess
 from autostream.ir import FORK, Arena, Candidate, Launch, Limit, Schedule
 from autostream.reporting.memory import Holder, KeptOut, Memory, holders, kept_out, memory_of
 from autostream.scheduling.peak import given_bytes
+from autostream.tuning.budget import SLACK_BYTES, excess
 from tests.reporting.reports import CHOSEN, DIAMOND, GRAPHED, REFUSED, REPORT, with_source
 from tests.scheduling.graphs import graph_of
 

@@ -11,7 +11,7 @@ from autostream.ir import Candidate, Decision, Launch, Limit, Schedule, Timeline
 from autostream.reporting.ops import FOLDED, Selection
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers, render, summary
-from autostream.scheduling.sequential import one_stream
+from autostream.scheduling.policies.sequential import one_stream
 from tests.reporting.reports import (
     CHOSEN,
     DIAMOND,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autostream.ir import FORK, JOIN, Candidate, Launch, OpGraph, Schedule, Slice, Timeline
 from autostream.reporting.report import Report
 from autostream.reporting.timeline import events, render
-from autostream.scheduling import POLICIES
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, ONE_STREAM, PLAIN, REPORT, with_source

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import Assignment, OpCost, OpGraph
-from autostream.scheduling import POLICIES, Policy, in_chains
 from autostream.scheduling.coarsen import coarsen, expand
-from autostream.scheduling.critical_path import critical_path
+from autostream.scheduling.policies import POLICIES, Policy, in_chains
+from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from tests.scheduling.graphs import check_assignment, costs_of, graph_of, profile_with, random_costs, random_graphs

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import FORK, Launch, OpCost, OpGraph, Schedule
-from autostream.scheduling import POLICIES
 from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, longest_chain, wait_us
-from autostream.scheduling.sequential import one_stream
+from autostream.scheduling.policies import POLICIES
+from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import run_us, simulate
 from autostream.scheduling.synchronize import synchronize
 from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_costs, random_graphs

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import FORK, Arena, Launch, OpGraph, Role, Schedule, Storage
-from autostream.scheduling import POLICIES
 from autostream.scheduling.peak import ARENA, Pool, peak_bytes, pools
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_graphs

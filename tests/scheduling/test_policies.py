@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autostream.ir import DeviceProfile
 from autostream.options import PolicyName
-from autostream.scheduling import POLICIES, Policy
+from autostream.scheduling.policies import POLICIES, Policy
 from autostream.scheduling.simulate import simulate
 from tests.scheduling.graphs import (
     check_assignment,

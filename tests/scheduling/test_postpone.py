@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import Assignment, Costs, OpGraph, Schedule
-from autostream.scheduling import POLICIES
 from autostream.scheduling.footprint import Footprint
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.postpone import LEAD, postponed
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.slack import MOST, delayed

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autostream.ir import FORK, Costs, Launch, OpGraph, Schedule
-from autostream.scheduling import POLICIES
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.recycling import wait_for_memory
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import simulate

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autostream.errors import ScheduleError
 from autostream.ir import FORK, JOIN, Launch, OpCost, Schedule, Slice, Timeline
-from autostream.scheduling.critical_path import critical_path
+from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.simulate import simulate
 from tests.scheduling.graphs import graph_of, profile_with, random_costs, random_graphs, schedule_of
 

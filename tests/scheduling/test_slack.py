@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import FORK, Launch, Schedule, Timeline
-from autostream.scheduling import POLICIES
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.slack import delayed
 from autostream.scheduling.synchronize import synchronize

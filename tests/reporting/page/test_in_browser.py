@@ -16,7 +16,7 @@ import pytest
 from autostream.ir import Candidate, Timeline
 from autostream.reporting.page.assemble import render
 from autostream.reporting.report import Report
-from autostream.scheduling import POLICIES
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from tests.reporting.page.browser import Visit, browser

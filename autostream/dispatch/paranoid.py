@@ -1,0 +1,142 @@
+"""``AUTOSTREAM_VERIFY=paranoid``: every scheduled call beside the model itself, from the same state.
+
+    state, inputs, generators ──▶ scheduled call ──▶ put back ──▶ the model ──▶ the same outputs, state and inputs?
+
+That costs a call of the model and copies of all its state each time: it is for finding out whether autostream is at
+fault. Where a call records gradients, its backward is a call of its own, and compared with its ops one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autostream.errors import MismatchError
+from autostream.frontend.modules import name_of
+from autostream.runtime.restore import undone
+
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.float16: 3e-2,
+    torch.bfloat16: 1e-1,
+}
+"""How far a tensor may be from the model's, as a share of its norm, and an element, of the largest: fused kernels round
+at other places, and float32 may be TF32. What reads memory too early or too late is off by much more."""
+
+_COARSE = 0.25
+"""For all narrower dtypes."""
+
+
+def compared(
+    model: nn.Module,
+    run: Callable[[], Any],
+    tensors: Sequence[Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    name: str = "",
+) -> Any:
+    """What a scheduled call returns, after the model itself has done the same.
+
+    Args:
+        model: the module.
+        run: the scheduled call.
+        tensors: the flat inputs of both.
+        args: of the model's call.
+        kwargs: of the model's call.
+        name: of the model that this is a graph of; its own, if none is given.
+
+    Raises:
+        MismatchError: an output, the model's state or an input is not what the model makes of it.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> compared(nn.ReLU(), lambda: x + 1, [x], (x,), {})
+        Traceback (most recent call last):
+        ...
+        autostream.errors.MismatchError: ReLU, scheduled: output 0 is off by 1 of its size, and 0.001 is rounding: \
+set AUTOSTREAM_DISABLE=1 to run it plainly, and report this
+    """
+    places = {f"{of} afterwards": tensor for of, tensor in _state(model)}
+    places |= {f"input {at} afterwards": tensor for at, tensor in enumerate(tensors)}
+    devices = {str(tensor.device) for tensor in places.values() if tensor.is_cuda}
+    with undone(list(places.values()), [True] * len(places), devices):
+        outputs = run()
+        ours = {**_outputs(outputs), **places}
+        ours = {name: tensor.detach().clone() for name, tensor in ours.items()}
+    theirs = {**_outputs(model(*args, **kwargs)), **places}
+    theirs = {name: tensor.detach() for name, tensor in theirs.items()}
+    if reason := difference(ours, theirs):
+        advice = "set AUTOSTREAM_DISABLE=1 to run it plainly, and report this"
+        raise MismatchError(f"{name or name_of(model)}, scheduled: {reason}: {advice}")
+    return outputs
+
+
+def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
+    """Which of some tensors is off, and by how much; ``""`` if none is.
+
+    Example:
+        >>> difference({"y": torch.ones(2)}, {"y": torch.ones(2)})
+        ''
+        >>> difference({"y": torch.ones(2)}, {"y": torch.ones(3)})
+        'y is 2:float32, and should be 3:float32'
+        >>> difference({}, {"y": torch.ones(3)})
+        'there is no y'
+    """
+    for name, expected in theirs.items():
+        if name not in ours:
+            return f"there is no {name}"
+        found = ours[name]
+        if (found.shape, found.dtype, found.layout) != (expected.shape, expected.dtype, expected.layout):
+            return f"{name} is {_kind(found)}, and should be {_kind(expected)}"
+        error, allowed = _error(found, expected), _allowed(expected.dtype)
+        if not error <= allowed:
+            return f"{name} is off by {error:.3g} of its size, and {allowed:.3g} is rounding"
+    return next((f"{name} is one too many" for name in ours if name not in theirs), "")
+
+
+def _state(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
+    return list(chain(model.named_parameters(), model.named_buffers()))
+
+
+def _outputs(outputs: Any) -> dict[str, Tensor]:
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return {f"output {at}": leaf for at, leaf in enumerate(leaves)}
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _COARSE)
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    """How far they are apart, as a share of what is right; infinity where other elements are not finite."""
+    if theirs.layout is not torch.strided:
+        return _error(ours.to_dense(), theirs.to_dense())
+    if not (theirs.is_floating_point() or theirs.is_complex()):
+        return 0.0 if torch.equal(ours, theirs) else float("inf")
+    exact = torch.complex128 if theirs.is_complex() else torch.float64
+    left, right = ours.to(exact), theirs.to(exact)
+    finite = right.isfinite()
+    if not torch.equal(left.isfinite(), finite) or not left[~finite].allclose(right[~finite], equal_nan=True):
+        return float("inf")
+    off, scale = (left[finite] - right[finite]).abs(), right[finite].abs()
+    if not off.numel():
+        return 0.0
+    # Of the norm, and of the largest: a few stale elements do not show in the norm of many.
+    return max(_share(float(off.norm()), float(scale.norm())), _share(float(off.max()), float(scale.max())))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else part
+
+
+def _kind(tensor: Tensor) -> str:
+    layout = "" if tensor.layout is torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'}:{str(tensor.dtype).removeprefix('torch.')}{layout}"

@@ -1,0 +1,308 @@
+"""Static tensors of a captured graph: how inputs get in and outputs get out, with every alias intact.
+
+A caller must not be able to tell a replayed graph from the plain model: two inputs that overlap still overlap inside
+the graph, an output that is a view of an input is a view of *the caller's* input, outputs that share memory share it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from autostream.utils.storages import byte_offset, is_dense, overlaps, span_of, storage_of
+
+Output = Tensor | None
+"""What a run returns: an op that leaves an output undefined, as fused attention does its weights, gives ``None``."""
+
+Handout = Callable[[Sequence[Tensor], Sequence[Output], dict[int, torch.UntypedStorage]], Output]
+"""Makes one output for a caller from the call's arguments, the outputs before it, and copies of shared storages."""
+
+
+def static_copies(tensors: Sequence[Tensor], copied: Sequence[int]) -> list[Tensor]:
+    """The tensors, those at ``copied`` replaced by copies with the same strides that alias each other as they do.
+
+    Example:
+        >>> base = torch.arange(4.0)
+        >>> left, both = static_copies([base[:2], base], copied=[0, 1])
+        >>> both[0] = 7
+        >>> left[0].item(), base[0].item()
+        (7.0, 0.0)
+    """
+    static = list(tensors)
+    spans: dict[int, tuple[int, int]] = {}
+    for index in copied:
+        key = storage_of(tensors[index])
+        start, end = span_of(tensors[index])
+        low, high = spans.get(key, (start, end))
+        spans[key] = min(low, start), max(high, end)
+    blocks: dict[int, Tensor] = {}
+    for index in copied:
+        tensor = tensors[index]
+        low, high = spans[storage_of(tensor)]
+        low -= low % _ALIGNMENT
+        block = blocks.setdefault(storage_of(tensor), torch.empty(high - low, dtype=torch.uint8, device=tensor.device))
+        offset = tensor.storage_offset() - low // tensor.element_size()
+        static[index] = _view(block.untyped_storage(), tensor, offset)
+    for index in copied:
+        copyable(static[index]).copy_(copyable(tensors[index]))
+    return static
+
+
+_ALIGNMENT = 512
+"""Bytes, as the caching allocator gives. Kernels choose vector widths by it, and every dtype's size divides it."""
+
+
+def copyable(tensor: Tensor) -> Tensor:
+    """The tensor, or all memory between its first and last element if several of its elements share a place.
+
+    ``copy_`` refuses to write an expanded tensor; copying the span that it covers does the same.
+    """
+    if not overlaps(tensor):
+        return tensor
+    start, end = span_of(tensor)
+    return tensor.as_strided(((end - start) // tensor.element_size(),), (1,), tensor.storage_offset())
+
+
+def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+    """A function that copies tensors of the same dtypes, sizes and strides to ``targets``, in few launches.
+
+    What is in place already stays. What lies in the targets' own memory, but elsewhere, is read before it is written.
+
+    Example:
+        >>> values, indices = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+        >>> copier([values, indices])([torch.ones(2), torch.tensor([3, 4])])
+        >>> values, indices
+        (tensor([1., 1.]), tensor([3, 4]))
+    """
+    addresses = [target.data_ptr() for target in targets]
+    storages = {storage_of(target) for target in targets}
+    spans = list(map(copyable, targets))
+    plain = all(span is target for span, target in zip(spans, targets, strict=True))
+    words = _words(spans)
+    if plain and len(targets) == 1:
+        return _copier_of_one(targets[0])
+
+    def copy(sources: Sequence[Tensor]) -> None:
+        moving = [index for index, address in enumerate(addresses) if sources[index].data_ptr() != address]
+        clashing = [index for index in moving if storage_of(sources[index]) in storages]
+        if clashing:
+            sources = static_copies(sources, clashing)
+        ready = sources if plain else list(map(copyable, sources))
+        together = [index for index in moving if index in words] if words else ()
+        if len(together) > 1:
+            targets = [words[index] for index in together]
+            copy_together(targets, [ready[i].view(words[i].dtype) for i in together])
+            moving = [index for index in moving if index not in words]
+        copy_together([spans[i] for i in moving], [ready[i] for i in moving])
+
+    return copy
+
+
+def copy_together(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors to others of the same dtypes, sizes and strides: in one launch, if PyTorch has a kernel for that.
+
+    Example:
+        >>> targets = [torch.zeros(2), torch.zeros(3)]
+        >>> copy_together(targets, [torch.ones(2), torch.ones(3)])
+        >>> targets[1]
+        tensor([1., 1., 1.])
+    """
+    if len(targets) > 1 and all(target.dtype is not torch.complex32 for target in targets):
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        return
+    for target, source in zip(targets, sources, strict=True):  # a plain copy is faster than a list of one
+        target.copy_(source, non_blocking=True)
+
+
+def _copier_of_one(target: Tensor) -> Callable[[Sequence[Tensor]], None]:
+    """The same for the input of most models, in half the time."""
+    address, block = target.data_ptr(), target.untyped_storage()
+    start, end = block.data_ptr(), block.data_ptr() + block.nbytes()
+
+    def copy(sources: Sequence[Tensor]) -> None:
+        (source,) = sources
+        place = source.data_ptr()
+        if place != address:
+            if start <= place < end:  # quicker to ask than which storage it is
+                (source,) = static_copies(sources, [0])
+            target.copy_(source, non_blocking=True)
+
+    return copy
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes."""
+
+_LARGE = 2**15
+"""Bytes from which a launch of its own is worth it: the one for many tensors leaves 65536 elements to each block."""
+
+
+def _words(targets: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Targets of several dtypes as integers of one, by position, because one launch copies one dtype only.
+
+    They are as wide as the smallest element, so that each of the others is a whole number of them and, wherever in
+    memory it lies, as aligned as they need to be. Large targets, and those with gaps, are left out.
+    """
+    if len({target.dtype for target in targets}) < 2:
+        return {}
+    small = {index: target for index, target in enumerate(targets) if target.nbytes < _LARGE and _in_rows(target)}
+    word = _INTEGERS[min([8, *(target.element_size() for target in small.values())])]
+    with torch.inference_mode(False):  # what is made in inference mode is read-only outside
+        return {index: target.view(word) for index, target in small.items()}
+
+
+def _in_rows(tensor: Tensor) -> bool:
+    """Whether a tensor's bytes can be seen as elements of another size, and lie side by side."""
+    return tensor.dim() > 0 and tensor.stride(-1) == 1 and is_dense(tensor)
+
+
+def copier_out(
+    outputs: Sequence[Output], handouts: Sequence[Handout], lent: frozenset[int] = frozenset()
+) -> Callable[[Sequence[Tensor]], list[Output]]:
+    """A function that makes a caller's outputs of static ones, given the arguments of the call.
+
+    Args:
+        outputs: what the captured run returned.
+        handouts: of these.
+        lent: places of outputs that are handed out where they lie, until the next replay (:func:`lendable`).
+
+    Example:
+        >>> result = torch.zeros(2)
+        >>> (mine,) = copier_out([result], handouts_of([result], []))([])
+        >>> _ = result.fill_(1)  # the next replay
+        >>> mine
+        tensor([0., 0.])
+    """
+    alone = [handout.output for handout in handouts if isinstance(handout, _Copy)]
+    if not lent and len(alone) == len(outputs):
+        return lambda arguments: list(map(Tensor.clone, alone))  # those of most models, sooner
+    plan = [
+        _lent(output) if place in lent else handout
+        for place, (output, handout) in enumerate(zip(outputs, handouts, strict=True))
+    ]
+
+    def copy_out(arguments: Sequence[Tensor]) -> list[Output]:
+        given: list[Output] = []
+        copies: dict[int, torch.UntypedStorage] = {}
+        for handout in plan:
+            given.append(handout(arguments, given, copies))
+        return given
+
+    return copy_out
+
+
+def handouts_of(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Handout]:
+    """How each output becomes the caller's. Holds none of the static tensors, nor what is a view of them.
+
+    Args:
+        outputs: what the captured run returned.
+        static: what it was given.
+    """
+    owners = {storage_of(tensor): index for index, tensor in enumerate(static)}
+    count = Counter(storage_of(tensor) for tensor in {id(each): each for each in outputs if each is not None}.values())
+    first: dict[int, int] = {}
+    plan: list[Handout] = []
+    for place, output in enumerate(outputs):
+        if output is None:
+            plan.append(_nothing)
+            continue
+        earlier = first.setdefault(id(output), place)
+        owner = owners.get(storage_of(output))
+        if earlier != place:
+            plan.append(_repeat(earlier))
+        elif owner is not None:
+            exact = next((i for i, tensor in enumerate(static) if tensor is output), None)
+            plan.append(_argument(exact) if exact is not None else _argument_view(owner, output, static[owner]))
+        elif count[storage_of(output)] == 1 and is_dense(output) and not (output.is_conj() or output.is_neg()):
+            plan.append(_Copy(output))
+        else:
+            plan.append(_shared_copy(output))
+    return plan
+
+
+def lendable(outputs: Sequence[Output], static: Sequence[Tensor]) -> frozenset[int]:
+    """The places of outputs that lie in memory of their own: no argument and no other output shares it.
+
+    Example:
+        >>> x, own, whole = torch.ones(2), torch.ones(2), torch.ones(2)
+        >>> sorted(lendable([own, x, whole, whole[:1], None], [x]))
+        [0]
+    """
+    keys = [None if output is None else storage_of(output) for output in outputs]
+    owners = Counter(chain(keys, map(storage_of, static)))
+    return frozenset(place for place, key in enumerate(keys) if key is not None and owners[key] == 1)
+
+
+def _lent(output: Output) -> Handout:
+    return lambda arguments, outputs, copies: output
+
+
+def _nothing(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> None:
+    return None
+
+
+def _repeat(place: int) -> Handout:
+    return lambda arguments, outputs, copies: outputs[place]
+
+
+def _argument(index: int) -> Handout:
+    return lambda arguments, outputs, copies: arguments[index]
+
+
+def _argument_view(owner: int, output: Tensor, static: Tensor) -> Handout:
+    ahead = byte_offset(output) - byte_offset(static)
+    detached = static.requires_grad and not output.requires_grad  # views of weights require gradients as those do
+    bare = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta")
+    layout = _lazy_as(output, bare)  # without its memory
+
+    def view(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> Tensor:
+        argument = arguments[owner].detach() if detached else arguments[owner]
+        if argument.dtype == layout.dtype:
+            offset = argument.storage_offset() + ahead // layout.element_size()
+            return _lazy_as(layout, argument.as_strided(layout.shape, layout.stride(), offset))
+        offset = (byte_offset(argument) + ahead) // layout.element_size()
+        return _view(argument.untyped_storage(), layout, offset)
+
+    return view
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """Of an output that lies alone in its memory and fills it."""
+
+    output: Tensor
+
+    def __call__(
+        self, arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]
+    ) -> Tensor:
+        return self.output.clone()
+
+
+def _shared_copy(output: Tensor) -> Handout:
+    key = storage_of(output)
+
+    def copy(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> Tensor:
+        if key not in copies:
+            storage = output.untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=output.device).set_(storage, 0, (storage.nbytes(),), (1,))
+            copies[key] = whole.clone().untyped_storage()
+        return _view(copies[key], output, output.storage_offset())
+
+    return copy
+
+
+def _view(storage: torch.UntypedStorage, like: Tensor, offset: int | torch.SymInt) -> Tensor:
+    """A tensor over ``storage`` with the dtype, shape and strides of ``like``."""
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return _lazy_as(like, empty.set_(storage, offset, like.shape, like.stride()))
+
+
+def _lazy_as(like: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor conjugated and negated, as ``like`` is, by a flag that says so."""
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor

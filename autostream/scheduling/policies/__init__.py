@@ -1,0 +1,45 @@
+"""Policies: from a graph and its costs to a stream and a place in the launch order for each op.
+
+A policy is called with the graph, the costs, the device's profile, the largest number of streams and the ops that must
+be on stream 0. It is deterministic, and it leaves waits and memory to the stages after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import MappingProxyType
+
+from autostream.ir import Assignment, Costs, DeviceProfile, OpGraph
+from autostream.scheduling.coarsen import coarsen, expand
+from autostream.scheduling.policies import critical_path, path_cover, search, sequential
+
+Policy = Callable[[OpGraph, Costs, DeviceProfile, int, frozenset[str]], Assignment]
+
+
+def in_chains(policy: Policy) -> Policy:
+    """A policy that never splits a chain of short ops: it decides on chains in the place of ops."""
+
+    @wraps(policy)
+    def on_chains(
+        graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int, pinned: frozenset[str]
+    ) -> Assignment:
+        coarse = coarsen(graph, costs, profile, pinned)
+        return expand(coarse, policy(coarse.graph, coarse.costs, profile, streams, coarse.pinned))
+
+    return on_chains
+
+
+ON_CHAINS: Mapping[str, Policy] = MappingProxyType(
+    {"critical_path": critical_path.critical_path, "path_cover": path_cover.path_cover}
+)
+"""The policies that are to decide on chains of short ops, by name."""
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "sequential": sequential.sequential,
+        **{name: in_chains(policy) for name, policy in ON_CHAINS.items()},
+        "search": search.search,
+    }
+)
+"""The policies by name, as in ``Options.policy``; a new one is a file, a line here and a value there."""

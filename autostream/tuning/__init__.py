@@ -1,0 +1,1 @@
+"""Which schedule of a program runs: candidates, within the memory budget, measured; the fastest is kept."""

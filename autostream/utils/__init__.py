@@ -1,0 +1,1 @@
+"""What every room uses: locks, storages, schemas, seconds by stage."""

@@ -1,0 +1,259 @@
+"""TARGET and --input: what is accepted, and that every mistake is told in one line which says what to write."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autostream.cli.targets import InputSpec, load, make_inputs, parse_device, parse_input, prepare
+from autostream.errors import TargetError
+
+CPU = torch.device("cpu")
+
+MODELS = """
+import sys
+import torch
+from torch import nn
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, y):
+        return self.linear(x + y)
+
+class Factories:
+    @staticmethod
+    def pair():
+        return Pair()
+
+def with_inputs():
+    return Pair(), (torch.ones(2, 8), torch.arange(8))
+
+def number():
+    return 3
+
+def no_tuple():
+    return Pair(), torch.ones(2, 8)
+
+def takes_one(x):
+    return Pair()
+
+def fails():
+    raise RuntimeError("weights\\nare missing")
+
+def leaves():
+    sys.exit("usage: ...")
+
+ready = Pair()
+answer = 42
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of factories in an otherwise empty working directory."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my_models.py"
+    path.write_text(MODELS)
+    yield path
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("factory", ["Pair", "Factories.pair"])
+@pytest.mark.parametrize("where", ["my_models.py", "my_models"])
+def test_a_factory_is_found_by_file_and_by_module(models: Path, where: str, factory: str) -> None:
+    model, args = load(f"{where}:{factory}")
+    assert type(model).__name__ == "Pair"
+    assert args is None
+
+
+def test_a_file_elsewhere_can_import_its_neighbours(models: Path, tmp_path: Path) -> None:
+    package = tmp_path / "elsewhere"
+    package.mkdir()
+    (package / "neighbour.py").write_text("from torch.nn import Flatten")
+    (package / "main.py").write_text("from neighbour import Flatten")
+    assert isinstance(load(f"{package / 'main.py'}:Flatten")[0], nn.Flatten)
+
+
+def test_inputs_come_with_the_model_as_a_tuple(models: Path) -> None:
+    _, args = load("my_models.py:with_inputs")
+    assert args is not None
+    assert [tuple(arg.shape) for arg in args] == [(2, 8), (8,)]
+
+
+def test_a_bare_name_is_a_zoo_model() -> None:
+    model, args = load("squeezenet1_1")
+    assert type(model).__name__ == "SqueezeNet"
+    assert args is not None
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("googlenett", "there is no zoo model 'googlenett' (did you mean 'googlenet'"),
+        ("my_models.py", "my_models.py does not say what to take from the file: write my_models.py:factory"),
+        (":Pair", "':Pair' names no factory: write package.module:factory or file.py:factory"),
+        ("my_models:", "'my_models:' names no factory"),
+        ("missing.py:f", "there is no file missing.py: write file.py:factory with a path that exists from "),
+        ("no_such.module:f", "cannot import 'no_such.module': ModuleNotFoundError: No module named 'no_such'"),
+        ("..relative:f", "cannot import '..relative': "),
+        ("my_models:Missing", "my_models:Missing: module 'my_models' has no attribute 'Missing'; write the name of"),
+        ("my_models:answer", "my_models:answer is a int, not a factory: name a function that returns a module"),
+        ("my_models:ready", "my_models:ready is a Pair, not a factory"),
+        ("my_models:number", "my_models:number returned a int: a factory returns a torch.nn.Module, or (module, args)"),
+        ("my_models:no_tuple", "my_models:no_tuple returned a tuple: a factory returns"),
+        (
+            "my_models:takes_one",
+            "my_models:takes_one does not take 0 inputs: missing a required argument: 'x'",
+        ),
+        (
+            "my_models:leaves",
+            "my_models:leaves failed: SystemExit: usage: ... (my_models.py",
+        ),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_told_in_one_line(models: Path, target: str, said: str) -> None:
+    with pytest.raises(TargetError, match=f"^{re.escape(said)}") as raised:
+        load(target)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_fault_of_the_factory_names_its_line(models: Path) -> None:
+    line = MODELS.splitlines().index('    raise RuntimeError("weights\\nare missing")') + 1
+    with pytest.raises(TargetError, match=rf"RuntimeError: weights are missing \(my_models.py:{line}\)$"):
+        load("my_models.py:fails")
+
+
+@pytest.mark.parametrize("where", ["broken", "broken.py"])
+def test_a_fault_of_the_module_names_its_line(models: Path, where: str) -> None:
+    models.with_name("broken.py").write_text("x = 1\n1 / 0\n")
+    with pytest.raises(TargetError, match=r"cannot import '?broken.*: ZeroDivisionError: .* \(broken.py:2\)$"):
+        load(f"{where}:f")
+    models.with_name("broken.py").write_text("def (:\n")
+    with pytest.raises(TargetError, match=r"cannot import '?broken.*: SyntaxError: .*\(broken.py, line 1\)$"):
+        load(f"{where}:f")
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("1x3x224x224:float16", InputSpec((1, 3, 224, 224), torch.float16)),
+        ("8x128:int64", InputSpec((8, 128), torch.int64)),
+        ("16", InputSpec((16,))),
+        ("2x0x3", InputSpec((2, 0, 3))),
+        ("scalar", InputSpec(())),
+        ("scalar:bool", InputSpec((), torch.bool)),
+    ],
+)
+def test_inputs_parse(text: str, spec: InputSpec) -> None:
+    assert parse_input(text) == spec
+
+
+@pytest.mark.parametrize("shape", ["", "x", "1x", "1,3", "-1", "1x-1", "1X3", " 1", "1.5", "1٣", "scalarx"])
+def test_a_shape_that_is_none_is_told(shape: str) -> None:
+    said = f"--input {shape}:int64: the shape {shape!r} is not allowed: write whole numbers joined by x"
+    with pytest.raises(TargetError, match=f"^{re.escape(said)}"):
+        parse_input(f"{shape}:int64")
+
+
+@pytest.mark.parametrize("dtype", ["", "half", "torch.float16", "float16:1"])
+def test_a_dtype_that_is_none_is_told(dtype: str) -> None:
+    said = f"--input 1x3:{dtype}: the dtype {dtype!r} is not allowed: use float16, bfloat16, float32"
+    with pytest.raises(TargetError, match=f"^{re.escape(said)}"):
+        parse_input(f"1x3:{dtype}")
+
+
+def test_inputs_are_random_alike_each_time_and_valid_as_indices() -> None:
+    specs = [InputSpec((2, 3)), InputSpec((64,), torch.int64), InputSpec((), torch.bool)]
+    x, ids, flag = make_inputs(specs, CPU, torch.float16)
+    assert (x.dtype, x.shape) == (torch.float16, (2, 3))
+    assert set(ids.tolist()) == {0, 1}
+    assert (flag.dtype, flag.shape) == (torch.bool, ())
+    before = torch.get_rng_state()
+    assert torch.equal(make_inputs(specs, CPU, torch.float16)[0], x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("shape", [(10**6,) * 3, (10**12,) * 2, (10**30,)])
+def test_an_input_that_is_too_large_is_told_with_what_to_do(shape: tuple[int, ...]) -> None:
+    """More bytes than there are, than can be counted, and a size that cannot be counted itself."""
+    said = f"--input {'x'.join(map(str, shape))}: cannot be made on cpu ("
+    with pytest.raises(TargetError, match=rf"^{re.escape(said)}.*\): use smaller sizes$") as raised:
+        make_inputs([InputSpec((2,)), InputSpec(shape)], CPU, torch.float32)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "CPU", "cpu:0", "cuda:-1", ""])
+def test_a_device_that_is_none_is_told(text: str) -> None:
+    with pytest.raises(TargetError, match=f"^--device {text} is not allowed: use cpu, cuda or cuda:N$"):
+        parse_device(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "said"),
+    [("cuda", 0, "PyTorch sees 0 GPUs here"), ("cuda:0", 0, "0 GPUs here"), ("cuda:1", 1, "PyTorch sees 1 GPU here")],
+)
+def test_a_gpu_that_is_not_here_is_told(text: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(TargetError, match=f"^--device {text}: .*{said}; use --device cpu"):
+        parse_device(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "device"),
+    [(None, 0, "cpu"), (None, 2, "cuda:0"), ("cpu", 2, "cpu"), ("cuda", 1, "cuda:0"), ("cuda:1", 2, "cuda:1")],
+)
+def test_devices(text: str | None, gpus: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert parse_device(text) == torch.device(device)
+
+
+def test_the_model_is_cast_to_the_first_floating_point_input(models: Path) -> None:
+    specs = [InputSpec((8,), torch.int64), InputSpec((2, 8), torch.bfloat16)]
+    model, (ids, x) = prepare("my_models:Pair", specs, CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.steps.dtype == torch.int64
+    assert (ids.dtype, x.dtype) == (torch.int64, torch.bfloat16)
+
+
+def test_an_input_without_dtype_has_that_of_the_model(models: Path) -> None:
+    models.with_name("double.py").write_text("from torch import nn\ndef f(): return nn.Linear(2, 2).double()")
+    model, (x,) = prepare("double.py:f", [InputSpec((1, 2))], CPU)
+    assert x.dtype == torch.float64
+    assert model.weight.dtype == torch.float64
+
+
+def test_inputs_that_come_with_the_model_are_cast_along(models: Path) -> None:
+    model, (x, ids) = prepare("my_models:with_inputs", [], CPU, torch.float16)
+    assert (x.dtype, ids.dtype) == (torch.float16, torch.int64)
+    assert model.linear.weight.dtype == torch.float16
+
+
+def test_inputs_given_replace_those_that_come_with_the_model(models: Path) -> None:
+    _, args = prepare("my_models:with_inputs", [InputSpec((5, 8)), InputSpec((8,))], CPU)
+    assert [tuple(arg.shape) for arg in args] == [(5, 8), (8,)]
+
+
+def test_a_model_without_inputs_asks_for_them(models: Path) -> None:
+    with pytest.raises(TargetError, match=r"^my_models:Pair comes without example inputs: give each one as --input"):
+        prepare("my_models:Pair", [], CPU)
+
+
+def test_another_number_of_inputs_is_told(models: Path) -> None:
+    said = "my_models:Pair: Pair.forward does not take 1 input: missing a required argument: 'y'"
+    with pytest.raises(TargetError, match=f"^{re.escape(said)}$"):
+        prepare("my_models:Pair", [InputSpec((2, 8))], CPU)
+    with pytest.raises(TargetError, match=r"does not take 3 inputs: too many positional arguments$"):
+        prepare("my_models:Pair", [InputSpec((2, 8))] * 3, CPU)

@@ -1,0 +1,114 @@
+"""The zoo: real models without downloads, alike in every process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from autostream.cli import zoo
+from autostream.cli.zoo import build
+from autostream.errors import TargetError
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "layers"),
+    [("googlenet", 224, 57 + 1), ("inception_v3", 299, 94 + 1)],
+)
+def test_inception_nets_are_whole_finite_and_depend_on_their_input(name: str, size: int, layers: int) -> None:
+    model, (image,) = build(name)
+    assert not model.training
+    assert image.shape == (1, 3, size, size)
+    kinds = (torch.nn.Conv2d, torch.nn.Linear)
+    assert sum(isinstance(module, kinds) for module in model.modules()) == layers, "no auxiliary classifiers"
+    with torch.no_grad():
+        outputs = model(torch.cat([image, image.flip(-1)]))
+    assert outputs.shape == (2, 1000)
+    assert outputs.isfinite().all()
+    # Weights that shrink their input at each layer leave nothing but biases: a wrong result would not show.
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-3 * outputs.abs().max()
+
+
+@pytest.mark.parametrize("name", ["squeezenet1_1", "vit_b_32"])
+def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays(name: str) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first, (image,) = build(name)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second, (again,) = build(name)
+    assert torch.equal(image, again)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_timm_model_has_the_input_of_its_configuration() -> None:
+    model, (image,) = build("test_byobnet.r160_in1k")
+    assert image.shape == (1, 3, 160, 160)
+    assert not model.training
+    assert model(image).shape == (1, 1000)
+
+
+def test_the_backbone_of_a_segmentation_model_is_not_downloaded() -> None:
+    model, _ = build("lraspp_mobilenet_v3_large")
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"), [("raft_small", [(1, 3, 224, 224)] * 2), ("r3d_18", [(1, 3, 16, 224, 224)])]
+)
+def test_other_tasks_take_other_inputs(name: str, shapes: list[tuple[int, ...]]) -> None:
+    _, args = build(name)
+    assert [tuple(arg.shape) for arg in args] == shapes
+
+
+def test_a_detector_takes_a_list_of_images() -> None:
+    _, (images,) = build("ssdlite320_mobilenet_v3_large")
+    assert [tuple(image.shape) for image in images] == [(3, 224, 224)]
+
+
+def test_a_misspelt_name_is_answered_with_near_ones() -> None:
+    with pytest.raises(TargetError, match=r"no zoo model 'googlenett' \(did you mean 'googlenet' or .*package.module:"):
+        build("googlenett")
+    with pytest.raises(TargetError, match="no zoo model '~': write a name from torchvision"):
+        build("~")
+
+
+@pytest.mark.parametrize(("library", "name"), [("torchvision", "googlenet"), ("timm", "test_byobnet.r160_in1k")])
+def test_a_missing_library_names_the_extra(library: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(
+        TargetError, match=rf"needs {library}, which is not installed: pip install \"autostream\[zoo\]\""
+    ):
+        build(name)
+
+
+def test_activations_have_a_mean_square_of_one_after_calibrated_norms() -> None:
+    """The second norm must see what the first one, once calibrated, lets through: conv -> norm -> conv -> norm."""
+    from torchvision.ops import FrozenBatchNorm2d
+
+    torch.manual_seed(0)
+    first, second = nn.BatchNorm2d(4), FrozenBatchNorm2d(5)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), first, nn.Conv2d(4, 5, 3), second).eval()
+    samples = 1e3 + 1e3 * torch.randn(16, 3, 16, 16)
+    assert zoo.calibrated(model, (samples,)) is model
+    assert not model.training
+    for outputs in (model[:2](samples), model(samples)):
+        squares = outputs.square().mean((0, 2, 3))
+        assert squares.tolist() == pytest.approx([1.0] * len(squares), abs=1e-3)
+    assert not first.running_mean.any()
+    statistics = first.running_var.clone()
+    model(2 * samples)
+    assert torch.equal(first.running_var, statistics), "later calls are not observed"
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "vit_b_16"])
+def test_outputs_are_neither_nothing_nor_alike_where_fp16_can_tell(name: str) -> None:
+    """Without calibrated norms the first one's vanish, and the second one's last layer begins with zeros."""
+    model, (image,) = build(name)
+    with torch.no_grad():
+        one, other = model(image), model(image.flip(3))
+    assert one.half().isfinite().all()
+    assert one.abs().mean() > 0.01
+    assert (one - other).norm() > 0.01 * one.norm()

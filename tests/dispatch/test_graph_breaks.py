@@ -1,0 +1,414 @@
+"""A model that Dynamo splits at graph breaks: what it computes and does, in which order, and what the report says."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autostream
+from autostream.dispatch.compiled import Compiled
+from tests.data_branches import DYNAMOS_OWN, Branching, same_gradients, trained
+from tests.semantics import Model, force_streams, same
+from tests.threads import in_threads
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def t(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + seed))
+
+
+class Broken(nn.Module):
+    r"""Three graphs, with a print and a branch that depends on data between them::
+
+    norm(linear) ── print ── sum > 0 ─┬─ add
+                                      └─ neg
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.calls: list[str] = []
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        y = self.norm(self.linear(x))
+        print("between")
+        self.calls.append("between")
+        y = y.relu() + 1 if y.abs().sum() > 0 else -y
+        self.calls.append("behind")
+        return {"y": y, "shape": tuple(y.shape), "x": x}
+
+
+def twins(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    return autostream.optimize(model, **options), make()
+
+
+@pytest.fixture
+def often_in_turn() -> Iterator[None]:
+    """Threads take turns a hundred times as often as they do by default."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def reasons(fast: Any) -> str:
+    return "\n".join(refusal.reason for report in fast.reports for refusal in report.refusals)
+
+
+@torch.no_grad()
+def test_results_and_side_effects_are_the_models_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    fast, plain = twins(Broken)
+    for rows in (3, 3, 5, 3):
+        x = t(rows, 2)
+        found, expected = fast(x), plain(x)
+        same(found, expected)
+        assert found["x"] is x
+    assert capsys.readouterr().out == "between\n" * 8
+    assert fast.calls == plain.calls
+    same(fast.state_dict(), plain.state_dict())
+
+
+@torch.no_grad()
+def test_graphs_on_both_sides_of_a_break_are_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(s: Model, x: Tensor) -> Tensor:
+        y = x.sin() + x.cos() * x.exp()
+        if y.sum() > 1e9:
+            return y
+        return y.sin() * y.cos()
+
+    fast, plain = twins(lambda: Model(breaks), **force_streams(monkeypatch))
+    for seed in range(3):
+        same(fast(t(3, seed=seed)), plain(t(3, seed=seed)))
+    (report,) = fast.reports
+    assert report.mode == "graph breaks"
+    assert [part.mode for part in report.parts] == ["threads", "threads"]
+
+
+@torch.no_grad()
+def test_each_graph_says_why_and_where_it_ends() -> None:
+    def asks(s: Model, x: Tensor) -> Tensor:
+        y = x * (x + 1).sum()
+        print(end="")
+        return y + 1 if y.sum() > 0 else y - 1
+
+    fast, plain = twins(lambda: Model(asks))
+    same(fast(t(3)), plain(t(3)))
+    (report,) = fast.reports
+    printed, branch, end = [part.ended for part in report.parts]
+    assert re.search(r"\(.*test_split.py:\d+: print\(end=\"\"\)\)$", printed)
+    assert "\n" not in printed
+    assert re.fullmatch(
+        r"a branch depends on the value of a tensor \(.*test_split.py:\d+: return y \+ 1 if y.sum\(\) > 0 .*\)", branch
+    )
+    assert end == "", "the model returns"
+
+
+@torch.no_grad()
+def test_explain_names_dynamos_reason_and_the_line() -> None:
+    fast, _ = twins(Broken)
+    fast(t(3, 2))
+    told = autostream.explain(fast)
+    assert re.search(r"Failed to trace builtin operator|Dynamo does not know how to trace|print", reasons(fast))
+    line = Broken.forward.__code__.co_firstlineno + 2
+    assert f'test_split.py:{line}: print("between")' in told
+    assert f"test_split.py:{line + 2}: y = y.relu() + 1 if y.abs().sum() > 0 else -y" in told
+    assert "a branch depends on the value of a tensor" in told
+
+
+@torch.no_grad()
+def test_weights_stay_where_they_are_and_inputs_are_not_bound() -> None:
+    fast, plain = twins(lambda: Broken().eval())
+    fast(t(3, 2))
+    first, *others = fast.reports[0].parts
+    assert first.signature == "3x2:float32 on cpu", "of what is no weight"
+    for own in (fast, plain):
+        own.linear.weight.mul_(2)
+        own.norm.running_mean = nn.Buffer(torch.ones(2))
+    same(fast(t(3, 2))["y"], plain(t(3, 2))["y"])
+    assert others
+
+
+def test_errors_of_the_model_are_raised_as_they_are_and_once() -> None:
+    def fails(s: Model, x: Tensor) -> Tensor:
+        y = x.sin()
+        print(end="")
+        s.calls.append(1)
+        if y.sum() > -100:
+            raise KeyError("the model's own")
+        return y
+
+    fast, plain = twins(lambda: Model(fails, calls=[]))
+    for run in (fast, plain):
+        with pytest.raises(KeyError, match="the model's own"):
+            run(t(3))
+    assert fast.calls == plain.calls == [1]
+
+
+@torch.no_grad()
+def test_what_dynamo_fails_at_runs_as_it_is() -> None:
+    """The branches of a ``cond`` must be traceable; run plainly, it does not compile them."""
+
+    def breaks(s: Model, x: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            torch.cond(x.sum() > 0, lambda x: print() or x + 1, lambda x: x - 1, (x,))
+        return x + 1
+
+    fast, _ = twins(lambda: Model(breaks))
+    for _ in range(2):
+        same(fast(t(3)), t(3) + 1)
+    (report,) = fast.reports
+    assert report.mode == "plain"
+    assert len(report.refusals) >= 1
+
+
+@torch.no_grad()
+def test_a_graph_that_cannot_be_scheduled_does_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph before the break has run when the one behind it fails."""
+    made = autostream.dispatch.dispatcher.Dispatcher._graph
+    graphs: list[int] = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        graphs.append(1)
+        if len(graphs) > 1:
+            raise RuntimeError("no schedule for you")
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(autostream.dispatch.dispatcher.Dispatcher, "_graph", make)
+
+    def counts(s: Model, x: Tensor) -> Tensor:
+        x.add_(1)
+        torch._dynamo.graph_break()
+        s.calls.append(1)
+        return x * 2
+
+    fast, x = autostream.optimize(Model(counts, calls=[])), torch.zeros(2)
+    assert fast(x).tolist() == [2, 2]
+    assert (x.tolist(), fast.calls) == ([1, 1], [1])
+    assert "no schedule for you" in reasons(fast)
+
+
+@torch.no_grad()
+def test_a_loop_with_a_break_runs_as_it_is_and_a_method_of_its_body_does_not() -> None:
+    def body(s: Model, x: Tensor) -> Tensor:
+        return x.sin() if x.sum() > 0 else x.cos()
+
+    def inside(s: Model, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x.sin() if x.sum() > 0 else x.cos()
+        return x
+
+    def outside(s: Model, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = body(s, x)
+        return x
+
+    for function, mode in ((inside, "plain"), (outside, "graph breaks")):
+        fast, _ = twins(lambda function=function: Model(function))
+        same(fast(t(3)), inside(Model(inside), t(3)))
+        assert [report.mode for report in fast.reports] == [mode]
+
+
+@torch.no_grad()
+def test_both_branches_are_taken_and_what_changes_is_noticed() -> None:
+    def looks(s: Model, x: Tensor) -> Tensor:
+        y = x * s.number
+        return y + 1 if x.sum() > 0 else y - 1
+
+    fast, plain = twins(lambda: Model(looks, number=2.0))
+    for number in (2.0, 2.0, 3.0):
+        fast.number = plain.number = number
+        for x in (torch.ones(3), -torch.ones(3)):
+            same(fast(x), plain(x))
+    assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, x: (x + 1) * x.sum().item() if x.sum() > -1 else x,
+        lambda s, x: (x + 1) * int(x.sum()) if x.sum() > -1 else x,
+        lambda s, x: s.scales[int(x[0])] * (x + 1),
+    ],
+    ids=["a number", "a whole number", "experts"],
+)
+def test_numbers_of_the_device_are_followed(function: Callable[..., Any]) -> None:
+    fast, plain = twins(lambda: Model(function, scales=[torch.tensor(float(at)) for at in range(6)]))
+    for at in [*range(6), *range(6)]:
+        same(fast(torch.full((3,), float(at))), plain(torch.full((3,), float(at))))
+
+
+@torch.no_grad()
+def test_models_of_one_class_do_not_use_up_each_others_compilations() -> None:
+    """Dynamo counts by code, and gives code up after eight compilations."""
+    for count in range(1, 12):
+        fast, plain = twins(lambda: Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1))
+        same(fast(torch.ones(count)), plain(torch.ones(count)))
+        assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stance", ["default", "eager_then_compile", "force_eager"])
+def test_whatever_stance_the_user_takes_numpys_numbers_are_its_own(stance: Any) -> None:
+    """Traced, NumPy's calls would be PyTorch's."""
+
+    def draws(s: Model, x: Tensor) -> Tensor:
+        return x + torch.from_numpy(np.random.rand(2, 2)) if x.sum() > 0 else x
+
+    fast, plain = twins(lambda: Model(draws))
+    results = []
+    for run in (fast, plain):
+        np.random.seed(0)
+        with torch.compiler.set_stance(stance):
+            results.append([run(torch.ones(2, 2)) for _ in range(4)])
+    same(*results)
+
+
+@torch.no_grad()
+def test_random_numbers_are_the_models() -> None:
+    def draws(s: Model, x: Tensor) -> Tensor:
+        y = torch.dropout(x, 0.5, True)
+        print(end="")
+        return torch.dropout(y, 0.5, True) + torch.rand_like(y)
+
+    fast, plain = twins(lambda: Model(draws))
+    results = []
+    for run in (fast, plain):
+        torch.manual_seed(3)
+        results.append([run(t(4, 4)), run(t(4, 4)), torch.get_rng_state()])
+    same(*results)
+
+
+@torch.no_grad()
+def test_dynamo_says_nothing_at_length(caplog: pytest.LogCaptureFixture) -> None:
+    fast, _ = twins(Broken)
+    with caplog.at_level(logging.WARNING):
+        fast(t(3, 2))
+    (record,) = caplog.records
+    assert record.name == "autostream.dispatch.dispatcher"
+    assert "splitting it at graph breaks" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+@torch.no_grad()
+def test_a_model_takes_its_graphs_along() -> None:
+    others = {id(found) for found in gc.get_objects() if type(found) is Compiled}
+    fast, _ = twins(Broken)
+    fast(t(3, 2))
+    held = [ref(found) for found in gc.get_objects() if type(found) is Compiled and id(found) not in others]
+    held.append(ref(fast.linear.weight))
+    assert len(held) == 4
+    del fast
+    gc.collect()
+    assert not any(own() for own in held)
+
+
+def test_threads_may_go_different_ways(often_in_turn: None) -> None:
+    """Some trace while others have Dynamo compile: of what tracers patch for all threads, nothing stays."""
+    calls = nn.Module.__call__
+    for _ in range(5):
+        fast, plain = twins(lambda: Model(lambda s, x: x.sin() + 1 if x.sum() > 0 else x.cos() - 1))
+
+        def work(number: int, fast: nn.Module = fast, plain: nn.Module = plain) -> None:
+            x = torch.full((3,), (-1.0) ** number)
+            with torch.no_grad():
+                for _ in range(8):
+                    same(fast(x), plain(x))
+
+        in_threads(4, work)
+        assert nn.Module.__call__ is calls
+        torch._dynamo.reset()
+
+
+# Calls that record gradients
+
+
+@DYNAMOS_OWN
+@pytest.mark.parametrize("backward", [{}, {"retain_graph": True}])
+def test_forward_and_backward_of_each_graph_are_scheduled(backward: dict[str, bool]) -> None:
+    model, plain = Branching(), Branching()
+    fast = autostream.optimize(model, policy="critical_path")
+    same_gradients(trained(model, fast, **backward), trained(plain, plain, **backward))
+    (report,) = fast.reports
+    assert report.mode == "graph breaks"
+    assert {part.mode for part in report.parts} == {"forward and backward"}
+    assert {tuple(half.half for half in part.parts) for part in report.parts} == {("forward", "backward")}
+
+
+@DYNAMOS_OWN
+def test_what_a_model_checkpoints_draws_the_same_numbers_once_more() -> None:
+    class Checkpointing(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return checkpoint(lambda y: torch.dropout(self.other(y).sin(), 0.5, True), y, use_reentrant=False)
+
+    model, plain = Checkpointing(), Checkpointing()
+    fast, found = autostream.optimize(model, policy="critical_path"), []
+    for own, run in ((model, fast), (plain, plain)):
+        torch.manual_seed(1)
+        found.append(trained(own, run))
+    same_gradients(*found)
+    assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+@DYNAMOS_OWN
+def test_the_caller_may_checkpoint_it() -> None:
+    model, plain = Branching(), Branching()
+    fast = autostream.optimize(model, policy="critical_path")
+    for _ in range(2):
+        found = [
+            trained(own, lambda x, run=run: checkpoint(run, x, use_reentrant=False))
+            for own, run in ((model, fast), (plain, plain))
+        ]
+        same_gradients(*found)
+    assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+@DYNAMOS_OWN
+def test_batch_statistics_are_written_once() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.linear(x))
+            return self.last(y.tanh() if y.sum() > -1e9 else y)
+
+    fast, plain = twins(lambda: Normed().double(), policy="critical_path")
+    for seed in range(3):
+        for run in (fast, plain):
+            run(t(5, 4, seed=seed).double()).sum().backward()
+        same(fast.state_dict(), plain.state_dict(), 1e-10)
+        same([p.grad for p in fast.parameters()], [p.grad for p in plain.parameters()], 1e-10)
+    assert "forward and backward" in {part.mode for part in fast.reports[0].parts}
+
+
+@pytest.mark.gpu
+@DYNAMOS_OWN
+@pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "checkpointed"])
+def test_gradients_are_the_models_on_a_gpu(wrapped: bool) -> None:
+    model, plain = Branching().cuda(), Branching().cuda()
+    fast = autostream.optimize(model, kernels="eager")
+
+    def ours(x: Tensor) -> Any:
+        return checkpoint(fast, x.cuda(), use_reentrant=False) if wrapped else fast(x.cuda())
+
+    for _ in range(10):
+        same_gradients(trained(model, ours), trained(plain, lambda x: plain(x.cuda())))
+    assert [report.mode for report in fast.reports] == ["graph breaks"]

@@ -1,0 +1,210 @@
+"""Paranoia: what a scheduled call does beside what the model does, from the same state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream.dispatch.paranoid import TOLERANCE, compared, difference
+from autostream.dispatch.scheduled import Scheduled
+from autostream.errors import MismatchError
+from tests.semantics import CONFIGURATIONS, Model, same
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def paranoid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_VERIFY", "paranoid")
+
+
+class Counts(nn.Module):
+    """It counts its calls, drops values at random, writes to its input and returns a view of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.add_(1)
+        x.mul_(2)
+        return torch.nn.functional.dropout(x, training=True) + self.calls, self.calls[1:]
+
+
+# What is compared
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("paranoid")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_what_is_right_goes_on_as_ever(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """State, inputs and random numbers are those of as many calls of the model, not of twice as many."""
+    plain, fast = Counts(), autostream.optimize(Counts(), **CONFIGURATIONS[name](monkeypatch))
+    for _ in range(3):
+        (a, b), outputs = (torch.ones(3), torch.ones(3)), []
+        for model, x in ((plain, a), (fast, b)):
+            torch.manual_seed(0)
+            outputs.append((model(x), torch.rand(1)))
+        same(outputs[1], outputs[0])
+        same(b, a)
+    assert fast.calls.tolist() == [3.0, 3.0, 3.0]
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("paranoid")
+def test_a_schedule_that_computes_something_else_is_found_out_at_the_first_call_and_at_any_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fast = autostream.optimize(nn.Linear(4, 4), torch.ones(2, 4))
+    fast(torch.ones(2, 4))
+    monkeypatch.setattr("autostream.dispatch.scheduled.Scheduled.__call__", lambda self, arguments: [torch.zeros(2, 4)])
+    with pytest.raises(MismatchError, match=r"Linear, scheduled: output 0 is off by 1 of its size, and 0.001 is"):
+        fast(torch.ones(2, 4))
+
+
+@pytest.mark.usefixtures("paranoid")
+def test_calls_that_record_gradients_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their gradients are what they are otherwise."""
+    plain, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), torch.randn(3, 4)
+    fast = autostream.optimize(copy.deepcopy(plain), policy="critical_path")
+    for _ in range(2):
+        for model in (plain, fast):
+            torch.manual_seed(0)
+            model(x).square().sum().backward()
+    for ours, theirs in zip(fast.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    same(list(fast.buffers()), list(plain.buffers()))
+    assert [report.mode for report in fast.reports] == ["forward and backward"]
+    right = Scheduled.__call__
+    monkeypatch.setattr(Scheduled, "__call__", lambda *args: [output + 1 for output in right(*args)])
+    with pytest.raises(MismatchError, match="Sequential, scheduled: output 0 is off by"):
+        fast(x)
+
+
+def test_sparse_outputs_are_compared_too() -> None:
+    model, x = Model(lambda s, x: (x * 2, (x > 0).float().to_sparse())), torch.tensor([1.0, -1.0])
+    compared(model, lambda: model(x), [x], (x,), {})
+    wrong = torch.tensor([1.0, 1.0])
+    for sparse, reason in ((wrong.to_sparse(), "off by 1 of"), (wrong, "2:float32, and should be 2:float32, sparse")):
+        with pytest.raises(MismatchError, match=f"output 1 is {reason}"):
+            compared(model, lambda other=sparse: (x * 2, other), [x], (x,), {})
+
+
+@torch.no_grad()
+def test_otherwise_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOSTREAM_VERIFY", raising=False)
+    monkeypatch.setattr("autostream.dispatch.dispatcher.compared", lambda *args: pytest.fail("compared"))
+    fast = autostream.optimize(nn.Linear(4, 4))
+    fast(torch.ones(2, 4))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("paranoid")
+def test_a_wrong_word_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_VERIFY", "always")
+    with pytest.raises(autostream.OptionError, match="AUTOSTREAM_VERIFY is 'always'"):
+        autostream.optimize(nn.Linear(4, 4))
+
+
+def wrong(change: Callable[[Counts, Tensor], None]) -> str:
+    """What is said of a call that does the right thing, and then something more."""
+    model, x = Counts(), torch.ones(3)
+
+    def run() -> Any:
+        outputs = model(x)
+        change(model, x)
+        return outputs
+
+    with pytest.raises(MismatchError) as error:
+        compared(model, run, [x], (x,), {})
+    assert x.tolist() == [2.0, 2.0, 2.0], "the model's own call is what stays"
+    assert model.calls.tolist() == [1.0, 1.0, 1.0]
+    return str(error.value)
+
+
+def test_the_models_state_and_the_inputs_are_compared_too() -> None:
+    assert "input 0 afterwards is off by 1 of its size" in wrong(lambda model, x: x.zero_())
+    assert "calls afterwards is off by" in wrong(lambda model, x: model.calls[0].add_(1))
+
+
+def test_an_output_that_shows_the_state_is_compared_as_it_was_returned() -> None:
+    assert "output 1 is off by" in wrong(lambda model, x: model.calls.add_(1))
+
+
+def test_a_call_that_fails_leaves_everything_as_it_was() -> None:
+    model, x = Counts(), torch.ones(3)
+
+    def run() -> Any:
+        model(x)
+        raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        compared(model, run, [x], (x,), {})
+    assert (x.tolist(), model.calls.tolist()) == ([1.0] * 3, [0.0] * 3)
+
+
+def test_keyword_arguments_reach_the_model() -> None:
+    x = torch.ones(2)
+    model = Model(lambda s, x, scale: x * scale)
+    same(compared(model, lambda: x * 3, [x], (x,), {"scale": 3}), x * 3)
+
+
+# How
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.complex64, torch.float8_e4m3fn])
+def test_rounding_is_allowed_for_and_no_more(dtype: torch.dtype) -> None:
+    allowed = TOLERANCE.get(torch.float32 if dtype.is_complex else dtype, 0.25)
+    expected = torch.full((8,), 2.0, dtype=torch.float64)
+    cast = torch.complex64 if dtype.is_complex else dtype
+    for times, right in ((0.3, True), (4.0, False)):
+        ours = (expected * (1 + times * allowed)).to(cast)
+        assert (difference({"y": ours}, {"y": expected.to(cast)}) == "") is right
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        ([1, 2], [1, 3], "y is off by inf"),
+        ([True], [False], "y is off by inf"),
+        ([1.0, float("nan")], [1.0, 2.0], "y is off by inf"),
+        ([1.0, float("inf")], [1.0, float("nan")], "y is off by inf"),
+        ([1.0, float("nan")], [1.0, float("nan")], ""),
+        ([1.0, float("inf")], [1.0, float("inf")], ""),
+        ([1e-9], [0.0], ""),
+        ([1.0], [0.0], "y is off by 1"),
+        ([1.0], [1.0, 1.0], "y is 1:float32, and should be 2:float32"),
+        ([1], [1.0], "y is 1:int64, and should be 1:float32"),
+        ([], [], ""),
+    ],
+)
+def test_values_that_are_no_numbers_and_integers_are_to_be_the_same(
+    ours: list[Any], theirs: list[Any], reason: str
+) -> None:
+    assert difference({"y": torch.tensor(ours)}, {"y": torch.tensor(theirs)}).startswith(reason)
+    assert bool(difference({"y": torch.tensor(ours)}, {"y": torch.tensor(theirs)})) == bool(reason)
+
+
+def test_one_wrong_element_of_many_is_found() -> None:
+    ours, theirs = torch.ones(1_000_000), torch.ones(1_000_000)
+    ours[7] = 0.5
+    assert difference({"y": ours}, {"y": theirs}).startswith("y is off by 0.5")
+
+
+def test_the_sign_of_an_infinity_counts() -> None:
+    infinity = torch.tensor([1.0, float("inf")])
+    assert difference({"y": -infinity}, {"y": infinity})
+    assert difference({"y": torch.tensor([1.0, -float("inf")])}, {"y": infinity}).startswith("y is off by inf")
+
+
+def test_what_is_missing_and_what_is_too_much_is_named() -> None:
+    one = torch.ones(1)
+    assert difference({}, {"output 1": one}) == "there is no output 1"
+    assert difference({"output 1": one}, {}) == "output 1 is one too many"

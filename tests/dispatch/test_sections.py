@@ -1,0 +1,419 @@
+"""Programs that run in parts: what is captured and reported, and that nobody can tell them from the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autostream import optimize
+from autostream.costs.device import profile_named
+from autostream.dispatch import compiled, scheduled, sections
+from autostream.dispatch.dispatcher import Dispatcher
+from autostream.dispatch.sections import sections_of
+from autostream.frontend.trace import trace
+from autostream.ir import Decision, Op, Program
+from autostream.options import Options
+from autostream.reporting.text import render
+from autostream.scheduling.cut import Part
+from autostream.utils.stopwatch import Stopwatch
+from tests.cuts import REFUSED, let_be_cut, let_be_placed, moved, over_devices, placed
+from tests.random_modules import TURNS, RandomModule, check, random_modules
+from tests.semantics import Model, check_same, same
+
+
+def t(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def nothing(op: Op) -> bool:
+    """What depends on numbers of the device is refused anyway."""
+    return False
+
+
+def asks(s: Model, x: Tensor) -> Tensor:
+    """Branches, a number of the device, branches."""
+    top = (x @ s.w).sin() + (x @ s.w).cos()
+    scaled = top * top.max().item()
+    return scaled.exp() - scaled.tanh()
+
+
+def model() -> Model:
+    return Model(asks, w=nn.Parameter(t(4, 4)))
+
+
+def program_of(module: nn.Module, *args: Tensor, device: str | None = "cuda:0") -> Program:
+    return trace(module, args, device=device).program
+
+
+def cut_up(program: Program, **options: Any) -> sections.Sections | None:
+    """What a program becomes, of which nothing runs."""
+    bound = [True] * len(program.placeholders)
+    return sections_of(program, bound, Options(**options), lambda *_: Unmade(), Stopwatch())
+
+
+class Unmade:
+    """In the place of a section that is never called."""
+
+    reports = ()
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+def large(s: Model, x: Tensor) -> Tensor:
+    """Of so many ops that both parts are worth a graph."""
+    for _ in range(3):
+        x = (x @ s.w).sin() + x.cos()
+    x = x * x.max().item()
+    for _ in range(3):
+        x = (x @ s.w).sin() + x.cos()
+    return x
+
+
+@pytest.mark.parametrize("mode", ["auto", True])
+def test_what_a_graph_cannot_hold_is_between_sections(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
+    found = cut_up(program_of(Model(large, w=nn.Parameter(t(4, 4))), t(4, 4)), cuda_graph=mode)
+    assert found is not None
+    names = [name for name, _ in found.module.named_children()]
+    assert names == ["part_0", "part_1", "part_2"]
+    assert [node.name for node in found.module.part_1.graph.nodes if node.op == "call_function"] == ["item", "mul"]
+
+
+def test_nothing_is_cut_on_the_cpu_nor_where_no_graph_is_wanted_nor_where_one_holds_all_or_none_is_worth_it() -> None:
+    whole = Model(large, w=nn.Parameter(t(4, 4)))
+    assert cut_up(program_of(whole, t(4, 4), device=None)) is None
+    assert cut_up(program_of(whole, t(4, 4)), cuda_graph=False) is None
+    assert cut_up(program_of(Model(lambda s, x: (x.sin() + x.cos()).exp().tanh()), t(4))) is None
+    assert cut_up(program_of(Model(lambda s, x: x.sin() * x.max().item()), t(4))) is None
+
+
+@torch.no_grad()
+def test_the_report_lists_the_parts_why_each_ends_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    fast = optimize(model())
+    fast(t(4, 4))
+    (report,) = fast.reports
+    assert (report.model, report.mode) == ("Model", "sections")
+    assert [part.mode for part in report.parts] == ["one stream"] * 3
+    assert [list(part.graph.ops) for part in report.parts] == [
+        ["matmul", "sin", "matmul_1", "cos", "add", "max_1"], ["item", "mul"], ["exp", "tanh", "sub"]
+    ]  # fmt: skip
+    assert [refusal.op for refusal in report.refusals] == ["item", "mul"]
+    number, follows, returns = (part.ended for part in report.parts)
+    assert re.fullmatch(rf"aten.item.default: {REFUSED} \(.*test_sections.py:\d+: scaled = .*\)", number)
+    assert (follows, returns) == ("what follows fits into a CUDA graph", "")
+    assert all("test_sections.py" in op.source for part in report.parts for op in part.graph.ops.values())
+    assert report.parts[1].chosen.measured_us is None
+    text = render(report)
+    assert "runs as      CUDA graphs, and between them the ops that none can hold" in text
+    assert "Piece 2\n" in text
+    assert [part["ended"] for part in json.loads(report.to_json())["parts"]] == [number, follows, returns]
+    assert "CUDA graphs, and between them" in report.to_html()
+
+
+@torch.no_grad()
+def test_all_sections_are_made_before_the_first_call_and_nothing_is_seen_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+
+    def writes(s: Model, x: Tensor) -> Tensor:
+        x.mul_(s.norm(x).max().item())
+        s.count.add_(1)
+        return nn.functional.dropout(x, 0.5, True)
+
+    module = Model(writes, norm=nn.BatchNorm1d(4), count=nn.Buffer(torch.zeros(1)))
+    fast, x, before = optimize(module), t(3, 4), {n: v.clone() for n, v in module.state_dict().items()}
+    generator = torch.get_rng_state()
+    fast.prepare(x)
+    assert [part.ended != "" for part in fast.reports[0].parts] == [True, True, False]
+    same(dict(module.state_dict()), before)
+    same(x, t(3, 4))
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        asks,
+        lambda s, x: (x.add_(x.sin().max().item()), x.cos(), x.t()),
+        lambda s, x: s.w.mul_(x.mean().item()).sin() + s.w.cos() + s.w,
+        lambda s, x: x[x.sin().nonzero()[:, 0]].cos().sum() + x.exp(),
+        lambda s, x: (torch.rand_like(x) * x.max().item() + torch.rand_like(x)).cos(),
+        lambda s, x: ([x.sin(), {"twice": x.sin() * x.max().item()}], x),
+    ],
+    ids=["number", "input", "state", "shape", "random", "nested"],
+)
+def test_nobody_can_tell_it_from_the_model(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(function, w=nn.Buffer(t(4, 4)))
+    fast = check_same(plain, ((t(4, 4),), {}), {})
+    assert "sections" in [report.mode for report in fast.reports]
+
+
+@torch.no_grad()
+def test_numbers_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    plain = model()
+    fast = optimize(plain)
+    for seed in range(12):
+        same(fast(t(4, 4, seed=seed)), plain(t(4, 4, seed=seed)))
+    assert [report.mode for report in fast.reports] == ["sections"]
+
+
+def test_sections_are_made_for_the_mode_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients on, where nothing requires any, and each but once."""
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(asks, w=t(4, 4))
+    fast = optimize(plain)
+    same(fast(t(4, 4)), plain(t(4, 4)))
+    assert len(fast.reports[0].parts) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.w.mul_(2),
+        lambda model: setattr(model.w, "data", t(4, 4, seed=9)),
+        lambda model: setattr(model, "w", nn.Parameter(t(4, 4, seed=9))),
+        lambda model: setattr(model, "w", nn.Parameter(t(4, 4, seed=9).double())),
+        lambda model: setattr(model, "w", nn.Parameter(t(4, 4, seed=9).t())),
+    ],
+)
+def test_weights_may_change_between_calls(change: Callable[[Model], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(lambda s, x: asks(s, x.to(s.w.dtype)), w=nn.Parameter(t(4, 4)))
+    fast = optimize(plain)
+    for _ in range(3):
+        same(fast(t(4, 4)), plain(t(4, 4)))
+    change(plain)
+    for _ in range(2):
+        same(fast(t(4, 4)), plain(t(4, 4)))
+
+
+@torch.no_grad()
+def test_a_section_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be for ever, where it is refused for itself."""
+    seen: list[str] = []
+    let_be_cut(monkeypatch, nothing)
+    cut_once = scheduled.sections_of
+
+    def spy(program: Program, *rest: Any) -> Any:
+        seen.append(program.outputs[0])
+        return cut_once(program, *rest)
+
+    monkeypatch.setattr("autostream.dispatch.scheduled.sections_of", spy)
+    optimize(model())(t(4, 4))
+    assert len(seen) == 1
+
+
+@torch.no_grad()
+def test_pieces_between_graph_breaks_are_cut_as_well(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, lambda op: "cumsum" in op.target)
+
+    def breaks(s: Model, x: Tensor) -> Tensor:
+        y = x.sin().cumsum(0).cos()
+        return y + 1 if y.sum() > 0 else y - 1
+
+    fast = optimize(Model(breaks))
+    for seed in range(3):
+        same(fast(t(4, seed=seed)), breaks(Model(breaks), t(4, seed=seed)))
+    (report,) = fast.reports
+    assert report.mode == "graph breaks"
+    assert [part.mode for part in report.parts][:1] == ["sections"]
+    assert len(report.parts[0].parts) == 3
+
+
+def test_a_forward_and_a_backward_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, lambda op: "tanh" in op.target)
+    plain = Model(lambda s, x: (x @ s.w).sin().tanh() @ s.w, w=nn.Parameter(t(4, 4)))
+    fast = check_same(plain, ((t(4, 4),), {}), {"policy": "sequential"}, (torch.enable_grad,) * 3)
+    (report,) = fast.reports
+    assert [(part.half, part.mode) for part in report.parts] == [("forward", "sections"), ("backward", "sections")]
+    assert len(report.parts[0].parts) == 3, "each was made once"
+
+
+def test_a_number_of_the_device_scales_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd multiplies by the tensor that it is asked of: no number gets to the host, and nothing is cut."""
+    let_be_cut(monkeypatch, nothing)
+    plain = Model(lambda s, x: ((top := (x @ s.w).sin()) * top.max().item()).exp() @ s.w, w=nn.Parameter(t(4, 4)))
+    fast = optimize(plain, policy="sequential")
+    for seed in range(4):
+        x = t(4, 4, seed=seed)
+        ours, theirs = (torch.autograd.grad(run(x).sum(), plain.w) for run in (fast, plain))
+        same(ours, theirs)
+    (report,) = fast.reports
+    assert [part.mode for part in report.parts] == ["one stream", "one stream"]
+    assert not any(op.target.startswith("aten.item") for part in report.parts for op in part.graph.ops.values())
+
+
+@torch.no_grad()
+def test_parts_know_an_input_in_memory_of_a_buffer_that_the_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a call has parts of its own."""
+    let_be_cut(monkeypatch, nothing)
+
+    def writes(s: Model, x: Tensor) -> Tensor:
+        s.w.add_(x.max().item())
+        return x.sin().cos()
+
+    plain = Model(writes, w=nn.Buffer(t(4)))
+    fast = optimize(plain)
+    fast(t(2))
+    for _ in range(3):
+        expected = plain.w + plain.w[:2].max()
+        same(fast(plain.w[:2]), expected[:2].sin().cos())
+        same(plain.w.clone(), expected)
+    assert {report.mode for report in fast.reports} == {"sections"}
+
+
+@torch.no_grad()
+def test_its_code_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    lowered = Dispatcher(model(), Options()).lowered(t(4, 4))
+    assert lowered is not None
+    assert "self.part_1(" in lowered.code
+    assert "aten.item" in lowered.part_1.code
+
+
+@torch.no_grad()
+def test_it_says_why_no_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_cut(monkeypatch, nothing)
+    watched = Dispatcher(model(), Options()).watched(t(4, 4))
+    assert watched is not None
+    assert watched.refusals[-1].choice == "not watched"
+
+
+@settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(module=random_modules(), turns=st.sampled_from(list(TURNS)), one_in=st.sampled_from([2, 3, 5]))
+def test_random_modules_are_the_same_however_they_are_cut(module: RandomModule, turns: str, one_in: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        let_be_cut(patch, lambda op: sum(op.name.encode()) % one_in == 0)
+        check(module, {}, TURNS[turns])
+
+
+def test_where_a_graph_holds_everything_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.dispatch.sections.cut", lambda graph: pytest.fail("cut"))
+    assert cut_up(program_of(Model(lambda s, x: x.sin().cos().exp() + 1), t(3))) is None
+
+
+def test_a_part_that_ends_before_what_nothing_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before what uses a tensor on the host that changes in between."""
+    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
+    elsewhere = Decision("another", "not captured", "it waits")
+    monkeypatch.setattr("autostream.dispatch.sections.capture_refusals", lambda graph: (elsewhere,))
+    monkeypatch.setattr(
+        "autostream.dispatch.sections.cut",
+        lambda graph: tuple(Part((name,), "cuda:0" if at != 1 else "") for at, name in enumerate(graph.ops)),
+    )
+    made = cut_up(program_of(Model(lambda s, x: x.sin().cos().exp()), t(3)))
+    assert made is not None
+    assert made._endings[:1] == ["what follows uses a tensor in the host's memory that changes in a call"]
+
+
+def second_half(s: Model, x: Tensor) -> Tensor:
+    """Two stages: the second, on another device, takes what the first computed on its way, too."""
+    skip = (x @ s.w).sin()
+    top = moved(skip.cos().exp())
+    return (top @ s.far).tanh() + moved(skip)
+
+
+@torch.no_grad()
+def test_each_device_has_parts_and_copies_between_them_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_placed(monkeypatch)
+    plain = Model(second_half, w=nn.Parameter(t(4, 4)), far=nn.Parameter(t(4, 4, seed=1)))
+    fast = optimize(plain)
+    for seed in range(4):
+        same(fast(t(4, 4, seed=seed)), plain(t(4, 4, seed=seed)))
+    (report,) = fast.reports
+    assert report.mode == "sections"
+    assert [list(part.graph.ops) for part in report.parts] == [
+        ["matmul", "sin", "cos", "exp"], ["to", "to_1"], ["matmul", "tanh", "add"]
+    ]  # fmt: skip
+    copied, follows, returns = (part.ended for part in report.parts)
+    assert re.fullmatch(r"aten.to.dtype: copies from cuda:0 to cuda:1 \(.*\)", copied)
+    assert (follows, returns) == ("what follows fits into a CUDA graph", "")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, x: (x.add_(x.sin()), moved(x).cos().mul_(s.far), x.t()),
+        lambda s, x: (s.far.mul_(moved(x.sin())), moved(s.far).cos() + s.w.add_(1), s.far.t()),
+        lambda s, x: moved(torch.rand_like(x).exp()) * torch.rand_like(s.far) + torch.rand_like(s.far),
+        lambda s, x: (s.far.sin(), s.w.sin() * x),
+        lambda s, x: (x.sin(), (flat := s.far.reshape(-1)).cos(), s.far.add_(1), flat.exp()),
+        lambda s, x: moved(moved(x.sin()).cos() @ s.far) + x.exp(),
+    ],
+    ids=["input", "state", "random", "apart", "views", "to and fro"],
+)
+def test_nobody_can_tell_a_program_over_two_devices_from_the_model(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_be_placed(monkeypatch)
+    plain = Model(function, w=nn.Buffer(t(4, 4)), far=nn.Buffer(t(4, 4, seed=1)))
+    fast = check_same(plain, ((t(4, 4),), {}), {})
+    assert "sections" in [report.mode for report in fast.reports]
+
+
+def over_two(function: Callable[..., Any]) -> Program:
+    module = Model(function, w=nn.Parameter(t(4, 4)), far=nn.Parameter(t(4, 4)))
+    return placed(program_of(module, t(4, 4), device=None))
+
+
+def test_a_program_over_two_devices_is_cut_though_a_graph_could_hold_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
+    program = over_two(lambda s, x: (x.sin().cos().exp().tanh(), s.far.sin().cos().exp().tanh()))
+    found = cut_up(program)
+    assert found is not None
+    assert [name for name, _ in found.module.named_children()] == ["part_0", "part_1"]
+    assert found._endings == ["what follows runs on cuda:1", ""]
+    alone = cut_up(over_two(lambda s, x: (x.sin().cos().exp().tanh(), s.far)))
+    assert alone is not None, "as a whole, it would be given a tensor of another device"
+    assert [name for name, _ in alone.module.named_children()] == ["part_0"]
+    assert cut_up(over_two(lambda s, x: moved(x.sin()) @ s.far)) is None, "no part is worth a graph"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"cuda_graph": False}, {}], ids=["no graph is wanted", "no part is worth one"])
+def test_what_is_not_cut_runs_plainly_where_it_is_over_two_devices(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = compiled.program_of
+
+    def over_two_devices(*given: Any) -> Any:
+        program, constants = made(*given)
+        return placed(program), constants
+
+    monkeypatch.setattr(compiled, "program_of", over_two_devices)
+    plain = Model(lambda s, x: moved(x.sin()) @ s.far, far=nn.Parameter(t(4, 4)))
+    run = Dispatcher(plain, Options(**options))
+    same(run(t(4, 4)), plain(t(4, 4)))
+    assert run.reports[0].mode == "plain"
+    assert "several devices (cuda:0, cuda:1)" in run.reports[0].refusals[0].reason
+
+
+@settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(module=random_modules(), turns=st.sampled_from(list(TURNS)), one_in=st.sampled_from([2, 3, 5]))
+def test_random_modules_are_the_same_over_whichever_devices(module: RandomModule, turns: str, one_in: int) -> None:
+    """As far as hazards go, any op may be anywhere."""
+
+    def number(op: Op) -> int:
+        return sum(op.name.encode())
+
+    with pytest.MonkeyPatch.context() as patch:
+        scattered = partial(
+            over_devices,
+            devices=lambda op: f"cuda:{number(op) // 7 % 3}",
+            copies=lambda op: number(op) % one_in == 0,
+        )
+        let_be_cut(patch, lambda op: number(op) % 11 == 0, scattered)
+        check(module, {}, TURNS[turns])

@@ -1,0 +1,96 @@
+"""Random numbers in fused kernels: those of the model, in its order, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from autostream.errors import FusionError
+from autostream.fusion.random_ops import draw_in_order, drawing_as_eager, draws, draws_of
+
+aten = torch.ops.aten
+X = torch.ones(2, 3)
+
+
+def graph_of(*calls: tuple[str, Any, tuple[Any, ...]], origins: bool = False) -> fx.Graph:
+    """Calls by name; arguments that are text are what a call before it, or ``x``, returns."""
+    graph = fx.Graph()
+    nodes = {"x": graph.placeholder("x")}
+    nodes["x"].meta["val"] = X
+    for name, target, args in calls:
+        args = tuple(nodes.get(a, a) if isinstance(a, str) else a for a in args)
+        nodes[name] = graph.create_node("call_function", target, args, {}, name=f"buf_{name}" if origins else name)
+        nodes[name].meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+        nodes[name].meta["origins"] = [name] if origins else []
+    graph.output(tuple(nodes.values()))
+    return graph
+
+
+RAND = ("rand", aten.rand.default, ([2],))
+RANDN = ("randn", aten.randn.default, ([2],))
+SIN = ("sin", aten.sin.default, ("randn",))
+DROPOUT = ("dropout", aten.native_dropout.default, ("sin", 0.5, True))
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "expected"),
+    [
+        (aten.rand.default, ([2],), True),
+        (aten.sin.default, ("x",), False),
+        (aten.native_dropout.default, ("x", 0.5, True), True),
+        (aten.native_dropout.default, ("x", 0.5, False), False),
+        (aten.dropout.default, ("x", 0.5, False), False),
+        (aten.scaled_dot_product_attention.default, ("x", "x", "x"), False),
+        (aten.scaled_dot_product_attention.default, ("x", "x", "x", None, 0.1), True),
+    ],
+)
+def test_who_draws(target: Any, args: tuple[Any, ...], expected: bool) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    assert draws(graph.call_function(target, tuple(x if a == "x" else a for a in args))) == expected
+
+
+def test_what_needs_nothing_moves_to_where_the_model_has_it() -> None:
+    """Rand ── randn ── sin ── dropout, and Inductor began with what dropout needs."""
+    expected = draws_of(graph_of(RAND, RANDN, SIN, DROPOUT))
+    fused = graph_of(RANDN, SIN, DROPOUT, RAND, origins=True)
+    draw_in_order(fused, expected)
+    fused.lint()
+    names = [node.name for node in fused.nodes]
+    assert names[1:-1] == ["buf_rand", "buf_randn", "buf_sin", "buf_dropout"]
+
+
+def test_what_needs_something_stays_and_is_refused() -> None:
+    expected = draws_of(graph_of(RANDN, SIN, DROPOUT, RAND))
+    same = graph_of(RANDN, SIN, DROPOUT, RAND, origins=True)
+    draw_in_order(same, expected)
+    assert [node.name for node in same.nodes][-2] == "buf_rand"
+    with pytest.raises(FusionError, match="in another order than the model does"):
+        draw_in_order(graph_of(RAND, RANDN, SIN, DROPOUT, origins=True), expected)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (RAND,),
+        (RAND, RANDN, RANDN),
+        (RAND, ("randn", aten.rand.default, ([2],))),
+        (RAND, ("randn", aten.randn.default, ([3],))),
+        (RAND, ("other", aten.randn.default, ([2],))),
+    ],
+    ids=["one is missing", "one more", "another op", "another size", "of unknown origin"],
+)
+def test_other_numbers_are_refused(calls: Any) -> None:
+    with pytest.raises(FusionError, match="other random numbers"):
+        draw_in_order(graph_of(*calls, origins=True), draws_of(graph_of(RAND, RANDN)))
+
+
+def test_numbers_like_a_tensor_fill_memory_in_order() -> None:
+    table = drawing_as_eager({aten.rand_like.default: lambda x: x * 2, aten.sin.default: torch.cos})
+    assert torch.equal(table[aten.rand_like.default](X), X * 2)
+    assert table[aten.sin.default] is torch.cos
+    with pytest.raises(FusionError, match=r"other random numbers for aten\.rand_like\.default"):
+        table[aten.rand_like.default](X.t())

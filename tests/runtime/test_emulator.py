@@ -1,0 +1,513 @@
+"""Emulated streams: right schedules compute what sequential execution does, wrong ones never do."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from autostream.errors import ScheduleError
+from autostream.ir import Launch, Schedule
+from autostream.runtime import emulator as cpu_streams
+from autostream.runtime import streams
+from autostream.runtime.emulator import Free, Record, ThreadedProgram, Wait, enqueue, run_interleaved
+from autostream.runtime.lower import lower
+from autostream.scheduling.verify import verify
+from tests.runtime.programs import MODELS, Case, random_schedule, same, sample
+
+LANES = 3
+
+names = st.sampled_from(sorted(MODELS))
+seeds = st.integers(0, 1000)
+
+
+# Right schedules
+
+
+@settings(deadline=None, max_examples=50)
+@given(names, seeds, st.integers(0, 3 * LANES))
+def test_every_interleaving_of_a_right_schedule_computes_the_same(name: str, seed: int, order: int) -> None:
+    case = sample(name)
+    lowered = lower(case.program, case.graph, random_schedule(case.graph, LANES, seed))
+    assert right(case, lambda args: run_interleaved(lowered, args, order))
+
+
+@settings(deadline=None, max_examples=50)
+@given(names, seeds)
+def test_so_do_threads(name: str, seed: int) -> None:
+    case = sample(name)
+    lowered = lower(case.program, case.graph, random_schedule(case.graph, LANES, seed))
+    with torch.no_grad():
+        assert right(case, lambda args: ThreadedProgram(lowered)(*args))
+
+
+def test_one_stream_needs_no_other_thread() -> None:
+    case = sample("towers")
+    program = ThreadedProgram(lower(case.program, case.graph, random_schedule(case.graph, 1, seed=0)))
+    before = threading.active_count()
+    with torch.no_grad():
+        assert right(case, lambda args: program(*args))
+    assert threading.active_count() <= before, "those of earlier tests may have ended meanwhile"
+
+
+# Wrong schedules
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_a_wait_some_victim_is_hit(name: str) -> None:
+    case = sample(name)
+    broken = [wrong for seed in range(5) for wrong in without_a_wait(random_schedule(case.graph, LANES, seed))]
+    assert len(broken) > 10
+    for schedule in broken:
+        with pytest.raises(ScheduleError):
+            verify(case.graph, schedule)
+        assert not all_right(case, schedule)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_release_is_too_early_exactly_where_the_verifier_says_so(name: str) -> None:
+    case = sample(name)
+    verdicts = []
+    for seed in range(8):
+        for schedule in with_a_release_elsewhere(case, random_schedule(case.graph, LANES, seed)):
+            verdicts.append(verified(case, schedule))
+            assert all_right(case, schedule) == verdicts[-1]
+    assert False in verdicts
+
+
+def without_a_wait(schedule: Schedule) -> Iterator[Schedule]:
+    """Each schedule that lacks one of the waits. Storages then live to the end: what is wrong is the wait alone."""
+    bare = replace(schedule, launches=tuple(replace(launch, releases=()) for launch in schedule.launches))
+    for index, launch in enumerate(bare.launches):
+        for wait in launch.waits:
+            fewer = replace(launch, waits=tuple(other for other in launch.waits if other != wait))
+            yield replace(bare, launches=(*bare.launches[:index], fewer, *bare.launches[index + 1 :]))
+    for wait in bare.join_waits:
+        yield replace(bare, join_waits=tuple(other for other in bare.join_waits if other != wait))
+
+
+def with_a_release_elsewhere(case: Case, schedule: Schedule) -> Iterator[Schedule]:
+    """Each schedule in which one storage is released behind one launch between its last use and its release."""
+    for index, launch in enumerate(schedule.launches):
+        for storage in launch.releases:
+            last = max(at for at, other in enumerate(schedule.launches) if storage in accesses(case, other))
+            for at in range(last, index):
+                launches = list(schedule.launches)
+                launches[index] = replace(launch, releases=tuple(name for name in launch.releases if name != storage))
+                launches[at] = replace(launches[at], releases=(*launches[at].releases, storage))
+                yield replace(schedule, launches=tuple(launches))
+
+
+def accesses(case: Case, launch: Launch) -> frozenset[str]:
+    op = case.graph.ops[launch.op]
+    return op.reads | op.writes | op.allocates
+
+
+def verified(case: Case, schedule: Schedule) -> bool:
+    try:
+        verify(case.graph, schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+def right(case: Case, run: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> bool:
+    """Whether results, and arguments afterwards, are those of sequential execution. A crash is not right."""
+    results, after = case.expected()
+    args = case.args()
+    try:
+        return same(run(args), results) and same(args, after)
+    except (IndexError, RuntimeError):  # an index of -1
+        return False
+
+
+def all_right(case: Case, schedule: Schedule) -> bool:
+    lowered = lower(case.program, case.graph, schedule)
+    return all(
+        right(case, lambda args, victim=victim: run_interleaved(lowered, args, victim)) for victim in range(LANES)
+    )
+
+
+# Graphs by hand: functions of our own, on lanes that we choose
+
+
+class Hand:
+    """A lowered graph, written by hand. Every value is a vector of two numbers of its own."""
+
+    def __init__(self, lanes: int) -> None:
+        self.graph = fx.Graph()
+        self.x = self._fake(self.graph.placeholder("x"))
+        self.lanes = self.graph.call_function(streams.fork, ("cpu", lanes))
+
+    def use(self, lane: int) -> None:
+        self.graph.call_function(streams.use, (self.lanes, lane))
+
+    def record(self, lane: int) -> fx.Node:
+        return self.graph.call_function(streams.record, (self.lanes, lane))
+
+    def wait(self, lane: int, event: fx.Node) -> None:
+        self.graph.call_function(streams.wait, (self.lanes, lane, event))
+
+    def release(self, *nodes: fx.Node) -> None:
+        self.graph.call_function(streams.release, nodes)
+
+    def call(self, function: Callable[..., Any], *args: Any, dtype: torch.dtype = torch.float32) -> fx.Node:
+        return self._fake(self.graph.call_function(function, args), dtype)
+
+    def module(self, *results: fx.Node) -> fx.GraphModule:
+        self.graph.output(results)
+        return fx.GraphModule({}, self.graph)
+
+    def _fake(self, node: fx.Node, dtype: torch.dtype = torch.float32) -> fx.Node:
+        node.meta["val"] = torch.empty(2, dtype=dtype)
+        return node
+
+
+def test_the_queues_of_a_graph() -> None:
+    """``one`` is read on lane 1 for the last time, but its memory is lane 0's."""
+    hand = Hand(2)
+    one = hand.call(torch.neg, hand.x)
+    event = hand.record(0)
+    hand.use(1)
+    hand.wait(1, event)
+    two = hand.call(torch.abs, one)
+    done = hand.record(1)
+    hand.wait(0, done)
+    hand.release(one)
+    hand.use(0)
+    queues = enqueue(hand.module(two))
+    readable = [[getattr(step, "name", step) for step in lane] for lane in queues.lanes]
+    assert readable == [
+        ["neg", Record("record"), Wait("record_1"), Free(("neg",)), "output"],
+        [Wait("record"), "abs_1", Record("record_1")],
+    ]
+
+
+def test_a_view_that_nothing_looks_at_is_not_taken() -> None:
+    """It launches nothing, so lane 0 need not wait for it, and had dropped ``one`` when lane 1 came to look: KeyError.
+
+    Written, ``two`` is no such view, though nobody looks at what that returns.
+    """
+    aten = torch.ops.aten
+    hand = Hand(2)
+    one = hand.call(torch.neg, hand.x)
+    two = hand.call(torch.abs, hand.x)
+    written = hand.call(aten.add_.Scalar, two, 1)
+    hand.use(1)
+    halves = hand.call(aten.chunk.default, one, 2)
+    half = hand.call(operator.getitem, halves, 0)
+    hand.release(one, halves, half)
+    for node in (halves, half):
+        node.meta["val"] = one.meta["val"]
+    written.meta["val"] = two.meta["val"]
+    lowered = hand.module(two)
+    taken = [getattr(step, "name", step) for lane in enqueue(lowered).lanes for step in lane]
+    assert taken == ["neg", "abs_1", "add__scalar", Free(("neg", "chunk_default", "getitem")), "output"]
+    for _ in range(20):
+        assert ThreadedProgram(lowered)(torch.ones(2))[0].tolist() == [2.0, 2.0]
+    assert run_interleaved(lowered, [torch.ones(2)], seed=1)[0].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(("dtype", "garbage"), [(torch.float16, float("nan")), (torch.int64, -1), (torch.bool, True)])
+def test_who_reads_too_early_reads_garbage(dtype: torch.dtype, garbage: float) -> None:
+    hand = Hand(2)
+    hand.use(1)
+    late = hand.call(lambda x: torch.zeros(2, dtype=dtype), hand.x, dtype=dtype)
+    hand.use(0)
+    read = hand.call(torch.clone, late, dtype=dtype)
+    (result,) = run_interleaved(hand.module(read), [torch.zeros(2)], seed=0)
+    torch.testing.assert_close(result, torch.full((2,), garbage, dtype=dtype), equal_nan=True)
+    assert dtype is not torch.bool or result.view(torch.uint8).tolist() == [1, 1]
+
+
+def test_who_reads_a_result_too_late_reads_garbage() -> None:
+    """Of two results of one op, each has memory of its own: lane 0 frees both, and lane 1 then comes to read them."""
+    hand = Hand(2)
+    both = hand.call(lambda x: [x + 1, x + 2], hand.x)
+    both.meta["val"] = [torch.empty(2), torch.empty(2)]
+    results = [hand.call(operator.getitem, both, at) for at in range(2)]
+    for result, fake in zip(results, both.meta["val"], strict=True):
+        result.meta["val"] = fake
+    event = hand.record(0)
+    hand.use(1)
+    hand.wait(1, event)
+    read = [hand.call(torch.clone, result) for result in results]
+    done = hand.record(1)
+    hand.release(both, *results)
+    hand.use(0)
+    hand.wait(0, done)
+    lowered = hand.module(*read)
+    assert {step.holders for step in enqueue(lowered).lanes[0] if isinstance(step, Free)} == {
+        (both.name, result.name) for result in results
+    }
+    in_time, late = (run_interleaved(lowered, [torch.ones(2)], seed) for seed in (1, 0))
+    assert [result.tolist() for result in in_time] == [[2.0, 2.0], [3.0, 3.0]]
+    assert all(result.isnan().all() for result in late)
+
+
+def test_an_op_that_returns_fewer_results_than_its_fake() -> None:
+    """``_native_multi_head_attention`` has no second result where nobody asks for weights, and its fake has one."""
+    hand = Hand(2)
+    several = hand.call(lambda x: (x + 1, None), hand.x)
+    result = hand.call(operator.getitem, several, 0)
+    result.meta["val"], weights = torch.empty(2), torch.empty(0)
+    several.meta["val"] = (result.meta["val"], weights)
+    read = hand.call(torch.neg, result)
+    lowered = hand.module(read)
+    assert Free((several.name,)) in enqueue(lowered).lanes[0]
+    assert run_interleaved(lowered, [torch.ones(2)], seed=0)[0].tolist() == [-2.0, -2.0]
+
+
+def test_who_does_not_wait_for_the_fork_does_not_see_the_inputs() -> None:
+    hand = Hand(2)
+    hand.use(1)
+    early = hand.call(torch.neg, hand.x)
+    done = hand.record(1)
+    hand.wait(0, done)
+    lowered = hand.module(early)
+    assert run_interleaved(lowered, [torch.ones(2)], seed=1)[0].isnan().all()
+
+
+def test_the_caller_sees_what_is_there_at_the_join() -> None:
+    """Nobody joins lane 1, which then writes to the result."""
+    hand = Hand(2)
+    result = hand.call(torch.neg, hand.x)
+    event = hand.record(0)
+    hand.use(1)
+    hand.wait(1, event)
+    written = hand.call(torch.Tensor.add_, result, 5)
+    written.meta["val"] = result.meta["val"]
+    assert run_interleaved(hand.module(result), [torch.ones(2)], seed=0)[0].tolist() == [-1, -1]
+
+
+def test_two_lanes_run_at_the_same_time() -> None:
+    meeting = threading.Barrier(2, timeout=30)
+    hand = Hand(2)
+    forked = hand.record(0)
+    hand.use(1)
+    hand.wait(1, forked)
+    there = hand.call(lambda x: (meeting.wait(), x + 1)[1], hand.x)
+    done = hand.record(1)
+    hand.use(0)
+    here = hand.call(lambda x: (meeting.wait(), x + 2)[1], hand.x)
+    hand.wait(0, done)
+    results = ThreadedProgram(hand.module(here, there))(torch.zeros(2))
+    assert same(results, [torch.full((2,), 2.0), torch.full((2,), 1.0)])
+
+
+def test_several_callers_at_once() -> None:
+    case = sample("towers")
+    program = ThreadedProgram(lower(case.program, case.graph, random_schedule(case.graph, 4, seed=3)))
+
+    def call(_: int) -> bool:
+        with torch.no_grad():
+            return right(case, lambda args: program(*args))
+
+    with ThreadPoolExecutor(8) as callers:
+        assert all(callers.map(call, range(64)))
+
+
+class OopsError(Exception):
+    pass
+
+
+def fail(x: Tensor) -> Tensor:
+    raise OopsError
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_exception_reaches_the_caller_from_any_lane_and_nobody_waits_forever(failing: int) -> None:
+    """Lane 1 waits for lane 2, lane 0 for lane 1, and nothing behind a wait for the failed one runs."""
+    ran: list[int] = []
+
+    def op(lane: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: fail(x) if lane == failing and x.sum() > 0 else (ran.append(lane), x + 1)[1]
+
+    hand = Hand(3)
+    values, event = [hand.x], hand.record(0)
+    for lane in (2, 1, 0):
+        hand.use(lane)
+        hand.wait(lane, event)
+        values.append(hand.call(op(lane), hand.x))
+        event = hand.record(lane)
+    program = ThreadedProgram(hand.module(*values))
+    with pytest.raises(OopsError):
+        program(torch.ones(2))
+    assert ran == list(range(2, failing, -1))
+    assert [result[0] for result in program(torch.full((2,), -9.0))] == [-9, -8, -8, -8]
+
+
+@pytest.mark.parametrize("place", ["submit", "wait"])
+def test_an_interrupt_between_ops_leaves_no_lane_behind(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lane 1 waits for lane 0, for ever if nobody told it that there is none: Python could not end."""
+    hand = Hand(2)
+    left = hand.call(torch.neg, hand.x)
+    event = hand.record(0)
+    hand.use(1)
+    hand.wait(1, event)
+    right = hand.call(torch.exp, left)
+    hand.wait(0, hand.record(1))
+    program = ThreadedProgram(hand.module(left, right))
+    lanes: list[Future[None]] = []
+    real, submit = cpu_streams.wait, program._threads.submit
+
+    def submitted(*args: Any) -> Future[None]:
+        lanes.append(submit(*args))
+        if place == "submit" and len(lanes) == 1:
+            raise KeyboardInterrupt
+        return lanes[-1]
+
+    def waited(futures: Any) -> Any:
+        if place == "wait" and len(lanes) == 1:
+            lanes.append(lanes[0])
+            raise KeyboardInterrupt
+        return real(futures)
+
+    monkeypatch.setattr(program._threads, "submit", submitted)
+    monkeypatch.setattr(cpu_streams, "wait", waited)
+    with pytest.raises(KeyboardInterrupt):
+        program(torch.ones(2))
+    lanes[0].result(timeout=60)
+    assert [result[0] for result in program(torch.zeros(2))] == [0, 1]
+
+
+def test_an_exception_keeps_no_value_alive_by_itself() -> None:
+    hand = Hand(2)
+    hand.use(1)
+    failed = hand.call(fail, hand.x)
+    hand.wait(0, hand.record(1))
+    program = ThreadedProgram(hand.module(failed))
+    gc.disable()
+    try:
+        with pytest.raises(OopsError) as error:
+            program(torch.ones(2))
+        gone = weakref.ref(error.value)
+        del error
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_all_lanes_run_in_the_callers_modes(mode: Callable[[], Any]) -> None:
+    def modes(x: Tensor) -> tuple[object, ...]:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+        )
+
+    seen: list[object] = []
+    hand = Hand(2)
+    hand.use(1)
+    value = hand.call(lambda x: (seen.append(modes(x)), x + 1)[1], hand.x)
+    done = hand.record(1)
+    hand.wait(0, done)
+    program = ThreadedProgram(hand.module(value))
+    for autocast in (False, True):
+        with mode(), torch.autocast("cpu", torch.float16, autocast):
+            program(torch.ones(2))
+            assert seen.pop() == modes(torch.ones(2))
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_all_lanes_use_as_many_threads_for_an_op_as_the_caller() -> None:
+    """OpenMP counts for each thread anew, and products round differently for another number."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 32)
+    seen: list[int] = []
+    hand = Hand(2)
+    hand.use(1)
+    value = hand.call(lambda x: (seen.append(torch.get_num_threads()), linear(x))[1], hand.x)
+    done = hand.record(1)
+    hand.wait(0, done)
+    program = ThreadedProgram(hand.module(value))
+    x = torch.randn(6, 16)
+    for threads in (1, 2, 1):
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            (result,) = program(x)
+            torch.testing.assert_close(result, linear(x), rtol=0, atol=0)
+        assert seen.pop() == threads
+
+
+def test_memory_is_given_back_where_the_schedule_releases_it() -> None:
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    def make(x: Tensor) -> Tensor:
+        result = x + 1
+        made.append(weakref.ref(result))
+        return result
+
+    def look(x: Tensor) -> Tensor:
+        alive.append(made[0]() is not None)
+        return x + 1
+
+    hand = Hand(2)
+    forked = hand.record(0)
+    hand.use(1)
+    hand.wait(1, forked)
+    value = hand.call(make, hand.x)
+    first = hand.call(look, value)
+    second = hand.call(look, hand.x)
+    hand.release(value)
+    third = hand.call(look, hand.x)
+    done = hand.record(1)
+    hand.wait(0, done)
+    ThreadedProgram(hand.module(first, second, third))(torch.ones(2))
+    assert alive == [True, True, False]
+
+
+def test_threads_end_with_the_program() -> None:
+    hand = Hand(2)
+    hand.use(1)
+    where: list[threading.Thread] = []
+    value = hand.call(lambda x: (where.append(threading.current_thread()), x + 1)[1], hand.x)
+    done = hand.record(1)
+    hand.wait(0, done)
+    program = ThreadedProgram(hand.module(value))
+    program(torch.ones(2))
+    program(torch.ones(2))
+    assert where[0] is where[1] is not threading.current_thread()
+    del program
+    gc.collect()
+    where[0].join(timeout=30)
+    assert not where[0].is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    case = sample("towers")
+    run = ThreadedProgram(lower(case.program, case.graph, random_schedule(case.graph, 3, seed=1)))
+    args = case.args()
+    with torch.no_grad():
+        run(*args)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends it if it hangs
+            run(*args)
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -1,0 +1,197 @@
+"""Kernels that a profiler saw, mapped back to ops: on traces made by hand, and on a GPU on real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from autostream.dispatch.dispatcher import Dispatcher
+from autostream.ir import FORK, Launch, OpGraph, Schedule
+from autostream.options import Options
+from autostream.reporting import timeline
+from autostream.runtime.lower import lower
+from autostream.runtime.measured_timeline import Kernel, Key, Named, Unmatched, kernels_by_op, match, replays
+from autostream.scheduling.policies import POLICIES
+from autostream.scheduling.policies.sequential import one_stream
+from autostream.scheduling.simulate import simulate
+from autostream.scheduling.synchronize import synchronize
+from tests.runtime.programs import Case, case_of, fused_case, same, several
+from tests.scheduling.graphs import profile_with, random_costs, random_graphs
+
+#  stream 0   a ── b ──── d      b and c are alike; d waits for c
+#  stream 1     ╰─ c ──╯
+FORKED = Schedule("drawn", 2, (Launch("a", 0), Launch("b", 0), Launch("c", 1, ("a",)), Launch("d", 0, ("c",))))
+ALIKE: Mapping[str, Sequence[Key]] = {"a": [("relu",)], "b": [("mm",)], "c": [("mm",)], "d": [("add",), ("copy",)]}
+
+
+def ran(*kernels: tuple[str, int, float, float]) -> list[Kernel]:
+    return [Kernel((name,), queue, start, end) for name, queue, start, end in kernels]
+
+
+def times(schedule: Schedule, launched: Mapping[str, Sequence[Key]], kernels: list[Kernel]) -> dict[str, Any]:
+    return {piece.op: (piece.start_us, piece.end_us) for piece in match(schedule, launched, kernels).slices}
+
+
+def test_an_op_lasts_from_its_first_kernel_to_its_last() -> None:
+    kernels = ran(("relu", 1, 7, 8), ("mm", 1, 9, 12), ("mm", 2, 10, 14), ("add", 1, 15, 16), ("copy", 1, 17, 18))
+    assert times(FORKED, ALIKE, kernels) == {"a": (0, 1), "b": (2, 5), "c": (3, 7), "d": (8, 11)}
+    assert match(FORKED, ALIKE, kernels).source == "measured"
+
+
+def test_of_equal_kernels_the_one_in_the_queue_of_before_stays_on_its_stream() -> None:
+    """What is in the queue of a belongs to b, though c came first."""
+    kernels = ran(("relu", 1, 0, 1), ("mm", 1, 2, 9), ("mm", 2, 1.5, 4), ("add", 1, 10, 11), ("copy", 1, 11, 12))
+    kernels.sort(key=lambda kernel: kernel.start_us)
+    known = times(Schedule("drawn", 2, FORKED.launches), ALIKE, kernels)
+    # Nothing was in queue 2 before, and stream 1 had none: the first goes to b, unless the queue says otherwise.
+    assert {known["b"], known["c"]} == {(1.5, 4), (2, 9)}
+    longer = (Launch("z", 1, (FORK,)), *FORKED.launches)
+    kernels = sorted([*kernels, Kernel(("z",), 2, 0.5, 0.9)], key=lambda kernel: kernel.start_us)
+    known = times(Schedule("drawn", 2, longer), {**ALIKE, "z": [("z",)]}, kernels)
+    assert (known["c"], known["b"]) == ((1.5, 4), (2, 9))
+
+
+def test_an_op_that_waits_is_given_nothing_before_its_turn() -> None:
+    """The first mm ran in the queue of z, as c should, but cannot be c's: a, for which c waits, is not through."""
+    schedule = Schedule("drawn", 2, (Launch("z", 1), Launch("b", 0), Launch("a", 0), Launch("c", 1, ("a",))))
+    kernels = ran(("z", 5, 0, 1), ("mm", 5, 1, 2), ("relu", 5, 2, 3), ("mm", 5, 3, 4))
+    found = times(schedule, {**ALIKE, "z": [("z",)]}, kernels)
+    assert found == {"z": (0, 1), "b": (1, 2), "a": (2, 3), "c": (3, 4)}
+
+
+def test_an_op_that_launches_nothing_takes_no_time() -> None:
+    kernels = ran(("relu", 1, 3, 5), ("add", 1, 6, 7), ("copy", 1, 7, 8))
+    launched = {"a": ALIKE["a"], "d": ALIKE["d"]}
+    assert times(FORKED, launched, kernels) == {"a": (0, 2), "b": (2, 2), "c": (0, 0), "d": (3, 5)}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "said"),
+    [
+        (ran(("relu", 1, 0, 1), ("conv", 1, 2, 3)), "no op whose turn it is launches conv, which ran 1 ops in"),
+        (ran(("add", 1, 0, 1)), "no op whose turn it is launches add, which ran 0 ops in"),
+        (ran(("relu", 1, 0, 1), ("mm", 1, 2, 3)), "c did not run all the kernels that it launches op by op"),
+        ([], "a did not run all"),
+    ],
+)
+def test_what_does_not_fit_is_told(kernels: list[Kernel], said: str) -> None:
+    with pytest.raises(Unmatched, match=said):
+        match(FORKED, ALIKE, kernels)
+
+
+@given(data=st.data(), streams=st.integers(1, 4))
+def test_simulated_runs_of_kernels_with_names_of_their_own_are_read_back(data: st.DataObject, streams: int) -> None:
+    profile = profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=1.7, fork_us=1.1, join_us=0.3)
+    graph: OpGraph = data.draw(random_graphs())
+    costs = data.draw(random_costs(graph))
+    schedule = synchronize(graph, POLICIES["critical_path"](graph, costs, profile, streams, frozenset()))
+    slices = [piece for piece in simulate(schedule, costs, profile).slices if piece.op in graph.ops]
+    first = min((piece.start_us for piece in slices), default=0.0)
+    kernels = [Kernel((piece.op,), 0, piece.start_us, piece.end_us) for piece in slices]
+    place = {launch.op: at for at, launch in enumerate(schedule.launches)}
+    kernels.sort(key=lambda kernel: (kernel.start_us, place[str(kernel.key[0])]))
+    found = match(schedule, {op: [(op,)] for op in graph.ops}, kernels)
+    assert found.slices == tuple(
+        replace(piece, start_us=piece.start_us - first, end_us=piece.end_us - first) for piece in slices
+    )
+
+
+def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def test_kernels_belong_to_the_op_in_whose_span_they_were_launched() -> None:
+    """They are told in the order of the launches, whenever they ran; what lies in no span belongs to nobody."""
+    grid = {"grid": [2, 1, 1], "block": [32, 1, 1], "stream": 7}
+    events = [
+        event("user_annotation", "autostream op a", 0, 10),
+        event("user_annotation", "autostream op b", 12, 8),
+        event("user_annotation", "of the user", 2, 3),
+        event("cuda_runtime", "cudaLaunchKernel", 5, 1, correlation=2),
+        event("cuda_driver", "cuLaunchKernel", 3, 1, correlation=1),
+        event("cuda_runtime", "cudaMemsetAsync", 13, 1, correlation=3),
+        event("cuda_runtime", "cudaLaunchKernel", 11, 0.5, correlation=4),
+        event("kernel", "second", 100, 5, correlation=2, **grid),
+        event("kernel", "first", 110, 5, correlation=1, **grid),
+        event("gpu_memset", "Memset", 120, 5, correlation=3, bytes=64, stream=7),
+        event("kernel", "nobody's", 130, 5, correlation=4, **grid),
+        {"ph": "M", "name": "process_name", "ts": 0, "args": {"name": "python"}},
+    ]
+    shape = ((2, 1, 1), (32, 1, 1), None)
+    assert kernels_by_op(events) == {"a": [("first", *shape), ("second", *shape)], "b": [("Memset", (), (), 64)]}
+
+
+@pytest.mark.parametrize("make", [lambda: case_of(several, torch.ones(4, 6)), fused_case])
+def test_a_lowered_graph_runs_op_by_op_each_under_its_name(make: Callable[[], Case]) -> None:
+    """In launch order, and with the same results; views and memory are the ops' too."""
+    case = make()
+    schedule = one_stream(case.graph)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        results = Named(lower(case.program, case.graph, schedule), case.graph).run(*case.args())
+    spans = [event.name for event in profiler.events() if event.name.startswith("autostream op ")]
+    assert [name for name, _ in groupby(spans)] == [f"autostream op {launch.op}" for launch in schedule.launches]
+    assert same(results, case.expected()[0])
+
+
+def test_replays_are_told_apart_by_their_launches() -> None:
+    events = [
+        event("cuda_runtime", "cudaGraphLaunch", 50, 5, correlation=9),
+        event("cuda_runtime", "cudaGraphLaunch", 10, 5, correlation=8),
+        event("cuda_runtime", "cudaLaunchKernel", 5, 1, correlation=7),
+        event("kernel", "y", 80, 2, correlation=9, stream=3),
+        event("kernel", "x", 70, 4, correlation=9, stream=4),
+        event("kernel", "x", 20, 4, correlation=8, stream=4),
+        event("kernel", "copy of an input", 8, 1, correlation=7, stream=7),
+    ]
+    assert [[(k.key[0], k.queue, k.start_us, k.end_us) for k in run] for run in replays(events)] == [
+        [("x", 4, 20, 24)],
+        [("x", 4, 70, 74), ("y", 3, 80, 82)],
+    ]
+
+
+def test_where_nothing_is_captured_the_report_says_why_no_run_was_watched() -> None:
+    report = Dispatcher(nn.ReLU(), Options()).watched(torch.ones(2))
+    assert report is not None
+    assert report.measured is None
+    assert report.refusals[-1].reason == "only replays of a CUDA graph are watched, and nothing is captured"
+
+
+class Towers(nn.Module):
+    """Two branches of different lengths that meet in a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Linear(512, 256), nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.relu()
+        return torch.cat([self.short(x), self.long(x)], dim=-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+@pytest.mark.parametrize("policy", ["sequential", "path_cover"])
+def test_a_replay_is_mapped_back_to_its_ops(policy: str, kernels: str) -> None:
+    """Every op is there, in an order that its schedule allows, and nothing takes longer than the run."""
+    options = Options.parse({"policy": policy, "kernels": kernels, "streams": 2, "memory_budget": float("inf")})
+    report = Dispatcher(Towers().cuda().eval(), options).watched(torch.randn(64, 512, device="cuda"))
+    assert report is not None
+    assert report.measured is not None, report.refusals
+    assert report.chosen is not None
+    assert report.graph is not None
+    assert report.measured.starts.keys() == report.graph.ops.keys()
+    assert all(piece.end_us >= piece.start_us for piece in report.measured.slices)
+    start, end = report.measured.starts, report.measured.ends
+    for before, after in report.graph.digraph.edges:
+        assert end[before] <= start[after] + 1.0, (before, after)
+    assert report.measured.makespan_us < 1000
+    assert timeline.render(report).count('"measured"') == 1

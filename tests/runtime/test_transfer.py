@@ -1,0 +1,202 @@
+"""Transfers on a make-believe device, every queue of which runs ahead as far as it may."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autostream.runtime import streams
+from autostream.runtime.input_buffers import Memory, Slots, SlotTable, new_memory
+from autostream.runtime.transfer import Transfer
+from tests.make_believe import GPU, Device
+
+
+def x(value: float) -> Tensor:
+    return torch.full((4,), value)
+
+
+def read(device: Device, tensor: Tensor, seen: list[float]) -> None:
+    """A kernel on the current stream that reads a tensor."""
+    memory = device.alias(tensor)
+    device.launch(lambda: seen.append(memory.mean().item()))
+
+
+@pytest.fixture(params=["new", "slots"])
+def memory(request: pytest.FixtureRequest) -> Memory:
+    return new_memory if request.param == "new" else Slots(1, SlotTable()).memory
+
+
+def test_what_is_taken_is_read_after_the_copy(device: Device, order: int, memory: Memory) -> None:
+    seen: list[float] = []
+    (taken,) = Transfer([x(1.0)], GPU, memory=memory).take()
+    read(device, taken, seen)
+    device.run(order)
+    assert seen == [1.0]
+
+
+def test_a_copy_comes_after_what_used_its_memory_before(device: Device, order: int, memory: Memory) -> None:
+    """consumer: read 1 ─ drop ─ take the same memory ─ …     copy stream: must not write 2 before that read."""
+    seen: list[float] = []
+    for value in (1.0, 2.0, 3.0):
+        (taken,) = Transfer([x(value)], GPU, memory=memory).take()
+        read(device, taken, seen)
+        del taken
+    assert device.blocks == 1
+    device.run(order)
+    assert seen == [1.0, 2.0, 3.0]
+
+
+def test_memory_that_nobody_took_is_used_again_after_the_copy(device: Device, order: int) -> None:
+    seen: list[float] = []
+    transfer = Transfer([x(1.0)], GPU)
+    del transfer
+    mine = device.empty_like(x(2.0))
+    device.copy(mine, x(2.0))
+    read(device, mine, seen)
+    assert device.blocks == 1
+    device.run(order)
+    assert seen == [2.0]
+
+
+@pytest.mark.parametrize("takes", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_slot_is_filled_again_after_whoever_used_it(
+    device: Device, order: int, elsewhere: bool, takes: tuple[bool, bool]
+) -> None:
+    """It was read on its own stream, copied on another, or never taken."""
+    seen: list[float] = []
+    slots = Slots(1, SlotTable())
+    other = device.stream() if elsewhere else device.current
+    for value, is_taken in enumerate([*takes, True]):
+        transfer = Transfer([x(float(value))], GPU, memory=slots.memory)
+        if is_taken:
+            with device.using(other):
+                (taken,) = transfer.take()
+                read(device, taken, seen)
+                del taken
+        del transfer
+    assert device.blocks == 1 + elsewhere, "the slot, and the copy of the other stream"
+    device.run(order)
+    assert seen == [float(value) for value, is_taken in enumerate([*takes, True]) if is_taken]
+
+
+def test_taken_on_another_stream_it_is_that_streams_memory(device: Device, order: int) -> None:
+    """Both streams go on to use the memory that they were given back."""
+    seen: list[float] = []
+    transfer, other = Transfer([x(1.0)], GPU), device.stream()
+    with device.using(other):
+        (taken,) = transfer.take()
+        read(device, taken, seen)
+        del taken
+        theirs = device.empty_like(x(2.0))
+        device.copy(theirs, x(2.0))
+    ours = device.empty_like(x(3.0))
+    device.copy(ours, x(3.0))
+    assert device.blocks == 2
+    device.run(order)
+    assert seen == [1.0]
+
+
+def test_what_is_on_the_device_stays_and_is_read_after_it_was_made(device: Device, order: int) -> None:
+    made = device.empty_like(x(0.0))
+    device.copy(made, x(1.0))
+    taken, _ = Transfer([made, x(2.0)], GPU).take()
+    seen: list[float] = []
+    read(device, taken, seen)
+    assert taken is made
+    device.run(order)
+    assert seen == [1.0]
+
+
+def test_what_is_on_the_device_may_go_as_soon_as_it_is_taken_on_another_stream(device: Device, order: int) -> None:
+    """The loader computes on the stream of the call that read ahead, whose memory it is, and goes on to use it."""
+    seen: list[float] = []
+    made, other = device.empty_like(x(0.0)), device.stream()
+    device.copy(made, x(1.0))
+    transfer = Transfer([made], GPU)
+    with device.using(other):
+        (taken,) = transfer.take()
+        read(device, taken, seen)
+    del made, taken, transfer
+    device.copy(device.empty_like(x(2.0)), x(2.0))
+    assert device.blocks == 2
+    device.run(order)
+    assert seen == [1.0]
+
+
+def test_a_copy_that_fails_leaves_nothing_under_way(
+    device: Device, monkeypatch: pytest.MonkeyPatch, order: int
+) -> None:
+    """The first tensor of two is being copied when the second fails: its memory is used again after that."""
+    seen: list[float] = []
+    copy = device.copy
+
+    def fails_at_the_second(target: Tensor, source: Tensor) -> None:
+        if source.mean() == 2.0:
+            raise RuntimeError("device lost")
+        copy(target, source)
+
+    monkeypatch.setattr(device, "copy", fails_at_the_second)
+    with suppress(RuntimeError):  # pytest.raises would keep the traceback, and what is in it
+        pytest.fail(str(Transfer([x(1.0), x(2.0)], GPU)))
+    for _ in range(2):
+        again = device.empty_like(x(3.0))
+        copy(again, x(3.0))
+        read(device, again, seen)
+    assert device.blocks == 2
+    device.run(order)
+    assert seen == [3.0, 3.0]
+
+
+def test_pinned_tensors_are_copied_from_where_they_are_and_odd_ones_as_they_can(device: Device) -> None:
+    pinned, trained = device.pin(x(1.0)), x(2.0).requires_grad_()
+    transfer = Transfer([pinned, trained], GPU)
+    pinned.fill_(5.0)  # a copy in between would not see it
+    first, second = transfer.take()
+    device.run(0)
+    assert first.tolist() == [5.0] * 4
+    assert second.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_requires_gradients_still_does_whoever_reads_ahead(device: Device, mode: Any) -> None:
+    with mode():
+        transfer = Transfer([x(1.0).requires_grad_(), x(2.0)], GPU)
+    assert [taken.requires_grad for taken in transfer.take()] == [True, False]
+
+
+def test_expanded_tensors_are_copied_dense(device: Device) -> None:
+    (taken,) = Transfer([torch.tensor([[1.0], [2.0]]).expand(2, 3)], GPU).take()
+    device.run(0)
+    assert taken.tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_expanded_and_trained_tensors_arrive_as_they_are() -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    given = [torch.ones(3).expand(2, 3), torch.ones(3).pin_memory().expand(2, 3), torch.ones(3, requires_grad=True)]
+    for taken, tensor in zip(Transfer(given, gpu).take(), given, strict=True):
+        torch.testing.assert_close(taken, tensor.to(gpu))
+        assert taken.requires_grad == tensor.requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["copies", "work"])
+def test_on_a_gpu_nothing_is_read_or_overwritten_early(late: str) -> None:
+    """A kernel spins before each copy, or before each use; memory goes round meanwhile."""
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    shape, seen = (1 << 20,), []
+    for value in range(20):
+        with torch.cuda.stream(streams.copy_stream(gpu.index)) if late == "copies" else torch.cuda.device(gpu):
+            torch.cuda._sleep(1_000_000)
+        transfer = Transfer([torch.full(shape, float(value)).pin_memory()], gpu)
+        (taken,) = transfer.take()
+        if late == "work":
+            torch.cuda._sleep(1_000_000)
+        seen.append(taken.amin() + taken.amax())
+        del taken
+    assert [each.item() for each in seen] == [2.0 * value for value in range(20)]
