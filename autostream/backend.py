@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 from torch.fx import GraphModule
 
-from autostream.dispatch.compiled import Compiled, Names, left_alone, reports_of_graph
-from autostream.dispatch.optimized import Optimized
-from autostream.dispatch.scheduled import Surroundings
+from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, eager_reason, reports_of_graph
+from autostream.dispatch.optimized_callable import OptimizedCallable
+from autostream.dispatch.scheduled_program import ModelContext
 from autostream.errors import OptionError
 from autostream.frontend.autograd import op_by_op, run_graph
 from autostream.frontend.inputs import names_like
@@ -19,7 +19,7 @@ from autostream.options import Options, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 
 
 def autostream(
@@ -51,10 +51,10 @@ def autostream(
         check_level(chosen.kernels, own)
     except OptionError as error:
         return _refusing(str(error))
-    return CompiledGraph(module, example_inputs, chosen)
+    return BackendGraph(module, example_inputs, chosen)
 
 
-class CompiledGraph(Optimized):
+class BackendGraph(OptimizedCallable):
     """Runs a graph of Dynamo's; :func:`autostream.explain` tells how.
 
     Args:
@@ -67,9 +67,9 @@ class CompiledGraph(Optimized):
     """
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
-        self._surroundings = Surroundings(options, GraphPools(), SlotTable())
-        self._compiled: list[Compiled] = []
-        self._reason = left_alone(options, example_inputs)
+        self._context = ModelContext(options, GraphPools(), BufferTable())
+        self._compiled: list[CompiledGraph] = []
+        self._reason = eager_reason(options, example_inputs)
         self.disabled = disabled()
         alone = self.disabled or self._reason
         self._run = op_by_op(module, example_inputs) if alone else run_graph(module, example_inputs, self._make)
@@ -86,8 +86,8 @@ class CompiledGraph(Optimized):
         refusal = Decision("", "plain", self._reason)
         return (Report("GraphModule", "gradients", "plain", refusals=(refusal,), versions=versions()),)
 
-    def _make(self, module: GraphModule, names: Names, *, half: str = "") -> Compiled:
-        compiled = Compiled(module, names, "GraphModule", self._surroundings, half=half)
+    def _make(self, module: GraphModule, names: InputNames, *, half: str = "") -> CompiledGraph:
+        compiled = CompiledGraph(module, names, "GraphModule", self._context, half=half)
         self._compiled.append(compiled)
         return compiled
 

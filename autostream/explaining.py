@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autostream.api import OptimizedModule
-from autostream.dispatch.optimized import Optimized
+from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.errors import TargetError
 from autostream.reporting.ops import Selection
 from autostream.reporting.report import Report
@@ -18,12 +18,12 @@ def reports_of(value: object) -> tuple[Report, ...]:
         >>> reports_of(len)
         ()
     """
-    if isinstance(value, TrainStep | Optimized):
+    if isinstance(value, TrainStep | OptimizedCallable):
         return value.reports
     return value._autostream.reports if isinstance(value, OptimizedModule) else ()
 
 
-def explain(optimized: OptimizedModule | TrainStep | Optimized, *, ops: int | None = 10) -> str:
+def explain(optimized: OptimizedModule | TrainStep | OptimizedCallable, *, ops: int | None = 10) -> str:
     """Say how much faster an optimized module or step is, why not more, what runs beside what, and what to try.
 
     Args:
@@ -36,7 +36,7 @@ def explain(optimized: OptimizedModule | TrainStep | Optimized, *, ops: int | No
     Raises:
         TargetError: it is something else.
     """
-    if not isinstance(optimized, OptimizedModule | TrainStep | Optimized):
+    if not isinstance(optimized, OptimizedModule | TrainStep | OptimizedCallable):
         raise TargetError(f"explain takes what optimize or train_step returned, not a {type(optimized).__name__}")
     reports = reports_of(optimized)
     runs = optimized._autostream if isinstance(optimized, OptimizedModule) else optimized

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream.dispatch import scheduled
+from autostream.dispatch import scheduled_program
 from autostream.runtime import cuda_graph
 from autostream.runtime.cuda_graph import CapturedGraph
 from autostream.runtime.restore import undone
@@ -51,7 +51,7 @@ class Captures:
 
         patch.setattr(CapturedGraph, "__init__", noted)
         patch.setattr(cuda_graph, "_captured", failing)
-        patch.setattr(scheduled, "tune", captures)
+        patch.setattr(scheduled_program, "tune", captures)
         self.cuda = cuda
 
     def captured(self, tuned: Tuned, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Tuned:
@@ -60,5 +60,5 @@ class Captures:
         with torch.inference_mode(False), torch.no_grad():
             static = static_copies(arguments, [at for at, stays in enumerate(bound) if not stays])
             with undone(static, writes, ["cpu"]) as restore:
-                graph = CapturedGraph(run, static, bound, writes, CPU, draws=draws, restore=restore)
+                graph = CapturedGraph(run, static, bound, writes, CPU, random=draws, restore=restore)
         return replace(tuned, selection=replace(tuned.selection, execution=graph))

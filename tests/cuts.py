@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 
 from autostream.analysis.capturability import dependence_of
 from autostream.analysis.dependencies import analyze
-from autostream.analysis.values import tensors_given, tensors_in, value_of
+from autostream.analysis.values import input_tensors, tensors_in, value_of
 from autostream.dispatch.sections import Sections
 from autostream.ir import Op, OpGraph, Program
 from autostream.scheduling.cut import Part, cut
@@ -77,7 +77,7 @@ def let_be_cut(
         parts = cut_everything(graph)
         return Sections(program, graph, parts, bound, options, make_section) if len(parts) > 1 else None
 
-    monkeypatch.setattr("autostream.dispatch.scheduled.sections_of", sections_of)
+    monkeypatch.setattr("autostream.dispatch.scheduled_program.sections_of", sections_of)
 
 
 DEVICES = ("cuda:0", "cuda:1")
@@ -95,7 +95,7 @@ def placed(program: Program) -> Program:
     :func:`moved`, or computed from what is on the second.
     """
     for node in program.module.graph.nodes:
-        given = [str(tensor.device) for tensor in tensors_given(node)]
+        given = [str(tensor.device) for tensor in input_tensors(node)]
         device = given[0] if given else DEVICES["far" in node.name]
         if node.target is torch.ops.aten.to.dtype:
             device = DEVICES[DEVICES.index(device) - 1]
@@ -112,4 +112,4 @@ def let_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
         graph = analyze(placed(program))
         return Sections(program, graph, cut_everything(graph), bound, options, make_section)
 
-    monkeypatch.setattr("autostream.dispatch.scheduled.sections_of", sections_of)
+    monkeypatch.setattr("autostream.dispatch.scheduled_program.sections_of", sections_of)

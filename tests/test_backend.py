@@ -15,8 +15,8 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import autostream as library
-from autostream.backend import CompiledGraph, autostream
-from autostream.dispatch.compiled import Ready
+from autostream.backend import BackendGraph, autostream
+from autostream.dispatch.compiled_graph import CompiledSignature
 from autostream.errors import MismatchError, OptionError
 from autostream.explaining import reports_of
 from tests.data_branches import DYNAMOS_OWN, Branching, same_gradients, trained
@@ -26,15 +26,15 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[CompiledGraph]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[BackendGraph]:
     """What the backend makes from here on."""
-    graphs: list[CompiledGraph] = []
+    graphs: list[BackendGraph] = []
 
-    def make(*args: Any) -> CompiledGraph:
-        graphs.append(CompiledGraph(*args))
+    def make(*args: Any) -> BackendGraph:
+        graphs.append(BackendGraph(*args))
         return graphs[-1]
 
-    monkeypatch.setattr("autostream.backend.CompiledGraph", make)
+    monkeypatch.setattr("autostream.backend.BackendGraph", make)
     return graphs
 
 
@@ -64,7 +64,7 @@ def test_it_is_registered_by_entry_point() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_by_name_and_with_options(
-    configuration: str, monkeypatch: pytest.MonkeyPatch, made: list[CompiledGraph]
+    configuration: str, monkeypatch: pytest.MonkeyPatch, made: list[BackendGraph]
 ) -> None:
     options = CONFIGURATIONS[configuration](monkeypatch)
     model, plain = Net(), Net()
@@ -81,7 +81,7 @@ def test_by_name_and_with_options(
 
 
 @torch.no_grad()
-def test_as_a_function(made: list[CompiledGraph]) -> None:
+def test_as_a_function(made: list[BackendGraph]) -> None:
     fast = torch.compile(Net(), backend=autostream, dynamic=False, fullgraph=True)
     fast(t(3, 4))
     fast(t(5, 4))
@@ -89,7 +89,7 @@ def test_as_a_function(made: list[CompiledGraph]) -> None:
 
 
 @torch.no_grad()
-def test_sizes_may_be_inputs(made: list[CompiledGraph]) -> None:
+def test_sizes_may_be_inputs(made: list[BackendGraph]) -> None:
     """A graph is made once for all sizes, and a schedule for each."""
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
@@ -102,7 +102,7 @@ def test_sizes_may_be_inputs(made: list[CompiledGraph]) -> None:
 
 
 @torch.no_grad()
-def test_weights_are_bound_and_inputs_are_not(made: list[CompiledGraph]) -> None:
+def test_weights_are_bound_and_inputs_are_not(made: list[BackendGraph]) -> None:
     """Two weights, two biases and a buffer stay where they are; the input does not."""
     model = Net()
     fast = torch.compile(model, backend=autostream)
@@ -115,7 +115,7 @@ def test_weights_are_bound_and_inputs_are_not(made: list[CompiledGraph]) -> None
 
 
 @torch.no_grad()
-def test_graph_breaks_make_graphs(monkeypatch: pytest.MonkeyPatch, made: list[CompiledGraph]) -> None:
+def test_graph_breaks_make_graphs(monkeypatch: pytest.MonkeyPatch, made: list[BackendGraph]) -> None:
     def breaks(s: Model, x: Tensor) -> Tensor:
         y = x.sin() + x.cos() * x.exp()
         if y.sum() > 1e9:
@@ -129,7 +129,7 @@ def test_graph_breaks_make_graphs(monkeypatch: pytest.MonkeyPatch, made: list[Co
     assert [report.mode for graph in made for report in graph.reports] == ["threads", "threads"]
 
 
-def test_training_through_it(made: list[CompiledGraph]) -> None:
+def test_training_through_it(made: list[BackendGraph]) -> None:
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
     torch.compile(model, backend="autostream")(t(3, 4))["y"].sum().backward()
@@ -139,7 +139,7 @@ def test_training_through_it(made: list[CompiledGraph]) -> None:
 
 
 @DYNAMOS_OWN
-def test_forward_and_backward_of_each_graph_are_scheduled(made: list[CompiledGraph]) -> None:
+def test_forward_and_backward_of_each_graph_are_scheduled(made: list[BackendGraph]) -> None:
     model, plain = Branching(), Branching()
     fast = torch.compile(model, backend="autostream", options={"policy": "critical_path"})
     same_gradients(trained(model, fast), trained(plain, plain))
@@ -147,7 +147,7 @@ def test_forward_and_backward_of_each_graph_are_scheduled(made: list[CompiledGra
 
 
 @DYNAMOS_OWN
-def test_buffers_are_written_in_the_forward(made: list[CompiledGraph]) -> None:
+def test_buffers_are_written_in_the_forward(made: list[BackendGraph]) -> None:
     """The statistics of a batch norm that trains."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -178,7 +178,7 @@ def test_gradients_of_gradients_are_refused_as_torch_compile_does() -> None:
     assert refusals[0] == refusals[1]
 
 
-def test_a_graph_can_be_explained_and_sizes_with_gradients_are_followed(made: list[CompiledGraph]) -> None:
+def test_a_graph_can_be_explained_and_sizes_with_gradients_are_followed(made: list[BackendGraph]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     plain = copy.deepcopy(model)
     fast = torch.compile(model, backend="autostream", dynamic=True, options={"policy": "sequential"})
@@ -203,7 +203,7 @@ def test_random_numbers_are_those_of_the_plain_model(mode: Any) -> None:
 
 
 @torch.no_grad()
-def test_batches_of_a_vmap_are_ops_of_the_graph(made: list[CompiledGraph]) -> None:
+def test_batches_of_a_vmap_are_ops_of_the_graph(made: list[BackendGraph]) -> None:
     model = Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x))
     fast = torch.compile(model, backend="autostream")
     same(fast(t(3, 4)), model(t(3, 4)))
@@ -212,14 +212,14 @@ def test_batches_of_a_vmap_are_ops_of_the_graph(made: list[CompiledGraph]) -> No
 
 
 @torch.no_grad()
-def test_tensors_that_no_schedule_takes_run_as_they_are(made: list[CompiledGraph]) -> None:
+def test_tensors_that_no_schedule_takes_run_as_they_are(made: list[BackendGraph]) -> None:
     fast = torch.compile(Model(lambda s, x: x.conj() * 2), backend="autostream")
     x = torch.randn(3, dtype=torch.complex64).conj()
     torch.testing.assert_close(fast(x), x.conj() * 2)
 
 
 @torch.no_grad()
-def test_it_may_be_switched_off(monkeypatch: pytest.MonkeyPatch, made: list[CompiledGraph]) -> None:
+def test_it_may_be_switched_off(monkeypatch: pytest.MonkeyPatch, made: list[BackendGraph]) -> None:
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
     same(torch.compile(nn.ReLU(), backend="autostream")(t(3)), t(3).relu())
     assert [graph.reports for graph in made] == [()]
@@ -227,13 +227,13 @@ def test_it_may_be_switched_off(monkeypatch: pytest.MonkeyPatch, made: list[Comp
 
 
 @DYNAMOS_OWN
-def test_paranoid_calls_are_compared(monkeypatch: pytest.MonkeyPatch, made: list[CompiledGraph]) -> None:
+def test_paranoid_calls_are_compared(monkeypatch: pytest.MonkeyPatch, made: list[BackendGraph]) -> None:
     """Forward, backward, and graphs behind a break each with their ops one after another."""
     monkeypatch.setenv("AUTOSTREAM_VERIFY", "paranoid")
     model, plain = Branching(), Branching()
     fast = torch.compile(model, backend="autostream", options={"policy": "critical_path"})
     same_gradients(trained(model, fast), trained(plain, plain))
-    monkeypatch.setattr(Ready, "__call__", lambda self, values: [value + 1 for value in values])
+    monkeypatch.setattr(CompiledSignature, "__call__", lambda self, values: [value + 1 for value in values])
     with torch.no_grad(), pytest.raises(MismatchError):
         torch.compile(nn.ReLU(), backend="autostream")(t(3))
 

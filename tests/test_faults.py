@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import autostream
-from autostream.dispatch.captured_call import Whole
+from autostream.dispatch.captured_call import CapturedCall
 from autostream.tuning import tune as tuning
 from autostream.utils.collector import paused
 from tests.alone import run_alone
@@ -216,7 +216,7 @@ def test_strict_raises_what_there_is_no_memory_for_and_keeps_the_schedule() -> N
 def watched_entry(fast: autostream.OptimizedModule) -> weakref.ref[Any]:
     """The schedule of the one signature of a model."""
     ((entry,),) = fast._autostream._admission.entries.values()
-    assert isinstance(entry, Whole)
+    assert isinstance(entry, CapturedCall)
     assert entry.compiled is not None
     (ready,) = entry.compiled.made
     assert ready.scheduled is not None

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 import autostream
 from autostream.api import OptimizedModule
-from autostream.dispatch import compiled
-from autostream.dispatch.compiled import Compiled
+from autostream.dispatch import compiled_graph
+from autostream.dispatch.compiled_graph import CompiledGraph
 from autostream.errors import TraceError
-from autostream.runtime.saved_activations import Lending
+from autostream.runtime.saved_activations import SavedActivations
 from autostream.utils.storages import storage_of
 from tests.captures import Captures
 from tests.semantics import force_streams
@@ -212,27 +212,27 @@ def test_so_it_does_over_several_streams(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {part.mode for report in fast.reports for part in report.parts} == {"threads"}
 
 
-class InOnePlace(Compiled):
+class InOnePlace(CompiledGraph):
     """A forward leaves what it lends in the same memory each time, as a captured graph does."""
 
-    lent: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
 
-    def lend(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
+    def share_outputs(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
         results: Any = self._module.graph.output_node().args[0]
-        self.lent = frozenset(at for at in places if results[at].op == "call_function")
-        return self.lent
+        self.shared = frozenset(at for at in places if results[at].op == "call_function")
+        return self.shared
 
     def __call__(self, *values: Any) -> list[Any]:
         outputs = list(super().__call__(*values))
         memory = self.__dict__.setdefault("memory", {})
-        for at in self.lent:
+        for at in self.shared:
             outputs[at] = memory.setdefault(at, outputs[at].clone()).copy_(outputs[at])
         return outputs
 
 
 @pytest.fixture
 def in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.dispatch.dispatcher.Compiled", InOnePlace)
+    monkeypatch.setattr("autostream.dispatch.dispatcher.CompiledGraph", InOnePlace)
 
 
 @pytest.mark.usefixtures("in_one_place")
@@ -240,10 +240,10 @@ def in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_so_it_does_where_what_is_saved_is_overwritten_by_the_next_call(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checked by leaving out what saves it from that: :meth:`Lending.recall` moves it away."""
+    """Checked by leaving out what saves it from that: :meth:`SavedActivations.preserve` moves it away."""
     fast = assert_trains_alike(*BODIES[name], policy="sequential")
     assert modes(fast) - {"one stream"} == {"forward and backward"}
-    monkeypatch.setattr(Lending, "recall", lambda lending: None)
+    monkeypatch.setattr(SavedActivations, "preserve", lambda lending: None)
     if name == "two forwards":
         with pytest.raises(AssertionError):
             assert_trains_alike(*BODIES[name], policy="sequential")
@@ -251,22 +251,26 @@ def test_so_it_does_where_what_is_saved_is_overwritten_by_the_next_call(
 
 @pytest.mark.usefixtures("in_one_place")
 def test_what_is_saved_is_not_copied_where_each_call_goes_back_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    lent: list[int] = []
-    recall, lend = Lending.recall, Lending.lend
+    shared: list[int] = []
+    preserve, share_outputs = SavedActivations.preserve, SavedActivations.alias
 
-    def recalled(lending: Lending) -> None:
+    def recalled(lending: SavedActivations) -> None:
         assert not any(borrowed() is not None for borrowed in lending._borrowed)
-        recall(lending)
+        preserve(lending)
 
-    monkeypatch.setattr(Lending, "recall", recalled)
-    monkeypatch.setattr(Lending, "lend", lambda own, memory: (lent.append(len(memory)), lend(own, memory))[1])
+    monkeypatch.setattr(SavedActivations, "preserve", recalled)
+    monkeypatch.setattr(
+        SavedActivations,
+        "share_outputs",
+        lambda own, memory: (shared.append(len(memory)), share_outputs(own, memory))[1],
+    )
     monkeypatch.setattr("autostream.runtime.saved_activations.copier", lambda *_: pytest.fail("copied"))
     fast = autostream.optimize(dropout().double(), policy="sequential")
     for seed in range(3):
         loss = fast(t(5, 4, seed=seed)).sum()  # the last one is still there when the next call is made
         loss.backward()
-    assert len(lent) == 3
-    assert all(lent)
+    assert len(shared) == 3
+    assert all(shared)
 
 
 def test_a_backward_has_one_schedule_however_gradients_come() -> None:
@@ -325,13 +329,13 @@ def test_what_autocast_is_switched_off_for_is_so_both_ways() -> None:
 def test_nobody_looks_on_while_a_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dispatch mode would see what is traced and timed, and TorchInductor's tracing fails under one."""
     active: list[int] = []
-    program_of = compiled.program_of
+    program_of = compiled_graph.program_of
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         active.append(torch._C._len_torch_dispatch_stack())
         return program_of(*args, **kwargs)
 
-    monkeypatch.setattr(compiled, "program_of", noted)
+    monkeypatch.setattr(compiled_graph, "program_of", noted)
     fast = autostream.optimize(nn.Linear(4, 4), policy="sequential")
     fast(torch.ones(2, 4)).sum().backward()
     assert active == [0, 0]
@@ -910,11 +914,11 @@ def test_nothing_of_a_call_stays_when_its_outputs_go() -> None:
 
 def test_a_model_takes_its_graphs_along() -> None:
     gc.collect()
-    others = {id(found) for found in gc.get_objects() if type(found) is Compiled}
+    others = {id(found) for found in gc.get_objects() if type(found) is CompiledGraph}
     model = Chain().double()
     fast = autostream.optimize(model, policy="sequential")
     fast(t(5, 4))[2].sum().backward()
-    held = [ref(found) for found in gc.get_objects() if type(found) is Compiled and id(found) not in others]
+    held = [ref(found) for found in gc.get_objects() if type(found) is CompiledGraph and id(found) not in others]
     assert len(held) >= 2
     weights = [ref(own) for own in model.parameters()]
     del model, fast
@@ -972,9 +976,9 @@ def test_so_they_are_where_what_is_saved_is_lent() -> None:
     test_hooks_of_saved_tensors_are_called()
 
 
-@pytest.mark.parametrize("lent", [False, True])
-def test_threads_have_gradients_of_their_own_calls(lent: bool, request: pytest.FixtureRequest) -> None:
-    if lent:
+@pytest.mark.parametrize("shared", [False, True])
+def test_threads_have_gradients_of_their_own_calls(shared: bool, request: pytest.FixtureRequest) -> None:
+    if shared:
         request.getfixturevalue("in_one_place")
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
     fast = autostream.optimize(model, policy="sequential")

@@ -115,7 +115,7 @@ ONLY_IN = [
         r"\.(create_node|node_copy|graph_copy|erase_node|call_function|call_module|inserting_(before|after)"
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
         {
-            "dispatch.compiled",
+            "dispatch.compiled_graph",
             "runtime.excerpt",
             "runtime.cutting",
             "runtime.lower",
@@ -133,11 +133,14 @@ ONLY_IN = [
     (
         r"\bfx\.Graph\(|\.GraphModule\(",
         {
-            *("dispatch.compiled", "runtime.cutting", "runtime.lower", "dispatch.children"),
+            *("dispatch.compiled_graph", "runtime.cutting", "runtime.lower", "dispatch.children"),
             "fusion.kernel_json",
         },
     ),
-    (r"\.(create_node|node_copy)\(", {"dispatch.compiled", "runtime.excerpt", "runtime.cutting", "runtime.lower"}),
+    (
+        r"\.(create_node|node_copy)\(",
+        {"dispatch.compiled_graph", "runtime.excerpt", "runtime.cutting", "runtime.lower"},
+    ),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"runtime.streams"}),
     # touches streams and events

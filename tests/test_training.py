@@ -28,12 +28,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import autostream
-from autostream.dispatch import scheduled as scheduling
+from autostream.dispatch import scheduled_program as scheduling
 from autostream.dispatch import step_graphs
 from autostream.dispatch.step_graphs import Graphs
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.reporting.report import Report
-from autostream.runtime.addresses import still_there
+from autostream.runtime.addresses import storages_alive
 from autostream.training import TrainStep, train_step
 from tests.alone import alone
 from tests.semantics import force_streams
@@ -935,11 +935,11 @@ def test_what_was_loaded_over_is_gone_though_batches_of_another_size_do_not_come
         for _ in range(3):
             step(*batch)
     if change == "move":
-        is_there = [still_there([parameter]) for parameter in model.parameters()]
+        is_there = [storages_alive([parameter]) for parameter in model.parameters()]
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     else:
-        is_there = [still_there([optimizer.state[own]["exp_avg"]]) for own in model.parameters()]
+        is_there = [storages_alive([optimizer.state[own]["exp_avg"]]) for own in model.parameters()]
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(2):
         step(x, y)

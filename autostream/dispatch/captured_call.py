@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autostream.dispatch.compiled import Compiled, Ready, report_of_halves
-from autostream.dispatch.replay import Changed, Replay
+from autostream.dispatch.compiled_graph import CompiledGraph, CompiledSignature, report_of_halves
+from autostream.dispatch.replay import GuardFailed, Replay
 from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS, Capture
 from autostream.frontend.signature import aliases_of
 from autostream.frontend.tree import Structure, flatten, shares_containers
 from autostream.reporting.report import Report
-from autostream.runtime.addresses import Alike
-from autostream.runtime.launch import Launch
+from autostream.runtime.addresses import SameMetadata
+from autostream.runtime.partial_call import PartialCall
 
 
-class Whole:
+class CapturedCall:
     """Runs calls for which the guards of a capture hold.
 
     Args:
@@ -41,8 +41,8 @@ class Whole:
         captured: Capture,
         run: Callable[..., Sequence[Any]],
         label: str,
-        ready: Ready | None = None,
-        halves: Sequence[Compiled] = (),
+        ready: CompiledSignature | None = None,
+        halves: Sequence[CompiledGraph] = (),
     ) -> None:
         self.captured, self.label = replace(captured, tensors=()), label
         self.guards = captured.guards
@@ -53,14 +53,14 @@ class Whole:
         """What the model returns, with all that it does to Python's objects.
 
         Raises:
-            Changed: the model's tensors are not what they were, which no guard has seen. Nothing has been done.
+            GuardFailed: the model's tensors are not what they were, which no guard has seen. Nothing has been done.
         """
         return self._restored(model, args, kwargs)
 
     @property
-    def compiled(self) -> Compiled | None:
+    def compiled(self) -> CompiledGraph | None:
         """What runs the graph by a schedule; ``None`` where gradients are recorded."""
-        return self._run if isinstance(self._run, Compiled) else None
+        return self._run if isinstance(self._run, CompiledGraph) else None
 
     @property
     def repeatable(self) -> bool:
@@ -118,7 +118,7 @@ class Whole:
         if not tensors or aliases_of(tensors) or sources is None:
             return None
         return Replay(
-            Launch(scheduled, place, held, places, len(tensors)),
+            PartialCall(scheduled, place, held, places, len(tensors)),
             held,
             call,
             tensors,
@@ -153,11 +153,11 @@ class Whole:
 def _looking_at_weights(captured: Capture, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
     """Run a graph only where its inputs that are no arguments of the call are as they were when it was captured."""
     held = [at for at, given in enumerate(captured.inputs) if not given.is_argument]
-    alike = Alike([captured.tensors[at] for at in held], gradients=True)
+    alike = SameMetadata([captured.tensors[at] for at in held], gradients=True)
 
     def looking(*values: Any) -> Sequence[Any]:
         if not alike([values[at] for at in held]):
-            raise Changed
+            raise GuardFailed
         return run(*values)
 
     return looking

@@ -4,8 +4,8 @@ call ──▶ like one before? ──▶ Replay: the graph first, then its guar
                │ no
                └─▶ an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled graph
                        │ none
-                       └─▶ capture ──▶ one graph ──▶ Compiled, and a backward where gradients are recorded
-                              └── graph breaks ──▶ torch.compile, each graph Compiled
+                       └─▶ capture ──▶ one graph ──▶ CompiledGraph, and a backward where gradients are recorded
+                              └── graph breaks ──▶ torch.compile, each graph CompiledGraph
                                         └── no graph at all, or too many ──▶ the model itself
 """
 
@@ -27,13 +27,13 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from autostream.dispatch.admission import Admission
-from autostream.dispatch.captured_call import Whole
-from autostream.dispatch.compiled import Compiled, Names, left_alone
-from autostream.dispatch.graph_breaks import Split
-from autostream.dispatch.optimized import Optimized
+from autostream.dispatch.captured_call import CapturedCall
+from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, eager_reason
+from autostream.dispatch.graph_breaks import GraphBreaks
+from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
-from autostream.dispatch.replay import Changed, Replay
-from autostream.dispatch.scheduled import Scheduled, Surroundings
+from autostream.dispatch.replay import GuardFailed, Replay
+from autostream.dispatch.scheduled_program import ModelContext, ScheduledProgram
 from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
@@ -52,13 +52,13 @@ from autostream.options import Options, disabled, paranoid
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 from autostream.utils.locks import preparing
 
 log = logging.getLogger(__name__)
 
 
-class Plain:
+class EagerCall:
     """The model itself, for calls that nothing else works for.
 
     Args:
@@ -75,7 +75,7 @@ class Plain:
         return (Report(model, self.label, "plain", refusals=(refusal,), versions=versions()),)
 
 
-Entry = Whole | Split | Plain
+Entry = CapturedCall | GraphBreaks | EagerCall
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class _Known:
 
     replay: Replay
     key: Hashable
-    entry: Whole
+    entry: CapturedCall
     own: frozenset[int]
     calls: int = 0
 
@@ -101,7 +101,7 @@ class _Known:
         return self.own <= own and self.replay.is_in_place
 
 
-class Dispatcher(Optimized):
+class Dispatcher(OptimizedCallable):
     """Runs calls of a model, each by what was made for such calls.
 
     Args:
@@ -122,9 +122,9 @@ class Dispatcher(Optimized):
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.model = model
         self.options = options
-        self.slots = SlotTable()
+        self.slots = BufferTable()
         self.disabled = disabled()
-        self._surroundings = Surroundings(options, GraphPools(), self.slots)
+        self._context = ModelContext(options, GraphPools(), self.slots)
         self._paranoid = paranoid()
         self._lock = threading.RLock()
         self._forget()
@@ -147,7 +147,7 @@ class Dispatcher(Optimized):
                 if known is not replays[0]:
                     self._replays = (known, *(other for other in replays if other is not known))
                 return value
-            except Changed:  # another may stand for this call, and this one for the next
+            except GuardFailed:  # another may stand for this call, and this one for the next
                 known.replay.look_first()
                 changed = True
             except Exception:  # what else can be done is found on the long way
@@ -247,10 +247,10 @@ class Dispatcher(Optimized):
         """Drop all that was made: the memory that it was made for is the model's no longer."""
         self._forget()
 
-    def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Scheduled, list[Tensor]] | None:
+    def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ScheduledProgram, list[Tensor]] | None:
         """The schedule of calls with these arguments, and the program's arguments, where there is one."""
         entry = None if self.disabled else self._prepared(args, kwargs)
-        if not isinstance(entry, Whole):
+        if not isinstance(entry, CapturedCall):
             return None
         values = entry.captured.given(self.model, args, kwargs)
         ready = entry.compiled.ready(values) if entry.compiled else None
@@ -269,7 +269,7 @@ class Dispatcher(Optimized):
                     raise TraceError(entry)
                 self._note(entry)
                 return None
-            if not isinstance(entry, Whole):
+            if not isinstance(entry, CapturedCall):
                 try:
                     check_call(self.model, args, kwargs)
                 except TargetError:
@@ -282,17 +282,19 @@ class Dispatcher(Optimized):
         key, label = self._key(args, kwargs)
         entry: Entry | str | None = self._entry(key, args, kwargs, unlike)
         if entry is None:
-            reason = left_alone(self.options, chain(args, self.model.parameters()))
+            reason = eager_reason(self.options, chain(args, self.model.parameters()))
             entry = reason or self._new_entry(key, label, args, kwargs, unlike=unlike)
         if isinstance(entry, str):
             return self._plainly(entry, args, kwargs)
-        if isinstance(entry, Plain | Split):
+        if isinstance(entry, EagerCall | GraphBreaks):
             try:
-                return entry(*args, **kwargs) if isinstance(entry, Split) else self.model(*args, **kwargs)
+                return entry(*args, **kwargs) if isinstance(entry, GraphBreaks) else self.model(*args, **kwargs)
             except Exception:
-                if isinstance(entry, Plain) or not entry.has_returned:  # what made this call fail may be why it is here
+                if (
+                    isinstance(entry, EagerCall) or not entry.has_returned
+                ):  # what made this call fail may be why it is here
                     self._drop(key, entry)
-                if isinstance(entry, Split) and not entry.has_returned:
+                if isinstance(entry, GraphBreaks) and not entry.has_returned:
                     self._note(entry.reason)
                 raise
         try:
@@ -300,7 +302,7 @@ class Dispatcher(Optimized):
                 tensors, _ = flatten((args, kwargs))
                 return compared(self.model, partial(entry, self.model, args, kwargs), tensors, args, kwargs)
             value = entry(self.model, args, kwargs)
-        except Changed:
+        except GuardFailed:
             return self._dispatched(args, kwargs, (*unlike, entry))
         except Exception as error:
             ours = self._paranoid or isinstance(error, AutostreamError | torch.OutOfMemoryError)  # it may not run again
@@ -337,14 +339,16 @@ class Dispatcher(Optimized):
         self._count_replays()
         self._replays = tuple(known for known in self._replays if known.entry is not entry)
 
-    def _instead(self, key: Hashable, entry: Whole, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _instead(
+        self, key: Hashable, entry: CapturedCall, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """What the model returns where its schedule failed: if it does not fail too, it makes all such calls."""
         value = self.model(*args, **kwargs)
         reason = f"its schedule fails at some inputs ({error}), and the model does not: perhaps it catches that"
         log.warning("%s runs plainly: %s", self._name, reason)
         self._drop(key, entry)
         with self._lock:
-            self._admission.entries.setdefault(key, []).append(Plain(entry.label, reason))
+            self._admission.entries.setdefault(key, []).append(EagerCall(entry.label, reason))
         return value
 
     def _unusual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -372,7 +376,7 @@ class Dispatcher(Optimized):
         for entry in self._admission.entries.get(key, ()):
             if entry in unlike:
                 continue
-            if not isinstance(entry, Whole) or entry.guards(self.model, args, kwargs):
+            if not isinstance(entry, CapturedCall) or entry.guards(self.model, args, kwargs):
                 self._admission.served(key)
                 return entry
         return None
@@ -425,17 +429,17 @@ class Dispatcher(Optimized):
             if options.strict or isinstance(error, FastPathError):
                 return self._refused(label, error)
             log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # records may be kept
-            return Split(model, label, str(error), self._graph)
+            return GraphBreaks(model, label, str(error), self._graph)
         except Exception as error:
             return self._refused(label, error)
         if captured is None:
-            return Plain(label, "it computes nothing with tensors")
+            return EagerCall(label, "it computes nothing with tensors")
         try:
             names = names_of(captured, model)
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
-                made: list[Compiled] = []
+                made: list[CompiledGraph] = []
                 run = differentiable(captured.module, captured.tensors, names, partial(self._graph, made))
-                return Whole(captured, run, label, halves=made)
+                return CapturedCall(captured, run, label, halves=made)
             compiled = self._like(captured, names) or self._graph([], captured.module, names)
             ready = compiled.ready(captured.tensors, admitted=True)
         except Exception as error:
@@ -443,25 +447,27 @@ class Dispatcher(Optimized):
         finally:
             forget(mode_of(captured.module))
         if ready is None:
-            return Plain(label, compiled.refusal)
-        return Whole(captured, compiled, label, ready)
+            return EagerCall(label, compiled.refusal)
+        return CapturedCall(captured, compiled, label, ready)
 
-    def _like(self, captured: Capture, names: Names) -> Compiled | None:
+    def _like(self, captured: Capture, names: InputNames) -> CompiledGraph | None:
         """What runs the same graph for other guards, such as those of inference mode."""
         entries = chain.from_iterable(self._admission.entries.values())
-        known = (entry.compiled for entry in entries if isinstance(entry, Whole) and entry.compiled)
+        known = (entry.compiled for entry in entries if isinstance(entry, CapturedCall) and entry.compiled)
         return next((compiled for compiled in known if compiled.is_of(captured.module, names)), None)
 
-    def _refused(self, label: str, error: Exception) -> Plain:
+    def _refused(self, label: str, error: Exception) -> EagerCall:
         if self.options.strict or isinstance(error, OptionError | TargetError):
             raise error
         reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
         log.warning("%s runs plainly: %s", self._name, reason)
-        return Plain(label, reason)
+        return EagerCall(label, reason)
 
-    def _graph(self, made: list[Compiled], module: GraphModule, names: Names, *, half: str = "") -> Compiled:
+    def _graph(
+        self, made: list[CompiledGraph], module: GraphModule, names: InputNames, *, half: str = ""
+    ) -> CompiledGraph:
         """What runs a graph of the model's."""
-        compiled = Compiled(module, names, self._name, self._surroundings, half=half)
+        compiled = CompiledGraph(module, names, self._name, self._context, half=half)
         made.append(compiled)
         return compiled
 
@@ -476,7 +482,7 @@ class Dispatcher(Optimized):
 
     def _failed(self, entries: Sequence[Entry], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The guard of the latest of these entries that does not hold of a call, or ``""``."""
-        whole = [entry for entry in entries if isinstance(entry, Whole)]
+        whole = [entry for entry in entries if isinstance(entry, CapturedCall)]
         return whole[-1].guards.failed(self.model, args, kwargs) if whole else ""
 
     def _drop(self, key: Hashable, entry: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autostream.analysis.source import user_line
-from autostream.dispatch.compiled import Compiled, Names, reports_of_graph
+from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, reports_of_graph
 from autostream.frontend.autograd import run_graph
 from autostream.frontend.breaks import ending_of, with_breaks
 from autostream.ir import Decision
@@ -23,11 +23,13 @@ from autostream.reporting.report import Report
 class MakeGraph(Protocol):
     """Makes what runs a graph, and notes it."""
 
-    def __call__(self, made: list[Compiled], module: GraphModule, names: Names, *, half: str = "") -> Compiled:
+    def __call__(
+        self, made: list[CompiledGraph], module: GraphModule, names: InputNames, *, half: str = ""
+    ) -> CompiledGraph:
         """From the graph and what its inputs are."""
 
 
-class Split:
+class GraphBreaks:
     """Runs a model by ``torch.compile``, which splits it where it cannot follow its Python.
 
     Args:
@@ -45,7 +47,7 @@ class Split:
         self.label, self.reason = label, reason
         self._called = self.has_returned = False
         self._refusals = {reason: Decision("", "graph breaks", reason)}
-        self._graphs: list[tuple[list[Compiled], str]] = []
+        self._graphs: list[tuple[list[CompiledGraph], str]] = []
         self._make = make
         self.runs: list[Callable[..., Any]] = []
         self._run = with_breaks(model, partial(_backend, weakref.ref(self)), self._refuse)
@@ -71,7 +73,7 @@ class Split:
 
     def add(self, module: GraphModule, example_inputs: Sequence[Any]) -> int:
         """Make what runs one more graph of the model's; returns its position among them."""
-        made: list[Compiled] = []
+        made: list[CompiledGraph] = []
         reason, stack = ending_of(module)
         line = user_line(stack)
         self._graphs.append((made, f"{reason} ({line})" if line else reason))
@@ -80,7 +82,7 @@ class Split:
         return len(self.runs) - 1
 
 
-def _backend(owner: weakref.ref[Split], module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _backend(owner: weakref.ref[GraphBreaks], module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """A graph as Dynamo keeps it, for good: what is captured, and its memory, go with the model all the same."""
     split = owner()
     if split is None:

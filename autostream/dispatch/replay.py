@@ -20,12 +20,12 @@ from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.eager_only import unusual_call
 from autostream.frontend.settings import watch_unguarded
 from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
-from autostream.runtime.addresses import looks_alike
+from autostream.runtime.addresses import metadata_check
 from autostream.runtime.layouts import Layouts
 from autostream.utils.storages import storage_of
 
 
-class Changed(Exception):  # noqa: N818 - a notice between modules, not an error
+class GuardFailed(Exception):  # noqa: N818 - a notice between modules, not an error
     """A guard does not hold: what was computed is dropped, and nothing shows of it."""
 
 
@@ -67,7 +67,7 @@ class Replay:
         self._unmoved = Layouts(held, whole=GUARDS_SKIP_WEIGHTS).unchanged
         args, kwargs = call.children or ()
         self._flat = all(child is TENSOR for child in args.children or ()) and not kwargs.children
-        self._alike = looks_alike(tensors)
+        self._alike = metadata_check(tensors)
         self._one = len(tensors) == 1 and not writes
         self._own = frozenset(map(storage_of, held)) if writes else frozenset()
         self._structure, self._sources = returned
@@ -107,13 +107,13 @@ class Replay:
         """What the model returns.
 
         Raises:
-            Changed: this call is not what the graph was captured for.
+            GuardFailed: this call is not what the graph was captured for.
         """
         if self._looks_first and not self._intact(args, kwargs):
-            raise Changed
+            raise GuardFailed
         outputs = self._launch(tensors)
         if not self._looks_first and not self._intact(args, kwargs):
-            raise Changed
+            raise GuardFailed
         for owner, name, value in self._stores:
             setattr(owner, name, value)
         if self._single:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from autostream.analysis.argument_views import argument_views
 from autostream.analysis.dependencies import analyze
-from autostream.dispatch.optimized import MakeSection, Optimized
+from autostream.dispatch.optimized_callable import MakeSection, OptimizedCallable
 from autostream.ir import OpGraph, Program
 from autostream.options import Options
 from autostream.pipeline import capture_refusals, planned, price_program, versions
 from autostream.reporting.report import Report
-from autostream.runtime.cutting import take_apart
+from autostream.runtime.cutting import split_program
 from autostream.runtime.restore import undone
 from autostream.runtime.runs import uncaptured
 from autostream.runtime.static_inputs import Output
@@ -90,7 +90,7 @@ class Sections:
         options: Options,
         make_section: MakeSection,
     ) -> None:
-        whole = take_apart(program, graph, parts, bound, argument_views(program.module.graph))
+        whole = split_program(program, graph, parts, bound, argument_views(program.module.graph))
         self.graph, self.module = graph, whole.module
         self._program, self._bound = program, bound
         self._refusals = capture_refusals(graph)
@@ -159,7 +159,7 @@ _ON_HOST = "what follows uses a tensor in the host's memory that changes in a ca
 class _Called(nn.Module):
     """What runs in the place of a section, as the submodule that it is in the whole."""
 
-    def __init__(self, run: Optimized) -> None:
+    def __init__(self, run: OptimizedCallable) -> None:
         super().__init__()
         self._run = run
 

@@ -1,8 +1,8 @@
 """Training steps in graphs: what is made for each kind of step, and run by it.
 
-batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ Scheduled ──▶ result, and gradients to go on with
+batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ ScheduledProgram ──▶ result, and gradients to go on with
 │ none
-└─▶ capture the loss ──▶ trace the step ──▶ Scheduled
+└─▶ capture the loss ──▶ trace the step ──▶ ScheduledProgram
 └── no graph does the same: Refused; the caller has another way
 """
 
@@ -22,10 +22,10 @@ from torch.nn.modules import module as nn_module
 from torch.utils.weak import WeakIdRef
 
 from autostream.dispatch.admission import Admission
-from autostream.dispatch.compiled import section
-from autostream.dispatch.optimized import Optimized
+from autostream.dispatch.compiled_graph import section
+from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
-from autostream.dispatch.scheduled import Label, Scheduled, Surroundings, Unsuitable
+from autostream.dispatch.scheduled_program import Label, ModelContext, NoSchedule, ScheduledProgram
 from autostream.dispatch.steps import Step
 from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
 from autostream.frontend.averages import differing_buffers, pairs_of
@@ -45,7 +45,7 @@ from autostream.ir import Role
 from autostream.options import paranoid
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 from autostream.utils.locks import preparing
 from autostream.utils.stopwatch import Stopwatch
 
@@ -157,12 +157,12 @@ class Graphs:
         replayed: steps that the short way has done since the last one that it has not, and what they were like.
     """
 
-    def __init__(self, step: Step, slots: SlotTable, *, whole: bool) -> None:
+    def __init__(self, step: Step, slots: BufferTable, *, whole: bool) -> None:
         self.step, self.whole = step, whole
         self.name = f"{name_of(step.model)}, {'TrainingStep' if whole else 'Backward'}"
         self.hyperparameters = Hyperparameters(step.optimizer)
-        surroundings = Surroundings(step.options, GraphPools(), slots)
-        self._surroundings = replace(surroundings, make_section=partial(section, surroundings, self.name))
+        context = ModelContext(step.options, GraphPools(), slots)
+        self._context = replace(context, make_section=partial(section, context, self.name))
         self._admission = Admission[list["Entry | _Refusal"]](step.options.max_signatures)
         self._lock, self.paranoid = threading.RLock(), paranoid()
         self.replayed: tuple[Key, int] | None = None
@@ -189,7 +189,7 @@ class Graphs:
                 result, gradients = self._compared(entry, call, tensors)
             else:
                 result, gradients = entry.run(tensors, batch)
-        except Unsuitable as reason:
+        except NoSchedule as reason:
             raise self._refused(str(reason)) from None
         return Done(result, gradients, entry, call, tensors)
 
@@ -296,7 +296,7 @@ class Graphs:
                 return _Refusal(reason, full=True)
             made: Entry | _Refusal
             try:
-                made = Entry(self, call, self._surroundings)
+                made = Entry(self, call, self._context)
             except (OptionError, TargetError):
                 raise
             except Exception as error:
@@ -428,7 +428,7 @@ def _not_to_be_captured(modules: nn.Module) -> str:
     parts = list(modules.modules())
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in parts):
         return "DistributedDataParallel averages gradients by hooks, which a graph would not call"
-    if any(isinstance(value, Optimized) for part in parts for value in vars(part).values()):
+    if any(isinstance(value, OptimizedCallable) for part in parts for value in vars(part).values()):
         return "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
     if has_torchscript(modules):
         return "TorchScript cannot be captured: use the module that it was made from"
@@ -450,7 +450,7 @@ class Entry:
     Args:
         graphs: whose it is.
         call: such a step.
-        surroundings: of the graphs.
+        context: of the graphs.
 
     Attributes:
         loss: as it was captured.
@@ -462,14 +462,14 @@ class Entry:
         TraceError: no graph does the same.
     """
 
-    def __init__(self, graphs: Graphs, call: Call, surroundings: Surroundings) -> None:
+    def __init__(self, graphs: Graphs, call: Call, context: ModelContext) -> None:
         stopwatch = Stopwatch()
         with stopwatch("trace"):
             self.loss, self.traced, tensors = trace(graphs, call)
         self._trained, self._whole, self._kinds = call.key.trained, graphs.whole, list(map(_kind, tensors.held))
         stays = [p.role is not Role.INPUT for p in self.traced.program.placeholders]
         label, arguments = Label(graphs.name, call.label), self.traced.arguments(tensors)
-        self.scheduled = Scheduled(self.traced.program, arguments, stays, label, surroundings, stopwatch)
+        self.scheduled = ScheduledProgram(self.traced.program, arguments, stays, label, context, stopwatch)
         self.loss.let_go()
 
     def stands_for(self, call: Call) -> bool:
@@ -485,7 +485,7 @@ class Entry:
         """The result, and the gradients of all of the optimizer's parameters, where these are not updated.
 
         Raises:
-            Unsuitable: no graph reads the tensors where they lie, and none can be captured.
+            NoSchedule: no graph reads the tensors where they lie, and none can be captured.
         """
         return self.put_together(self.scheduled(self.traced.arguments(tensors)), batch)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autostream.dispatch.scheduled import Unsuitable
+from autostream.dispatch.scheduled_program import NoSchedule
 from autostream.dispatch.step_graphs import Done, Graphs, circumstances
 from autostream.frontend.batches import Batch
 from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
@@ -24,8 +24,8 @@ from autostream.frontend.optimizers import obstacle
 from autostream.frontend.parameters import have_hooks
 from autostream.frontend.settings import watch_unguarded
 from autostream.frontend.tree import TENSOR, tensors_like
-from autostream.runtime.addresses import Entries, looks_alike
-from autostream.runtime.launch import Launch
+from autostream.runtime.addresses import SameEntries, metadata_check
+from autostream.runtime.partial_call import PartialCall
 from autostream.runtime.layouts import Layouts
 from autostream.utils.storages import storage_of
 
@@ -42,7 +42,7 @@ class StepReplay:
         parameters: of the optimizer.
 
     Raises:
-        Unsuitable: such steps have no short way.
+        NoSchedule: such steps have no short way.
     """
 
     def __init__(self, graphs: Graphs, done: Done) -> None:
@@ -51,7 +51,7 @@ class StepReplay:
         arguments = entry.traced.arguments(done.tensors)
         place = scheduled.reading(arguments)
         if scheduled.detached or (scheduled.captured is not None and place is None):
-            raise Unsuitable("it is not known what a replay would read")
+            raise NoSchedule("it is not known what a replay would read")
         self.graphs, self._entry, self._step = graphs, entry, step
         self.whole, self._optimizer = graphs.whole, step.optimizer
         self._key, self._steps = call.key, 0
@@ -59,21 +59,21 @@ class StepReplay:
         inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.traced.places]
         self._live = [own for own, at in zip(arguments, inputs, strict=True) if at is None]
         memory = [own.detach() for own in self._live]
-        self._launch = Launch(scheduled, place, memory, inputs, len(flat) - held)
+        self._launch = PartialCall(scheduled, place, memory, inputs, len(flat) - held)
         self._unmoved = Layouts(self._live, whole=GUARDS_SKIP_WEIGHTS).unchanged
         self._structure, self._flat = (
             call.key.structure,
             all(own is TENSOR for own in call.key.structure.children or ()),
         )
-        self._alike = looks_alike(call.tensors)
+        self._alike = metadata_check(call.tensors)
         self._own = frozenset(map(storage_of, self._live))
         if not self._apart(call.tensors):
-            raise Unsuitable("tensors of the batch share memory")
+            raise NoSchedule("tensors of the batch share memory")
         self._same_numerics = watch_unguarded()
         self._sizes = [len(group["params"]) for group in step.optimizer.param_groups]
         averaged = _dicts_of(step.average, step.model) if self.whole and step.average is not None else []
         self._state = step.optimizer.state
-        self._entries = Entries([*averaged, self._state, *self._state.values()] if self.whole else [])
+        self._entries = SameEntries([*averaged, self._state, *self._state.values()] if self.whole else [])
         self.parameters = call.parameters
         ours = set(map(id, call.parameters))
         others = [own for own in done.tensors.held if id(own) not in ours and own.requires_grad]
@@ -146,5 +146,5 @@ def replay_of(graphs: Graphs, done: Done) -> StepReplay | None:
         return None
     try:
         return StepReplay(graphs, done)
-    except Unsuitable:
+    except NoSchedule:
         return None

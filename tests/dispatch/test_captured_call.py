@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.dispatch.captured_call import Whole
+from autostream.dispatch.captured_call import CapturedCall
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.options import Options
 from tests.semantics import Model, same
@@ -16,12 +16,12 @@ from tests.semantics import Model, same
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def whole(model: nn.Module, *args: Any, **kwargs: Any) -> Whole:
+def whole(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedCall:
     """What is made for such calls of a model, after one of them."""
     dispatch = Dispatcher(model, Options())
     dispatch(*args, **kwargs)
     ((entry,),) = dispatch._admission.entries.values()
-    assert isinstance(entry, Whole)
+    assert isinstance(entry, CapturedCall)
     return entry
 
 
@@ -78,7 +78,7 @@ def test_a_call_that_records_gradients_tells_of_both_halves() -> None:
     dispatch = Dispatcher(model, Options(policy="sequential"))
     dispatch(x).sum().backward()
     ((entry,),) = dispatch._admission.entries.values()
-    assert isinstance(entry, Whole)
+    assert isinstance(entry, CapturedCall)
     assert entry.compiled is None
     (report,) = entry.reports("Linear")
     assert [part.half for part in report.parts] == ["forward", "backward"]

@@ -267,7 +267,7 @@ def test_all_signatures_and_pieces_of_a_model_share_pools_and_copies_of_it_do_no
         seen.append(pools)
         return tuned
 
-    monkeypatch.setattr("autostream.dispatch.scheduled.pooled", spy)
+    monkeypatch.setattr("autostream.dispatch.scheduled_program.pooled", spy)
 
     def pools_of(dispatch: Dispatcher, *calls: Tensor) -> list[GraphPools]:
         seen.clear()

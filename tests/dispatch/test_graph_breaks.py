@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autostream
-from autostream.dispatch.compiled import Compiled
+from autostream.dispatch.compiled_graph import CompiledGraph
 from tests.data_branches import DYNAMOS_OWN, Branching, same_gradients, trained
 from tests.semantics import Model, force_streams, same
 from tests.threads import in_threads
@@ -307,10 +307,10 @@ def test_dynamo_says_nothing_at_length(caplog: pytest.LogCaptureFixture) -> None
 
 @torch.no_grad()
 def test_a_model_takes_its_graphs_along() -> None:
-    others = {id(found) for found in gc.get_objects() if type(found) is Compiled}
+    others = {id(found) for found in gc.get_objects() if type(found) is CompiledGraph}
     fast, _ = twins(Broken)
     fast(t(3, 2))
-    held = [ref(found) for found in gc.get_objects() if type(found) is Compiled and id(found) not in others]
+    held = [ref(found) for found in gc.get_objects() if type(found) is CompiledGraph and id(found) not in others]
     held.append(ref(fast.linear.weight))
     assert len(held) == 4
     del fast

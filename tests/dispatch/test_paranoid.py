@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.dispatch.paranoid import TOLERANCE, compared, difference
-from autostream.dispatch.scheduled import Scheduled
+from autostream.dispatch.scheduled_program import ScheduledProgram
 from autostream.errors import MismatchError
 from tests.semantics import CONFIGURATIONS, Model, same
 
@@ -64,7 +64,9 @@ def test_a_schedule_that_computes_something_else_is_found_out_at_the_first_call_
 ) -> None:
     fast = autostream.optimize(nn.Linear(4, 4), torch.ones(2, 4))
     fast(torch.ones(2, 4))
-    monkeypatch.setattr("autostream.dispatch.scheduled.Scheduled.__call__", lambda self, arguments: [torch.zeros(2, 4)])
+    monkeypatch.setattr(
+        "autostream.dispatch.scheduled_program.ScheduledProgram.__call__", lambda self, arguments: [torch.zeros(2, 4)]
+    )
     with pytest.raises(MismatchError, match=r"Linear, scheduled: output 0 is off by 1 of its size, and 0.001 is"):
         fast(torch.ones(2, 4))
 
@@ -82,8 +84,8 @@ def test_calls_that_record_gradients_are_compared_too(monkeypatch: pytest.Monkey
         torch.testing.assert_close(ours.grad, theirs.grad)
     same(list(fast.buffers()), list(plain.buffers()))
     assert [report.mode for report in fast.reports] == ["forward and backward"]
-    right = Scheduled.__call__
-    monkeypatch.setattr(Scheduled, "__call__", lambda *args: [output + 1 for output in right(*args)])
+    right = ScheduledProgram.__call__
+    monkeypatch.setattr(ScheduledProgram, "__call__", lambda *args: [output + 1 for output in right(*args)])
     with pytest.raises(MismatchError, match="Sequential, scheduled: output 0 is off by"):
         fast(x)
 

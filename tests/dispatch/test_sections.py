@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autostream import optimize
 from autostream.costs.device import profile_named
-from autostream.dispatch import compiled, scheduled, sections
+from autostream.dispatch import compiled_graph, scheduled_program, sections
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.sections import sections_of
 from autostream.frontend.trace import trace
@@ -205,13 +205,13 @@ def test_a_section_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be for ever, where it is refused for itself."""
     seen: list[str] = []
     let_be_cut(monkeypatch, nothing)
-    cut_once = scheduled.sections_of
+    cut_once = scheduled_program.sections_of
 
     def spy(program: Program, *rest: Any) -> Any:
         seen.append(program.outputs[0])
         return cut_once(program, *rest)
 
-    monkeypatch.setattr("autostream.dispatch.scheduled.sections_of", spy)
+    monkeypatch.setattr("autostream.dispatch.scheduled_program.sections_of", spy)
     optimize(model())(t(4, 4))
     assert len(seen) == 1
 
@@ -387,13 +387,13 @@ def test_a_program_over_two_devices_is_cut_though_a_graph_could_hold_each_op(mon
 def test_what_is_not_cut_runs_plainly_where_it_is_over_two_devices(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = compiled.program_of
+    made = compiled_graph.program_of
 
     def over_two_devices(*given: Any) -> Any:
         program, constants = made(*given)
         return placed(program), constants
 
-    monkeypatch.setattr(compiled, "program_of", over_two_devices)
+    monkeypatch.setattr(compiled_graph, "program_of", over_two_devices)
     plain = Model(lambda s, x: moved(x.sin()) @ s.far, far=nn.Parameter(t(4, 4)))
     run = Dispatcher(plain, Options(**options))
     same(run(t(4, 4)), plain(t(4, 4)))

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from autostream.dispatch.step_graphs import Graphs, Key, Refused
 from autostream.dispatch.steps import Step
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 from tests.steps import run, step_of
 
 
@@ -33,7 +33,7 @@ def small(optimizer: Callable[..., Optimizer] = SGD, model: nn.Module | None = N
 
 @torch.no_grad()
 def key(step: Step, batch: Any = BATCH) -> Key:
-    return Graphs(step, SlotTable(), whole=True).call(batch).key
+    return Graphs(step, BufferTable(), whole=True).call(batch).key
 
 
 def refusal(step: Step, batch: Any = BATCH) -> str:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream.dispatch import compiled
-from autostream.dispatch.captured_call import Whole
+from autostream.dispatch import compiled_graph
+from autostream.dispatch.captured_call import CapturedCall
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.errors import OptionError
 from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS, capture
@@ -230,7 +230,7 @@ FEW = (
 )
 def test_what_is_changed_is_seen_in_the_next_call(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "not replayed":
-        monkeypatch.setattr(Whole, "replay", lambda *_, **__: None)
+        monkeypatch.setattr(CapturedCall, "replay", lambda *_, **__: None)
     if way == "captured":  # the graph reads weights where they lie, as they lay
         Captures(monkeypatch)
     net = model()
@@ -564,8 +564,9 @@ def test_weights_that_are_frozen_and_freed_in_turn_are_scheduled_once_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[object] = []
-    ready = compiled.Ready.__init__
-    monkeypatch.setattr(compiled.Ready, "__init__", lambda self, *args: (made.append(self), ready(self, *args))[1])
+    ready = compiled_graph.CompiledSignature.__init__
+    kind = compiled_graph.CompiledSignature
+    monkeypatch.setattr(kind, "__init__", lambda self, *args: (made.append(self), ready(self, *args))[1])
     net = model()
     fast = autostream.optimize(net, policy="sequential")
     for turn in range(12):

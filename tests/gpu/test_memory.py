@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.api import OptimizedModule
-from autostream.dispatch.captured_call import Whole
+from autostream.dispatch.captured_call import CapturedCall
 from autostream.ir import Candidate
 from autostream.runtime import arena
 from autostream.runtime.capture import clear_cublas_workspaces
@@ -166,7 +166,8 @@ def test_a_larger_signature_takes_new_memory_for_what_does_not_fit() -> None:
 def graphs(fast: OptimizedModule) -> list[CapturedGraph]:
     """The captured graphs of a model, the least recently used first."""
     entries = chain.from_iterable(fast._autostream._admission.entries.values())
-    found = [entry._ready.scheduled for entry in entries if isinstance(entry, Whole) and entry._ready is not None]
+    ready = [entry._ready for entry in entries if isinstance(entry, CapturedCall)]
+    found = [signature.scheduled for signature in ready if signature is not None]
     return [scheduled.captured for scheduled in found if scheduled is not None and scheduled.captured is not None]
 
 

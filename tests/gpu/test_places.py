@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
 import autostream
-from autostream.dispatch.compiled import Compiled
-from autostream.dispatch.scheduled import Surroundings
+from autostream.dispatch.compiled_graph import CompiledGraph
+from autostream.dispatch.scheduled_program import ModelContext
 from autostream.ir import Role
 from autostream.options import Options
 from autostream.runtime import cuda_graph
 from autostream.runtime import graphs_by_address as places
 from autostream.runtime.cuda_graph import GraphPools
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 from tests.threads import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops", "fresh_dynamo")]
@@ -97,7 +97,7 @@ def test_blocks_that_are_alike_are_captured_once_each(captures: list[None]) -> N
 
 @torch.no_grad()
 def test_some_of_many_blocks_that_are_alike_run_plainly(captures: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "MOST", 3)
+    monkeypatch.setattr(places, "MAX_GRAPHS", 3)
     model, xs = alike(6), inputs(4)
     fast = autostream.optimize(model, cuda_graph=True)
     fast(xs[0])
@@ -145,7 +145,7 @@ def test_weights_that_move_in_every_call_are_not_captured_without_end(
     captures: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that they leave goes back to the driver in between: no graph may be launched that reads it."""
-    monkeypatch.setattr(places, "MOST", 4)
+    monkeypatch.setattr(places, "MAX_GRAPHS", 4)
     model, (x,), kept = linear(), inputs(1), list[Tensor]()
     fast = autostream.optimize(model, cuda_graph=True)
     fast(x)
@@ -171,8 +171,8 @@ class Product(nn.Module):
 def test_threads_and_streams_with_weights_of_their_own() -> None:
     """As a graph is called with the weights of one block after the other."""
     names = [(Role.PARAMETER, "weight"), (Role.INPUT, "x")]
-    surroundings = Surroundings(Options(cuda_graph=True), GraphPools(), SlotTable())
-    graph = Compiled(symbolic_trace(Product()), names, "Product", surroundings)
+    context = ModelContext(Options(cuda_graph=True), GraphPools(), BufferTable())
+    graph = CompiledGraph(symbolic_trace(Product()), names, "Product", context)
     weights, (x,) = [torch.randn(SIZE, SIZE, device="cuda") / 16 for _ in range(4)], inputs(1)
     expected = [Product()(weight, x)[0] for weight in weights]
     torch.cuda.synchronize()

@@ -13,17 +13,17 @@ from torch.func import functional_call
 from torch.fx import symbolic_trace
 
 import autostream
-from autostream.dispatch.captured_call import Whole
-from autostream.dispatch.compiled import Compiled
-from autostream.dispatch.scheduled import Surroundings
+from autostream.dispatch.captured_call import CapturedCall
+from autostream.dispatch.compiled_graph import CompiledGraph
+from autostream.dispatch.scheduled_program import ModelContext
 from autostream.ir import Role
 from autostream.options import Options
 from autostream.runtime import graphs_by_address as places
-from autostream.runtime.addresses import still_there
+from autostream.runtime.addresses import storages_alive
 from autostream.runtime.cuda_graph import CapturedGraph, GraphPools
-from autostream.runtime.graphs_by_address import Place, Places
-from autostream.runtime.graphs_by_input import Variants
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.graphs_by_address import BoundGraph, GraphsByAddress
+from autostream.runtime.graphs_by_input import GraphsByInput
+from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.restore import Restore
 from autostream.runtime.static_inputs import static_copies
 from tests.captures import Captures
@@ -100,7 +100,7 @@ def test_blocks_that_are_alike_have_a_graph_each(captures: Captures, replays: li
 def test_of_too_many_that_are_alike_some_have_graphs_and_others_run_plainly(
     captures: Captures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(places, "MOST", 3)
+    monkeypatch.setattr(places, "MAX_GRAPHS", 3)
     model = alike(6)
     fast = autostream.optimize(model)
     for number in range(5):
@@ -194,7 +194,7 @@ def test_inputs_that_are_written_are_those_of_one_graph(captures: Captures) -> N
     assert all(first.static[at] is not other.static[at] for other in others for at in first.static)
 
 
-# Places that do not come back
+# GraphsByAddress that do not come back
 
 
 def moved(model: nn.Linear) -> Tensor:
@@ -215,7 +215,7 @@ def test_weights_that_move_in_every_call_are_not_captured_without_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whether or not a run once too often would do harm. Former memory is kept, so that no address comes again."""
-    monkeypatch.setattr(places, "MOST", 5)
+    monkeypatch.setattr(places, "MAX_GRAPHS", 5)
     model, former = linear(), []
     both = nn.Sequential(model, nn.ReLU(inplace=True), nn.Identity()) if not inplace else nn.Sequential(Adds(), model)
     fast = autostream.optimize(both)
@@ -240,13 +240,13 @@ def test_former_weights_are_held_no_longer_while_others_are_captured(
     fast = autostream.optimize(model)
     fast(X)
     fast(X)
-    held, add, is_there = [], Places.add, still_there([model.weight])
+    held, add, is_there = [], GraphsByAddress.add, storages_alive([model.weight])
 
-    def noting(self: Places, arguments: Any) -> Place:
+    def noting(self: GraphsByAddress, arguments: Any) -> BoundGraph:
         held.append(is_there())
         return add(self, arguments)
 
-    monkeypatch.setattr(Places, "add", noting)
+    monkeypatch.setattr(GraphsByAddress, "add", noting)
     moved(model)
     assert is_there()
     torch.testing.assert_close(fast(X), model(X))
@@ -257,7 +257,7 @@ def test_former_weights_are_held_no_longer_while_others_are_captured(
 def test_a_call_that_goes_plainly_does_not_wait_for_what_is_prepared(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "MOST", 1)
+    monkeypatch.setattr(places, "MAX_GRAPHS", 1)
     model = linear()
     fast = autostream.optimize(model)
     fast(X)
@@ -281,14 +281,14 @@ def test_after_calls_that_were_worth_it_there_are_captures_again(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any time, as many as in the beginning, and one for each so many calls, whichever way these take."""
-    monkeypatch.setattr(places, "MOST", 2)
-    monkeypatch.setattr(places, "WORTH", 4)
+    monkeypatch.setattr(places, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(places, "CALLS_PER_CAPTURE", 4)
     model, former = linear(), []
     fast = autostream.optimize(model)
     fast(X)
     for way in ("short", "long"):
         if way == "long":
-            monkeypatch.setattr(Whole, "replay", lambda *_, **__: None)
+            monkeypatch.setattr(CapturedCall, "replay", lambda *_, **__: None)
         count = captures.count
         former.append(moved(model))
         fast(X)
@@ -309,12 +309,12 @@ def test_memory_stays_until_a_call_notices_that_the_weight_has_moved(
     way: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "long":
-        monkeypatch.setattr(Whole, "replay", lambda *_, **__: None)
+        monkeypatch.setattr(CapturedCall, "replay", lambda *_, **__: None)
     model = linear()
     fast = autostream.optimize(model)
     fast(X)
     fast(X)
-    is_there = still_there([model.weight])
+    is_there = storages_alive([model.weight])
     moved(model)
     assert is_there() == (way == "short"), "a graph that reads it may be launched before anybody looks"
     fast(X)
@@ -331,7 +331,7 @@ def test_so_it_does_until_a_call_of_another_shape_notices(rows: int, captures: C
     for x in (X, X[:2]):
         for _ in range(3):
             fast(x)
-    is_there = still_there([model.weight])
+    is_there = storages_alive([model.weight])
     moved(model)
     assert is_there()
     torch.testing.assert_close(fast(X[:rows]), model(X[:rows]))
@@ -348,7 +348,7 @@ def test_so_it_does_where_gradients_are_recorded(rows: int, captures: Captures) 
     for x in (X, X[:2]):
         for _ in range(3):
             fast(x).sum().backward()
-    is_there = still_there([model.weight])
+    is_there = storages_alive([model.weight])
     with torch.no_grad():
         moved(model)
     for _ in range(2):
@@ -373,14 +373,14 @@ class Lot:
         graph = CapturedGraph(
             lambda w, x: (w * x, w + x), static, [True, False], [False, False], CPU, draws=False, restore=Restore([])
         )
-        self.places = Places(graph, arguments, self._variants, self._again)
+        self.places = GraphsByAddress(graph, arguments, self._variants, self._again)
 
     @staticmethod
     def _again(graph: CapturedGraph, read: Any, arguments: Any) -> CapturedGraph:
         return graph.recaptured(read, graph.pool, Restore([]))
 
-    def _variants(self, graph: CapturedGraph) -> Variants:
-        return Variants(graph, [1], SlotTable(), lambda *_: pytest.fail("there are no slots"), pytest.fail)
+    def _variants(self, graph: CapturedGraph) -> GraphsByInput:
+        return GraphsByInput(graph, [1], BufferTable(), lambda *_: pytest.fail("there are no slots"), pytest.fail)
 
 
 @torch.no_grad()
@@ -388,13 +388,13 @@ def test_only_the_latest_graph_lends(captures: Captures) -> None:
     """What is saved for a backward is large."""
     weights = [torch.full((4,), float(number)) for number in range(3)]
     lot = Lot(weights[0])
-    lot.places.graph.lend(frozenset({0}))
+    lot.places.graph.share_outputs(frozenset({0}))
     for weight in (*weights[1:], weights[0]):
         arguments = [weight, torch.ones(4)]
         assert lot.places.find(arguments) is None
         product, total = lot.places.add(arguments).launch(arguments)
         torch.testing.assert_close([product, total], [weight, weight + 1])
-        assert lot.places.graph.lent == {0}
+        assert lot.places.graph.shared == {0}
         gc.collect()
         assert len(captures.alive) == 1
 
@@ -403,8 +403,8 @@ def test_only_the_latest_graph_lends(captures: Captures) -> None:
 def test_the_first_captured_goes_for_one_that_calls_have_been_worth(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "MOST", 2)
-    monkeypatch.setattr(places, "WORTH", 2)
+    monkeypatch.setattr(places, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(places, "CALLS_PER_CAPTURE", 2)
     weights = [torch.full((4,), float(number)) for number in range(4)]
     lot, (first, *others) = Lot(weights[0]), [[weight, torch.ones(4)] for weight in weights]
     for arguments in others:
@@ -426,8 +426,8 @@ def lot(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     """Of the most captures and the calls that are worth one, with ones for weights."""
 
     def made(most: int, worth: int) -> Lot:
-        monkeypatch.setattr(places, "MOST", most)
-        monkeypatch.setattr(places, "WORTH", worth)
+        monkeypatch.setattr(places, "MAX_GRAPHS", most)
+        monkeypatch.setattr(places, "CALLS_PER_CAPTURE", worth)
         return Lot(ONES)
 
     with torch.no_grad():
@@ -486,7 +486,7 @@ def test_a_capture_that_failed_is_tried_again_after_as_many_calls_as_are_worth_o
         assert "call after call" in here.over, "it is no longer the failure"
 
 
-def passing(lot: Lot, memory: bytearray) -> Place:
+def passing(lot: Lot, memory: bytearray) -> BoundGraph:
     """The place of a weight that is made for one call, in memory that others have had; it is captured if need be."""
     weight = torch.frombuffer(memory, dtype=torch.float32)
     arguments = at(weight)
@@ -542,11 +542,11 @@ def test_after_a_capture_that_failed_there_are_the_graphs_of_before(
 ) -> None:
     """What lends goes for the next, but only when that is there."""
     here = lot(3, 100).places
-    here.graph.lend(frozenset({0}))
+    here.graph.share_outputs(frozenset({0}))
     captures.failure = torch.OutOfMemoryError("too little")
     with pytest.raises(torch.OutOfMemoryError):
         here.add(at(TWOS))
-    assert not here.are_lost
+    assert not here.unusable
     assert here.find(at(ONES)) is not None
 
 
@@ -554,8 +554,8 @@ def test_after_a_capture_that_failed_there_are_the_graphs_of_before(
 def test_weights_that_stay_at_last_have_a_graph_again(
     captures: Captures, replays: list[CapturedGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "MOST", 3)
-    monkeypatch.setattr(places, "WORTH", 8)
+    monkeypatch.setattr(places, "MAX_GRAPHS", 3)
+    monkeypatch.setattr(places, "CALLS_PER_CAPTURE", 8)
     model, former = linear(), []
     fast = autostream.optimize(model)
     for number in range(6):
@@ -613,9 +613,9 @@ def test_a_tensor_that_lies_there_in_another_way_is_not_there(captures: Captures
 @torch.no_grad()
 def test_threads_with_weights_of_their_own_get_what_is_theirs(captures: Captures) -> None:
     """A graph that is called with the weights of several blocks at a time."""
-    surroundings = Surroundings(Options(), GraphPools(), SlotTable())
+    context = ModelContext(Options(), GraphPools(), BufferTable())
     names = [(Role.PARAMETER, "weight"), (Role.INPUT, "x")]
-    compiled = Compiled(symbolic_trace(Product()), names, "Product", surroundings)
+    compiled = CompiledGraph(symbolic_trace(Product()), names, "Product", context)
     weights = [torch.full((4,), float(number)) for number in range(4)]
 
     def work(number: int) -> None:

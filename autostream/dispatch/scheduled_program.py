@@ -1,6 +1,6 @@
 """A program made ready for one signature of its tensors: all stages, and what runs.
 
-program ──▶ tune ──▶ pooled ──▶ at places ──▶ Scheduled: flat tensors in, flat tensors out
+program ──▶ tune ──▶ pooled ──▶ at places ──▶ ScheduledProgram: flat tensors in, flat tensors out
    └── a CUDA graph cannot hold some ops: cut into sections ──▶ …
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from autostream.dispatch.optimized import MakeSection
+from autostream.dispatch.optimized_callable import MakeSection
 from autostream.dispatch.sections import Sections, sections_of
 from autostream.errors import CaptureError, TraceError
 from autostream.ir import Candidate, Decision, OpGraph, Program, Role
@@ -22,11 +22,11 @@ from autostream.options import Options
 from autostream.pipeline import planned
 from autostream.reporting.report import Report
 from autostream.runtime.addresses import Frozen, Writes
-from autostream.runtime.cuda_graph import CapturedGraph, GraphPools, return_unused
-from autostream.runtime.graphs_by_address import Place, Places
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.cuda_graph import CapturedGraph, GraphPools, release_unused_memory
+from autostream.runtime.graphs_by_address import BoundGraph, GraphsByAddress
+from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.lower import lower
-from autostream.runtime.measured_timeline import Unmatched, watch
+from autostream.runtime.measured_timeline import Unmatched, measure_timeline
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import Output
 from autostream.scheduling.peak import given_bytes
@@ -39,7 +39,7 @@ from autostream.utils.stopwatch import Stopwatch
 from autostream.utils.storages import storage_of
 
 
-class Unsuitable(Exception):  # noqa: N818 - a notice between modules, not an error
+class NoSchedule(Exception):  # noqa: N818 - a notice between modules, not an error
     """No schedule of these tensors can be had now; the message says why. Nothing that the caller can see changed."""
 
 
@@ -57,7 +57,7 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ModelContext:
     """What the schedules of one model share.
 
     Attributes:
@@ -70,11 +70,11 @@ class Surroundings:
 
     options: Options
     pools: GraphPools
-    slots: SlotTable
+    slots: BufferTable
     make_section: MakeSection | None = None
 
 
-class Scheduled:
+class ScheduledProgram:
     """A program scheduled for tensors of these shapes.
 
     Args:
@@ -82,7 +82,7 @@ class Scheduled:
         arguments: its tensors. They, and the generators of random numbers, are as before when this returns.
         stays: which of them stay where they are from call to call, as weights do.
         label: what it is of.
-        surroundings: of the model.
+        context: of the model.
         stopwatch: knows how long tracing took.
 
     Attributes:
@@ -102,10 +102,10 @@ class Scheduled:
         arguments: Sequence[Tensor],
         stays: Sequence[bool],
         label: Label,
-        surroundings: Surroundings,
+        context: ModelContext,
         stopwatch: Stopwatch,
     ) -> None:
-        options, make_section = surroundings.options, surroundings.make_section
+        options, make_section = context.options, context.make_section
         with preparing:
             self._bound = _staying(program, arguments, stays)
             writes = Writes(arguments if options.inductor_options.get("freezing") else ())
@@ -120,12 +120,12 @@ class Scheduled:
                     )
                 tuned = tune(program, arguments, self._bound, options, stopwatch)
                 with stopwatch("select"):
-                    tuned = pooled(tuned, arguments, surroundings.pools)
+                    tuned = pooled(tuned, arguments, context.pools)
                 made = _as_one(tuned, _report(label, tuned, options, stopwatch))
             self.program, self._graph = made.program, made.graph
             self._lowered, self._report = made.lowered, made.report
             self._copies = Copies(label.model)
-            self._execution = at_places(made.execution, arguments, self._bound, surroundings.slots, self._copies)
+            self._execution = at_places(made.execution, arguments, self._bound, context.slots, self._copies)
             self.frozen = Frozen(self.program.frozen, arguments, writes)
             self.detached = detached(program)
             self.writes = any(written(self.program, self._graph))
@@ -133,16 +133,16 @@ class Scheduled:
             # Running with weights that are no longer the model's does no harm then. Where integers are computed with it
             # might: an index that is new may be beyond the end of what is old.
             self.harmless = self.repeatable and not has_integers(program)
-            return_unused(self.program.device)
+            release_unused_memory(self.program.device)
 
     def __call__(self, arguments: Sequence[Tensor]) -> Sequence[Output]:
         """Run with these tensors, in the order of the program's placeholders.
 
         Raises:
-            Unsuitable: no graph reads them where they lie, and none can be captured.
+            NoSchedule: no graph reads them where they lie, and none can be captured.
         """
         execution = self._execution
-        if not isinstance(execution, Places):
+        if not isinstance(execution, GraphsByAddress):
             with without_autocast("inductor"):  # casts are ops of the program
                 return execution(*arguments)
         place = execution.find(arguments) or self._new_place(execution, arguments)
@@ -151,23 +151,23 @@ class Scheduled:
     @property
     def is_lost(self) -> bool:
         """Whether its graphs read only what nobody has any more, and none could be captured for what is there now."""
-        return isinstance(self._execution, Places) and self._execution.are_lost
+        return isinstance(self._execution, GraphsByAddress) and self._execution.unusable
 
     @property
     def captured(self) -> CapturedGraph | None:
         """The CUDA graph of the latest call; ``None`` where ops are launched one by one."""
-        return self._execution.graph if isinstance(self._execution, Places) else None
+        return self._execution.graph if isinstance(self._execution, GraphsByAddress) else None
 
     @property
-    def latest(self) -> Place | None:
+    def latest(self) -> BoundGraph | None:
         """The captured graphs of the latest call, wherever they read."""
-        return self._execution.place if isinstance(self._execution, Places) else None
+        return self._execution.current if isinstance(self._execution, GraphsByAddress) else None
 
-    def reading(self, arguments: Sequence[Tensor]) -> Place | None:
+    def reading(self, arguments: Sequence[Tensor]) -> BoundGraph | None:
         """The captured graphs of the latest call, if these tensors lie where they read them."""
-        return self._execution.latest(arguments) if isinstance(self._execution, Places) else None
+        return self._execution.latest(arguments) if isinstance(self._execution, GraphsByAddress) else None
 
-    def lend(self, places: frozenset[int]) -> frozenset[int]:
+    def share_outputs(self, places: frozenset[int]) -> frozenset[int]:
         """Hand out outputs at these places where a captured graph computes them: they are the caller's for one call.
 
         Returns:
@@ -176,8 +176,8 @@ class Scheduled:
         graph = self.captured
         if graph is None:
             return frozenset()
-        graph.lend(places)
-        return graph.lent
+        graph.share_outputs(places)
+        return graph.shared
 
     @property
     def report(self) -> Report:
@@ -193,7 +193,7 @@ class Scheduled:
         """The report with a run that a profiler watched, or with the reason why there is none."""
         report, execution = self.report, self._execution
         try:
-            if not isinstance(execution, Places):
+            if not isinstance(execution, GraphsByAddress):
                 raise Unmatched("only replays of a CUDA graph are watched, and nothing is captured")
             if not self.repeatable:
                 raise Unmatched("it writes its inputs or its state, or draws random numbers: a run more would be seen")
@@ -202,7 +202,7 @@ class Scheduled:
             if place is None:
                 raise Unmatched("its weights lie elsewhere by now, and no graph of them is captured: call it first")
             schedule, level = report.chosen.schedule, self.program.level
-            measured = watch(self.lowered(), self._graph, schedule, place.graph, arguments, level)
+            measured = measure_timeline(self.lowered(), self._graph, schedule, place.graph, arguments, level)
         except Unmatched as reason:
             refusal = Decision("", "not watched", str(reason))
             return replace(report, refusals=(*report.refusals, refusal))
@@ -215,26 +215,26 @@ class Scheduled:
 
     def served(self, calls: int) -> None:
         """The short way has served so many calls, whose tensors lay where :meth:`reading` found them."""
-        if isinstance(self._execution, Places):
+        if isinstance(self._execution, GraphsByAddress):
             self._execution.served(calls)
 
-    def _new_place(self, places: Places, arguments: Sequence[Tensor]) -> Place:
+    def _new_place(self, places: GraphsByAddress, arguments: Sequence[Tensor]) -> BoundGraph:
         """The same schedule, captured again where the weights lie now.
 
         Raises:
-            Unsuitable: it cannot be, or has been too often.
+            NoSchedule: it cannot be, or has been too often.
         """
         if reason := places.refused(arguments):  # without waiting for what another thread prepares
-            raise Unsuitable(reason)
+            raise NoSchedule(reason)
         with preparing, torch.inference_mode(False), torch.no_grad():
             if found := places.find(arguments):  # another thread has been quicker
                 return found
             if places.over:
-                raise Unsuitable(places.over)
+                raise NoSchedule(places.over)
             try:
                 return places.add(arguments)
             except (CaptureError, torch.OutOfMemoryError) as error:
-                raise Unsuitable(places.over or str(error)) from None
+                raise NoSchedule(places.over or str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.dispatch.compiled import Compiled
-from autostream.dispatch.scheduled import Scheduled, Surroundings
+from autostream.dispatch.compiled_graph import CompiledGraph
+from autostream.dispatch.scheduled_program import ModelContext, ScheduledProgram
 from autostream.ir import Role
 from autostream.options import Options
 from autostream.runtime.cuda_graph import GraphPools
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 from tests.semantics import same
 
 
-def scheduled(module: nn.Module, *tensors: Tensor, policy: str = "auto") -> tuple[Scheduled, list[Tensor]]:
+def scheduled(module: nn.Module, *tensors: Tensor, policy: str = "auto") -> tuple[ScheduledProgram, list[Tensor]]:
     """The schedule of a module, and its arguments for these tensors."""
     names = [(Role.INPUT, str(at)) for at in range(len(tensors))]
-    surroundings = Surroundings(Options(policy=policy), GraphPools(), SlotTable())
-    ready = Compiled(torch.fx.symbolic_trace(module), names, "Model", surroundings).ready(tensors)
+    context = ModelContext(Options(policy=policy), GraphPools(), BufferTable())
+    ready = CompiledGraph(torch.fx.symbolic_trace(module), names, "Model", context).ready(tensors)
     assert ready is not None
     assert ready.scheduled is not None
     return ready.scheduled, ready.arguments(tensors)
@@ -75,6 +75,6 @@ def test_without_a_captured_graph_inputs_are_the_given_ones_and_nothing_is_watch
     assert made.captured is None
     assert made.reading(arguments) is None
     assert [a is b for a, b in zip(made.static_inputs(arguments), arguments, strict=True)] == [True]
-    assert made.lend(frozenset({0})) == frozenset()
+    assert made.share_outputs(frozenset({0})) == frozenset()
     (refusal,) = [r for r in made.watched(arguments).refusals if r.choice == "not watched"]
     assert "nothing is captured" in refusal.reason

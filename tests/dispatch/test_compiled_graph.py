@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.dispatch.compiled import Compiled, report_of_halves, reports_of_graph
-from autostream.dispatch.scheduled import Surroundings
+from autostream.dispatch.compiled_graph import CompiledGraph, report_of_halves, reports_of_graph
+from autostream.dispatch.scheduled_program import ModelContext
 from autostream.errors import TraceError
 from autostream.ir import Role
 from autostream.options import Options
 from autostream.runtime.cuda_graph import GraphPools
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 from tests.semantics import same
 
-Names = Sequence[tuple[Role, str]]
+InputNames = Sequence[tuple[Role, str]]
 
 
 class Scaled(nn.Module):
@@ -26,12 +26,12 @@ class Scaled(nn.Module):
         return (w * x).relu(), x + 1
 
 
-BOTH: Names = [(Role.PARAMETER, "w"), (Role.INPUT, "0")]
+BOTH: InputNames = [(Role.PARAMETER, "w"), (Role.INPUT, "0")]
 
 
-def compiled(module: nn.Module, names: Names, **options: Any) -> Compiled:
-    surroundings = Surroundings(Options(**options), GraphPools(), SlotTable())
-    return Compiled(torch.fx.symbolic_trace(module), names, "Model", surroundings)
+def compiled(module: nn.Module, names: InputNames, **options: Any) -> CompiledGraph:
+    context = ModelContext(Options(**options), GraphPools(), BufferTable())
+    return CompiledGraph(torch.fx.symbolic_trace(module), names, "Model", context)
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def test_what_cannot_be_scheduled_runs_op_by_op_and_says_why(monkeypatch: pytest
     def refuse(*args: object) -> None:
         raise TraceError("not today")
 
-    monkeypatch.setattr("autostream.dispatch.compiled.program_of", refuse)
+    monkeypatch.setattr("autostream.dispatch.compiled_graph.program_of", refuse)
     graph, w, x = compiled(Scaled(), BOTH), torch.randn(2), torch.randn(2)
     same(list(graph(w, x)), list(Scaled()(w, x)))
     assert graph.refusal == "not today"

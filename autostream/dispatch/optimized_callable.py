@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from autostream.reporting.report import Report
 
 
-class Optimized(ABC):
+class OptimizedCallable(ABC):
     """Runs a model, or a part of one, and can tell about it."""
 
     @abstractmethod
@@ -24,5 +24,5 @@ class Optimized(ABC):
         """What is known of each signature."""
 
 
-MakeSection = Callable[[GraphModule, frozenset[int]], Optimized]
+MakeSection = Callable[[GraphModule, frozenset[int]], OptimizedCallable]
 """Takes a graph and the positions of its inputs that stay where they are from call to call."""

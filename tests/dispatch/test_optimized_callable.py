@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from autostream.dispatch.optimized import Optimized
+from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.reporting.report import Report
 
 
-class Doubles(Optimized):
+class Doubles(OptimizedCallable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return 2 * args[0]
 
@@ -26,7 +26,7 @@ def test_what_runs_and_tells_is_enough() -> None:
 
 
 def test_what_tells_nothing_is_refused() -> None:
-    class Silent(Optimized):
+    class Silent(OptimizedCallable):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return None
 

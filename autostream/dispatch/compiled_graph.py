@@ -1,6 +1,6 @@
 """A graph of tensors, scheduled anew for each kind of tensors that it is called with.
 
-graph, flat tensors ──▶ signature ──▶ Scheduled, made in the first call that has it
+graph, flat tensors ──▶ signature ──▶ ScheduledProgram, made in the first call that has it
                             └── no schedule: the graph itself, op by op
 
 So run the graphs that Dynamo captures, those that AOTAutograd makes of them, and the sections of a program. Nothing of
@@ -22,9 +22,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
 from autostream.dispatch.admission import Admission
-from autostream.dispatch.optimized import Optimized
+from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
-from autostream.dispatch.scheduled import Label, Scheduled, Surroundings, Unsuitable
+from autostream.dispatch.scheduled_program import Label, ModelContext, NoSchedule, ScheduledProgram
 from autostream.errors import OptionError, TraceError, first_line
 from autostream.frontend.aten import Given, program_of
 from autostream.frontend.eager_only import unusual_memory
@@ -34,39 +34,39 @@ from autostream.ir import Decision, Role
 from autostream.options import Options, paranoid
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
-from autostream.runtime.addresses import looks_alike
+from autostream.runtime.addresses import metadata_check
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.graphs_by_address import LatestRun
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 from autostream.utils.locks import preparing
 from autostream.utils.stopwatch import Stopwatch
 from autostream.utils.storages import storage_of
 
 log = logging.getLogger(__name__)
 
-Names = Sequence[tuple[Role, str]]
+InputNames = Sequence[tuple[Role, str]]
 """For each input of a graph, whose it is, and its name."""
 
 
-class Compiled(Optimized):
+class CompiledGraph(OptimizedCallable):
     """Runs a graph by a schedule for tensors like those that it is given.
 
     Args:
         module: takes flat tensors, and numbers that are the same for one signature; returns a tuple of tensors.
         names: of its inputs; those that are not inputs of the model stay where they are from call to call.
         model: the model's name.
-        surroundings: what its schedules share with those of the model's other graphs.
+        context: what its schedules share with those of the model's other graphs.
         may_cut: whether what a CUDA graph cannot hold may be cut into sections.
         half: of a call that records gradients, which one it is. A forward computes where no other graph does.
 
     Example:
-        >>> from autostream.runtime.input_buffers import SlotTable
+        >>> from autostream.runtime.input_buffers import BufferTable
         >>> class Twice(torch.nn.Module):
         ...     def forward(self, x):
         ...         return (x + x,)
         >>> graph = torch.fx.symbolic_trace(Twice())
-        >>> surroundings = Surroundings(Options(), GraphPools(), SlotTable())
-        >>> compiled = Compiled(graph, [(Role.INPUT, "0")], "Twice", surroundings)
+        >>> context = ModelContext(Options(), GraphPools(), BufferTable())
+        >>> compiled = CompiledGraph(graph, [(Role.INPUT, "0")], "Twice", context)
         >>> compiled(torch.ones(2))[0], compiled.reports[0].mode
         (tensor([2., 2.]), 'one stream')
     """
@@ -74,24 +74,24 @@ class Compiled(Optimized):
     def __init__(
         self,
         module: GraphModule,
-        names: Names,
+        names: InputNames,
         model: str,
-        surroundings: Surroundings,
+        context: ModelContext,
         *,
         may_cut: bool = True,
         half: str = "",
     ) -> None:
         self._module, self._names, self._model, self.half = module, list(names), model, half
         if half == "forward":
-            surroundings = replace(surroundings, pools=GraphPools())
+            context = replace(context, pools=GraphPools())
         if half:  # batches are copied in: a capture for each place of theirs is two here
-            surroundings = replace(surroundings, slots=SlotTable())
-        cut = partial(section, surroundings, model) if may_cut else None
-        self._surroundings = replace(surroundings, make_section=cut)
+            context = replace(context, slots=BufferTable())
+        cut = partial(section, context, model) if may_cut else None
+        self._context = replace(context, make_section=cut)
         self._paranoid = paranoid()
-        self._admission = Admission["Ready"](surroundings.options.max_signatures)
+        self._admission = Admission["CompiledSignature"](context.options.max_signatures)
         self._refused: dict[str, Report] = {}
-        self._latest: Ready | None = None
+        self._latest: CompiledSignature | None = None
         self._lock = threading.RLock()
 
     def __call__(self, *values: Any) -> Sequence[Any]:
@@ -110,12 +110,12 @@ class Compiled(Optimized):
                 outputs: Sequence[Any] = compared(self._module, run, _tensors(values), values, {}, self._model)
                 return outputs
             return run()
-        except Unsuitable as reason:
+        except NoSchedule as reason:
             lost = ready.is_lost
             if not lost:
                 self._note(str(reason))
         except torch.OutOfMemoryError as error:
-            if self._surroundings.options.strict:
+            if self._context.options.strict:
                 raise
             again = ready.scheduled is not None and ready.scheduled.repeatable
             self._fail(ready, _TOO_LITTLE.format(first_line(error)))
@@ -127,27 +127,27 @@ class Compiled(Optimized):
             return self(*values)
         return self.plain(*values)
 
-    def is_of(self, module: GraphModule, names: Names) -> bool:
+    def is_of(self, module: GraphModule, names: InputNames) -> bool:
         """Whether it runs this graph, whose inputs are these."""
         own = self._module
         apart = any(node.op == "get_attr" for node in module.graph.nodes)
         return not apart and list(names) == self._names and own.code == module.code
 
-    def lend(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
+    def share_outputs(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
         """Hand out outputs at these places where a captured graph computes them: they are the caller's for one call.
 
         Returns:
             Those for which that is done. Nobody else's graphs may be in its pool.
         """
         ready = self.ready(values)
-        return frozenset() if ready is None or ready.scheduled is None else ready.scheduled.lend(places)
+        return frozenset() if ready is None or ready.scheduled is None else ready.scheduled.share_outputs(places)
 
     def plain(self, *values: Any) -> Sequence[Any]:
         """What the graph returns, op by op."""
         outputs: Sequence[Any] = self._module.forward(*values)
         return outputs
 
-    def ready(self, values: Sequence[Any], *, admitted: bool = False) -> Ready | None:
+    def ready(self, values: Sequence[Any], *, admitted: bool = False) -> CompiledSignature | None:
         """What is scheduled for tensors like these; made now where there is none yet, and it may be worth it.
 
         Args:
@@ -182,7 +182,7 @@ class Compiled(Optimized):
         return next((refusal.reason for report in self.reports for refusal in report.refusals), "")
 
     @property
-    def made(self) -> Sequence[Ready]:
+    def made(self) -> Sequence[CompiledSignature]:
         """What there is for each signature."""
         return [*self._admission.entries.values()]
 
@@ -203,7 +203,7 @@ class Compiled(Optimized):
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         return numbers, kinds, aliases_of(tensors), numerics()
 
-    def _made(self, values: Sequence[Any]) -> Ready:
+    def _made(self, values: Sequence[Any]) -> CompiledSignature:
         stopwatch = Stopwatch()
         given = [(*own, value) for own, value in zip(self._names, values, strict=True) if isinstance(value, Tensor)]
         label = Label(self._model, described([tensor for role, _, tensor in given if role is Role.INPUT]))
@@ -212,17 +212,17 @@ class Compiled(Optimized):
                 with stopwatch("trace"):
                     module, returned = _of_tensors(self._module, values)
                     program, constants = program_of(module, given)
-                return Ready(program, given, constants, returned, label, self._surroundings, stopwatch, values)
+                return CompiledSignature(program, given, constants, returned, label, self._context, stopwatch, values)
         except OptionError:
             raise
         except Exception as error:
-            if self._surroundings.options.strict:
+            if self._context.options.strict:
                 raise
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
             log.warning("%s runs plainly: %s", self._model, reason)
-            return Ready.refused(label, reason, values)
+            return CompiledSignature.refused(label, reason, values)
 
-    def _drop(self, ready: Ready) -> None:
+    def _drop(self, ready: CompiledSignature) -> None:
         """Let go of a schedule, and of its graphs; the next call like it makes another."""
         with self._lock:
             self._latest = None
@@ -230,7 +230,7 @@ class Compiled(Optimized):
                 self._admission.drop(key)
             ready.give_up("it has been replaced")
 
-    def _fail(self, ready: Ready, reason: str) -> None:
+    def _fail(self, ready: CompiledSignature, reason: str) -> None:
         log.warning("%s runs plainly: %s", self._model, reason)
         ready.give_up(reason)
 
@@ -246,21 +246,21 @@ _TOO_LITTLE = (
 )
 
 
-def reports_of_graph(model: str, made: Sequence[Compiled]) -> tuple[Report, ...]:
+def reports_of_graph(model: str, made: Sequence[CompiledGraph]) -> tuple[Report, ...]:
     """What is known of a graph of Dynamo's, from what was made of it: one report where gradients are recorded."""
     if any(compiled.half for compiled in made):
         return (report_of_halves(model, made),)
     return tuple(report for compiled in made for report in compiled.reports)
 
 
-def report_of_halves(model: str, made: Sequence[Compiled]) -> Report:
+def report_of_halves(model: str, made: Sequence[CompiledGraph]) -> Report:
     """What is known of a graph that records gradients, from what was made of its forward and its backward so far."""
     parts = tuple(report for compiled in made for report in compiled.reports)
     signature = next((part.signature for part in parts), "not run yet")
     return Report(model, signature, "forward and backward", versions=versions(), parts=parts)
 
 
-def left_alone(options: Options, tensors: Iterable[Any]) -> str:
+def eager_reason(options: Options, tensors: Iterable[Any]) -> str:
     """Why a call that these tensors go into is left to the model, if it records gradients; ``""`` where it is not.
 
     Over several GPUs the model keeps its own nodes of autograd: one for all would be of one GPU, and autograd
@@ -288,11 +288,11 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def section(surroundings: Surroundings, model: str, module: GraphModule, bound: frozenset[int]) -> Compiled:
+def section(context: ModelContext, model: str, module: GraphModule, bound: frozenset[int]) -> CompiledGraph:
     """What runs a section of a program, which is not cut again."""
     count = len(module.graph.find_nodes(op="placeholder"))
     names = [(Role.BUFFER if at in bound else Role.INPUT, str(at)) for at in range(count)]
-    return Compiled(module, names, model, surroundings, may_cut=False)
+    return CompiledGraph(module, names, model, context, may_cut=False)
 
 
 @dataclass(frozen=True)
@@ -343,10 +343,10 @@ def _outputs(module: GraphModule, values: Sequence[Any]) -> Sequence[Any]:
     return outputs
 
 
-class Ready:
+class CompiledSignature:
     """A schedule for one signature, and how it gets its arguments; or the reason why there is none."""
 
-    scheduled: Scheduled | None = None
+    scheduled: ScheduledProgram | None = None
     _refused: Report | None = None
     _inputs_fit: Callable[[Sequence[Any]], bool] | None = None
 
@@ -357,7 +357,7 @@ class Ready:
         constants: dict[str, Tensor],
         returned: Returned,
         label: Label,
-        surroundings: Surroundings,
+        context: ModelContext,
         stopwatch: Stopwatch,
         values: Sequence[Any],
     ) -> None:
@@ -369,7 +369,7 @@ class Ready:
         returned_as_is = list(returned) == [*range(len(program.outputs))]
         self._returned = None if returned_as_is else list(returned)
         stays = [p.role is not Role.INPUT for p in program.placeholders]
-        self.scheduled = Scheduled(program, self.arguments(values), stays, label, surroundings, stopwatch)
+        self.scheduled = ScheduledProgram(program, self.arguments(values), stays, label, context, stopwatch)
         # Whether weights share memory makes a difference where some are written.
         inputs = [at for (role, *_), at in zip(given, tensors, strict=True) if role is Role.INPUT]
         self.fits = looks_alike_with(values, range(len(values)) if self.scheduled.writes else inputs)
@@ -389,11 +389,11 @@ class Ready:
         """What the graph returns.
 
         Raises:
-            Unsuitable: no graph reads the tensors where they lie, and none can be captured.
+            NoSchedule: no graph reads the tensors where they lie, and none can be captured.
         """
         scheduled, returned = self.scheduled, self._returned
         if scheduled is None:
-            raise Unsuitable("another thread has just dropped its schedule")
+            raise NoSchedule("another thread has just dropped its schedule")
         outputs = scheduled(self.arguments(values))
         return outputs if returned is None else [r.value if isinstance(r, Constant) else outputs[r] for r in returned]
 
@@ -418,7 +418,7 @@ class Ready:
         if run is None:
             return None
         scheduled.served(1)
-        return partial(run.place.launch, arguments)
+        return partial(run.graph.launch, arguments)
 
     @property
     def is_direct(self) -> bool:
@@ -436,7 +436,7 @@ class Ready:
         return self.scheduled is not None and self.scheduled.is_lost
 
     @classmethod
-    def refused(cls, label: Label, reason: str, values: Sequence[Any]) -> Ready:
+    def refused(cls, label: Label, reason: str, values: Sequence[Any]) -> CompiledSignature:
         """A signature that no schedule can be had for."""
         ready = cls.__new__(cls)
         ready.scheduled, ready.fits = None, looks_alike_with(values, ())
@@ -468,7 +468,7 @@ def looks_alike_with(values: Sequence[Any], apart: Sequence[int]) -> Callable[[S
     tensors = _tensors(values)
     if len(tensors) < len(values) or not _are_apart(values, apart):
         return lambda others: False
-    alike, same_numerics, count = looks_alike(tensors), watch_numerics(), len(tensors)
+    alike, same_numerics, count = metadata_check(tensors), watch_numerics(), len(tensors)
     return lambda others: len(others) == count and alike(others) and same_numerics() and _are_apart(others, apart)
 
 
