@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autostream.ir import FORK, JOIN, Costs, OpGraph, Schedule, Slice, Timeline
-from autostream.scheduling.footprint import Footprint
 from autostream.scheduling.losses import longest_chain
 from autostream.scheduling.overlap import demands
+from autostream.scheduling.peak import Footprint
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report

@@ -27,8 +27,7 @@ from functools import reduce
 from operator import and_, neg
 
 from autostream.ir import Arena, OpGraph, Schedule
-from autostream.scheduling.clocks import Clock
-from autostream.scheduling.lifetimes import Lifetime, lifetimes
+from autostream.scheduling.lifetimes import Clock, Lifetime, lifetimes
 
 ALIGNMENT = 512
 """Every offset is a multiple of this, bytes: as the caching allocator aligns. Compiled kernels count on 16."""

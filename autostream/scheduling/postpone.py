@@ -1,18 +1,69 @@
-"""Just in time: what takes memory is launched when its result is needed, not when a stream happens to be free.
-
-    stream 0:  a ─── b ─── c ─── d         needs w at c, x at d             stream 0:  a ─── b ─── c ─── d
-    stream 1:  w ─ x ─ y ─ z               before: all there from the start  stream 1:       w ──── x ── y …
+"""Launching later: how long each launch can be put off (`delayed`), and the orders that save memory so.
 
 List schedules start an op as soon as a stream is free. That is as good as any later start while time is all that
-counts; but copies of weights, which depend on nothing, are then all made in the first microseconds, and all of them lie
-in memory until they are used. Branches that are added up are all computed before the first sum, in the same way: in the
-order of the program, each is used as soon as it is there.
+counts. But copies of weights, which depend on nothing, are then all made in the first microseconds, and all of them lie
+in memory until they are used. In the same way, branches that are added up are all computed before the first sum.
 """
 
 from __future__ import annotations
 
-from autostream.ir import Assignment, OpGraph, Schedule, Timeline
-from autostream.scheduling.footprint import Footprint
+from collections import defaultdict
+from dataclasses import replace
+
+from autostream.ir import JOIN, Assignment, OpGraph, Schedule, Timeline
+from autostream.scheduling.peak import Footprint
+
+MOST = 0.9
+"""The share of its slack that a launch should use up at most: the last bit is left, for no simulation is exact."""
+
+
+def delayed(schedule: Schedule, timeline: Timeline, edge_us: float, share: float) -> Timeline:
+    """When each launch runs if all start later by a share of their slack.
+
+    Nothing starts before what it must come after has ended: that holds for the earliest starts and
+    for the latest ones, so also in between. Ops that then run beside others than before are taken to run as long. Takes
+    O(V + W) steps for V launches with W waits.
+
+    Args:
+        schedule: the launches with their waits.
+        timeline: when each of them starts and ends; as early as it can.
+        edge_us: what an edge between streams takes, µs.
+        share: 0 to 1; with all of it, roundings may start an op a bit before the end of one that it needs.
+
+    Example:
+        >>> from autostream.ir import Launch, Slice
+        >>> schedule = Schedule("mine", 2, (Launch("a", 0), Launch("x", 1), Launch("b", 0, ("x",))))
+        >>> times = {"a": (0, 9), "x": (0, 2), "b": (9, 12)}
+        >>> timeline = Timeline(tuple(Slice(n, int(n == "x"), *map(float, t)) for n, t in times.items()))
+        >>> [(piece.op, piece.start_us) for piece in delayed(schedule, timeline, edge_us=1.0, share=0.5).slices]
+        [('a', 0.0), ('x', 3.0), ('b', 9.0)]
+    """
+    if not share:
+        return timeline
+    start, end = timeline.starts, timeline.ends
+    behind: dict[str, list[str]] = defaultdict(list)
+    last: dict[int, str] = {}
+    for launch in schedule.launches:
+        for before in (*launch.waits, *([last[launch.stream]] if launch.stream in last else [])):
+            behind[before].append(launch.op)
+        last[launch.stream] = launch.op
+    for before in schedule.join_waits:
+        behind[before].append(JOIN)
+    over, slack = max(end.values(), default=0.0), dict.fromkeys(start.keys() - schedule.stream_of.keys(), 0.0)
+    for launch in reversed(schedule.launches):
+        op = launch.op
+        gaps = ((after, start[after] - end[op]) for after in behind[op])
+        room = (slack[after] + gap - min(gap, edge_us) for after, gap in gaps)
+        slack[op] = max(0.0, min(room, default=over - end[op]))
+    later = {op: share * us for op, us in slack.items()}
+    return replace(
+        timeline,
+        slices=tuple(
+            replace(piece, start_us=piece.start_us + later[piece.op], end_us=piece.end_us + later[piece.op])
+            for piece in timeline.slices
+        ),
+    )
+
 
 LEAD = 3
 """Edges between streams that lie between the end of an op and the start of the first that needs it: no start is known

@@ -17,15 +17,12 @@ from autostream.options import Options
 from autostream.scheduling.arena import place_storages
 from autostream.scheduling.check import check_costs
 from autostream.scheduling.coarsen import coarsen, expand
-from autostream.scheduling.footprint import Footprint
-from autostream.scheduling.peak import given_bytes, peak_bytes
+from autostream.scheduling.peak import Footprint, given_bytes, peak_bytes
 from autostream.scheduling.policies import ON_CHAINS, POLICIES
 from autostream.scheduling.policies.search import search_by_streams, variants
-from autostream.scheduling.postpone import in_program_order, postponed
-from autostream.scheduling.recycling import wait_for_memory
-from autostream.scheduling.releases import place_releases
+from autostream.scheduling.postpone import MOST, in_program_order, postponed
+from autostream.scheduling.releases import place_releases, wait_for_memory
 from autostream.scheduling.simulate import replay_us, simulate
-from autostream.scheduling.slack import MOST
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.tuning.budget import excess, room_bytes

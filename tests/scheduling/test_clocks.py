@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import FORK, Launch, Schedule
-from autostream.scheduling.clocks import NEVER, at_the_end, seen_before
+from autostream.scheduling.lifetimes import NEVER, at_the_end, seen_before
 from tests.scheduling.brute_force import conflict_graphs, happens_before, schedules
 
 #   stream 0:  a(0) ───────────── d(3)

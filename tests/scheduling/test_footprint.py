@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from autostream.ir import Assignment, OpGraph, Slice, Storage, Timeline
 from autostream.scheduling.arena import place_storages
-from autostream.scheduling.footprint import Footprint
-from autostream.scheduling.peak import peak_bytes
+from autostream.scheduling.peak import Footprint, peak_bytes
 from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import simulate

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import Assignment, Costs, OpGraph, Schedule
-from autostream.scheduling.footprint import Footprint
+from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies import POLICIES
-from autostream.scheduling.postpone import LEAD, postponed
+from autostream.scheduling.postpone import LEAD, MOST, delayed, postponed
 from autostream.scheduling.simulate import simulate
-from autostream.scheduling.slack import MOST, delayed
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_costs, random_graphs

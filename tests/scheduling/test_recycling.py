@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from autostream.ir import FORK, Costs, Launch, OpGraph, Schedule
 from autostream.scheduling.policies import POLICIES
-from autostream.scheduling.recycling import wait_for_memory
-from autostream.scheduling.releases import place_releases
+from autostream.scheduling.releases import place_releases, wait_for_memory
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify

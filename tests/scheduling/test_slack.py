@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from autostream.ir import FORK, Launch, Schedule, Timeline
 from autostream.scheduling.policies import POLICIES
+from autostream.scheduling.postpone import delayed
 from autostream.scheduling.simulate import simulate
-from autostream.scheduling.slack import delayed
 from autostream.scheduling.synchronize import synchronize
 from tests.scheduling.brute_force import stream_edges, wait_edges
 from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_costs, random_graphs

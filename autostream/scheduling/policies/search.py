@@ -37,13 +37,12 @@ from random import Random
 
 from autostream.ir import FORK, Assignment, Costs, Decision, DeviceProfile, OpGraph, Schedule, Timeline
 from autostream.scheduling.coarsen import Coarse, coarsen, expand
-from autostream.scheduling.footprint import Footprint
+from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.policies.path_cover import path_cover
 from autostream.scheduling.policies.sequential import sequential
-from autostream.scheduling.postpone import in_program_order, postponed
+from autostream.scheduling.postpone import MOST, delayed, in_program_order, postponed
 from autostream.scheduling.simulate import simulate
-from autostream.scheduling.slack import MOST, delayed
 from autostream.scheduling.synchronize import synchronize
 
 STEPS = (2, 3, 4, 6, 8, 12, 16)

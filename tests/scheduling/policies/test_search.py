@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpCost, OpGraph
 from autostream.scheduling.coarsen import coarsen
-from autostream.scheduling.footprint import Footprint
+from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.policies import search as module
 from autostream.scheduling.policies.search import EVENTS_PER_S, SLACK, search, search_by_streams, variants
+from autostream.scheduling.postpone import MOST, delayed
 from autostream.scheduling.simulate import simulate
-from autostream.scheduling.slack import MOST, delayed
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from tests.scheduling.graphs import (
