@@ -1,11 +1,11 @@
-"""Happens-before in a schedule: what is over when each launch starts, and from when until when storages are in use.
+"""Happens-before in a schedule: what is over when each launch starts, and while which launches a storage is in use.
 
     stream 0:  a(0) ── d(3)          before d: a on stream 0, and of stream 1 all up to c
     stream 1:  b(1) ── c(2) ─▶ d
 
 Streams run at the same time, so one launch happens before another only if stream order and waits say so, directly or
-through other launches. Vector clocks (Fidge and Mattern, 1988) tell: a clock holds one position per stream, and what
-that stream did up to there is over.
+through other launches. Vector clocks (Fidge and Mattern, 1988) represent that: a clock holds one position per stream,
+and every launch of that stream up to this position is over.
 """
 
 from __future__ import annotations
@@ -22,33 +22,26 @@ Clock = tuple[int, ...]
 """For each stream, the position of a launch there, or ``NEVER``."""
 
 
-def seen_before(schedule: Schedule) -> Iterator[Clock]:
-    """For each launch, the last launches that it comes after. O(V K + W K) steps for V launches with W waits.
+def clocks(schedule: Schedule) -> Iterator[Clock]:
+    """For each launch, the last launch of each stream that happens before it.
+
+    Takes O(V K + W K) steps for V launches with W waits on K streams.
 
     Example:
         >>> from autostream.ir import Launch
         >>> launches = (Launch("a", 0), Launch("b", 1), Launch("c", 1), Launch("d", 0, ("c",)))
-        >>> list(seen_before(Schedule("mine", 2, launches)))
+        >>> list(clocks(Schedule("mine", 2, launches)))
         [(-1, -1), (-1, -1), (-1, 1), (0, 2)]
     """
-    nothing = (NEVER,) * schedule.streams
-    after: dict[str, Clock] = {FORK: nothing}
-    end = [nothing] * schedule.streams
+    start = (NEVER,) * schedule.streams
+    clock_after: dict[str, Clock] = {FORK: start}
+    latest = [start] * schedule.streams
     for position, launch in enumerate(schedule.launches):
-        here = launch.stream
-        seen = tuple(map(max, end[here], *(after[op] for op in launch.waits))) if launch.waits else end[here]
-        yield seen
-        end[here] = after[launch.op] = at_the_end(seen, here, position)
-
-
-def at_the_end(seen: Clock, stream: int, position: int) -> Clock:
-    """What has happened when the launch at a position has, which is on this stream and had seen that much before.
-
-    Example:
-        >>> at_the_end((-1, 1), stream=0, position=2)
-        (2, 1)
-    """
-    return (*seen[:stream], position, *seen[stream + 1 :])
+        stream = launch.stream
+        waits = [clock_after[op] for op in launch.waits]
+        clock = tuple(map(max, latest[stream], *waits)) if waits else latest[stream]
+        yield clock
+        latest[stream] = clock_after[launch.op] = (*clock[:stream], position, *clock[stream + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +49,9 @@ class Lifetime:
     """When a storage is in use.
 
     Attributes:
-        birth: the last launches that all of its accesses come after.
-        death: its own last accesses, one on each stream that has any.
-        first: position of the launch that touches it first, as the host issues them.
+        birth: on each stream, the last launch that happens before all of its accesses.
+        death: on each stream, its last access.
+        first: position of the first launch that accesses it, in launch order.
     """
 
     birth: Clock
@@ -67,7 +60,7 @@ class Lifetime:
 
     @property
     def last(self) -> int:
-        """Position of the launch that touches it last, as the host issues them."""
+        """Position of the last launch that accesses it, in launch order."""
         return max(self.death)
 
     def before(self, other: Lifetime) -> bool:
@@ -76,10 +69,10 @@ class Lifetime:
 
 
 def lifetimes(graph: OpGraph, schedule: Schedule) -> Mapping[str, Lifetime]:
-    """The lifetimes of the storages whose place is free to choose, in the order of ``graph.storages``.
+    """The lifetimes of the storages that the arena may hold, in the order of ``graph.storages``.
 
-    Those are intermediate, placeable and not empty, no output keeps them alive, and some op touches them. What reads,
-    writes or allocates a storage or one of its parts touches it. Takes O(V K + W K + A K) steps for V ops on K streams
+    Those are intermediate, placeable and not empty, no output keeps them alive, and some op accesses them. To read,
+    write or allocate a storage or one of its parts is an access. Takes O(V K + W K + A K) steps for V ops on K streams
     with W waits and A accesses.
 
     Args:
@@ -87,8 +80,8 @@ def lifetimes(graph: OpGraph, schedule: Schedule) -> Mapping[str, Lifetime]:
         schedule: the launches with their waits.
 
     Example:
-        Stream 1 reads ``a``, and ``b`` does not wait for that, though it is launched later. ``d`` does, so it may lie
-        where ``a`` was.
+        Stream 1 reads ``a``, and ``b`` does not wait for that, though it is launched later. ``d`` does, so it may reuse
+        the memory of ``a``.
 
             0:  a ── b ─▶ d
                  ╲       ╱
@@ -106,25 +99,25 @@ def lifetimes(graph: OpGraph, schedule: Schedule) -> Mapping[str, Lifetime]:
         >>> lives["a"].before(lives["b"]), lives["a"].before(lives["d"])
         (False, True)
     """
-    owner = _owners(graph)
-    if not owner:
+    storage_of = _storage_of_name(graph)
+    if not storage_of:
         return {}
     birth: dict[str, list[int]] = {}
     death: dict[str, list[int]] = {}
     first: dict[str, int] = {}
-    for position, (launch, seen) in enumerate(zip(schedule.launches, seen_before(schedule), strict=True)):
-        for storage in _touched(graph.ops[launch.op], owner):
+    for position, (launch, clock) in enumerate(zip(schedule.launches, clocks(schedule), strict=True)):
+        for storage in _accessed(graph.ops[launch.op], storage_of):
             if storage not in first:
-                first[storage], birth[storage], death[storage] = position, list(seen), [NEVER] * schedule.streams
-            birth[storage] = list(map(min, birth[storage], seen))
+                first[storage], birth[storage], death[storage] = position, list(clock), [NEVER] * schedule.streams
+            birth[storage] = list(map(min, birth[storage], clock))
             death[storage][launch.stream] = position
     return {
         name: Lifetime(tuple(birth[name]), tuple(death[name]), first[name]) for name in graph.storages if name in first
     }
 
 
-def _owners(graph: OpGraph) -> Mapping[str, str]:
-    """By what ops name, the storage that is to be placed: the name of itself and of its parts."""
+def _storage_of_name(graph: OpGraph) -> Mapping[str, str]:
+    """The storages that the arena may hold, by their own names and by those of their parts."""
     return {
         name: storage.name
         for storage in graph.storages.values()
@@ -133,5 +126,5 @@ def _owners(graph: OpGraph) -> Mapping[str, str]:
     }
 
 
-def _touched(op: Op, owner: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(owner[name] for name in op.reads | op.writes | op.allocates if name in owner)
+def _accessed(op: Op, storage_of: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(storage_of[name] for name in op.reads | op.writes | op.allocates if name in storage_of)

@@ -1,8 +1,8 @@
-"""Launching later: how long each launch can be put off (`delayed`), and the orders that save memory so.
+"""Launching ops later to save memory: the slack of each launch (:func:`delayed`), and launch orders that use it.
 
-List schedules start an op as soon as a stream is free. That is as good as any later start while time is all that
-counts. But copies of weights, which depend on nothing, are then all made in the first microseconds, and all of them lie
-in memory until they are used. In the same way, branches that are added up are all computed before the first sum.
+List schedules start an op as soon as a stream is free. No later start makes the run faster. But copies of weights,
+which depend on nothing, are then all made in the first microseconds and stay in memory until they are used. In the same
+way, branches that are added up are all computed before the first sum.
 """
 
 from __future__ import annotations
@@ -13,69 +13,75 @@ from dataclasses import replace
 from autostream.ir import JOIN, Assignment, OpGraph, Schedule, Timeline
 from autostream.scheduling.peak import Footprint
 
-MOST = 0.9
-"""The share of its slack that a launch should use up at most: the last bit is left, for no simulation is exact."""
+MAX_SLACK_SHARE = 0.9
+"""The share of its slack that a launch should use up at most: simulations are not exact."""
 
 
 def delayed(schedule: Schedule, timeline: Timeline, edge_us: float, share: float) -> Timeline:
     """When each launch runs if all start later by a share of their slack.
 
-    Nothing starts before what it must come after has ended: that holds for the earliest starts and
-    for the latest ones, so also in between. Ops that then run beside others than before are taken to run as long. Takes
-    O(V + W) steps for V launches with W waits.
+        stream 0:  a ───── b ───── c ───── d       x ends long before c needs it: its slack is the time between
+        stream 1:  x ······▸ x                     its earliest and its latest start
+
+    The earliest and the latest starts are those of the critical path method (Kelley & Walker 1959, "Critical-path
+    planning and scheduling"), over stream order and waits. Both respect every dependency, and so do all starts between.
+    Durations are taken to stay the same, although other ops may now run at the same time. Takes O(V + W) steps for V
+    launches with W waits.
 
     Args:
         schedule: the launches with their waits.
-        timeline: when each of them starts and ends; as early as it can.
+        timeline: the earliest start and end of each.
         edge_us: what an edge between streams takes, µs.
-        share: 0 to 1; with all of it, roundings may start an op a bit before the end of one that it needs.
+        share: 0 to 1; with 1, rounding errors may start an op slightly before the end of one that it depends on.
 
     Example:
         >>> from autostream.ir import Launch, Slice
         >>> schedule = Schedule("mine", 2, (Launch("a", 0), Launch("x", 1), Launch("b", 0, ("x",))))
         >>> times = {"a": (0, 9), "x": (0, 2), "b": (9, 12)}
         >>> timeline = Timeline(tuple(Slice(n, int(n == "x"), *map(float, t)) for n, t in times.items()))
-        >>> [(piece.op, piece.start_us) for piece in delayed(schedule, timeline, edge_us=1.0, share=0.5).slices]
+        >>> [(s.op, s.start_us) for s in delayed(schedule, timeline, edge_us=1.0, share=0.5).slices]
         [('a', 0.0), ('x', 3.0), ('b', 9.0)]
     """
     if not share:
         return timeline
     start, end = timeline.starts, timeline.ends
-    behind: dict[str, list[str]] = defaultdict(list)
+    successors: dict[str, list[str]] = defaultdict(list)
     last: dict[int, str] = {}
     for launch in schedule.launches:
         for before in (*launch.waits, *([last[launch.stream]] if launch.stream in last else [])):
-            behind[before].append(launch.op)
+            successors[before].append(launch.op)
         last[launch.stream] = launch.op
     for before in schedule.join_waits:
-        behind[before].append(JOIN)
-    over, slack = max(end.values(), default=0.0), dict.fromkeys(start.keys() - schedule.stream_of.keys(), 0.0)
+        successors[before].append(JOIN)
+    last_end, slack = max(end.values(), default=0.0), dict.fromkeys(start.keys() - schedule.stream_of.keys(), 0.0)
     for launch in reversed(schedule.launches):
         op = launch.op
-        gaps = ((after, start[after] - end[op]) for after in behind[op])
-        room = (slack[after] + gap - min(gap, edge_us) for after, gap in gaps)
-        slack[op] = max(0.0, min(room, default=over - end[op]))
-    later = {op: share * us for op, us in slack.items()}
+        gaps = ((after, start[after] - end[op]) for after in successors[op])
+        slacks = (slack[after] + gap - min(gap, edge_us) for after, gap in gaps)
+        slack[op] = max(0.0, min(slacks, default=last_end - end[op]))
+    delay = {op: share * us for op, us in slack.items()}
     return replace(
         timeline,
         slices=tuple(
-            replace(piece, start_us=piece.start_us + later[piece.op], end_us=piece.end_us + later[piece.op])
-            for piece in timeline.slices
+            replace(s, start_us=s.start_us + delay[s.op], end_us=s.end_us + delay[s.op]) for s in timeline.slices
         ),
     )
 
 
 LEAD = 3
-"""Edges between streams that lie between the end of an op and the start of the first that needs it: no start is known
-to the microsecond."""
+"""Margin between the end of a postponed op and the start of the first op that needs it, in edges between streams: no
+start is known to the microsecond."""
 
 
 def postponed(graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: float) -> Assignment:
-    """The same streams, where each op that takes more memory than it frees is launched as late as is safe.
+    """The same streams, with each op that allocates more memory than it frees launched just before it is needed.
 
-    All others keep their time, and what is postponed never passes an op that needs it. So the run takes about as long,
-    as far as the ops that come later have their stream to themselves then: the simulator has to tell. O(V log V + E)
-    steps for V ops and E dependencies.
+        stream 0:  a ─── b ─── c ─── d         needs w at c, x at d             stream 0:  a ─── b ─── c ─── d
+        stream 1:  w ─ x ─ y ─ z               before: all made at the start    stream 1:       w ──── x ── y …
+
+    All others keep their time, and a postponed op stays before those that need it. The run takes about as long unless
+    postponed ops delay others on their streams; only a simulation can say. O(V log V + E) steps for V ops and E
+    dependencies.
 
     Args:
         graph: the ops with their accesses, and the storages.
@@ -108,12 +114,12 @@ def postponed(graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: f
         needed = min((moment[after] for after in graph.digraph.successors(op)), default=None)
         if needed is not None and footprint.taken[op] > freed[op]:
             moment[op] = max(start[op], needed - LEAD * edge_us - (end[op] - start[op]))
-    late = tuple(sorted(order, key=moment.__getitem__))  # at one moment, as they were launched
+    late = tuple(sorted(order, key=moment.__getitem__))  # at one moment, in the order of launches
     return Assignment(schedule.policy, schedule.streams, late, dict(schedule.stream_of), schedule.decisions)
 
 
 def in_program_order(graph: OpGraph, schedule: Schedule) -> Assignment:
-    """The same streams, launched as one stream would be: what lies in memory meanwhile is about as much for each.
+    """The same streams with the launch order of a single stream, which takes about as much memory.
 
     Args:
         graph: the ops.

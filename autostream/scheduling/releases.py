@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from autostream.ir import FORK, Launch, OpGraph, Role, Schedule, Timeline
-from autostream.scheduling.lifetimes import NEVER, Clock, seen_before
+from autostream.scheduling.lifetimes import NEVER, Clock, clocks
 from autostream.scheduling.peak import Footprint
 from autostream.scheduling.postpone import delayed
 
@@ -27,9 +27,9 @@ from autostream.scheduling.postpone import delayed
 def place_releases(graph: OpGraph, schedule: Schedule) -> Schedule:
     """Release every intermediate storage with a block of its own that does not escape, as early as is safe.
 
-    That launch is always one of the allocating stream: the last access there, or the first op that comes after all
-    accesses elsewhere, found by bisection, since what a stream has seen only grows. Storages for which there is none
-    are kept until the end of the run. Takes O(V K + A log V) steps for V ops on K streams with A accesses.
+    That launch is always one of the allocating stream: the last access there, or the first op that happens after all
+    accesses on other streams, found by bisection, since clocks only grow along a stream. A storage without such a
+    launch lives until the end of the run. Takes O(V K + A log V) steps for V ops on K streams with A accesses.
 
     Args:
         graph: the ops with their accesses, and the storages.
@@ -39,8 +39,8 @@ def place_releases(graph: OpGraph, schedule: Schedule) -> Schedule:
         The schedule with ``releases``, each in the order of ``graph.storages``.
 
     Example:
-        ``b`` reads ``a`` on another stream; ``c`` waits for ``b``, so behind ``c`` both are free of readers, but ``b``
-        was allocated on stream 1, which never hears of ``c``.
+        ``b`` reads ``a`` on another stream, and ``c`` waits for ``b``, so ``a`` is released after ``c``. ``b`` never
+        is: it was allocated on stream 1, which does not wait for its reader ``c``.
 
         >>> from autostream.ir import Launch, Op, Storage
         >>> reads = {"a": "x", "b": "a", "c": "b"}
@@ -52,45 +52,46 @@ def place_releases(graph: OpGraph, schedule: Schedule) -> Schedule:
         >>> [launch.releases for launch in place_releases(graph, Schedule("mine", 2, launches)).launches]
         [(), (), ('a',)]
     """
-    launches, streams = schedule.launches, _streams(schedule)
+    launches, streams = schedule.launches, _launches_by_stream(schedule)
     position = {launch.op: at for at, launch in enumerate(launches)}
     releases: dict[int, list[str]] = defaultdict(list)
-    for storage, home in _homes(graph, schedule).items():
+    for storage, allocating in _allocating_streams(graph, schedule).items():
         accesses = sorted([position[op] for op in graph.users[storage]])
-        last = {launches[at].stream: at for at in accesses}  # it implies the earlier ones there
-        safe = max([streams[home].first_to_see(stream, at, stream == home) for stream, at in last.items()])
-        if safe < len(streams[home].launches):
-            releases[streams[home].launches[safe]].append(storage)
+        last = {launches[at].stream: at for at in accesses}  # it implies the earlier ones on the same stream
+        own = streams[allocating]
+        safe = max([own.first_after(stream, at, stream == allocating) for stream, at in last.items()])
+        if safe < len(own.positions):
+            releases[own.positions[safe]].append(storage)
     released = [Launch(one.op, one.stream, one.waits, tuple(releases.get(at, ()))) for at, one in enumerate(launches)]
     return replace(schedule, launches=tuple(released))
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """The positions of a stream's launches, and the last launches on each stream that each of them comes after."""
+class _StreamLaunches:
+    """The positions and the clocks of a stream's launches."""
 
-    launches: list[int] = field(default_factory=list)
-    seen: list[Clock] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    clocks: list[Clock] = field(default_factory=list)
 
-    def first_to_see(self, stream: int, position: int, own: bool) -> int:
-        """Index of the first launch behind which the one at ``position`` on ``stream`` is over, or their number."""
+    def first_after(self, stream: int, position: int, own: bool) -> int:
+        """Index of the first launch after which the one at ``position`` on ``stream`` is over, or their number."""
         if own:
-            return bisect_left(self.launches, position)
-        return bisect_left(self.seen, position, key=itemgetter(stream))
+            return bisect_left(self.positions, position)
+        return bisect_left(self.clocks, position, key=itemgetter(stream))
 
 
-def _streams(schedule: Schedule) -> Sequence[_Seen]:
-    streams = [_Seen() for _ in range(schedule.streams)]
-    for position, (launch, seen) in enumerate(zip(schedule.launches, seen_before(schedule), strict=True)):
-        streams[launch.stream].launches.append(position)
-        streams[launch.stream].seen.append(seen)
+def _launches_by_stream(schedule: Schedule) -> Sequence[_StreamLaunches]:
+    streams = [_StreamLaunches() for _ in range(schedule.streams)]
+    for position, (launch, clock) in enumerate(zip(schedule.launches, clocks(schedule), strict=True)):
+        streams[launch.stream].positions.append(position)
+        streams[launch.stream].clocks.append(clock)
     return streams
 
 
-def _homes(graph: OpGraph, schedule: Schedule) -> Mapping[str, int]:
+def _allocating_streams(graph: OpGraph, schedule: Schedule) -> Mapping[str, int]:
     """The storages that may be released, and the stream that allocates each, in the order of ``graph.storages``.
 
-    Those in the arena are not: it is taken and given back as a whole.
+    Those in the arena may not: the arena is allocated and freed as a whole.
     """
     allocator = {storage: op.name for op in graph.ops.values() for storage in op.allocates}
     return {
@@ -106,8 +107,12 @@ def _homes(graph: OpGraph, schedule: Schedule) -> Mapping[str, int]:
 def wait_for_memory(
     graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: float, least_bytes: int, slack: float = 0.0
 ) -> Schedule:
-    """Let streams wait for others that are done with memory already, by a simulation.
+    """Add waits for other streams that, as simulated, have finished using memory long before.
 
+        stream 0:  a ── b ─────────── e ── f           e allocates; c ended long before e starts,
+        stream 1:       c ── d ──────                  so if e waits for c, it can reuse c's memory
+
+    A wait is also added where this holds once each launch starts later by a share of its slack.
     Takes O(V·(K² + K·log V)) steps for V ops on K streams.
 
     Args:
@@ -115,14 +120,14 @@ def wait_for_memory(
         schedule: the launches with their waits.
         timeline: when each of them starts and ends.
         edge_us: what an edge between streams takes, µs: what ended that long ago is waited for.
-        least_bytes: what must have become free on a stream since it was last waited for, to make a wait worth it; above
-            0.
-        slack: the share of its slack by which each launch may start later, 0 to 1: the later, the more memory is free,
-            and the sooner the run is held up where the simulation is wrong.
+        least_bytes: a wait is added only if at least so much became free on that stream since it was last waited for;
+            above 0.
+        slack: the share of its slack by which each launch may start later, 0 to 1. The later, the more memory is free,
+            and the more likely the run takes longer where the simulation is wrong.
 
     Returns:
-        The schedule with waits added, launched in the order of these later starts; waits of launches that follow from
-        others are gone, but for the fork's. Memory is still to be placed and released.
+        The schedule with waits added, launched in the order of these later starts, without waits that others imply, but
+        with those for ``FORK``. Storages are not yet placed or released.
 
     Example:
         >>> from autostream.ir import Op, Role, Slice, Storage
@@ -139,58 +144,58 @@ def wait_for_memory(
     later = delayed(schedule, timeline, edge_us, slack)
     start, end = later.starts, later.ends
     freed = Footprint(graph).freed(later)
-    done = [_Launched() for _ in range(schedule.streams)]
+    launched = [_Launched() for _ in range(schedule.streams)]
     clock_of = {FORK: [NEVER] * schedule.streams}
-    clocks = [[NEVER] * schedule.streams for _ in range(schedule.streams)]
+    latest = [[NEVER] * schedule.streams for _ in range(schedule.streams)]
     stream_of = schedule.stream_of
     launches: list[Launch] = []
 
-    def follows(op: str, clock: Sequence[int]) -> bool:
-        """Whether whoever has seen this much has seen the end of the op."""
+    def is_over(op: str, clock: Sequence[int]) -> bool:
+        """Whether an op is over at this clock."""
         return clock[stream_of[op]] >= clock_of[op][stream_of[op]]
 
-    def needed(waits: Iterable[str], known: Sequence[int]) -> tuple[str, ...]:
-        """The waits that do not follow from what is known, or from another wait."""
-        unknown = [op for op in waits if not follows(op, known)]
-        return tuple(op for op in unknown if not any(follows(op, clock_of[other]) for other in unknown if other != op))
+    def needed(waits: Iterable[str], clock: Sequence[int]) -> tuple[str, ...]:
+        """The waits for ops that are not over at this clock, without those that another of them implies."""
+        running = [op for op in waits if not is_over(op, clock)]
+        return tuple(op for op in running if not any(is_over(op, clock_of[other]) for other in running if other != op))
 
     for launch in sorted(schedule.launches, key=lambda launch: start[launch.op]):
-        clock = [max(seen) for seen in zip(clocks[launch.stream], *(clock_of[op] for op in launch.waits), strict=True)]
+        clock = [max(at) for at in zip(latest[launch.stream], *(clock_of[op] for op in launch.waits), strict=True)]
         added: dict[int, str] = {}
-        for stream, other in enumerate(done):
+        for stream, other in enumerate(launched):
             if stream == launch.stream:
                 continue
-            at = other.over_by(start[launch.op] - edge_us)
-            if at >= 0 and other.freed_between(clock[stream], at) >= least_bytes:
-                added[stream] = other.ops[at]
-                clock = [max(seen) for seen in zip(clock, clock_of[other.ops[at]], strict=True)]
+            index = other.last_ended_by(start[launch.op] - edge_us)
+            if index >= 0 and other.freed_between(clock[stream], index) >= least_bytes:
+                added[stream] = other.ops[index]
+                clock = [max(at) for at in zip(clock, clock_of[other.ops[index]], strict=True)]
         wanted = dict.fromkeys([*(op for op in launch.waits if op != FORK), *added.values()])
         fork = [FORK] if FORK in launch.waits else []
-        launches.append(replace(launch, waits=(*fork, *needed(wanted, clocks[launch.stream]))))
-        own = done[launch.stream]
+        launches.append(replace(launch, waits=(*fork, *needed(wanted, latest[launch.stream]))))
+        own = launched[launch.stream]
         clock[launch.stream] = len(own.ops)
-        own.launched(launch.op, end[launch.op], freed[launch.op])
-        clocks[launch.stream] = clock_of[launch.op] = clock
-    return replace(schedule, launches=tuple(launches), join_waits=needed(schedule.join_waits, clocks[0]))
+        own.append(launch.op, end[launch.op], freed[launch.op])
+        latest[launch.stream] = clock_of[launch.op] = clock
+    return replace(schedule, launches=tuple(launches), join_waits=needed(schedule.join_waits, latest[0]))
 
 
 class _Launched:
-    """What was launched on a stream so far; places count its own launches."""
+    """The ops launched on one stream so far; an index counts the launches of this stream alone."""
 
     def __init__(self) -> None:
         self.ops: list[str] = []
         self._ends: list[float] = []
         self._freed = [0]
 
-    def launched(self, op: str, end_us: float, freed: int) -> None:
+    def append(self, op: str, end_us: float, freed: int) -> None:
         self.ops.append(op)
         self._ends.append(end_us)
         self._freed.append(self._freed[-1] + freed)
 
-    def over_by(self, moment_us: float) -> int:
-        """The place of the last op that has ended by then, or -1; streams keep their order, so those before have."""
+    def last_ended_by(self, moment_us: float) -> int:
+        """The index of the last op that has ended by then, or -1; so all before it have ended."""
         return bisect_right(self._ends, moment_us) - 1
 
-    def freed_between(self, known: int, at: int) -> int:
-        """Bytes that became free behind the op at place ``known``, up to the one at ``at``."""
-        return self._freed[at + 1] - self._freed[known + 1] if at > known else 0
+    def freed_between(self, first: int, last: int) -> int:
+        """Bytes that became free after the op at index ``first``, up to the end of the one at ``last``."""
+        return self._freed[last + 1] - self._freed[first + 1] if last > first else 0

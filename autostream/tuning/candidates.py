@@ -20,7 +20,7 @@ from autostream.scheduling.coarsen import coarsen, expand
 from autostream.scheduling.peak import Footprint, given_bytes, peak_bytes
 from autostream.scheduling.policies import ON_CHAINS, POLICIES
 from autostream.scheduling.policies.search import search_by_streams, variants
-from autostream.scheduling.postpone import MOST, in_program_order, postponed
+from autostream.scheduling.postpone import MAX_SLACK_SHARE, in_program_order, postponed
 from autostream.scheduling.releases import place_releases, wait_for_memory
 from autostream.scheduling.simulate import replay_us, simulate
 from autostream.scheduling.synchronize import synchronize
@@ -48,7 +48,7 @@ SEARCH_SHARE = 0.2
 WORTH_A_WAIT = 1 / 16
 """The share of one stream's memory that must have become free elsewhere for a wait that makes it available."""
 
-SLACKS = (0.0, 0.5, MOST)
+SLACKS = (0.0, 0.5, MAX_SLACK_SHARE)
 """The shares of the launches' slack that waits for memory may use up, tried in turn."""
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autostream.ir import Assignment, Costs, OpGraph, Schedule
 from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies import POLICIES
-from autostream.scheduling.postpone import LEAD, MOST, delayed, postponed
+from autostream.scheduling.postpone import LEAD, MAX_SLACK_SHARE, delayed, postponed
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
@@ -110,7 +110,7 @@ def test_what_is_needed_early_lets_copies_that_are_not_go_last() -> None:
     assert order.index("s") < 6
 
     def live(each: Schedule) -> int:
-        timeline = delayed(each, simulate(each, costs, PROFILE), EDGE_US, MOST)
+        timeline = delayed(each, simulate(each, costs, PROFILE), EDGE_US, MAX_SLACK_SHARE)
         return Footprint(graph).live_bytes(timeline) // 1024
 
     assert live(schedule) >= 16, "all copies are there when s runs"

@@ -41,7 +41,7 @@ from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.policies.path_cover import path_cover
 from autostream.scheduling.policies.sequential import sequential
-from autostream.scheduling.postpone import MOST, delayed, in_program_order, postponed
+from autostream.scheduling.postpone import MAX_SLACK_SHARE, delayed, in_program_order, postponed
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 
@@ -299,7 +299,7 @@ class _Space:
     def needed_bytes(self, schedule: Schedule, timeline: Timeline) -> int:
         """The most that is in use at a time if launches wait for memory as long as they may."""
         edge_us = self.profile.over(schedule.streams).cross_stream_edge_us
-        return self.footprint.live_bytes(delayed(schedule, timeline, edge_us, MOST))
+        return self.footprint.live_bytes(delayed(schedule, timeline, edge_us, MAX_SLACK_SHARE))
 
     def simulated(self, chains: Assignment, worth_us: float = inf) -> _Plan:
         """The plan that an assignment of chains is; what takes longer than is worth it is taken to need too much."""

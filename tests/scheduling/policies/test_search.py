@@ -17,7 +17,7 @@ from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.policies import search as module
 from autostream.scheduling.policies.search import EVENTS_PER_S, SLACK, search, search_by_streams, variants
-from autostream.scheduling.postpone import MOST, delayed
+from autostream.scheduling.postpone import MAX_SLACK_SHARE, delayed
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
@@ -353,7 +353,7 @@ def copied(length: int = 6) -> tuple[OpGraph, Mapping[str, OpCost]]:
 def live(graph: OpGraph, costs: Costs, assignment: Assignment) -> int:
     """What is in use at a time where every launch is as late as it may be."""
     schedule = synchronize(graph, assignment)
-    return Footprint(graph).live_bytes(delayed(schedule, simulate(schedule, costs, PRICED), 2.0, MOST))
+    return Footprint(graph).live_bytes(delayed(schedule, simulate(schedule, costs, PRICED), 2.0, MAX_SLACK_SHARE))
 
 
 def test_where_there_is_room_for_less_the_result_needs_less_and_is_fast_all_the_same() -> None:
