@@ -1,21 +1,22 @@
-"""The arena: where each storage lies, so that no byte belongs to two storages in use at the same time.
+"""The offset of each storage in the arena, so that storages in use at the same time have no byte in common.
 
-This is dynamic storage allocation with all requests known (Garey & Johnson 1979, SR2: NP-hard), but that time is the
-partial order of a schedule, see :mod:`~autostream.scheduling.lifetimes`. The smallest arena is kept of some that are
-made by *first fit*: storages are taken in some order, and each is put at the lowest offset where it has no byte in
-common with one that it conflicts with. The orders are
+This is dynamic storage allocation with all requests known (Garey & Johnson 1979, SR2: NP-hard), except that time is the
+partial order of a schedule, see :mod:`~autostream.scheduling.lifetimes`. Several arenas are made, and the smallest is
+used. Each is made by *first fit*: the storages in some order, each at the lowest offset where it overlaps none that it
+conflicts with. The orders are
 
-1. those of a few rules of thumb, ``RULES``;
-2. the best of these again and again, each time with what ended at the top of the arena moved to the front: *squeaky
-   wheel optimization* (Joslin & Clements 1999, JAIR 10).
+1. those of a few heuristics, ``RULES``;
+2. the best of these, changed several times: what ended at the top of the arena moves to the front (*squeaky wheel
+   optimization*: Joslin & Clements 1999, JAIR 10).
 
 Glossary:
 
 - Two storages *conflict* unless one is dead before the other is born.
-- A *slot* is a range of the arena in which no storage begins or ends. It is *barred* to those that conflict with one
-  that lies there.
-- A set of storages is kept as the bits of an integer, as sets of ops are in :mod:`~autostream.scheduling.bitsets`: one
-  AND tells whether a slot is barred to a storage, and another whether a *chunk* of neighbouring slots is as a whole.
+- A *segment* is a range of the arena in which no storage begins or ends. It is *blocked* for the storages that conflict
+  with one in it.
+- A set of storages is represented as the bits of an integer, like sets of ops in
+  :mod:`~autostream.scheduling.bitsets`. One AND tells whether a segment is blocked for a storage, and another whether
+  all segments of a *chunk* are.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ from autostream.ir import Arena, OpGraph, Schedule
 from autostream.scheduling.lifetimes import Clock, Lifetime, lifetimes
 
 ALIGNMENT = 512
-"""Every offset is a multiple of this, bytes: as the caching allocator aligns. Compiled kernels count on 16."""
+"""Every offset is a multiple of this, bytes, like blocks of the caching allocator. Compiled kernels rely on 16."""
 
 MANY = 1000
-"""Of more storages than this, only one order is tried, that of the first rule."""
+"""For more storages than this, only the order of the first rule is tried."""
 
 ROUNDS = 8
-"""How often the best order is changed."""
+"""How many times the best order is changed."""
 
-KINDS = 256
-"""Where there are more kinds of sizes than this, sizes are padded to fewer: each kind cuts the others' slots."""
+MAX_SIZES = 256
+"""If there are more different sizes than this, sizes are padded to fewer: different sizes make more segments."""
 
 DIGITS = 4
 """Significant bits of padded sizes: 8 sizes from one power of two to the next, and 4 % of padding on average."""
 
 BLOCK = 8192
-"""Storages whose conflicts are found together, with all that are placed by then: 1 kB each, 100 MB for 100,000."""
+"""Storages whose conflicts are computed together, each as a set of 1 kB: 100 MB for 100,000 storages."""
 
 CHUNK = 64
-"""Slots of a chunk, at least; at most twice as many."""
+"""The least number of segments in a chunk; the most is twice as many."""
 
 NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class _Tenant:
+class _Request:
     """A storage to be placed; ``bytes`` are a multiple of ``ALIGNMENT``."""
 
     name: str
@@ -62,41 +63,41 @@ class _Tenant:
     life: Lifetime
 
 
-Rule = Callable[[_Tenant], tuple[int, int]]
-"""A key by which storages are sorted before they are placed."""
+Rule = Callable[[_Request], tuple[int, int]]
+"""A sort key: the order in which storages are placed."""
 
 
-def by_size(tenant: _Tenant) -> tuple[int, int]:
-    """The largest first: *greedy by size* (Pisarchyk & Lee 2020, "Efficient memory management for deep neural net
+def by_size(request: _Request) -> tuple[int, int]:
+    """Largest first: *greedy by size* (Pisarchyk & Lee 2020, "Efficient memory management for deep neural net
     inference", arXiv 2001.03288).
     """
-    return -tenant.bytes, tenant.life.first
+    return -request.bytes, request.life.first
 
 
-def by_area(tenant: _Tenant) -> tuple[int, int]:
-    """The largest product of bytes and launches lived through first."""
-    return -tenant.bytes * (tenant.life.last - tenant.life.first + 1), tenant.life.first
+def by_area(request: _Request) -> tuple[int, int]:
+    """Largest product of bytes and number of launches alive first."""
+    return -request.bytes * (request.life.last - request.life.first + 1), request.life.first
 
 
-def by_launch(tenant: _Tenant) -> tuple[int, int]:
-    """As they are launched: what an allocator does, which does not know what is to come."""
-    return tenant.life.first, -tenant.bytes
+def by_launch(request: _Request) -> tuple[int, int]:
+    """In launch order, like an allocator that does not know later requests."""
+    return request.life.first, -request.bytes
 
 
 RULES: tuple[Rule, ...] = (by_size, by_area, by_launch)
-"""Orders to begin with, the one that wins most often first; of equal arenas the first is kept."""
+"""The first orders to try, the one that is best most often first; of equal arenas the first is used."""
 
 
 def place_storages(graph: OpGraph, schedule: Schedule) -> Schedule:
-    """Put every storage whose place is free to choose into one arena, as small as the tried orders make it.
+    """Put every placeable storage into one arena, the smallest of several.
 
     On one stream no arena is smaller than the most bytes that are alive at once. The residual, dense, attention and
     training networks of the tests take 1.00 to 1.02 times as much, chains of random sizes up to 1.1 times, and random
-    graphs up to 1.25 times. Streams that do not wait for each other need the sum of what each needs; chains on them
-    take up to 1.15 times that.
+    graphs up to 1.25 times. Streams that do not wait for each other need at least the sum of what each needs; chains on
+    them take up to 1.15 times that.
 
-    For V storages on K streams and S slots, O(V²K/30 + V²S/30) digit operations at worst, and 3·V·min(V, ``BLOCK``)/8
-    bytes; one or two seconds for 10,000 storages.
+    Takes O(V²K/30 + V²S/30) digit operations at worst and 3·V·min(V, ``BLOCK``)/8 bytes, for V storages on K streams
+    and S segments; one or two seconds for 10,000 storages.
 
     Args:
         graph: the ops with their accesses, and the storages.
@@ -106,7 +107,7 @@ def place_storages(graph: OpGraph, schedule: Schedule) -> Schedule:
         The schedule with ``arena``: offsets in bytes, multiples of ``ALIGNMENT``, in the order of ``graph.storages``.
 
     Example:
-        Each op reads what the one before it made, so every other storage can lie in the same place.
+        Each op reads the result of the one before it, so every other storage can have the same offset.
 
             0:  a ── b ── c ── d
 
@@ -121,20 +122,20 @@ def place_storages(graph: OpGraph, schedule: Schedule) -> Schedule:
     """
     lives = lifetimes(graph, schedule)
     sizes = _padded([graph.storages[name].bytes for name in lives])
-    tenants = [_Tenant(name, size, lives[name]) for name, size in zip(lives, sizes, strict=True)]
-    best = min(_arenas(tenants), key=lambda arena: arena.bytes)
+    requests = [_Request(name, size, lives[name]) for name, size in zip(lives, sizes, strict=True)]
+    best = min(_arenas(requests), key=lambda arena: arena.bytes)
     return replace(schedule, arena=replace(best, offsets={name: best.offsets[name] for name in lives}))
 
 
-def _arenas(tenants: Sequence[_Tenant]) -> Iterator[Arena]:
-    """One arena for each order that is tried; their offsets iterate in that order."""
-    if len(tenants) > MANY:
-        yield _first_fit_in_blocks(sorted(tenants, key=RULES[0]))
+def _arenas(requests: Sequence[_Request]) -> Iterator[Arena]:
+    """One arena for each order that is tried, with its offsets in that order."""
+    if len(requests) > MANY:
+        yield _first_fit_in_blocks(sorted(requests, key=RULES[0]))
         return
-    known = {tenant.name: tenant for tenant in tenants}
-    lives = [tenant.life for tenant in tenants]
+    known = {request.name: request for request in requests}
+    lives = [request.life for request in requests]
     bits = dict(zip(known, enumerate(_conflicts(lives, lives)), strict=True))
-    ruled = [_first_fit(sorted(tenants, key=rule), bits) for rule in RULES]
+    ruled = [_first_fit(sorted(requests, key=rule), bits) for rule in RULES]
     yield from ruled
     arena = min(ruled, key=lambda arena: arena.bytes)
     for _ in range(ROUNDS):
@@ -144,9 +145,9 @@ def _arenas(tenants: Sequence[_Tenant]) -> Iterator[Arena]:
 
 
 def _padded(sizes: Sequence[int]) -> Sequence[int]:
-    """Multiples of ``ALIGNMENT``, and where these are of many kinds, numbers with few significant bits."""
+    """Sizes as multiples of ``ALIGNMENT``; if too many of them differ, as numbers with few significant bits."""
     aligned = [_rounded_up(size, ALIGNMENT) for size in sizes]
-    if len(set(aligned)) <= KINDS:
+    if len(set(aligned)) <= MAX_SIZES:
         return aligned
     return [_rounded_up(size, max(ALIGNMENT, 1 << size.bit_length() - DIGITS)) for size in aligned]
 
@@ -155,37 +156,37 @@ def _rounded_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _first_fit(tenants: Sequence[_Tenant], bits: Mapping[str, tuple[int, int]]) -> Arena:
-    """Put one after the other at the lowest offset where it conflicts with none of those before it.
+def _first_fit(requests: Sequence[_Request], bits: Mapping[str, tuple[int, int]]) -> Arena:
+    """Place each storage in turn at the lowest offset where it overlaps no earlier one that it conflicts with.
 
     Args:
-        tenants: in this order.
-        bits: of each, the place of its bit in sets, and the set of those that it conflicts with.
+        requests: the storages in the order in which they are placed.
+        bits: for each storage, its bit in sets, and the set of those that it conflicts with.
     """
-    slots, offsets = _Slots(), dict[str, int]()
-    for tenant in tenants:
-        bit, conflicts = bits[tenant.name]
-        start = offsets[tenant.name] = slots.lowest(bit, tenant.bytes)
-        slots.take(start, start + tenant.bytes, conflicts)
-    return Arena(max((offsets[tenant.name] + tenant.bytes for tenant in tenants), default=0), offsets)
+    segments, offsets = _Segments(), dict[str, int]()
+    for request in requests:
+        bit, conflicts = bits[request.name]
+        start = offsets[request.name] = segments.lowest_free(bit, request.bytes)
+        segments.block(start, start + request.bytes, conflicts)
+    return Arena(max((offsets[request.name] + request.bytes for request in requests), default=0), offsets)
 
 
-def _first_fit_in_blocks(tenants: Sequence[_Tenant]) -> Arena:
-    """The same, where sets of all would take too much memory: a block is put beside all that are there by then."""
+def _first_fit_in_blocks(requests: Sequence[_Request]) -> Arena:
+    """The same in less memory, for more storages: conflicts are computed for one block of storages at a time."""
     offsets: list[int] = []
-    for start in range(0, len(tenants), BLOCK):
-        known = tenants[: start + BLOCK]
-        slots = _Slots()
+    for start in range(0, len(requests), BLOCK):
+        known = requests[: start + BLOCK]
+        segments = _Segments()
         for at, conflicts in enumerate(_conflicts([t.life for t in known], [t.life for t in known[start:]])):
             if at >= start:
-                offsets.append(slots.lowest(at - start, known[at].bytes))
-            slots.take(offsets[at], offsets[at] + known[at].bytes, conflicts)
-    size = max((offset + tenant.bytes for offset, tenant in zip(offsets, tenants, strict=True)), default=0)
-    return Arena(size, {tenant.name: offset for offset, tenant in zip(offsets, tenants, strict=True)})
+                offsets.append(segments.lowest_free(at - start, known[at].bytes))
+            segments.block(offsets[at], offsets[at] + known[at].bytes, conflicts)
+    size = max((offset + request.bytes for offset, request in zip(offsets, requests, strict=True)), default=0)
+    return Arena(size, {request.name: offset for offset, request in zip(offsets, requests, strict=True)})
 
 
 def _conflicts(lives: Sequence[Lifetime], block: Sequence[Lifetime]) -> Sequence[int]:
-    """For each of ``lives``, the set of those in ``block`` that are neither dead before it nor born after it."""
+    """For each of ``lives``, the set of those in ``block`` that it conflicts with."""
     every = (1 << len(block)) - 1
     before = _at_most([life.birth for life in lives], [life.death for life in block])
     after = _at_most([_negative(life.death) for life in lives], [_negative(life.birth) for life in block])
@@ -197,56 +198,56 @@ def _negative(clock: Clock) -> Clock:
 
 
 def _at_most(limits: Sequence[Clock], clocks: Sequence[Clock]) -> Sequence[int]:
-    """For each limit, the set of clocks that exceed it nowhere: stream by stream, in rising order, met in one pass."""
+    """For each limit, the set of clocks that exceed it on no stream: one pass in ascending order for each stream."""
     sets = [(1 << len(clocks)) - 1] * len(limits)
     for limit_here, clock_here in zip(zip(*limits, strict=True), zip(*clocks, strict=True), strict=True):
-        rising = sorted(range(len(clocks)), key=clock_here.__getitem__)
-        met, below = 0, 0
+        ascending = sorted(range(len(clocks)), key=clock_here.__getitem__)
+        passed, below = 0, 0
         for at in sorted(range(len(limits)), key=limit_here.__getitem__):
-            while met < len(rising) and clock_here[rising[met]] <= limit_here[at]:
-                below |= 1 << rising[met]
-                met += 1
+            while passed < len(ascending) and clock_here[ascending[passed]] <= limit_here[at]:
+                below |= 1 << ascending[passed]
+                passed += 1
             sets[at] &= below
     return sets
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Neighbouring slots.
+    """Neighbouring segments.
 
     Attributes:
-        starts: where each slot begins; it ends where the next one begins, be it that of the next chunk.
-        barred: for each slot, the set of storages that must not lie there.
-        full: the set of storages to which all of these slots are barred.
+        starts: the first byte of each segment; it ends where the next one begins, perhaps in the next chunk.
+        blocked: for each segment, the set of storages that it is blocked for.
+        full: the set of storages that all of these segments are blocked for.
     """
 
     starts: list[int]
-    barred: list[int]
+    blocked: list[int]
     full: int = 0
 
     def __post_init__(self) -> None:
-        self.full = reduce(and_, self.barred)
+        self.full = reduce(and_, self.blocked)
 
 
-class _Slots:
-    """An arena in the making; its last slot has no end, and is barred to nobody."""
+class _Segments:
+    """The arena while it is filled; its last segment has no end and is always free."""
 
     def __init__(self) -> None:
         self._chunks = [_Chunk([0], [0])]
         self._starts = [0]
 
-    def lowest(self, tenant: int, size: int) -> int:
-        """The lowest offset from which ``size`` bytes are not barred to the storage of bit ``tenant``."""
-        bit = 1 << tenant
+    def lowest_free(self, bit: int, size: int) -> int:
+        """The lowest offset from which ``size`` bytes are free for the storage of this bit."""
+        storage = 1 << bit
         free = NOWHERE
         for chunk, first in zip(self._chunks, self._starts, strict=True):
             if free != NOWHERE and first - free >= size:
                 return free
-            if chunk.full & bit:
+            if chunk.full & storage:
                 free = NOWHERE
                 continue
-            for start, barred in zip(chunk.starts, chunk.barred, strict=True):
-                if barred & bit:
+            for start, blocked in zip(chunk.starts, chunk.blocked, strict=True):
+                if blocked & storage:
                     if free != NOWHERE and start - free >= size:
                         return free
                     free = NOWHERE
@@ -254,24 +255,24 @@ class _Slots:
                     free = start
         return free
 
-    def take(self, start: int, end: int, conflicts: int) -> None:
-        """Bar the bytes from ``start``, where a slot begins, to ``end`` to a set of storages."""
-        self._cut(end)
+    def block(self, start: int, end: int, conflicts: int) -> None:
+        """Block the bytes from ``start``, where a segment begins, to ``end`` for a set of storages."""
+        self._split(end)
         for chunk in self._chunks[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, end)]:
             for at in range(bisect_left(chunk.starts, start), bisect_left(chunk.starts, end)):
-                chunk.barred[at] |= conflicts
-            chunk.full = reduce(and_, chunk.barred)
+                chunk.blocked[at] |= conflicts
+            chunk.full = reduce(and_, chunk.blocked)
 
-    def _cut(self, offset: int) -> None:
-        """Let a slot begin at ``offset``."""
-        place = bisect_right(self._starts, offset) - 1
-        starts, barred = self._chunks[place].starts, self._chunks[place].barred
+    def _split(self, offset: int) -> None:
+        """Split a segment at ``offset``, unless one begins there."""
+        index = bisect_right(self._starts, offset) - 1
+        starts, blocked = self._chunks[index].starts, self._chunks[index].blocked
         at = bisect_right(starts, offset)
         if starts[at - 1] == offset:
             return
         starts.insert(at, offset)
-        barred.insert(at, barred[at - 1])
+        blocked.insert(at, blocked[at - 1])
         if len(starts) > 2 * CHUNK:
-            halves = [_Chunk(starts[:CHUNK], barred[:CHUNK]), _Chunk(starts[CHUNK:], barred[CHUNK:])]
-            self._chunks[place : place + 1] = halves
-            self._starts.insert(place + 1, halves[1].starts[0])
+            halves = [_Chunk(starts[:CHUNK], blocked[:CHUNK]), _Chunk(starts[CHUNK:], blocked[CHUNK:])]
+            self._chunks[index : index + 1] = halves
+            self._starts.insert(index + 1, halves[1].starts[0])

@@ -1,9 +1,10 @@
-"""How much memory a schedule takes: at a time, as simulated (`Footprint`), and in each memory pool (`pools`).
+"""How much memory a schedule takes: in its memory pools (:func:`peak_bytes`), and at each simulated moment.
 
-The footprint is what a schedule would need if memory could be reused the moment that its last user ends. No schedule
-needs less; a real one needs more where streams do not wait for each other: the caching allocator keeps what one stream
-freed for that stream, and only the arena reuses memory across streams. So memory is a few *pools*, each as large as it
-ever gets, and the run reserves their sum.
+The caching allocator keeps a block for the stream that allocated it, and only the arena is shared by all streams. So
+memory is a few *pools*, each as large as it ever gets, and the run reserves their sum.
+
+The simulated :class:`Footprint` is a lower bound: it takes memory as free the moment that its last user ends, whether
+or not the stream that reuses it waits for that.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from itertools import accumulate
 from autostream.ir import OpGraph, Role, Schedule, Timeline
 
 ARENA = -1
-"""Stands for the arena where others have the number of a stream."""
+"""The ``stream`` of the arena's pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Memory whose blocks nobody else is handed.
+    """The memory of one stream in the caching allocator, or the arena.
 
     Attributes:
-        stream: whose it is; ``ARENA`` for the arena, which all streams share.
-        bytes: what is taken for it.
-        live: the storages that are there when most of it is in use, the largest first.
+        stream: the stream that allocates from it; ``ARENA`` for the arena, which all streams share.
+        bytes: its size.
+        live: the storages in it when most of it is in use, the largest first.
     """
 
     stream: int
@@ -36,8 +37,8 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stay:
-    """A storage is there from one launch to another, both included: places in launch order."""
+class _Allocation:
+    """A storage in memory from the launch at one position to that at another, both included."""
 
     storage: str
     first: int
@@ -45,7 +46,7 @@ class _Stay:
 
 
 def given_bytes(graph: OpGraph) -> int:
-    """What is there whatever the schedule, in bytes: parameters, buffers, constants and inputs.
+    """Bytes of parameters, buffers, constants and inputs, which no schedule changes.
 
     Example:
         >>> from autostream.ir import Role, Storage
@@ -60,15 +61,15 @@ def given_bytes(graph: OpGraph) -> int:
 def peak_bytes(graph: OpGraph, schedule: Schedule) -> int:
     """The most that is allocated in each pool at a time, summed over the pools, in bytes.
 
-    Blocks come and go in the order of the launches, each in the pool of the stream that its op is on: so this is what
-    the run reserves, but for rounding and libraries' workspaces. An arena is taken as a whole.
+    Blocks are allocated and freed in launch order, each in the pool of its op's stream. So this is what the run
+    reserves, except for rounding and libraries' workspaces. The arena counts as a whole.
 
     Args:
         graph: the ops, what they allocate and how large that is.
-        schedule: the launches with their releases; what is never released lives on to the end.
+        schedule: the launches with their releases; what is never released lives to the end.
 
     Example:
-        The first storage is gone when the third is made:
+        The first storage is released before the third is allocated:
 
         >>> from autostream.ir import Launch, Op, Role, Storage
         >>> none = frozenset()
@@ -78,15 +79,13 @@ def peak_bytes(graph: OpGraph, schedule: Schedule) -> int:
         >>> peak_bytes(OpGraph(ops, (), storages, (), "cuda:0"), Schedule("mine", 1, launches))
         1024
     """
-    stays = _stays(graph, schedule)
-    own = (max(_in_use(graph, stays[stream]), default=0) for stream in stays if stream != ARENA)
-    return schedule.arena.bytes + sum(own)
+    pools = _allocations_by_pool(graph, schedule)
+    blocks = (max(_bytes_by_launch(graph, pool), default=0) for stream, pool in pools.items() if stream != ARENA)
+    return schedule.arena.bytes + sum(blocks)
 
 
 def pools(graph: OpGraph, schedule: Schedule) -> tuple[Pool, ...]:
-    """The pools of a schedule, and what is in them when they are fullest; the largest first.
-
-    Of several moments at which a pool is as full as ever, the first counts.
+    """The pools of a schedule, and what is in them when they are first fullest; the largest pool first.
 
     Args:
         graph: the ops, what they allocate and how large that is.
@@ -105,63 +104,63 @@ def pools(graph: OpGraph, schedule: Schedule) -> tuple[Pool, ...]:
         (Pool(stream=-1, bytes=512, live=('a',)),)
     """
     found = []
-    for stream, stays in _stays(graph, schedule).items():
-        used = _in_use(graph, stays)
+    for stream, allocations in _allocations_by_pool(graph, schedule).items():
+        used = _bytes_by_launch(graph, allocations)
         most = max(used)
         fullest = used.index(most)
-        live = [stay for stay in stays if stay.first <= fullest <= stay.last]
-        live.sort(key=lambda stay: (-graph.storages[stay.storage].bytes, stay.first, stay.storage))
+        live = [each for each in allocations if each.first <= fullest <= each.last]
+        live.sort(key=lambda each: (-graph.storages[each.storage].bytes, each.first, each.storage))
         size = schedule.arena.bytes if stream == ARENA else most
-        found.append(Pool(stream, size, tuple(stay.storage for stay in live)))
+        found.append(Pool(stream, size, tuple(each.storage for each in live)))
     return tuple(sorted(found, key=lambda pool: -pool.bytes))
 
 
-def _in_use(graph: OpGraph, stays: Sequence[_Stay]) -> Sequence[int]:
+def _bytes_by_launch(graph: OpGraph, allocations: Sequence[_Allocation]) -> Sequence[int]:
     """Bytes in use at each launch, up to the last one at which that changes."""
-    change = [0] * (max((stay.last for stay in stays), default=-1) + 2)
-    for stay in stays:
-        size = graph.storages[stay.storage].bytes
-        change[stay.first] += size
-        change[stay.last + 1] -= size
+    change = [0] * (max((each.last for each in allocations), default=-1) + 2)
+    for each in allocations:
+        size = graph.storages[each.storage].bytes
+        change[each.first] += size
+        change[each.last + 1] -= size
     return [*accumulate(change)]
 
 
-def _stays(graph: OpGraph, schedule: Schedule) -> Mapping[int, Sequence[_Stay]]:
-    """When storages are there, by pool: blocks until they are released, placed ones as long as ops touch them."""
+def _allocations_by_pool(graph: OpGraph, schedule: Schedule) -> Mapping[int, Sequence[_Allocation]]:
+    """When storages are in memory, by pool: blocks until their release, those in the arena while ops access them."""
     placed = schedule.arena.offsets
-    stays: dict[int, list[_Stay]] = defaultdict(list)
-    for name, (first, last) in _touched(graph, schedule).items():
-        stays[ARENA].append(_Stay(name, first, last))
+    pools: dict[int, list[_Allocation]] = defaultdict(list)
+    for name, (first, last) in _spans_in_arena(graph, schedule).items():
+        pools[ARENA].append(_Allocation(name, first, last))
     end = len(schedule.launches) - 1
-    gone = {name: at for at, launch in enumerate(schedule.launches) for name in launch.releases}
+    released = {name: at for at, launch in enumerate(schedule.launches) for name in launch.releases}
     for at, launch in enumerate(schedule.launches):
         for name in graph.ops[launch.op].allocates:
             if name in graph.storages and name not in placed:
-                stays[launch.stream].append(_Stay(name, at, gone.get(name, end)))
-    elsewhere = placed.keys() | {name for op in graph.ops.values() for name in op.allocates}
-    for storage in graph.storages.values():  # what the prelude takes, on the caller's stream
-        if storage.role is Role.INTERMEDIATE and storage.name not in elsewhere:
-            stays[0].append(_Stay(storage.name, 0, max(end, 0)))
-    return stays
+                pools[launch.stream].append(_Allocation(name, at, released.get(name, end)))
+    counted = placed.keys() | {name for op in graph.ops.values() for name in op.allocates}
+    for storage in graph.storages.values():  # what the prelude allocates, on the caller's stream
+        if storage.role is Role.INTERMEDIATE and storage.name not in counted:
+            pools[0].append(_Allocation(storage.name, 0, max(end, 0)))
+    return pools
 
 
-def _touched(graph: OpGraph, schedule: Schedule) -> Mapping[str, tuple[int, int]]:
-    """The first and the last launch that touches each placed storage or a part of it."""
+def _spans_in_arena(graph: OpGraph, schedule: Schedule) -> Mapping[str, tuple[int, int]]:
+    """The first and the last launch that accesses each storage in the arena, or a part of it."""
     if not schedule.arena.offsets:
         return {}
     whole = {part: name for name in schedule.arena.offsets for part in (name, *graph.storages[name].parts)}
-    found: dict[str, tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for at, launch in enumerate(schedule.launches):
         op = graph.ops[launch.op]
         for part in op.reads | op.writes | op.allocates:
             if name := whole.get(part):
-                found[name] = found.get(name, (at, at))[0], at
-    return found
+                spans[name] = spans.get(name, (at, at))[0], at
+    return spans
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a graph whatever its schedule, in bytes.
+    """The memory that is in use at each moment of a timeline, in bytes.
 
     Attributes:
         graph: the ops with their accesses, and the storages.
@@ -171,19 +170,19 @@ class Footprint:
 
     @cached_property
     def users(self) -> Mapping[str, Sequence[str]]:
-        """By intermediate storage, the ops that touch it or a part of it, in program order."""
+        """The ops that access each intermediate storage or a part of it, in program order."""
         role = {name: storage.role for name, storage in self.graph.storages.items()}
         users = self.graph.users.items()
         return {name: ops for name, ops in users if ops and role[name] is Role.INTERMEDIATE}
 
     @cached_property
     def allocated(self) -> frozenset[str]:
-        """The storages that ops allocate; others are there before the first."""
+        """The storages that ops allocate; the prelude allocates the others."""
         return frozenset(name for op in self.graph.ops.values() for name in op.allocates)
 
     @cached_property
     def prelude_bytes(self) -> int:
-        """What is taken before the first op, and there until the end whatever the schedule."""
+        """What the prelude allocates, which stays to the end."""
         return sum(
             storage.bytes
             for storage in self.graph.storages.values()
@@ -191,7 +190,7 @@ class Footprint:
         )
 
     @cached_property
-    def taken(self) -> Mapping[str, int]:
+    def allocated_bytes(self) -> Mapping[str, int]:
         """What each op allocates."""
         storages = self.graph.storages
         return {
@@ -199,8 +198,8 @@ class Footprint:
             for op in self.graph.ops.values()
         }
 
-    def freed(self, timeline: Timeline) -> Mapping[str, int]:
-        """What nobody uses after each op, by the ops that are the last to end; outputs are never freed."""
+    def freed_bytes(self, timeline: Timeline) -> Mapping[str, int]:
+        """What each op frees: storages of which it is the last user to end; outputs are never freed."""
         end = timeline.ends
         freed = dict.fromkeys(self.graph.ops, 0)
         for name, users in self.users.items():
@@ -213,7 +212,7 @@ class Footprint:
         """The most that is in use at a time.
 
         Example:
-            ``b`` reads what ``a`` made; then it is gone, and ``c`` takes as much.
+            ``c`` reuses the memory of ``a``, which only ``b`` reads.
 
             >>> from autostream.ir import Op, Slice, Storage
             >>> reads = {"a": "x", "b": "a", "c": "b"}
@@ -227,7 +226,7 @@ class Footprint:
         return max(accumulate((size for _, size in self._changes(timeline)), initial=self.prelude_bytes))
 
     def in_use(self, timeline: Timeline) -> tuple[tuple[float, int], ...]:
-        """What is in use from each moment on at which that changes, µs and bytes; from 0 on, what the prelude takes.
+        """Each moment at which the memory in use changes, µs, with the bytes in use from then on.
 
         Example:
             >>> from autostream.ir import Op, Slice, Storage
@@ -243,13 +242,13 @@ class Footprint:
         return tuple(used.items())
 
     def _changes(self, timeline: Timeline) -> list[tuple[float, int]]:
-        """What ops take and give back, in bytes, by the clock; outputs are never given back."""
+        """Each moment at which a storage is allocated or freed, µs, with its bytes, negative if freed."""
         start, end = timeline.starts, timeline.ends
         changes: list[tuple[float, int]] = []
         for name, users in self.users.items():
             storage = self.graph.storages[name]
             if name not in self.allocated and not storage.placeable:
-                continue  # the prelude's, which is there all the time
+                continue  # allocated by the prelude
             changes.append((min(start[op] for op in users), storage.bytes))
             if not storage.escapes:
                 changes.append((max(end[op] for op in users), -storage.bytes))

@@ -106,13 +106,13 @@ def postponed(graph: OpGraph, schedule: Schedule, timeline: Timeline, edge_us: f
     """
     start, end = timeline.starts, timeline.ends
     footprint = Footprint(graph)
-    freed = footprint.freed(timeline)
+    freed = footprint.freed_bytes(timeline)
     order = [launch.op for launch in schedule.launches]
     moment: dict[str, float] = {}
     for op in reversed(order):
         moment[op] = start[op]
         needed = min((moment[after] for after in graph.digraph.successors(op)), default=None)
-        if needed is not None and footprint.taken[op] > freed[op]:
+        if needed is not None and footprint.allocated_bytes[op] > freed[op]:
             moment[op] = max(start[op], needed - LEAD * edge_us - (end[op] - start[op]))
     late = tuple(sorted(order, key=moment.__getitem__))  # at one moment, in the order of launches
     return Assignment(schedule.policy, schedule.streams, late, dict(schedule.stream_of), schedule.decisions)

@@ -143,7 +143,7 @@ def wait_for_memory(
     """
     later = delayed(schedule, timeline, edge_us, slack)
     start, end = later.starts, later.ends
-    freed = Footprint(graph).freed(later)
+    freed = Footprint(graph).freed_bytes(later)
     launched = [_Launched() for _ in range(schedule.streams)]
     clock_of = {FORK: [NEVER] * schedule.streams}
     latest = [[NEVER] * schedule.streams for _ in range(schedule.streams)]

@@ -150,11 +150,11 @@ def plans(draw: st.DrawFn, max_ops: int = 7) -> tuple[OpGraph, Schedule]:
     return graph, draw(assignments(graph).map(lambda drawn: synchronize(graph, drawn)) | schedules(graph))
 
 
-@given(plan=plans(), kinds=st.sampled_from([0, arena.KINDS]))
+@given(plan=plans(), kinds=st.sampled_from([0, arena.MAX_SIZES]))
 @settings(max_examples=300, deadline=None)
 def test_what_may_be_in_use_at_the_same_time_shares_no_byte(plan: tuple[OpGraph, Schedule], kinds: int) -> None:
     graph, bare = plan
-    with patch.object(arena, "KINDS", kinds):
+    with patch.object(arena, "MAX_SIZES", kinds):
         schedule = place_storages(graph, bare)
     offsets = schedule.arena.offsets
     assert list(offsets) == list(accesses(graph))
@@ -320,11 +320,11 @@ def test_chains_take_the_sum_of_what_each_needs(streams: int, sizes: Sequence[in
 
 
 def test_many_storages_are_placed_as_safely() -> None:
-    """More than ``MANY``, of more than ``KINDS`` sizes, in several blocks and chunks, on streams that seldom wait."""
+    """More than ``MANY``, of more than ``MAX_SIZES`` sizes, in several blocks and chunks, on streams that seldom wait."""
     choose = random.Random(0)
     reads = [[choose.randrange(max(0, at - 40), at)] if at % 3 else [] for at in range(300)]
     graph, schedule = built((reads, [choose.randint(1, 3000) for _ in reads]), 3)
-    with patch.multiple(arena, MANY=100, KINDS=50):
+    with patch.multiple(arena, MANY=100, MAX_SIZES=50):
         whole = place_storages(graph, schedule)
         with patch.multiple(arena, BLOCK=128, CHUNK=2):
             assert place_storages(graph, schedule) == whole

@@ -33,8 +33,8 @@ def test_the_last_to_end_frees_and_outputs_are_never_freed() -> None:
     """Not the last in program order: that is c, and b ends later."""
     footprint = Footprint(DIAMOND)
     assert footprint.users == {"a": ("a", "b", "c"), "b": ("b", "d"), "c": ("c", "d"), "d": ("d",)}
-    assert footprint.taken == dict.fromkeys("abcd", 1024)
-    assert footprint.freed(timeline(TIMES)) == {"a": 0, "b": 1024, "c": 0, "d": 2048}
+    assert footprint.allocated_bytes == dict.fromkeys("abcd", 1024)
+    assert footprint.freed_bytes(timeline(TIMES)) == {"a": 0, "b": 1024, "c": 0, "d": 2048}
 
 
 def test_the_most_that_is_live_is_counted_and_what_is_freed_at_a_moment_makes_room_then() -> None:
@@ -69,15 +69,15 @@ def test_what_no_op_allocates_is_there_from_the_first_to_the_last() -> None:
     footprint = Footprint(graph)
     assert footprint.live_bytes(timeline(TIMES)) == 4096 + 3 * 1024, "to the end, when b, c and d are there"
     assert [size // 1024 for _, size in footprint.in_use(timeline(TIMES))] == [4, 5, 6, 7, 5]
-    assert footprint.taken == {"a": 0, "b": 1024, "c": 1024, "d": 1024}, "a writes what was taken before"
-    assert footprint.freed(timeline(TIMES)) == {"a": 0, "b": 0, "c": 0, "d": 2048}
+    assert footprint.allocated_bytes == {"a": 0, "b": 1024, "c": 1024, "d": 1024}, "a writes what was taken before"
+    assert footprint.freed_bytes(timeline(TIMES)) == {"a": 0, "b": 0, "c": 0, "d": 2048}
     schedule = synchronize(graph, Assignment("by hand", 1, tuple("abcd"), dict.fromkeys("abcd", 0)))
     assert peak_bytes(graph, place_releases(graph, schedule)) == 4096 + 3 * 1024
     placeable = replace(graph, storages={**graph.storages, "m": replace(m, placeable=True)})
     assert Footprint(placeable).live_bytes(timeline(TIMES)) == 4096 + 2 * 1024, "from a to b, and gone when d starts"
     placed = place_releases(placeable, place_storages(placeable, schedule))
     assert peak_bytes(placeable, placed) == 4096 + 3 * 1024, "the arena as a whole"
-    assert Footprint(placeable).freed(timeline(TIMES))["b"] == 4096
+    assert Footprint(placeable).freed_bytes(timeline(TIMES))["b"] == 4096
 
 
 def test_nothing_takes_nothing() -> None:
