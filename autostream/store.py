@@ -1,7 +1,11 @@
-"""Files that outlive their process: what all that autostream keeps in the user's cache folder has in common.
+"""Files in the user's cache folder: measured costs, fused kernels and chosen schedules.
 
-A file is only ever replaced as a whole, so a reader needs no lock and never sees half of one. Writers take turns, under
-a lock that ends with its process. What hinders keeping is told, once for each process, and stops nobody.
+    Store.read(name)     ──▶ what the file holds, or None; a note if it is damaged
+    Store.write(name)    ──▶ a note if it cannot be kept
+
+A file is replaced as a whole, so readers need no lock and never see half of one. Writers take a lock that ends with
+their process. Errors become notes for a report, and are logged once for each process: no caller fails because a file
+cannot be kept.
 """
 
 from __future__ import annotations
@@ -11,30 +15,114 @@ import hashlib
 import json
 import logging
 import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from autostream.errors import first_line
 from autostream.ir import Decision
+from autostream.options import cache_folder
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 5.0
-"""Writing takes some milliseconds: a lock that is held longer is held by a process that does not run."""
+Content = TypeVar("Content")
 
-HINDRANCES = (OSError, NotImplementedError)
-"""What keeps from keeping: without locks in the file system, some versions of filelock do not do as they are asked."""
+Notes = tuple[Decision, ...]
+"""Why something was not read or not kept, for a report."""
+
+_PATIENCE_S = 5.0
+"""Writing takes milliseconds: a process that holds the lock for longer does not run."""
+
+_CHECKSUM = re.compile(r'\{"sha256": "(\w{64})", ')
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Files of one kind: JSON objects with a checksum, in one folder below the user's cache folder.
+
+    The name of a file is its key. Part of the key is the version of the format: a file in another format has another
+    name, and is never read.
+
+    Attributes:
+        folder: the name of the folder.
+        content: what a file holds, for messages.
+        remedy: what happens in place of reading a damaged file, for messages.
+        most: the number of files that stay; the oldest are deleted.
+    """
+
+    folder: str
+    content: str
+    remedy: str
+    most: int
+
+    def path(self, name: str) -> Path:
+        """The path of a file, whether or not it exists.
+
+        Raises:
+            FileNotFoundError: there is no home directory, see :func:`autostream.options.cache_folder`.
+        """
+        return cache_folder() / self.folder / f"{name}.json"
+
+    def read(self, name: str, parse: Callable[[str], Content]) -> tuple[Content | None, Notes]:
+        """Read a file; delete it if it is damaged, so that it is reported once.
+
+        Args:
+            name: of the file.
+            parse: makes the content from the JSON text that was written. Any exception but an ``OSError`` means that
+                the file is damaged.
+
+        Returns:
+            The content, or ``None`` if there is none, and a note if the file is damaged.
+        """
+        try:
+            path = self.path(name)
+            return parse(_checked(path.read_text())), ()
+        except OSError:  # mostly, there is no file; other reasons prevent writing too, which reports them
+            return None, ()
+        except Exception as error:
+            with suppress(OSError):
+                path.unlink()
+            reason = f"{path} cannot be used ({first_line(error)}); {self.remedy}"
+            return None, (_reported("cache rebuilt", reason),)
+
+    def write(self, name: str, text: Callable[[], str]) -> Notes:
+        """Write a file, and delete the oldest if there are too many.
+
+        Args:
+            name: of the file.
+            text: makes the text of a JSON object that is not empty. It is called with the lock held, so it may read
+                the file that it replaces.
+
+        Returns:
+            A note if the file could not be written; then it is as it was.
+        """
+        try:
+            path = self.path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _lock(path.parent):
+                _replace(path, _with_checksum(text()))
+                newest_first = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+                for file in newest_first[self.most :]:
+                    file.unlink()
+        # Some versions of filelock raise NotImplementedError if the file system has no locks.
+        except (OSError, NotImplementedError) as error:
+            advice = "set AUTOSTREAM_CACHE_DIR to a folder that can"
+            return (_reported("not cached", f"{self.content} cannot be kept ({first_line(error)}): {advice}"),)
+        return ()
 
 
 def key_of(*content: object) -> str:
-    """The key of what is kept: the same for the same content, in every process.
+    """A key that is the same for the same content in every process.
 
     Args:
-        content: all that it depends on (op, shapes, strides, dtypes, constants, …): strings, numbers, ``None``, and
-            sequences and dicts of such. What holds an address is not content.
+        content: strings, numbers, ``None``, and sequences and dicts of them, e.g. an op with its shapes, strides,
+            dtypes and constants.
 
     Returns:
         64 hexadecimal digits, SHA-256 of the content as JSON.
@@ -51,7 +139,7 @@ def key_of(*content: object) -> str:
 
 @functools.cache
 def code_in(folder: Path) -> str:
-    """A digest of the Python files in a folder and below: what is changed there may change what was kept.
+    """A digest of the Python files in a folder and below, for keys of what depends on that code.
 
     Example:
         >>> len(code_in(Path(__file__).parent))
@@ -61,24 +149,17 @@ def code_in(folder: Path) -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def lock(path: Path) -> FileLock:
-    """To be held by whoever writes a file; a ``TimeoutError`` says that somebody else does, and does not go on."""
-    from filelock import FileLock  # brings asyncio along, which takes long to import
+def _lock(folder: Path) -> FileLock:
+    """The lock for writing files in a folder; acquiring it raises ``TimeoutError`` if another process keeps it."""
+    from filelock import FileLock  # imports asyncio, which takes long
 
-    return FileLock(f"{path}.lock", timeout=_PATIENCE_S)
+    return FileLock(f"{folder}.lock", timeout=_PATIENCE_S)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Put a text in the place of a file; others see the one or the other, and so they do after a crash.
+def _replace(path: Path, text: str) -> None:
+    """Replace a file in one step: other processes see the old text or the new text, also if this one is killed.
 
-    A computer that loses its power may lose the text even so; then the file is a damaged one like any other.
-
-    Args:
-        path: the file, whose :func:`lock`, or that of all files around it, the caller holds.
-        text: what it will hold.
-
-    Raises:
-        OSError: it cannot be written; the file is as it was.
+    After a power failure the text may be lost; the checksum tells.
     """
     beside = path.with_suffix(".new")
     try:
@@ -88,47 +169,29 @@ def replace_file(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> Any:
-    """What :func:`write_json` has written.
+def _with_checksum(text: str) -> str:
+    """A JSON object with the checksum of its text as one more key."""
+    return f'{{"sha256": "{_sha256(text)}", {text[1:]}'
+
+
+def _checked(text: str) -> str:
+    """The text that :func:`_with_checksum` was called with.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it cannot be read.
         ValueError: it is damaged.
     """
-    match json.loads(path.read_bytes()):
-        case {"sha256": sha256, "content": content} if sha256 == key_of(content):
+    if checksum := _CHECKSUM.match(text):
+        content = "{" + text[checksum.end() :]
+        if _sha256(content) == checksum[1]:
             return content
     raise ValueError("it is not what was written")
 
 
-def write_json(path: Path, content: Any, most: int) -> None:
-    """Keep content that JSON has a form for, with a checksum, in a folder for such files alone.
-
-    Args:
-        path: the file; its folder need not exist.
-        content: what it will hold.
-        most: files in the folder; the oldest go.
-
-    Raises:
-        Exception: one of :data:`HINDRANCES`; the file is as it was.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with lock(path.parent):
-        replace_file(path, json.dumps({"sha256": key_of(content), "content": content}))
-        oldest_last = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in oldest_last[most:]:
-            file.unlink()
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def not_kept(what: str, error: Exception) -> Decision:
-    """Why something could not be kept, for a report."""
-    reason = f"{what} cannot be kept ({first_line(error)}): set AUTOSTREAM_CACHE_DIR to a folder that can"
-    return reported("not cached", reason)
-
-
-def reported(choice: str, reason: str) -> Decision:
-    """What a report says each time, and the log of a process once."""
+def _reported(choice: str, reason: str) -> Decision:
     _warn_once(reason)
     return Decision("", choice, reason)
 

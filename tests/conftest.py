@@ -51,27 +51,27 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measurements of tests are kept apart from the user's, and from those of earlier tests; choices are not kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path_factory.mktemp("autostream")))
-        patch.setattr("autostream.tuning.tune.place_of", lambda *_: None)
+        patch.setattr("autostream.tuning.tune.choice_key", lambda *_: "")
         yield
 
 
-_INSTEAD = Dispatcher._instead
+_FALL_BACK = Dispatcher._fall_back
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_schedule_fails() -> Iterator[None]:
     """A schedule that fails where the model does not is a fault of ours, which the model would hide."""
 
-    def instead(self: Dispatcher, key: Any, entry: Any, error: str, *call: Any) -> Any:
-        _INSTEAD(self, key, entry, error, *call)
+    def fall_back(self: Dispatcher, key: Any, entry: Any, error: str, *call: Any) -> Any:
+        _FALL_BACK(self, key, entry, error, *call)
         raise AssertionError(f"a schedule has failed: {error}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Dispatcher, "_instead", instead)
+        patch.setattr(Dispatcher, "_fall_back", fall_back)
         yield
 
 
 @pytest.fixture
 def schedules_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """For models that catch what data makes their ops raise."""
-    monkeypatch.setattr(Dispatcher, "_instead", _INSTEAD)
+    monkeypatch.setattr(Dispatcher, "_fall_back", _FALL_BACK)

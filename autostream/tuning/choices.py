@@ -1,24 +1,26 @@
-"""What was chosen for a program, kept for the next process: which kernels, in which schedule.
+"""Chosen schedules on disk: which kernels and which schedule were fastest for a program.
 
     Program of ATen ops ──▶ key ──▶ is there a file of that name?
-                                      │ yes                                   │ no, or it is damaged
-                     verify it, meet the sequential one once                  search, meet all rivals
-                            │ still faster           │ not any more                   │
-                            ╰▶ that                  ╰───────────────▶ ◀──────────────╯ write what won
+                                      │ yes                                    │ no, or it is damaged
+                     verify it, measure it and the sequential one    search, measure all candidates
+                            │ faster               │ not faster                │
+                            ╰▶ return it           ╰──────────────▶ ◀──────────╯ write the fastest
 
-Searching and measuring rivals takes seconds that a second process need not spend. A file is believed as far as to say
-which schedule is worth measuring: ``tune.py`` proves it anew, and runs it only if it is faster here and now.
+Searching and measuring take seconds, which later processes save. A file only says which schedule to measure:
+``tune.py`` verifies it again, and runs it only if it is still faster than ops one after another.
 
-The key is the program by value, the settings that its kernels depend on, the device, versions, the options that decide
-what is chosen, and this package's own code. Only what is captured on a GPU is kept.
+The key is the program by value, the settings that its kernels depend on, the device, versions, the options that affect
+the choice, and the code of this package. Only schedules that were captured on a GPU are kept.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +28,32 @@ from autostream.errors import first_line
 from autostream.frontend.settings import numerics
 from autostream.fusion.fingerprint import content_of, fingerprint, surroundings
 from autostream.fusion.inductor import with_settings
-from autostream.fusion.kernel_json import Unwritable
 from autostream.ir import Arena, Decision, Launch, Program, Schedule
-from autostream.options import Options, cache_folder
-from autostream.store import HINDRANCES, code_in, key_of, not_kept, read_json, reported, write_json
+from autostream.options import Options
+from autostream.store import Notes, Store, code_in, key_of
 from autostream.utils.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
 
-_MOST = 1024
-"""Files. One of GoogLeNet's size is 30 kB."""
+_STORE = Store("choices", "the chosen schedule", "its schedule is chosen again", most=1024)
+"""A schedule of GoogLeNet's size takes 30 kB."""
 
-_DECISIVE = ("streams", "policy", "costs", "cuda_graph", "kernels", "tuning_seconds", "memory_budget", "seed")
-"""Options that decide what is chosen; Inductor's are among its settings."""
+_OPTIONS = ("streams", "policy", "costs", "cuda_graph", "kernels", "tuning_seconds", "memory_budget", "seed")
+"""The options that affect the choice; Inductor's are among its settings."""
 
-Remarks = tuple[Decision, ...]
-"""What was wrong with keeping, for a report."""
+_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What won.
+    """The fastest schedule of a program.
 
     Attributes:
-        level: what one op is, as of a :class:`~autostream.ir.Program`.
-        schedule: of those ops, captured.
-        measured_us: what a run took, µs.
-        date: when that was.
-        refusals: why it is not something better.
+        level: the level of kernels, as of a :class:`~autostream.ir.Program`.
+        schedule: of ops of that level, captured.
+        measured_us: the time of one run, µs.
+        date: when it was measured.
+        refusals: why it is nothing better, for reports.
 
     Example:
         >>> Choice("aten", Schedule("sequential", 1, (Launch("relu", 0),)), 9.5, "2026-01-31 12:00 UTC").level
@@ -68,67 +68,57 @@ class Choice:
 
 
 def now() -> str:
-    """The date of a choice that is made now."""
+    """The date, as in :class:`Choice`."""
     return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def place_of(program: Program, options: Options, stopwatch: Stopwatch) -> Path | None:
-    """The file of a program's choice, whether or not it exists; ``None`` if there is to be none.
+def choice_key(program: Program, options: Options, stopwatch: Stopwatch) -> str:
+    """The key of a program's choice, or ``""`` if it cannot be kept.
 
     Args:
         program: of ATen ops.
-        options: how to schedule it. With ``{"freezing": True}`` kernels depend on what weights hold: nothing is kept.
-        stopwatch: is told how long finding out takes: ``"load"``.
+        options: how to schedule it. With ``{"freezing": True}`` kernels depend on the values of weights, and the choice
+            is not kept.
+        stopwatch: records the seconds as ``"load"``.
     """
     if program.device == "cpu" or options.cuda_graph is False or options.inductor_options.get("freezing"):
-        return None
+        return ""
     try:
         with stopwatch("load"):
-            return cache_folder() / "choices" / f"{_key(program, options)}.json"
-    except Exception as error:  # whatever it is, choosing does without
+            return _key(program, options)
+    except Exception as error:  # choosing works without a cache
         log.debug("the choice is not kept: %s", first_line(error))
-        return None
+        return ""
 
 
-def read(path: Path) -> tuple[Choice | None, Remarks]:
-    """What a file holds, and what was wrong with it."""
-    try:
-        return _from_json(read_json(path)), ()
-    except FileNotFoundError:
-        return None, ()
-    except Exception as error:
-        reason = f"{path} cannot be used ({first_line(error)}); its schedule is chosen again"
-        return None, (reported("cache rebuilt", reason),)
+def read(key: str) -> tuple[Choice | None, Notes]:
+    """The choice that was written for a key, and a note if its file is damaged."""
+    return _STORE.read(key, _parse)
 
 
-def write(path: Path, choice: Choice) -> Remarks:
-    """Keep a choice, in the place of an earlier one; what hindered that."""
-    try:
-        write_json(path, asdict(choice), _MOST)
-    except HINDRANCES as error:
-        return (not_kept("the chosen schedule", error),)
-    return ()
+def write(key: str, choice: Choice) -> Notes:
+    """Keep a choice, in place of an earlier one; return a note if it cannot be kept."""
+    return _STORE.write(key, partial(json.dumps, asdict(choice)))
 
 
 def _key(program: Program, options: Options) -> str:
-    """Of all that a choice depends on.
+    """A key of all that the choice depends on, or ``""`` if Inductor's caches are off.
 
     Raises:
-        Exception: there is no key for some of it.
+        Exception: JSON has no form for some of it.
     """
-    decisive = [getattr(options, name) for name in _DECISIVE]
-    code = code_in(Path(__file__).parent)
-    if options.kernels == "eager":  # Inductor, whose modules take seconds to import, has no part in it
-        return key_of(content_of(program), repr(numerics()), surroundings(program.device), decisive, code)
+    chosen_by = [getattr(options, name) for name in _OPTIONS]
+    code = code_in(_PACKAGE)
+    if options.kernels == "eager":  # does not depend on Inductor, whose modules take seconds to import
+        return key_of(content_of(program), repr(numerics()), surroundings(program.device), chosen_by, code)
     from torch._inductor import config
 
     with with_settings(options.inductor_options):
-        if config.force_disable_caches:
-            raise Unwritable("what is not to be kept, by Inductor's force_disable_caches")
-        return key_of(fingerprint(program), decisive, code)
+        return "" if config.force_disable_caches else key_of(fingerprint(program), chosen_by, code)
 
 
-def _from_json(data: Mapping[str, Any]) -> Choice:
+def _parse(text: str) -> Choice:
+    data = json.loads(text)
     refusals = tuple(Decision(**each) for each in data["refusals"])
     return Choice(data["level"], _schedule(data["schedule"]), data["measured_us"], data["date"], refusals)
 

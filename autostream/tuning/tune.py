@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from autostream.runtime.restore import undone
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import static_copies
 from autostream.tuning.candidates import Priced, candidates_again, candidates_for, variants_of
-from autostream.tuning.choices import Choice, now, place_of, read, write
+from autostream.tuning.choices import Choice, choice_key, now, read, write
 from autostream.tuning.select import MARGIN, Selection, select, written
 from autostream.utils.stopwatch import Stopwatch
 
@@ -75,12 +74,12 @@ def tune(
 
     """
     given = (program, arguments, bound, options, stopwatch)
-    place = place_of(program, options, stopwatch)
-    if place is None:
+    key = choice_key(program, options, stopwatch)
+    if not key:
         return _tuned(*given, keep=lambda tuned: tuned)
-    before, remarks = read(place)
-    tuned = (before and _again(*given, before)) or _tuned(*given, keep=partial(_kept, place))
-    return replace(tuned, refusals=(*remarks, *tuned.refusals))
+    before, notes = read(key)
+    tuned = (before and _again(*given, before)) or _tuned(*given, keep=partial(_kept, key))
+    return replace(tuned, refusals=(*notes, *tuned.refusals))
 
 
 def _again(
@@ -109,7 +108,7 @@ def _again(
     return Tuned(program, priced, selection, (*remarks, *before.refusals), before.date)
 
 
-def _kept(place: Path, tuned: Tuned) -> Tuned:
+def _kept(key: str, tuned: Tuned) -> Tuned:
     """What was chosen, kept for the next process if it was captured and nothing else might win there."""
     chosen = tuned.selection.chosen
     limits = {candidate.limit for candidate in tuned.selection.candidates}
@@ -118,7 +117,7 @@ def _kept(place: Path, tuned: Tuned) -> Tuned:
         return tuned
     refusals = tuple(refusal for refusal in tuned.refusals if refusal.choice == "not fused")
     choice = Choice(tuned.program.level, chosen.schedule, tuned.measured_us, now(), refusals)
-    return replace(tuned, refusals=(*tuned.refusals, *write(place, choice)))
+    return replace(tuned, refusals=(*tuned.refusals, *write(key, choice)))
 
 
 def _tuned(

@@ -153,7 +153,7 @@ def test_what_was_wrong_with_the_cache_is_told(
     device: PutIn, folder: Path, looked_up: DeviceProfile, profile: DeviceProfile
 ) -> None:
     context = device(looked_up).context
-    folder.mkdir()
+    path_of(context).parent.mkdir(parents=True)
     path_of(context).write_text("half of a fi")
     found, (decision,) = profile_here(GPU)
     assert (found, decision.choice) == (profile, "cache rebuilt")
@@ -166,7 +166,7 @@ def test_a_profile_that_cannot_be_saved_though_the_cache_can_be_read_is_reported
     context = device(UNKNOWN).context
     folder.mkdir()
     monkeypatch.setattr(keeping, "_PATIENCE_S", 0.0)
-    with FileLock(f"{path_of(context)}.lock"):
+    with FileLock(f"{path_of(context).parent}.lock"):
         profile, (decision,) = profile_here(GPU)
     assert (profile, decision.choice) == (MEASURED, "not cached")
 

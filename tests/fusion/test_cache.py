@@ -1,12 +1,11 @@
-"""Fused once, read ever after; and whatever becomes of the file, the program is right. Kernels are those of the CPU."""
+"""Fused kernels on disk: a program is fused once and read later. Kernels are those of the CPU."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from autostream import store as keeping
+from autostream import store as stores
 from autostream.errors import FusionError
 from autostream.fusion import cache as fusion
 from autostream.fusion import inductor, kernel_graph
@@ -45,7 +44,7 @@ def traced() -> Program:
 
 
 def as_inductor_would(program: Program) -> Program:
-    """A product into memory that is taken before."""
+    """A product into memory that is allocated before."""
     graph = fx.Graph()
     x, w = (graph.placeholder(item.name) for item in program.placeholders)
     kept = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -58,7 +57,7 @@ def as_inductor_would(program: Program) -> Program:
 
 
 class Inductor:
-    """What is asked of it, and what it answers."""
+    """A stand-in that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[Mapping[str, Any]] = []
@@ -76,12 +75,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Inductor:
-    """As if there were a GPU, with an empty cache, in a process that has warned of nothing yet."""
+    """As if there were a GPU, with an empty cache, in a process that has logged no warning yet."""
     h200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
     monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", str(folder.parent))
     monkeypatch.setattr(fusion, "obstacle", lambda device: "")
-    keeping._warn_once.cache_clear()
+    stores._warn_once.cache_clear()
     stub = Inductor()
     monkeypatch.setattr(fusion, "fuse", stub.fuse)
     return stub
@@ -90,10 +89,10 @@ def stub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Inductor:
 def prepared(
     options: Mapping[str, Any] | None = None, program: Program | None = None
 ) -> tuple[Program, list[str], list[str]]:
-    """A fused program, the stages that it took, and what was wrong."""
+    """A fused program, the stages that it took, and the notes for a report."""
     stopwatch = Stopwatch()
-    fused, remarks = fused_here(program or traced(), options or {}, [], stopwatch)
-    return fused, list(stopwatch.seconds), [remark.choice for remark in remarks]
+    fused, notes = fused_here(program or traced(), options or {}, [], stopwatch)
+    return fused, list(stopwatch.seconds), [note.choice for note in notes]
 
 
 def described(program: Program) -> object:
@@ -105,18 +104,18 @@ def described(program: Program) -> object:
     return repr(nodes), program.placeholders, program.outputs, program.level, program.device, program.frozen
 
 
-def test_what_was_fused_once_is_read(stub: Inductor) -> None:
-    fused, stages, remarks = prepared()
-    assert (stages, remarks) == (["load", "fuse"], [])
-    again, stages, remarks = prepared()
-    assert (stages, remarks) == (["load"], [])
+def test_a_program_is_fused_once_and_then_read(stub: Inductor) -> None:
+    fused, stages, notes = prepared()
+    assert (stages, notes) == (["load", "fuse"], [])
+    again, stages, notes = prepared()
+    assert (stages, notes) == (["load"], [])
     assert len(stub.asked) == 1
     assert described(again) == described(fused)
     for program in (fused, again):
         torch.testing.assert_close(program.module(X, W)[0], X @ W)
 
 
-def test_settings_have_files_of_their_own(stub: Inductor, folder: Path) -> None:
+def test_other_settings_have_another_file(stub: Inductor, folder: Path) -> None:
     for _ in range(2):
         prepared()
         prepared({"max_autotune": True})
@@ -124,7 +123,7 @@ def test_settings_have_files_of_their_own(stub: Inductor, folder: Path) -> None:
     assert len(list(folder.glob("*.json"))) == 2
 
 
-def test_lines_are_those_of_the_model_as_it_is_now() -> None:
+def test_source_lines_are_those_of_the_program_that_is_given() -> None:
     prepared()
     moved = traced()
     (product,) = (node for node in moved.module.graph.nodes if node.op == "call_function")
@@ -134,46 +133,39 @@ def test_lines_are_those_of_the_model_as_it_is_now() -> None:
     assert {node.stack_trace for node in again.module.graph.nodes if node.op == "call_function"} == {"elsewhere"}
 
 
-# What is not kept, without a word
+# Programs whose kernels are not kept
 
 
-def assert_not_kept(stub: Inductor, folder: Path, options: Mapping[str, Any] | None = None) -> None:
+def _no_key(program: Program) -> str:
+    raise RuntimeError("no key")
+
+
+def _of_other_kernels(program: Program) -> Program:
+    """Fused, in kernels that cannot be made from a file."""
+    fused = as_inductor_would(program)
+    for node in fused.module.graph.nodes:
+        if isinstance(node.target, Kernel):
+            node.target.recipe = None
+    return fused
+
+
+@pytest.mark.parametrize("why", ["freezing", "force_disable_caches", "the program has no key", "the kernels have none"])
+def test_kernels_that_depend_on_more_than_the_key_are_fused_each_time_without_a_report(
+    why: str, stub: Inductor, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {why: True} if why in ("freezing", "force_disable_caches") else {}
+    if why == "the program has no key":
+        monkeypatch.setattr(fusion, "fingerprint", _no_key)
+    elif why == "the kernels have none":
+        stub.answer = _of_other_kernels
     for count in (1, 2):
-        _, stages, remarks = prepared(options)
-        assert (stages[-1], remarks) == ("fuse", [])
+        _, stages, notes = prepared(options)
+        assert (stages[-1], notes) == ("fuse", [])
         assert len(stub.asked) == count
-    assert not folder.exists() or not list(folder.glob("*.json"))
+    assert not folder.exists()
 
 
-def test_kernels_that_depend_on_weights_are_not_kept(stub: Inductor, folder: Path) -> None:
-    assert_not_kept(stub, folder, {"freezing": True})
-
-
-def test_who_lets_inductor_keep_nothing_has_nothing_kept(stub: Inductor, folder: Path) -> None:
-    assert_not_kept(stub, folder, {"force_disable_caches": True})
-
-
-def test_a_program_without_a_key_is_not_kept(stub: Inductor, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd(program: Program) -> str:
-        raise RuntimeError("no key")
-
-    monkeypatch.setattr(fusion, "fingerprint", odd)
-    assert_not_kept(stub, folder)
-
-
-def test_kernels_that_nothing_makes_again_are_not_kept(stub: Inductor, folder: Path) -> None:
-    def answer(program: Program) -> Program:
-        fused = as_inductor_would(program)
-        for node in fused.module.graph.nodes:
-            if isinstance(node.target, Kernel):
-                node.target.recipe = None
-        return fused
-
-    stub.answer = answer
-    assert_not_kept(stub, folder)
-
-
-def test_what_cannot_be_fused_is_told_as_ever(stub: Inductor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_be_fused_is_refused(stub: Inductor, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(program: Program) -> Program:
         raise FusionError("too odd")
 
@@ -185,10 +177,8 @@ def test_what_cannot_be_fused_is_told_as_ever(stub: Inductor, monkeypatch: pytes
         prepared()
 
 
-def test_where_inductors_files_are_gone_it_is_fused_again(
-    stub: Inductor, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For many processes compile its kernels then."""
+def test_a_program_whose_inductor_files_are_gone_is_fused_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor compiles its kernels in several processes then."""
 
     def gone(name: str, recipe: object, device: object) -> Kernel:
         raise FileNotFoundError(name)
@@ -203,59 +193,41 @@ def test_where_inductors_files_are_gone_it_is_fused_again(
 # Damage
 
 
-def damage(folder: Path, text: bytes) -> Path:
-    (path,) = folder.glob("*.json")
-    path.write_bytes(text)
-    return path
+def rewritten(**changed: Any) -> Callable[[str], str]:
+    """A file that another version of autostream might have written."""
+    return lambda text: stores._with_checksum(json.dumps({**json.loads(stores._checked(text)), **changed}))
 
 
-def sound(folder: Path) -> dict[str, Any]:
-    (path,) = folder.glob("*.json")
-    entry: dict[str, Any] = json.loads(path.read_bytes())
-    return entry
-
-
-def rewritten(folder: Path, **changed: Any) -> bytes:
-    """As if another autostream had written it."""
-    program = {**sound(folder)["content"], **changed}
-    return json.dumps({"sha256": keeping.key_of(program), "content": program}).encode()
-
-
-DAMAGED = {
-    "empty": lambda folder: b"",
-    "truncated": lambda folder: json.dumps(sound(folder)).encode()[:-20],
-    "not JSON": lambda folder: b"import os",
-    "not text": lambda folder: b"\0\x80",
-    "a list": lambda folder: b"[]",
-    "deep": lambda folder: b"[" * 100_000,
-    "changed": lambda folder: json.dumps(sound(folder)).replace('"mm"', '"bmm"').encode(),
-    "of other kernels": lambda folder: rewritten(folder, kernels=[{"name": "odd", "recipe": {}}]),
-    "of fewer kernels": lambda folder: rewritten(folder, kernels=[]),
-    "of another operator": lambda folder: rewritten(folder, calls=[{"name": "a", "target": "aten.no.such"}]),
-    "of outputs that lie elsewhere": lambda folder: rewritten(folder, outputs=[traced().placeholders[0].name]),
-    "of nothing": lambda folder: rewritten(folder, calls=[]),
+DAMAGE: dict[str, Callable[[str], str]] = {
+    "truncated": lambda text: text[:-20],
+    "changed": lambda text: text.replace('"mm"', '"bmm"'),
+    "of other kernels": rewritten(kernels=[{"name": "odd", "recipe": {}}]),
+    "of fewer kernels": rewritten(kernels=[]),
+    "of another operator": rewritten(calls=[{"name": "a", "target": "aten.no.such"}]),
+    "of outputs that lie elsewhere": rewritten(outputs=[traced().placeholders[0].name]),
+    "of nothing": rewritten(calls=[]),
 }
 
 
-@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_file_is_told_of_once_and_written_anew(
-    text: Any, folder: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_file_is_reported_and_its_program_fused_again(
+    damage: Callable[[str], str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fused, *_ = prepared()
-    path = damage(folder, text(folder))
+    (path,) = folder.glob("*.json")
+    path.write_text(damage(path.read_text()))
     with caplog.at_level(logging.WARNING):
-        again, stages, remarks = prepared()
-    assert (stages, remarks) == (["load", "fuse"], ["cache rebuilt"])
+        again, stages, notes = prepared()
+    assert (stages, notes) == (["load", "fuse"], ["cache rebuilt"])
     assert described(again) == described(fused)
     (record,) = (record for record in caplog.records if record.name == "autostream.store")
-    assert record.getMessage().startswith(f"{path} cannot be used (")
     assert record.getMessage().endswith("); its program is fused again")
     assert prepared()[1:] == (["load"], [])
 
 
 @given(st.data())
-@hypothesis_settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_is_written_over_it_the_program_is_the_same(data: st.DataObject) -> None:
+@hypothesis_settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_with_any_bytes_changed_does_not_change_the_program(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOSTREAM_CACHE_DIR", cache)
         fused, *_ = prepared()
@@ -268,33 +240,10 @@ def test_whatever_is_written_over_it_the_program_is_the_same(data: st.DataObject
         torch.testing.assert_close(again.module(X, W)[0], X @ W)
 
 
-# Places that cannot be written
-
-
-def test_what_cannot_be_kept_is_told_and_stops_nobody(stub: Inductor, folder: Path) -> None:
+def test_kernels_that_cannot_be_kept_are_reported_and_fused_each_time(stub: Inductor, folder: Path) -> None:
     folder.parent.write_text("in the way")
     for count in (1, 2):
-        fused, _, remarks = prepared()
-        assert "not cached" in remarks
+        fused, _, notes = prepared()
+        assert notes == ["not cached"]
         assert len(stub.asked) == count
         torch.testing.assert_close(fused.module(X, W)[0], X @ W)
-
-
-def test_without_a_home_nothing_is_kept(stub: Inductor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AUTOSTREAM_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert prepared()[1:] == (["load", "fuse"], []), "keeping measurements is hindered by the same, and tells"
-
-
-def test_of_too_many_the_oldest_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion, "_MOST", 2)
-    folder.mkdir(parents=True)
-    for age in (3, 2, 1):
-        path = folder / f"{age}.json"
-        path.touch()
-        os.utime(path, (10**9 - age, 10**9 - age))
-    prepared()
-    assert sum(path.suffix == ".json" for path in folder.iterdir()) == 2
-    assert (folder / "1.json").exists()
-    assert prepared()[1] == ["load"]

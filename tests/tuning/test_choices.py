@@ -1,8 +1,7 @@
-"""What was chosen, written down and read again; when there is a file, and whose."""
+"""Chosen schedules on disk: what their key depends on, which are kept, and what a later process does with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,28 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import autostream
-from autostream import store as keeping
+from autostream import store as stores
 from autostream.ir import Arena, Decision, Launch, Program, Schedule
 from autostream.options import Options
 from autostream.tuning import choices
-from autostream.tuning.choices import Choice, now, place_of, read, write
+from autostream.tuning.choices import Choice, choice_key, now, read, write
 from autostream.utils.stopwatch import Stopwatch
 from tests.alone import alone
 from tests.runtime.programs import case_of
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As if there were a GPU, with an empty cache, in a process that has warned of nothing yet."""
+    """As if there were a GPU, with an empty cache, in a process that has logged no warning yet."""
     h200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
     monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path))
-    keeping._warn_once.cache_clear()
+    stores._warn_once.cache_clear()
     return tmp_path / "choices"
 
 
@@ -40,8 +39,8 @@ def program(factor: float = 2.0) -> Program:
     return replace(case_of(lambda x: torch.relu(x * factor), torch.ones(2)).program, device="cuda:0")
 
 
-def place(given: Program | None = None, **options: Any) -> Path | None:
-    return place_of(given or program(), Options(**options), Stopwatch())
+def key(traced: Program | None = None, **options: Any) -> str:
+    return choice_key(traced or program(), Options(**options), Stopwatch())
 
 
 names, numbers = st.text(max_size=3), st.integers(0, 9)
@@ -53,48 +52,51 @@ schedules = st.builds(Schedule, names, numbers, launches, several, decisions, ar
 
 
 @given(st.builds(Choice, names, schedules, st.floats(0, 1e9), names, decisions))
-def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, choice: Choice) -> None:
-    path = tmp_path_factory.mktemp("choices") / "key.json"
-    assert read(path) == (None, ())
-    assert write(path, choice) == ()
-    assert read(path) == (choice, ())
+@settings(max_examples=20)
+def test_a_choice_is_read_as_it_was_written(choice: Choice) -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOSTREAM_CACHE_DIR", folder)
+        assert read("key") == (None, ())
+        assert write("key", choice) == ()
+        assert read("key") == (choice, ())
 
 
 CHOICE = Choice("aten", Schedule("sequential", 1, (Launch("relu", 0),)), 9.5, now())
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda text: text[:-9], lambda text: text.replace("relu", "tanh"), lambda text: "[]", lambda text: ""]
-)
-def test_a_damaged_file_is_told_of(folder: Path, damage: Callable[[str], str]) -> None:
+def test_a_damaged_or_unwritable_file_is_reported(folder: Path) -> None:
+    write("key", CHOICE)
     path = folder / "key.json"
-    write(path, CHOICE)
-    path.write_text(damage(path.read_text()))
-    choice, (told,) = read(path)
-    assert choice is None
-    assert told.choice == "cache rebuilt"
-    assert "its schedule is chosen again" in told.reason
+    path.write_text(path.read_text().replace("relu", "tanh"))
+    choice, (note,) = read("key")
+    assert (choice, note.choice) == (None, "cache rebuilt")
+    assert note.reason.endswith("; its schedule is chosen again")
+    path.mkdir()
+    (note,) = write("key", CHOICE)
+    assert note.choice == "not cached"
+    assert note.reason.startswith("the chosen schedule cannot be kept (IsADir")
 
 
-def test_what_hinders_keeping_is_told(folder: Path) -> None:
-    folder.write_text("a file in the place of the folder")
-    (told,) = write(folder / "key.json", CHOICE)
-    assert (told.choice, told.reason[:44]) == ("not cached", "the chosen schedule cannot be kept (FileExis")
-
-
-def test_a_file_belongs_to_what_decides_the_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_all_that_affects_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program, options, settings, the device with its versions, and the code."""
-    given = program()
-    places = [place(given), place(given, inductor_options={"max_autotune": True})]
+    traced = program()
+    keys = [key(traced), key(traced, inductor_options={"max_autotune": True})]
     eager: dict[str, Any] = {"kernels": "eager"}
-    places += [place(given, **eager), place(program(3.0), **eager), place(given, **eager, streams=2)]
+    keys += [key(traced, **eager), key(program(3.0), **eager), key(traced, **eager, streams=2)]
     for name in ("numerics", "surroundings", "code_in"):
         with monkeypatch.context() as patch:
             patch.setattr(choices, name, lambda *_: "changed")
-            places.append(place(given, **eager))
-    assert None not in places
-    assert len(set(places)) == len(places)
-    assert place(given, **eager, strict=True, max_signatures=1) == places[2]
+            keys.append(key(traced, **eager))
+    assert "" not in keys
+    assert len(set(keys)) == len(keys)
+    assert key(traced, **eager, strict=True, max_signatures=1) == keys[2]
+
+
+def test_the_code_that_the_key_depends_on_is_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+    monkeypatch.setattr(choices, "code_in", folders.append)
+    key(program(), kernels="eager")
+    assert folders == [Path(autostream.__file__).parent]
 
 
 @pytest.mark.parametrize(
@@ -105,19 +107,19 @@ def test_a_file_belongs_to_what_decides_the_choice(folder: Path, monkeypatch: py
         {"inductor_options": {"force_disable_caches": True}},
     ],
 )
-def test_what_is_not_captured_or_not_known_by_its_key_is_not_kept(folder: Path, options: dict[str, Any]) -> None:
-    assert place(**options) is None
+def test_choices_without_a_cuda_graph_or_with_changing_kernels_are_not_kept(options: dict[str, Any]) -> None:
+    assert key(**options) == ""
 
 
-def test_nothing_is_kept_on_the_cpu_nor_for_operators_of_the_users(folder: Path) -> None:
-    assert place(replace(program(), device="cpu")) is None
+def test_choices_on_the_cpu_and_of_programs_with_unknown_metadata_are_not_kept() -> None:
+    assert key(replace(program(), device="cpu")) == ""
     odd = program()
     next(iter(odd.module.graph.nodes)).meta["mine"] = 1
-    assert place(odd) is None
+    assert key(odd) == ""
 
 
 class Branches(nn.Module):
-    """Four chains of products."""
+    """Four chains of linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,8 +133,8 @@ class Branches(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["eager", "inductor", "auto"])
 @alone
-def test_on_a_gpu_the_second_of_two_is_not_searched_for(kernels: str) -> None:
-    """Alone, since nothing is kept for who has changed Inductor, as other tests do."""
+def test_on_a_gpu_a_second_optimize_makes_no_search(kernels: str) -> None:
+    """In a process of its own: other tests change Inductor, after which choices are not kept."""
     with TemporaryDirectory() as folder, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOSTREAM_CACHE_DIR", folder)
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autostream import store as keeping
+from autostream import store as stores
 from autostream.errors import CaptureError, FusionError
 from autostream.frontend.trace import trace
 from autostream.ir import Candidate, Decision, Limit, Program, Schedule
@@ -294,11 +294,11 @@ def test_on_the_cpu_nothing_is_fused_and_where_that_was_asked_for_the_reason_is_
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of whatever program is tuned."""
-    path = tmp_path / "choices" / "key.json"
-    monkeypatch.setattr(tuning, "place_of", lambda *_: path)
-    keeping._warn_once.cache_clear()
-    return path
+    """The file of the choice, for any program."""
+    monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "choice_key", lambda *_: "key")
+    stores._warn_once.cache_clear()
+    return tmp_path / "choices" / "key.json"
 
 
 @torch.no_grad()
@@ -358,7 +358,7 @@ def test_what_may_win_another_time_keeps_a_choice_from_being_kept(
     chosen = replace(first.selection.chosen, schedule=replace(first.selection.chosen.schedule, streams=streams))
     rival = replace(chosen, refusal="it did not fit", limit=limit)
     selection = replace(first.selection, chosen=chosen, candidates=(chosen, rival))
-    tuning._kept(place, replace(first, selection=selection))
+    tuning._kept("key", replace(first, selection=selection))
     assert place.exists() == kept
 
 
@@ -366,12 +366,12 @@ def test_the_kernels_are_part_of_the_choice(place: Path, monkeypatch: pytest.Mon
     """And so is why they are not others."""
     Levels(monkeypatch, inductor=105.0, sequential=100.0, aten=90.0)
     (refusal,) = of_a_gpu().refusals
-    choice, _ = choices.read(place)
+    choice, _ = choices.read("key")
     assert choice is not None
     assert (choice.level, choice.measured_us, choice.refusals) == ("aten", 90.0, (refusal,))
     Levels(monkeypatch, inductor=50.0, sequential=100.0)
     assert of_a_gpu(kernels="inductor").refusals == ()
-    choice, _ = choices.read(place)
+    choice, _ = choices.read("key")
     assert choice is not None
     assert (choice.level, choice.refusals) == ("inductor", ())
 
