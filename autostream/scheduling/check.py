@@ -1,4 +1,4 @@
-"""What scheduling is given must be numbers that times can be made of; a policy would go astray on others in silence."""
+"""A check that costs are finite numbers from 0: with others, a policy would choose a bad schedule without an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_costs(graph: OpGraph, costs: Costs) -> None:
     """Raise unless every op has a cost, with a finite duration and finite shares, none of them negative.
 
     Raises:
-        CostError: naming the first op of which that is not so.
+        CostError: the message names the first op without such a cost.
 
     Example:
         >>> from autostream.ir import Op, OpCost

@@ -1,13 +1,13 @@
-"""Chains of ops too short to be worth an edge, as one op each: no policy splits them, and there is less to decide.
+"""Coarsening: chains of short ops become one op each, so that policies keep them on one stream.
 
-    a ──▶ b ──▶ c ──▶ e      b is short and has one neighbour on either side: a-b-c is one chain
-    └──▶ d ──────────▶┘      d is long, and so are c and e, so the rest stays as it is
+    a ──▶ b ──▶ c ──▶ e      b is short, the only consumer of a and the only producer of c: a-b-c is one chain
+    └──▶ d ──────────▶┘      c, d and e are long, so the rest stays as it is
 
-A *link* is a dependency that is the only one out of its producer and the only one into its consumer. Put on two
-streams, its ends run no sooner, and the edge between them costs more than one within a stream; all that could be gained
-is to let something else in between. Where that gain is at most as long as the shorter end, and the edge costs more,
-the link is *contracted*. This is linear clustering (Kim & Browne 1988, "A general approach to mapping of parallel
-computations upon multiprocessor architectures"), held back where ops are long enough to be scheduled for themselves.
+Take a dependency that is the only one out of its producer and the only one into its consumer. On two streams the two
+ops start no earlier, and the edge between them costs more than one within a stream. Two streams gain at most the
+duration of the shorter op, in which another op may run. If the edge costs more than that, the dependency is
+*contracted*. This is linear clustering (Kim & Browne 1988, "A general approach to mapping of parallel computations upon
+multiprocessor architectures"), limited to short ops.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from autostream.scheduling.simulate import simulate
 
 @dataclass(frozen=True)
 class Coarse:
-    """A graph of chains: what a policy needs to know of them.
+    """A graph of chains, each named after its first op.
 
     Attributes:
-        graph: one op per chain, the first one standing for all; the storages are left out.
+        graph: the first op of each chain, with the dependencies between chains and without storages.
         costs: of each chain, as if it ran alone: time in µs, and shares averaged over it.
         pinned: chains that must be on stream 0.
-        chains: the ops of each, in program order, by the first of them.
+        chains: the ops of each, in program order.
     """
 
     graph: OpGraph
@@ -37,9 +37,9 @@ class Coarse:
 
 
 def coarsen(graph: OpGraph, costs: Costs, profile: DeviceProfile, pinned: frozenset[str]) -> Coarse:
-    """Contract every link with an end that takes less than leaving its stream costs. O(V + E) for V ops and E edges.
+    """Contract every such dependency with an op that takes less than changing streams costs.
 
-    Links between an op that is pinned to stream 0 and one that is not stay.
+    Dependencies between an op that is pinned to stream 0 and one that is not stay. O(V + E) for V ops and E edges.
 
     Example:
         >>> from autostream.ir import Dependency, Hazard, Op
@@ -51,14 +51,14 @@ def coarsen(graph: OpGraph, costs: Costs, profile: DeviceProfile, pinned: frozen
         >>> coarse.chains, coarse.costs["a"].duration_us
         ({'a': ('a', 'b', 'c')}, 21.0)
     """
-    head = _heads(graph, costs, _leaving_us(profile), pinned)
+    head = _heads(graph, costs, profile.cross_stream_edge_us - profile.same_stream_edge_us, pinned)
     chains: dict[str, list[str]] = {}
     for name, first in head.items():
         chains.setdefault(first, []).append(name)
     dependencies = tuple(
-        Dependency(head[link.before], link.after, link.hazard, link.resource)
-        for link in graph.dependencies
-        if head[link.before] != head[link.after]
+        Dependency(head[edge.before], edge.after, edge.hazard, edge.resource)
+        for edge in graph.dependencies
+        if head[edge.before] != head[edge.after]
     )
     return Coarse(
         graph=replace(graph, ops={first: graph.ops[first] for first in chains}, dependencies=dependencies, storages={}),
@@ -69,32 +69,27 @@ def coarsen(graph: OpGraph, costs: Costs, profile: DeviceProfile, pinned: frozen
 
 
 def expand(coarse: Coarse, assignment: Assignment) -> Assignment:
-    """The assignment of chains as one of their ops: each right behind the one before it, on the same stream."""
+    """The assignment of ops that an assignment of chains is: each chain launched as a whole, on one stream."""
     stream = {name: assignment.stream[first] for first, chain in coarse.chains.items() for name in chain}
     order = tuple(name for first in assignment.order for name in coarse.chains[first])
     return replace(assignment, order=order, stream=stream)
 
 
-def _leaving_us(profile: DeviceProfile) -> float:
-    """What an edge to another stream costs more than one within a stream, µs."""
-    return profile.cross_stream_edge_us - profile.same_stream_edge_us
-
-
-def _heads(graph: OpGraph, costs: Costs, leaving_us: float, pinned: frozenset[str]) -> dict[str, str]:
-    """The first op of each op's chain, in program order."""
+def _heads(graph: OpGraph, costs: Costs, change_us: float, pinned: frozenset[str]) -> dict[str, str]:
+    """The first op of each op's chain; ``change_us`` is what changing streams costs."""
     names, head = list(graph.ops), dict[str, str]()
     for name, before in zip(names, graph.predecessors, strict=True):
         head[name] = name
         if len(before) == 1 and len(graph.successors[before[0]]) == 1:
-            link = names[before[0]]
-            shorter_us = min(costs[link].duration_us, costs[name].duration_us)
-            if shorter_us < leaving_us and (link in pinned) == (name in pinned):
-                head[name] = head[link]
+            producer = names[before[0]]
+            shorter_us = min(costs[producer].duration_us, costs[name].duration_us)
+            if shorter_us < change_us and (producer in pinned) == (name in pinned):
+                head[name] = head[producer]
     return head
 
 
 def _cost(chain: list[str], costs: Costs, profile: DeviceProfile) -> OpCost:
-    """What a chain needs: the time that it takes alone, and the shares that its ops take up on average."""
+    """The cost of a chain: its duration alone, and the average shares of its ops."""
     if len(chain) == 1:
         return costs[chain[0]]
     alone = Schedule("chain", 1, tuple(Launch(name, 0) for name in chain))

@@ -1,14 +1,14 @@
-"""When each op of a schedule would run, by the cost model: no device needed.
+"""The simulator: when each op of a schedule would run, by the cost model and without a device.
 
 A discrete-event simulation of two shared resources, the multiprocessors and the memory bandwidth. Ops that run at the
-same time demand their ``sm_share`` of the one and their ``bandwidth_share`` of the other; where either is asked for
-more than all of it, they all slow down by the same factor, the larger of the two sums (a fluid model: processor
-sharing over the bottleneck). As the factor is common, one clock of *work done* serves all running ops: each ends when
-that clock has advanced by its duration (the virtual time of Parekh & Gallager 1993, "A generalized processor sharing
-approach to flow control in integrated services networks").
+same time need their ``sm_share`` of the one and their ``bandwidth_share`` of the other. Where either sum is above 1,
+all these ops slow down by the same factor, the larger of the two sums (a fluid model: processor sharing over the
+bottleneck). As the factor is common, one clock of *work done* serves all running ops: each ends when that clock has
+advanced by its duration (the virtual time of Parekh & Gallager 1993, "A generalized processor sharing approach to flow
+control in integrated services networks").
 
-A third resource is the front end, which starts one kernel after the other: in a CUDA graph in the order in which they
-become ready, uncaptured in the order in which the host launches them.
+A third resource is the device's front end, which starts one kernel after the other: in a CUDA graph in the order in
+which they become ready, otherwise in the order in which the host launches them.
 
 O(L·(K + log L)) for L launches and waits and K streams.
 """
@@ -28,8 +28,8 @@ def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captur
     """Run a schedule on the cost model.
 
     An op starts ``same_stream_edge_us`` after its predecessor on the stream, ``cross_stream_edge_us`` after each
-    producer that it waits for, and ``fork_us`` after the beginning if it waits for ``FORK``, whichever is latest, and
-    when the front end gets to it. Edges between streams grow with the number of streams.
+    producer that it waits for, and ``fork_us`` after the start of the run if it waits for ``FORK``, whichever is
+    latest, and not before the front end is free. Edges between streams grow with the number of streams.
 
     Args:
         schedule: what to run.
@@ -38,9 +38,9 @@ def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captur
         captured: whether it runs as a CUDA graph, or launched op by op.
 
     Returns:
-        One slice per launch, in launch order. Two empty slices on stream 0 mark the moments of ``FORK`` (time 0), if a
-        launch waits for it, and of ``JOIN``, if that waits for any op: the end of stream 0's last op, or ``join_us``
-        after the last end that the join waits for, whichever is later. The makespan thus includes both.
+        One slice per launch, in launch order. Empty slices on stream 0 mark ``FORK`` (time 0), if a launch waits for
+        it, and ``JOIN``, if that waits for any op: the end of stream 0's last op, or ``join_us`` after the last end
+        that the join waits for, whichever is later. So the makespan includes both.
 
     Raises:
         ScheduleError: ops wait for each other, or for an op that is not launched.
@@ -65,7 +65,7 @@ def simulate(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captur
 
 
 def run_us(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captured: bool = True) -> float:
-    """What a run takes, µs: the makespan and, as a CUDA graph, what a replay takes besides.
+    """The time of a run, µs: the makespan and, for a CUDA graph, the overhead of a replay.
 
     Example:
         >>> from autostream.ir import Launch
@@ -78,7 +78,7 @@ def run_us(schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captured
 
 
 def replay_us(profile: DeviceProfile, captured: bool) -> float:
-    """What a run takes whatever its ops are, µs."""
+    """The overhead of a run besides its ops, µs."""
     return profile.replay_us if captured else 0.0
 
 
@@ -90,9 +90,9 @@ class _Points:
         names: of the points.
         streams: of each.
         issued: when the host has launched each, µs.
-        before: for each, the positions of those that must have ended when it starts, and the time from that end to this
-            start, µs.
-        position: by name; waits for what is not launched have positions behind all others.
+        before: for each, the positions of the points that must have ended when it starts, with the time from that end
+            to this start, µs.
+        position: by name; points that are waited for but not launched have positions after all others.
     """
 
     names: Sequence[str]
@@ -103,7 +103,7 @@ class _Points:
 
 
 _MARK = OpCost(0.0, 0.0, 0.0, "roofline")
-"""What ``FORK`` and ``JOIN`` take."""
+"""The cost of ``FORK`` and ``JOIN``."""
 
 _MARKS = frozenset({FORK, JOIN})
 
@@ -116,13 +116,13 @@ def _points(schedule: Schedule, profile: DeviceProfile, launch_us: float) -> _Po
     issued = [0.0] * forks + [at * launch_us for at in range(len(launches))] + [0.0] * joins
     position = {name: at for at, name in enumerate(names)}
 
-    def of(waits: Sequence[str]) -> Iterable[int]:
+    def positions(waits: Sequence[str]) -> Iterable[int]:
         return [position.setdefault(name, len(position)) for name in waits]
 
     before: list[dict[int, float]] = [{}] * forks
     last: dict[int, int] = {}
     for at, launch in enumerate(launches, forks):
-        edges = dict.fromkeys(of(launch.waits), cross_us)
+        edges = dict.fromkeys(positions(launch.waits), cross_us)
         if forks and 0 in edges:
             edges[0] = fork_us
         if launch.stream in last:
@@ -130,21 +130,24 @@ def _points(schedule: Schedule, profile: DeviceProfile, launch_us: float) -> _Po
         before.append(edges)
         last[launch.stream] = at
     if joins:
-        before.append(dict.fromkeys(of(schedule.join_waits), profile.join_us) | ({last[0]: 0.0} if 0 in last else {}))
+        before.append(
+            dict.fromkeys(positions(schedule.join_waits), profile.join_us) | ({last[0]: 0.0} if 0 in last else {})
+        )
     return _Points(names, streams, issued, before, position)
 
 
 def _times(
     points: _Points, costs: Sequence[OpCost], dispatch_us: float
 ) -> tuple[list[float], list[float], Sequence[int]]:
-    """When each point starts and ends, µs, and how many it still waits for. Of equal moments, earlier points go first.
+    """When each point starts and ends, µs, and for how many others it still waits at the end of the simulation.
 
-    ``done`` is the work that each running op has seen done, ``free`` when the front end can start the next kernel.
+    ``done`` is the clock of work done; ``free`` is when the front end can start the next kernel. At equal times, points
+    start in launch order.
 
     Args:
-        points: what is to run.
+        points: the points to run.
         costs: of each.
-        dispatch_us: what the front end needs for one.
+        dispatch_us: how long the front end takes to start one.
     """
     before, issued = points.before, points.issued
     sm, bandwidth = [c.sm_share for c in costs], [c.bandwidth_share for c in costs]
@@ -168,7 +171,7 @@ def _times(
                 start = free
             if start < end:
                 heappop(starting)
-                # alone, an op takes exactly its duration, whatever was before: the clock of work restarts
+                # the clock restarts when nothing runs, so an op alone takes exactly its duration
                 done = done + (start - now) / slowdown if running else 0.0
                 now = starts[at] = start
                 if dispatched:
@@ -186,7 +189,7 @@ def _times(
 
 
 def _slowdown(running: Sequence[tuple[float, int]], sm: Sequence[float], bandwidth: Sequence[float]) -> float:
-    """By what factor all that runs is slower than alone."""
+    """The factor by which the running ops are slower than alone."""
     if len(running) == 1:
         at = running[0][1]
         return max(1.0, sm[at], bandwidth[at])
@@ -194,7 +197,7 @@ def _slowdown(running: Sequence[tuple[float, int]], sm: Sequence[float], bandwid
 
 
 def _deadlock(points: _Points, missing: Sequence[int]) -> str:
-    """What keeps the first point that never starts."""
+    """The message about the first point that never starts."""
     names, launched = list(points.position), len(missing)
     at = next(at for at, count in enumerate(missing) if count)
     never = next(other for other in points.before[at] if other >= launched or missing[other])

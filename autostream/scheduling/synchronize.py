@@ -1,13 +1,13 @@
-"""Waits: how few of them make an assignment of ops to streams correct.
+"""Waits: the fewest that make an assignment of ops to streams correct.
 
 Glossary:
 
-- A *point* is an op, ``FORK`` or ``JOIN``; it is named here by its position in launch order, ``FORK`` at 0.
-- The *clock* of a point holds, for each stream, the position of the latest point there that happens-before it, itself
-  included, or ``NEVER``. What a stream did up to that position has happened as well, so a clock says it all.
+- A *point* is an op, ``FORK`` or ``JOIN``, represented by its position in launch order; ``FORK`` is at 0.
+- The *clock* of a point holds, for each stream, the position of the latest point there that happens before it, itself
+  included, or ``NEVER``. All earlier points of that stream happen before it as well.
 
-``FORK`` is a producer of every op and ``JOIN`` a consumer of every op, both on stream 0. With that, forking side
-streams off and joining them again needs no rule of its own.
+``FORK`` is a producer of every op and ``JOIN`` a consumer of every op, both on stream 0. So forking and joining side
+streams needs no special case.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autostream.errors import ScheduleError
 from autostream.ir import FORK, JOIN, Assignment, Launch, OpGraph, Schedule
-
-NEVER = -1
+from autostream.scheduling.lifetimes import NEVER
 
 
 def synchronize(graph: OpGraph, assignment: Assignment) -> Schedule:
     """Add the fewest waits that cover every dependency, the fork and the join.
 
     They are the cross-stream edges of the transitive reduction of stream order, dependencies, ``FORK`` before every op
-    and every op before ``JOIN``. Each of those edges is the only path between its ends, so no plan can go without it,
-    and together they have the same transitive closure, so no op waits for anything that it did not have to wait for:
-    the plan of fewest synchronisations at maximum logical concurrency of Nimble (Kwon et al., NeurIPS 2020), found for
-    streams that are already given. Takes O((V + E) K) steps, and K² for each op that waits for K streams.
+    and every op before ``JOIN``. Each of those edges is the only path between its ends, so every correct schedule has
+    it. Together they have the same transitive closure, so no op waits for one that it does not depend on. This is the
+    plan of fewest synchronizations at maximum logical concurrency of Nimble (Kwon et al., NeurIPS 2020), for streams
+    that are already assigned. Takes O((V + E) K) steps, and K² for each op that waits for K streams.
 
     Args:
         graph: V ops and E dependencies.
@@ -41,7 +40,7 @@ def synchronize(graph: OpGraph, assignment: Assignment) -> Schedule:
         ScheduleError: the order is not a topological order of the graph's ops.
 
     Example:
-        ``b`` runs aside; that ``c`` waits for it makes a join wait needless.
+        ``b`` runs on a side stream; ``c`` waits for it, so the join need not.
 
         >>> from autostream.ir import Dependency, Hazard, Op
         >>> none = frozenset()
@@ -75,7 +74,7 @@ def _check_complete(graph: OpGraph, assignment: Assignment) -> None:
 
 
 def _producers(graph: OpGraph, points: Sequence[str]) -> list[list[int]]:
-    """What each point must come after, as positions; raises where that is launched later."""
+    """The positions of the points that each point must come after; raises if one is launched later."""
     position = {point: index for index, point in enumerate(points)}
     producers: list[list[int]] = [[], *([0] for _ in graph.ops), list(range(len(points) - 1))]
     for dependency in graph.dependencies:
@@ -95,8 +94,8 @@ def _waits(stream: Sequence[int], producers: Sequence[Sequence[int]]) -> Iterato
     clocks: list[Sequence[int]] = []
     ends: list[Sequence[int]] = [[NEVER] * streams] * streams
     for position, here in enumerate(stream):
-        # Later points of a stream imply earlier ones, so one candidate per stream is enough; those that this stream's
-        # end has seen, its own ops among them, need no wait.
+        # Later points of a stream imply earlier ones, so one candidate per stream is enough. Points before the end of
+        # this stream, its own ops among them, need no wait.
         end = ends[here]
         latest: dict[int, int] = {}
         for producer in producers[position]:
@@ -112,7 +111,7 @@ def _waits(stream: Sequence[int], producers: Sequence[Sequence[int]]) -> Iterato
 
 
 def _not_implied(latest: Mapping[int, int], clocks: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Of one point on each of some streams, in order those that no other comes after."""
+    """Those of these points, one per stream, that happen before none of the others, in launch order."""
     return sorted(
         producer
         for there, producer in latest.items()

@@ -1,14 +1,13 @@
-"""The proof that a schedule is right, from the schedule and the ops' own accesses alone.
+"""Verification: raise unless a schedule computes what its ops compute one by one in program order.
 
-Nothing here trusts what made the schedule: hazards are derived anew from what each op reads, writes and orders, not
-from ``graph.dependencies``, and happens-before is computed as plain sets of all that came before, not as the clocks of
-:mod:`~autostream.scheduling.synchronize` and :mod:`~autostream.scheduling.releases`. A clock says what is over by the
-latest op of each stream, which is right as long as streams keep their order; a set names every op and takes nothing for
-granted. No code is shared with either, nor with what places storages in the arena.
+This module shares no code with those that make schedules, and does not rely on their results. It derives hazards from
+what each op reads, writes and orders, not from ``graph.dependencies``. It represents happens-before as sets of ops, not
+as the vector clocks of :mod:`~autostream.scheduling.lifetimes`: clocks assume that streams keep their order, sets
+assume nothing.
 
-The schedule is walked through as the host issues it. After every launch it is known what will have happened at the end
-of each stream as it is by then, and all that is to be proven of that launch is looked up there, so the past of an op is
-kept only while a later one is still to wait for it.
+Launches are checked in the order in which the host issues them. After each, the set of ops that precede the end of each
+stream is known, and everything that must hold for that launch is checked against it. So the set of an op is stored only
+while a later op is still to wait for it.
 """
 
 from __future__ import annotations
@@ -22,43 +21,43 @@ from autostream.errors import ScheduleError
 from autostream.ir import FORK, JOIN, Dependency, Hazard, Launch, OpGraph, Role, Schedule
 
 ALIGNMENT = 512
-"""Storages in the arena start at multiples of so many bytes, as blocks of PyTorch's CUDA caching allocator do: Triton
-compiles kernels for aligned addresses, and cuBLAS chooses among its own by them."""
+"""Storages in the arena start at multiples of this, bytes, like blocks of PyTorch's CUDA caching allocator: Triton
+compiles kernels for aligned addresses, and cuBLAS chooses its kernels by alignment."""
 
 
 def verify(graph: OpGraph, *schedules: Schedule, pinned: frozenset[str] = frozenset()) -> None:
     """Raise unless each of these schedules must compute what the ops compute one by one in program order.
 
-    It proves of each that
+    It checks of each schedule that
 
     1. every op of the graph is launched once, nothing else is, streams exist, and pinned ops are on stream 0;
-    2. every wait names ``FORK`` or an op launched earlier, on another stream;
-    3. every storage in the arena is an intermediate one whose place is free to choose and that does not escape, lies
-       within it, and starts at a multiple of ``ALIGNMENT``;
+    2. every wait is for ``FORK`` or an op launched earlier, on another stream;
+    3. every storage in the arena is intermediate, placeable and does not escape, lies within the arena, and starts at a
+       multiple of ``ALIGNMENT``;
 
     and then, launch by launch, that
 
-    4. every launch happens-after ``FORK`` and happens-before ``JOIN``;
+    4. every launch happens after ``FORK`` and before ``JOIN``;
     5. any two accesses of a storage, or of one part of it, of which one writes, and any two uses of an ordered
        resource, happen in program order;
-    6. every release is of an intermediate storage that does not escape and has a block of its own, once, and at a
-       moment when the end of the stream that allocated it comes after all of its accesses;
+    6. every release is of an intermediate storage that does not escape and has a block of its own, once, and when the
+       end of the stream that allocated it comes after all of its accesses;
     7. of any two storages that have a byte of the arena in common, all accesses of the one happen before all accesses
        of the other.
 
     Takes O((A + V·(1 + W))·V/30) digit operations for V ops, W waits per op and A accesses, where the accesses of a
-    storage in the arena count once more for each storage that has some of its bytes right after it. Takes V/8 bytes
-    for the end of each stream, for each op that is still to be waited for and for each storage in the arena that is in
-    use: 12 kB apiece for 100,000 ops.
+    storage in the arena count once more for each storage that uses some of its bytes next. Takes V/8 bytes for the end
+    of each stream, for each op that is still to be waited for and for each storage in the arena that is in use: 12 kB
+    each for 100,000 ops.
 
     Args:
-        graph: the ops in program order, and the storages; its dependencies are not looked at.
-        schedules: the launches, waits, releases and places to check.
+        graph: the ops in program order, and the storages; its dependencies are ignored.
+        schedules: the launches, waits, releases and offsets to check.
         pinned: ops that must be on stream 0.
 
     Raises:
-        ScheduleError: one of these does not hold; the message names the ops, their lines, storages and bytes, and what
-            is missing.
+        ScheduleError: one of these does not hold; the message names the ops with their source lines, the storages and
+            bytes, and what is missing.
 
     Example:
         >>> from autostream.ir import Op
@@ -77,24 +76,24 @@ orders 'a' on stream 0 before 'b' on stream 1
     for schedule in schedules:
         _check_launches(graph, schedule, pinned)
         _check_waits(graph, schedule)
-        _check_places(graph, schedule)
-        memory, tenants = _Memory(allocators, accesses), _tenants(graph, schedule, accesses)
-        for moment in _moments(schedule):
-            _check_fork_and_join(graph, schedule, moment)
-            _check_hazards(graph, schedule, moment, hazards)
-            _check_releases(graph, schedule, moment, memory)
-            _check_tenants(graph, schedule, moment, tenants)
+        _check_offsets(graph, schedule)
+        releases, placed = _Releases(allocators, accesses), _placed_storages(graph, schedule, accesses)
+        for state in _states(schedule):
+            _check_fork_and_join(graph, schedule, state)
+            _check_hazards(graph, schedule, state, hazards)
+            _check_releases(graph, schedule, state, releases)
+            _check_shared_bytes(graph, schedule, state, placed)
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
-    """The moment behind a launch, as the host issues them.
+class _State:
+    """What precedes the end of each stream, after the host has issued a launch.
 
     Attributes:
-        point: what was launched last, or ``FORK`` or ``JOIN``.
-        position: point to place in launch order; ``FORK`` is at 0, the launches follow, ``JOIN`` is last.
-        past: stream to all that has happened when the stream is done with what it was given so far: bit i is the point
-            at position i.
+        point: the last launch, or ``FORK`` or ``JOIN``.
+        position: of each point in launch order: ``FORK`` is at 0, ``JOIN`` is last.
+        past: for each stream, the set of points that are over when the stream has run all its launches so far: bit i is
+            the point at position i.
     """
 
     point: Launch
@@ -102,17 +101,17 @@ class _Moment:
     past: Mapping[int, int]
 
     def sees(self, point: str, stream: int) -> bool:
-        """Whether a point is over when a stream is done with what it was given so far."""
+        """Whether a point is over when a stream has run all its launches so far."""
         return bool(self.past[stream] >> self.position[point] & 1)
 
 
 def _points(schedule: Schedule) -> tuple[Launch, ...]:
-    """The launches with fork and join, which behave as launches on stream 0."""
+    """The launches between ``FORK`` and ``JOIN``, which behave as launches on stream 0."""
     return (Launch(FORK, 0), *schedule.launches, Launch(JOIN, 0, schedule.join_waits))
 
 
-def _moments(schedule: Schedule) -> Iterator[_Moment]:
-    """What the device guarantees, which is stream order and waits, closed transitively, launch by launch."""
+def _states(schedule: Schedule) -> Iterator[_State]:
+    """The state after each launch: the transitive closure of stream order and waits."""
     points = _points(schedule)
     position = {point.op: at for at, point in enumerate(points)}
     waiting = Counter(producer for point in points for producer in point.waits)
@@ -128,7 +127,7 @@ def _moments(schedule: Schedule) -> Iterator[_Moment]:
         if waiting[point.op]:
             awaited[point.op] = seen
         past[point.stream] = seen
-        yield _Moment(point, position, past)
+        yield _State(point, position, past)
 
 
 def _check_launches(graph: OpGraph, schedule: Schedule, pinned: Collection[str]) -> None:
@@ -152,7 +151,7 @@ def _check_launches(graph: OpGraph, schedule: Schedule, pinned: Collection[str])
 
 
 def _check_waits(graph: OpGraph, schedule: Schedule) -> None:
-    """Every wait is for an event that has been recorded by then, on another stream."""
+    """Every wait is for an event that is recorded earlier, on another stream."""
     stream: dict[str, int] = {}
     for point in _points(schedule):
         for producer in point.waits:
@@ -169,13 +168,13 @@ def _check_waits(graph: OpGraph, schedule: Schedule) -> None:
         stream[point.op] = point.stream
 
 
-def _check_fork_and_join(graph: OpGraph, schedule: Schedule, moment: _Moment) -> None:
-    """A launch happens after what the caller did before, and before what the caller does next."""
-    here = moment.point
-    if not moment.past[here.stream] & 1:  # the point at 0
+def _check_fork_and_join(graph: OpGraph, schedule: Schedule, state: _State) -> None:
+    """A launch happens after the caller's earlier work, and before its later work."""
+    here = state.point
+    if not state.past[here.stream] & 1:  # the point at 0
         raise ScheduleError(_unordered(graph, FORK, here.op, f"what stream {here.stream} does there is not forked off"))
     for launch in schedule.launches if here.op == JOIN else ():
-        if not moment.sees(launch.op, here.stream):
+        if not state.sees(launch.op, here.stream):
             reason = f"what stream {launch.stream} does there is not joined"
             raise ScheduleError(_unordered(graph, launch.op, JOIN, reason))
 
@@ -185,22 +184,22 @@ def _unordered(graph: OpGraph, before: str, after: str, reason: str) -> str:
 
 
 def _check_hazards(
-    graph: OpGraph, schedule: Schedule, moment: _Moment, hazards: Mapping[str, Iterable[Dependency]]
+    graph: OpGraph, schedule: Schedule, state: _State, hazards: Mapping[str, Iterable[Dependency]]
 ) -> None:
-    """A launch happens after the accesses that it conflicts with and that come before it in program order."""
-    for hazard in hazards.get(moment.point.op, ()):
-        if not moment.sees(hazard.before, moment.point.stream):
+    """A launch happens after the earlier accesses, in program order, that it conflicts with."""
+    for hazard in hazards.get(state.point.op, ()):
+        if not state.sees(hazard.before, state.point.stream):
             kind = "resource" if hazard.hazard is Hazard.ORDER else "storage"
             raise ScheduleError(
                 f"{_at(graph, hazard.after)} must come after {_at(graph, hazard.before)} "
                 f"({hazard.hazard.value} of {kind} {hazard.resource!r}), "
-                f"but {_missing(schedule, moment, hazard.before, hazard.after)}"
+                f"but {_missing(schedule, state, hazard.before, hazard.after)}"
             )
 
 
-def _missing(schedule: Schedule, moment: _Moment, before: str, after: str) -> str:
-    """Why the one does not happen before the other."""
-    if moment.position[after] < moment.position[before]:
+def _missing(schedule: Schedule, state: _State, before: str, after: str) -> str:
+    """Why one op does not happen before the other."""
+    if state.position[after] < state.position[before]:
         return f"{after!r} is launched before {before!r}"
     stream = schedule.stream_of
     return f"no wait orders {before!r} on stream {stream[before]} before {after!r} on stream {stream[after]}"
@@ -215,14 +214,14 @@ def _hazards_by_op(graph: OpGraph) -> Mapping[str, Sequence[Dependency]]:
 
 
 def _hazards(graph: OpGraph) -> Iterator[Dependency]:
-    """Conflicts between neighbouring accesses of each storage, part and resource, from the accesses in program order.
+    """Conflicts between neighbouring accesses of each storage, part and resource, in program order.
 
-    Each read is paired with the write before it, each write with the write before it and the reads in between: as many
-    pairs as accesses, at most twice.
+    Each read is paired with the write before it, and each write with the write before it and the reads in between: at
+    most twice as many pairs as accesses.
     """
-    # Neighbours are enough: happens-before is transitive and consecutive writes are paired. So a write is before all
-    # later writes, hence before the write that a later read is paired with, hence before that read; and a read is
-    # before the next write, hence before all later ones.
+    # Neighbours are enough, since happens-before is transitive and consecutive writes are paired. A write is before all
+    # later writes, so before the write that a later read is paired with, so before that read. A read is before the next
+    # write, so before all later ones.
     writer: dict[str, str] = {}
     readers: dict[str, list[str]] = defaultdict(list)
     user: dict[str, str] = {}
@@ -247,50 +246,50 @@ def _hazards(graph: OpGraph) -> Iterator[Dependency]:
 
 
 def _in_parts(names: frozenset[str], parts: Mapping[str, Iterable[str]]) -> frozenset[str]:
-    """What an op names, with all parts in the place of a storage that has some."""
+    """These names, with each storage that has parts replaced by its parts."""
     divided = names & parts.keys()
     return (names - divided).union(*(parts[storage] for storage in divided)) if divided else names
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
-    """The ops that allocate each storage, those that touch it, and those behind which it was released so far."""
+class _Releases:
+    """The ops that allocate and access each storage, and the op after which it was released."""
 
     allocators: Mapping[str, Sequence[str]]
     accesses: Mapping[str, Sequence[str]]
     released: dict[str, str] = field(default_factory=dict)
 
 
-def _check_releases(graph: OpGraph, schedule: Schedule, moment: _Moment, memory: _Memory) -> None:
-    """Whoever is handed a released block, on the stream that allocated it, finds all of its accesses over."""
-    here = moment.point.op
-    for storage in moment.point.releases:
-        allocators = memory.allocators.get(storage, ())
-        reason = _unreleasable(graph, schedule, storage, allocators, memory.released)
-        if reason := reason or _in_use(graph, schedule, moment, memory.accesses[storage], allocators[0]):
+def _check_releases(graph: OpGraph, schedule: Schedule, state: _State, releases: _Releases) -> None:
+    """All accesses of a released block are over for the next launch of the stream that allocated it."""
+    here = state.point.op
+    for storage in state.point.releases:
+        allocators = releases.allocators.get(storage, ())
+        reason = _release_fault(graph, schedule, storage, allocators, releases.released)
+        if reason := reason or _in_use(graph, schedule, state, releases.accesses[storage], allocators[0]):
             raise ScheduleError(f"storage {storage!r} is released behind {_at(graph, here)}, but {reason}")
-        memory.released[storage] = here
+        releases.released[storage] = here
 
 
-def _in_use(graph: OpGraph, schedule: Schedule, moment: _Moment, accesses: Iterable[str], allocator: str) -> str:
-    """Which access of a storage is not over for what comes next on the stream that allocated it, or ``""``."""
-    home, here = schedule.stream_of[allocator], moment.position[moment.point.op]
+def _in_use(graph: OpGraph, schedule: Schedule, state: _State, accesses: Iterable[str], allocator: str) -> str:
+    """Which access of a storage is not over for the next launch of the stream that allocated it, or ``""``."""
+    stream, here = schedule.stream_of[allocator], state.position[state.point.op]
     for op in accesses:
-        if moment.position[op] > here:
+        if state.position[op] > here:
             return f"{_at(graph, op)} uses it and is launched later"
-        if not moment.sees(op, home):
+        if not state.sees(op, stream):
             return (
                 f"no wait orders {_at(graph, op)}, which uses it on stream {schedule.stream_of[op]}, "
-                f"before what comes next on stream {home}, which allocated it"
+                f"before what comes next on stream {stream}, which allocated it"
             )
     return ""
 
 
-def _unreleasable(
+def _release_fault(
     graph: OpGraph, schedule: Schedule, storage: str, allocators: Collection[str], released: Mapping[str, str]
 ) -> str:
-    """Why the schedule may not release the storage, or not once more, or ``""``."""
-    if reason := _not_owned(graph, storage):
+    """Why the schedule must not release the storage here, or ``""``."""
+    if reason := _ownership_fault(graph, storage):
         return reason
     if storage in schedule.arena.offsets:
         return "it lies in the arena and has no block of its own"
@@ -301,8 +300,8 @@ def _unreleasable(
     return ""
 
 
-def _not_owned(graph: OpGraph, storage: str) -> str:
-    """Why no schedule may say where or how long the storage lives, or ``""``."""
+def _ownership_fault(graph: OpGraph, storage: str) -> str:
+    """Why no schedule may place or release the storage, or ``""``."""
     if storage not in graph.storages:
         return "the graph has no storage of that name"
     if graph.storages[storage].role is not Role.INTERMEDIATE:
@@ -312,16 +311,16 @@ def _not_owned(graph: OpGraph, storage: str) -> str:
     return ""
 
 
-def _check_places(graph: OpGraph, schedule: Schedule) -> None:
-    """Whatever lies in the arena may lie there, within it, as kernels expect memory to be aligned."""
+def _check_offsets(graph: OpGraph, schedule: Schedule) -> None:
+    """Every storage in the arena may be there, lies within it, and is aligned."""
     for storage, offset in schedule.arena.offsets.items():
-        if reason := _unplaceable(graph, storage, offset, schedule.arena.bytes):
+        if reason := _offset_fault(graph, storage, offset, schedule.arena.bytes):
             raise ScheduleError(f"storage {storage!r} is placed at byte {offset} of the arena, but {reason}")
 
 
-def _unplaceable(graph: OpGraph, storage: str, offset: int, size: int) -> str:
-    """Why no schedule may place the storage there, or ``""``."""
-    if reason := _not_owned(graph, storage):
+def _offset_fault(graph: OpGraph, storage: str, offset: int, size: int) -> str:
+    """Why the storage must not have this offset, or ``""``."""
+    if reason := _ownership_fault(graph, storage):
         return reason
     if not graph.storages[storage].placeable:
         return "what takes its memory does more than that, so its place is not free to choose"
@@ -333,117 +332,116 @@ def _unplaceable(graph: OpGraph, storage: str, offset: int, size: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tenants:
-    """The storages that have bytes of the arena, one after the other.
+class _Placed:
+    """The storages in the arena, and in what order they use its bytes.
 
     Attributes:
-        accesses: the ops that touch each of them.
-        touched: op to those that it touches.
-        last: each to the op that touches it last in launch order.
-        previous: each to those that had some of its bytes right before it.
-        awaited: each that is in use to the accesses that its own must come after: bit i is the point at position i.
+        accesses: for each of them, the ops that access it.
+        storages_of: for each op, those that it accesses.
+        last: for each, the op that accesses it last in launch order.
+        previous: for each, those that used some of its bytes right before it.
+        awaited: for each that is in use, the set of accesses that must come before its own: bit i is the point at
+            position i.
     """
 
     accesses: Mapping[str, Collection[str]]
-    touched: Mapping[str, Sequence[str]]
+    storages_of: Mapping[str, Sequence[str]]
     last: Mapping[str, str]
     previous: Mapping[str, Sequence[str]]
     awaited: dict[str, int] = field(default_factory=dict)
 
 
-def _tenants(graph: OpGraph, schedule: Schedule, accesses: Mapping[str, Sequence[str]]) -> _Tenants:
-    """Who follows whom on each byte of the arena, by their first accesses in launch order."""
+def _placed_storages(graph: OpGraph, schedule: Schedule, accesses: Mapping[str, Sequence[str]]) -> _Placed:
+    """The order in which storages use each byte of the arena, by their first accesses in launch order."""
     placed = {name: frozenset(accesses[name]) for name in schedule.arena.offsets if graph.storages[name].bytes}
-    touched: dict[str, list[str]] = defaultdict(list)
+    storages_of: dict[str, list[str]] = defaultdict(list)
     for storage, ops in placed.items():
         for op in ops:
-            touched[op].append(storage)
-    arena, previous, last = _Bytes(), dict[str, Sequence[str]](), dict[str, str]()
+            storages_of[op].append(storage)
+    arena, previous, last = _LastStorages(), dict[str, Sequence[str]](), dict[str, str]()
     for launch in schedule.launches:
-        for storage in touched.get(launch.op, ()):
+        for storage in storages_of.get(launch.op, ()):
             last[storage] = launch.op
             if storage not in previous:
-                first, end = _place(graph, schedule, storage)
+                first, end = _byte_range(graph, schedule, storage)
                 previous[storage] = arena.take(first, end, storage)
-    return _Tenants(placed, touched, last, previous)
+    return _Placed(placed, storages_of, last, previous)
 
 
-def _place(graph: OpGraph, schedule: Schedule, storage: str) -> tuple[int, int]:
-    """The first byte of a storage in the arena, and the first behind it."""
+def _byte_range(graph: OpGraph, schedule: Schedule, storage: str) -> tuple[int, int]:
+    """The first byte of a storage in the arena, and the first after it."""
     first = schedule.arena.offsets[storage]
     return first, first + graph.storages[storage].bytes
 
 
-class _Bytes:
-    """Who had each byte of the arena last, so far: one entry for each run of bytes with the same owner."""
+class _LastStorages:
+    """The storage that used each byte of the arena last: one entry for each range of bytes with the same storage."""
 
     def __init__(self) -> None:
         self._starts = [0]
-        self._owners = [""]
+        self._storages = [""]
 
-    def take(self, first: int, end: int, owner: str) -> Sequence[str]:
-        """Give bytes ``first`` to ``end - 1`` to a storage. Returns those that had any of them."""
-        low, high = self._cut(first), self._cut(end)
-        had = dict.fromkeys(self._owners[low:high])
-        self._starts[low:high], self._owners[low:high] = [first], [owner]
-        return [storage for storage in had if storage]
+    def take(self, first: int, end: int, storage: str) -> Sequence[str]:
+        """Let a storage use bytes ``first`` to ``end - 1``. Returns the storages that used any of them last."""
+        low, high = self._split(first), self._split(end)
+        previous = dict.fromkeys(self._storages[low:high])
+        self._starts[low:high], self._storages[low:high] = [first], [storage]
+        return [other for other in previous if other]
 
-    def _cut(self, at: int) -> int:
-        """The run that starts at this byte, made if there is none."""
-        run = bisect_left(self._starts, at)
-        if run == len(self._starts) or self._starts[run] != at:
-            self._starts.insert(run, at)
-            self._owners.insert(run, self._owners[run - 1])
-        return run
+    def _split(self, at: int) -> int:
+        """The index of the range that starts at this byte; splits one if there is none."""
+        index = bisect_left(self._starts, at)
+        if index == len(self._starts) or self._starts[index] != at:
+            self._starts.insert(index, at)
+            self._storages.insert(index, self._storages[index - 1])
+        return index
 
 
-def _check_tenants(graph: OpGraph, schedule: Schedule, moment: _Moment, tenants: _Tenants) -> None:
-    """A launch that touches a storage in the arena happens after all that was done with its bytes before."""
-    # Neighbours are enough. Let two storages have a byte in common, and look at all that have this byte, by their first
-    # accesses in launch order. Each is compared with the one before it, all accesses with all, those to come included;
-    # each has an access; and happens-before is transitive. So every access of the earlier of the two happens before
-    # every access of the later. And nothing right is refused: two that are compared have bytes in common, and waits are
-    # for earlier launches only, so of two accesses the one launched first is the only one that can happen first.
-    here, position = moment.point, moment.position
-    if here.op not in tenants.touched:
+def _check_shared_bytes(graph: OpGraph, schedule: Schedule, state: _State, placed: _Placed) -> None:
+    """A launch that accesses a storage in the arena happens after all accesses of the storages before it there."""
+    # Neighbours are enough. Take two storages with a byte in common, and all storages with this byte in the order of
+    # their first accesses. Each is compared with the one before it, all accesses with all, later ones included; each
+    # has an access; and happens-before is transitive. So every access of the earlier of the two happens before every
+    # access of the later. And no correct schedule is refused: two storages that are compared have bytes in common, and
+    # waits are for earlier launches only, so of two accesses only the one launched first can happen first.
+    here, position = state.point, state.position
+    if here.op not in placed.storages_of:
         return
-    before = moment.past[here.stream] & ~(1 << position[here.op])
-    for storage in tenants.touched[here.op]:
-        if storage not in tenants.awaited:
-            ends = {op for other in tenants.previous[storage] for op in tenants.accesses[other]}
-            tenants.awaited[storage] = _bits(position[op] for op in ends)
-        if missing := tenants.awaited[storage] & ~before:
-            raise ScheduleError(_overlapping(graph, schedule, moment, tenants, storage, missing))
-        if tenants.last[storage] == here.op:
-            del tenants.awaited[storage]
+    before = state.past[here.stream] & ~(1 << position[here.op])
+    for storage in placed.storages_of[here.op]:
+        if storage not in placed.awaited:
+            ends = {op for other in placed.previous[storage] for op in placed.accesses[other]}
+            placed.awaited[storage] = _bit_set(position[op] for op in ends)
+        if missing := placed.awaited[storage] & ~before:
+            raise ScheduleError(_overlap(graph, schedule, state, placed, storage, missing))
+        if placed.last[storage] == here.op:
+            del placed.awaited[storage]
 
 
-def _bits(positions: Iterable[int]) -> int:
+def _bit_set(positions: Iterable[int]) -> int:
     bits = 0
     for position in positions:
         bits |= 1 << position
     return bits
 
 
-def _overlapping(
-    graph: OpGraph, schedule: Schedule, moment: _Moment, tenants: _Tenants, storage: str, missing: int
-) -> str:
-    """What is wrong with an access of a storage, given those that it should come after and does not."""
-    here, first_missing = moment.point.op, (missing & -missing).bit_length() - 1
-    op = next(op for op, position in moment.position.items() if position == first_missing)
-    other = next(other for other in tenants.previous[storage] if op in tenants.accesses[other])
-    (first, end), (other_first, other_end) = _place(graph, schedule, storage), _place(graph, schedule, other)
+def _overlap(graph: OpGraph, schedule: Schedule, state: _State, placed: _Placed, storage: str, missing: int) -> str:
+    """The error message for an access of a storage, given the earlier accesses that it does not come after."""
+    here, first_missing = state.point.op, (missing & -missing).bit_length() - 1
+    op = next(op for op, position in state.position.items() if position == first_missing)
+    other = next(other for other in placed.previous[storage] if op in placed.accesses[other])
+    (first, end), (other_first, other_end) = _byte_range(graph, schedule, storage), _byte_range(graph, schedule, other)
     shared = f"bytes {max(first, other_first)} to {min(end, other_end) - 1} of the arena"
     if op == here:
         return f"storages {other!r} and {storage!r} share {shared}, but {_at(graph, here)} uses both"
     return (
         f"{_at(graph, here)} must come after {_at(graph, op)} (storage {storage!r} has {shared} after {other!r}), "
-        f"but {_missing(schedule, moment, op, here)}"
+        f"but {_missing(schedule, state, op, here)}"
     )
 
 
 def _accesses(graph: OpGraph) -> Mapping[str, list[str]]:
-    """The ops that touch each storage, or a part of it."""
+    """The ops that access each storage, or a part of it."""
     accesses: dict[str, list[str]] = defaultdict(list)
     for op in graph.ops.values():
         for name in op.reads | op.writes | op.allocates:
@@ -455,7 +453,7 @@ def _accesses(graph: OpGraph) -> Mapping[str, list[str]]:
 
 
 def _allocators(graph: OpGraph) -> Mapping[str, list[str]]:
-    """The ops that allocate each storage: one, if the graph is sound."""
+    """The ops that allocate each storage: one, if the graph is valid."""
     allocators: dict[str, list[str]] = defaultdict(list)
     for op in graph.ops.values():
         for storage in op.allocates:
@@ -464,6 +462,6 @@ def _allocators(graph: OpGraph) -> Mapping[str, list[str]]:
 
 
 def _at(graph: OpGraph, point: str) -> str:
-    """A point as messages name it, with the user's source line where it is known."""
+    """The name of a point in messages, with the user's source line where it is known."""
     source = graph.ops[point].source if point in graph.ops else ""
     return f"{point!r} ({source})" if source else repr(point)
