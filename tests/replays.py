@@ -101,5 +101,5 @@ class Cuda:
         patch.setattr(cuda_graph, "raw_stream", lambda device: fake.current.cuda_stream)
         patch.setattr(cuda_graph, "capture", fake.capture)
         patch.setattr(cuda_graph, "capture_stream", lambda device: fake.capturing)
-        patch.setattr(cuda_graph, "_drawn", {})
+        patch.setattr(cuda_graph, "_last_random", {})
         return fake

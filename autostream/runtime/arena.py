@@ -1,11 +1,11 @@
-"""One block of memory for what a run computes in between, and tensors at given places in it.
+"""The arena: one block of memory for the intermediate tensors of a run, each at a fixed offset.
 
-A lowered graph takes the block on the caller's stream before the fork and lets go of it behind the join::
+A lowered graph allocates the block on the caller's stream before the fork and frees it after the join::
 
     arena = autostream_execution_arena_reserve('cuda:0', 4096)
     buf0 = autostream_execution_arena_place(arena, 512, (2, 3), (3, 1), torch.float16)
 
-Where each tensor lies, and that whoever had these bytes before is done with them, is for the schedule to say.
+The schedule decides the offsets, and guarantees that no two tensors use the same bytes at the same time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 def reserve(device: str, size: int) -> Tensor:
-    """Take ``size`` bytes of a device's memory, aligned to 512 bytes on a GPU and to 64 on a CPU."""
+    """Allocate ``size`` bytes on a device, aligned to 512 bytes on a GPU and to 64 on a CPU."""
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def place(arena: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor in an arena, whose first byte is number ``offset``; it holds whatever is there.
+    """An uninitialized tensor in an arena, ``offset`` bytes from its start.
 
     Example:
         >>> arena = reserve("cpu", 1024)

@@ -1,11 +1,11 @@
-"""Capturing a CUDA graph, and leaving the process in order when that fails.
+"""Captures a CUDA graph, and cleans up after a capture that fails.
 
 PyTorch (seen on 2.11) does not clean up after a capture that the driver has invalidated: the default random generator
-goes on believing that it is in a capture, so that every later random number raises, and the allocator keeps serving
-the dead capture's pool, which nobody gives back. All three are put right here.
+stays in capture mode, so that all random ops raise from then on; the allocator keeps allocating from the failed
+capture's pool; and that pool is never released. All three are repaired here.
 
 Private to PyTorch: cuBLAS workspaces, ``_cuda_endAllocateToPool`` and ``_cuda_releasePool``. Where a version lacks
-them, they are passed over.
+them, they are skipped.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ Result = TypeVar("Result")
 def capture(
     run: Callable[[], Result], stream: torch.cuda.Stream, pool: Any = None, *, keep_nodes: bool = False
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Capture what a function launches, on a stream that must live as long as the graph.
+    """Capture the work that a function launches, on a stream that must live as long as the graph.
 
-    Other threads may go on using the device. The caller sees to it that no other capture is under way in the process,
-    and that the function has run before (:func:`run_first`).
+    Other threads may use the device meanwhile. The caller ensures that no other capture is active in the process, and
+    that the function has run before (:func:`run_first`).
 
     Args:
         run: launches work on the current stream, and on streams that it forks from it and joins to it.
         stream: to capture on; not the default stream.
-        pool: of :func:`torch.cuda.graph_pool_handle`, to share memory with other graphs; by default the graph's own. It
-            must have a living graph or be new: one whose last graph is gone, or failed, cannot be captured into again.
-        keep_nodes: keep what was captured beside what is replayed, to be looked at.
+        pool: a memory pool (:func:`torch.cuda.graph_pool_handle`) to share with other graphs; by default a new one. It
+            must be new or have a graph that is alive: PyTorch cannot capture into a pool whose last graph was freed or
+            failed.
+        keep_nodes: whether the graph keeps its nodes, so that they can be inspected.
 
     Returns:
-        The graph, and what the function returned.
+        The graph, and the function's result.
 
     Raises:
-        Exception: what the function raised, or what ended the capture. The process can draw random numbers, allocate
-            and capture as before.
+        Exception: the function's own, or the one that ended the capture. Afterwards the process can generate random
+            numbers, allocate and capture as before.
     """
     pool = pool or torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph(keep_graph=True) if keep_nodes else torch.cuda.CUDAGraph()
@@ -58,7 +59,7 @@ def capture(
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             result = run()
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # it only looks at memory
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a graph of views launches nothing
                 graph.capture_end()
         except BaseException:
             _clean_up(graph, stream.device, pool)
@@ -67,14 +68,14 @@ def capture(
 
 
 def run_first(run: Callable[[], object], stream: torch.cuda.Stream) -> None:
-    """Run what will be captured for the first time, in the turn of a stream but on the device's default stream.
+    """Run a function that will be captured for the first time: on the default stream, in order with another stream.
 
-    Libraries load kernels, choose algorithms and fill tables in a first run. They fill tables by copies on the default
-    stream, which no stream of PyTorch's pools waits for: there, cuFFT has been seen to read them too early.
+    In a first run, libraries load kernels, choose algorithms and fill tables. They fill tables by copies on the default
+    stream, for which streams of PyTorch's pools do not wait: on such a stream, cuFFT has read its tables too early.
 
     Args:
         run: launches work on the current stream.
-        stream: what it has launched comes before this run, and what it launches next behind it.
+        stream: the run comes after its earlier work and before its later work.
     """
     default = torch.cuda.default_stream(stream.device)
     default.wait_stream(stream)
@@ -84,24 +85,24 @@ def run_first(run: Callable[[], object], stream: torch.cuda.Stream) -> None:
 
 
 def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    # Each step fails where there is nothing to do, and all do when the device itself is lost.
+    # A step fails where there is nothing to clean up; all of them do when the device itself is lost.
     with suppress(RuntimeError):
         graph.capture_end()
     with suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
-        # Only if this was still to be done, the graph never came to own a share of the pool that it could release.
+        # Where allocation had not ended, the graph does not hold the reference to the pool that it would release.
         torch._C._cuda_releasePool(device.index, pool)
-    # The driver reports what ended the capture once more, to whoever asks next.
+    # The driver reports the error that ended the capture again at the next call.
     for _ in range(_ATTEMPTS):
-        if _captures_nothing(device):
+        if _capture_empty(device):
             return
 
 
 _ATTEMPTS = 4
 
 
-def _captures_nothing(device: torch.device) -> bool:
-    """Whether an empty capture succeeds: the one thing that tells the generator that capturing is over."""
+def _capture_empty(device: torch.device) -> bool:
+    """Capture an empty graph, which takes the random generator out of capture mode. Returns whether that succeeded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the graph is empty
         empty = torch.cuda.CUDAGraph()
@@ -116,11 +117,11 @@ def _captures_nothing(device: torch.device) -> bool:
 
 @contextmanager
 def own_cublas_workspaces() -> Iterator[None]:
-    """Make cuBLAS allocate new workspaces, so that a graph has its own, in its pool, and leaves them to the next there.
+    """Make cuBLAS allocate new workspaces inside, in the graph's pool, and new ones again afterwards.
 
-    A workspace belongs to a thread and stream at capture. Two graphs captured over the same streams would scribble over
-    each other's when they are replayed at the same time, which those of one pool never are. Inductor's CUDA graph trees
-    do the same, before and after.
+    cuBLAS has one workspace for each thread and stream. Two graphs captured on the same streams would share it, and
+    corrupt each other's data when they are replayed at the same time. Graphs of one pool may share it, as they are
+    replayed one at a time. Inductor's CUDA graph trees clear workspaces before and after a capture as well.
     """
     clear_cublas_workspaces()
     try:
@@ -130,6 +131,6 @@ def own_cublas_workspaces() -> Iterator[None]:
 
 
 def clear_cublas_workspaces() -> None:
-    """Give back the memory that cuBLAS holds for each thread and stream; it takes some again when it next needs it."""
+    """Free cuBLAS's workspaces of all threads and streams; it allocates new ones when it needs them."""
     clear: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
     clear()

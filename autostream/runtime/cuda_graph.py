@@ -1,15 +1,14 @@
-"""A run captured as one CUDA graph and replayed.
+"""A run captured as one CUDA graph, and the calls that replay it.
 
-A CUDA graph holds addresses. Inputs are therefore copied into static tensors before a replay, outputs are copied out of
-the graph's memory after it, and tensors that stay where they are (weights) are *bound*: used in place, and compared at
-every call with what the graph holds.
+A CUDA graph holds addresses. So inputs are copied into *static inputs* before a replay, and outputs are copied out of
+the graph's memory after it. Tensors that stay at their addresses from call to call (weights) are *bound*: used in
+place, and their addresses are checked at every call.
 
-What a run computes in between lies in a *pool*, and graphs of one pool lie in the same memory::
+Intermediate tensors lie in a memory pool. Graphs that share a pool use the same memory, so their calls run one after
+another, whichever threads and streams make them::
 
     call of A    copy in ─ replay ─ copy back and out
     call of B                                         copy in ─ replay ─ copy back and out
-
-A call is one *turn*: it begins behind the end of the last one, whichever graph, thread or stream that was.
 """
 
 from __future__ import annotations
@@ -24,48 +23,48 @@ import torch
 from torch import Tensor
 
 from autostream.errors import CaptureError, first_line
-from autostream.runtime.addresses import Bound
 from autostream.runtime.capture import capture, own_cublas_workspaces, run_first
 from autostream.runtime.failing_node import where
-from autostream.runtime.static_inputs import Output, copier, copier_out, handouts_of, lendable
+from autostream.runtime.layouts import SameLayout
+from autostream.runtime.static_inputs import Output, copier, copier_out, output_makers, shareable
 from autostream.runtime.streams import capture_stream, current_device, raw_stream
 from autostream.utils.storages import storage_of
 
 FlatFunction = Callable[..., Sequence[Output]]
-"""Takes flat tensors, returns flat tensors."""
+"""A function of flat tensors that returns flat tensors."""
 
 _capturing = threading.Lock()
 """A process can capture one graph at a time."""
 
-_drawing = threading.Lock()
-_drawn: dict[torch.device, torch.cuda.Stream] = {}
-"""By device, the stream of the last replay that drew random numbers."""
+_random_lock = threading.Lock()
+_last_random: dict[torch.device, torch.cuda.Stream] = {}
+"""By device, the stream of the last replay that generated random numbers."""
 
 
 class Moved(Exception):  # noqa: N818 - a notice between modules, not an error
-    """A tensor that a captured graph uses in place lies somewhere else now, or differently."""
+    """A tensor that a captured graph uses in place has another address or another layout now."""
 
 
 class GraphPool:
-    """Memory that captured graphs of one device compute in, one at a time.
+    """A memory pool that captured graphs of one device compute in, one at a time.
 
-    A capture takes what earlier captures into the pool have let go of: arenas, workspaces, and whatever ops allocated
-    by themselves. So a replay overwrites what other graphs computed in between, and the outputs of those that were
-    captured later, which is why PyTorch wants graphs of one pool replayed in the order of their captures. Here any
-    order will do, since nothing in the pool is needed from one turn to the next: inputs, weights and what is written
-    lie elsewhere, and outputs are copied before the turn ends.
+    A capture reuses memory that earlier captures into the pool have freed: arenas, workspaces, and what ops allocated
+    themselves. So a replay overwrites intermediate tensors of other graphs, and outputs of graphs that were captured
+    later. That is why PyTorch asks for graphs of one pool to be replayed in the order of their captures. Here any order
+    is right, because no data in the pool is needed from one call to the next: inputs, weights and mutated tensors lie
+    outside of it, and outputs are copied before the call ends.
 
-    It lives as long as a graph in it: PyTorch refuses captures into a pool that has lost its last graph. What a dropped
-    graph has used is free for later captures, and goes back to the device after the last graph.
+    A pool lives as long as a graph in it: PyTorch cannot capture into a pool whose last graph was freed. Later captures
+    reuse a freed graph's memory; the device gets it back after the last graph.
 
     Args:
         device: a CUDA device.
 
     Attributes:
-        handle: what PyTorch calls the pool.
-        stream: that of the latest turn.
-        lock: is held during a turn.
-        failed: whether a capture into it has: it takes no other.
+        handle: PyTorch's identifier of the pool.
+        stream: of the latest call.
+        lock: held during a call.
+        failed: whether a capture into it has failed; no other capture can succeed then.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,8 +75,8 @@ class GraphPool:
         self._device = device
         self._raw_stream = self.stream.cuda_stream
 
-    def begin_turn(self) -> None:
-        """Let what is launched on the current stream from now on come after all earlier turns; hold the lock."""
+    def wait_for_last_call(self) -> None:
+        """Make the current stream wait for all earlier calls. The caller holds the lock."""
         if raw_stream(self._device.index) != self._raw_stream:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_stream(self.stream)
@@ -86,7 +85,7 @@ class GraphPool:
     def capture(
         self, run: Callable[[], Sequence[Output]], stream: torch.cuda.Stream
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Output]]:
-        """Capture a run that computes here; see :func:`~autostream.runtime.capture.capture`."""
+        """Capture a run into this pool; see :func:`~autostream.runtime.capture.capture`."""
         try:
             return capture(run, stream, self.handle)
         except BaseException:
@@ -95,51 +94,49 @@ class GraphPool:
 
 
 GraphPools = WeakValueDictionary[torch.device, GraphPool]
-"""By device, the pool of a model's graphs, for as long as there are any."""
+"""By device, the pool of a model's graphs. Keeps no pool alive."""
 
 
-def return_unused(device: str) -> None:
-    """Give the driver back what PyTorch's allocator keeps for nobody: graphs that were measured and let go leave much.
+def release_unused_memory(device: str) -> None:
+    """Return memory that PyTorch's allocator caches to the driver: graphs that were measured and freed leave much.
 
     Args:
-        device: on which all has been made ready, ``"cuda:0"`` or ``"cpu"``.
+        device: ``"cuda:0"`` or ``"cpu"``, on which the preparation of a program has ended.
     """
     if device != "cpu":
-        with _capturing, suppress(RuntimeError):  # what a capture of the user's would not bear can wait
+        with _capturing, suppress(RuntimeError):  # it is not allowed during a capture of the user's
             torch.cuda.empty_cache()
 
 
 class CapturedGraph:
     """A run captured into a CUDA graph; calling it replays the graph on the current stream.
 
-    Outputs are the caller's to keep: later replays do not overwrite them. Calls from several threads or streams run one
-    after another, and so do those of all graphs in the same pool, because they share its memory.
+    Later replays do not overwrite outputs. Calls from several threads or streams run one after another, and so do those
+    of all graphs in the same pool, because they share its memory.
 
     Args:
-        run: what to capture; it may use several streams, if it forks them from the current one and joins them.
+        run: to capture; it may use several streams, if it forks them from the current one and joins them.
         tensors: arguments of ``run``, all on ``device``.
-        bound: which of them are used where they are. Whoever replays the graph sees to it that they are still there, as
-            :meth:`__call__` does: nothing here holds them. The others are the graph's *static* tensors, made for it or
-            for several graphs in turn (:func:`~autostream.runtime.static_inputs.static_copies`): calls copy inputs
-            there.
+        bound: which of them are used in place. The graph does not own them: the caller of a replay ensures that they
+            are still at their addresses, as :meth:`__call__` does. The others are the graph's *static inputs*, made for
+            it or for several graphs (:func:`~autostream.runtime.static_inputs.static_copies`): calls copy inputs there.
         written: which of them ``run`` writes; those that are not bound are copied back.
         device: a CUDA device.
-        draws: whether ``run`` may draw random numbers.
-        restore: puts back what ``run`` writes: it runs a few times, and finds each time what the first one did. So does
-            whoever comes next.
-        pool: to compute in, beside the graphs that are in it; by default the graph's own.
+        random: whether ``run`` may generate random numbers.
+        restore: restores the tensors that ``run`` writes. It is called before each of a few runs, and after the last.
+        pool: a pool to share with other graphs; by default a new one.
 
     Attributes:
-        static: the tensors that the graph reads in the place of arguments that are not bound, by the places of these.
-        bound: the places of those that are.
-        lent: places of outputs that are not copied: see :meth:`lend`.
+        static: the static inputs, by the index of the argument.
+        bound: the indices of bound arguments.
+        shared: the indices of outputs that are not copied: see :meth:`share_outputs`.
         written: which arguments it writes.
-        pool: where it computes.
-        takes_inputs: whether a call needs no arguments but those that are copied in: see :meth:`launch_inputs`.
+        pool: of its intermediate tensors.
+        needs_inputs_only: whether a call needs no arguments but those that are copied in: see :meth:`launch_inputs`.
 
     Raises:
         CaptureError: the run or its capture failed. The current device and stream are as before. If it was the capture,
-            nothing can be captured into this pool any more; graphs that are in it work.
+            no other graph can be captured into this pool; graphs that are in it work.
     """
 
     def __init__(
@@ -150,140 +147,141 @@ class CapturedGraph:
         written: Sequence[bool],
         device: torch.device,
         *,
-        draws: bool,
+        random: bool,
         restore: Callable[[], None],
         pool: GraphPool | None = None,
     ) -> None:
         self.device = device
         self.pool = pool or GraphPool(device)
-        self._home = torch.cuda.current_stream(device)
+        self._origin = torch.cuda.current_stream(device)
         self.written = tuple(written)
-        self._run, self._flags, self._draws = run, tuple(bound), draws
+        self._run, self._is_bound, self._random = run, tuple(bound), random
         self.bound = tuple(index for index, is_bound in enumerate(bound) if is_bound)
         self.static = {index: tensors[index] for index, is_bound in enumerate(bound) if not is_bound}
-        self._those_bound, self._those_copied = _at(self.bound), _at([*self.static])
-        self._returned = [index for index in self.static if written[index]]
+        self._get_bound, self._get_inputs = _getter(self.bound), _getter([*self.static])
+        self._written_back = [index for index in self.static if written[index]]
         self._copy_in = copier([*self.static.values()])
-        self._unmoved = Bound([tensors[index] for index in self.bound]).unmoved
+        self._unmoved = SameLayout([tensors[index] for index in self.bound]).unmoved
         self._graph, outputs = _captured(run, tensors, device, self.pool, restore)
-        self._handouts = handouts_of(outputs, tensors)
-        self._lendable = lendable(outputs, tensors)
-        # Others may be views of what is bound, which is not held.
-        self._outputs = [output if place in self._lendable else None for place, output in enumerate(outputs)]
-        self.lent = frozenset[int]()
-        self._copy_out = copier_out(self._outputs, self._handouts, self.lent)
-        given = set(map(storage_of, tensors))
-        returned = any(output is not None and storage_of(output) in given for output in outputs)
-        self.takes_inputs = not self._returned and not returned
-        with self.pool.lock:  # calls come after the making of the static tensors too
-            self.pool.begin_turn()
+        self._makers = output_makers(outputs, tensors)
+        self._shareable = shareable(outputs, tensors)
+        # Other outputs may be views of bound tensors, which must not be kept alive.
+        self._outputs = [output if at in self._shareable else None for at, output in enumerate(outputs)]
+        self.shared = frozenset[int]()
+        self._copy_out = copier_out(self._outputs, self._makers, self.shared)
+        storages = set(map(storage_of, tensors))
+        aliased = any(output is not None and storage_of(output) in storages for output in outputs)
+        self.needs_inputs_only = not self._written_back and not aliased
+        with self.pool.lock:  # calls have to wait for the static inputs' allocation too
+            self.pool.wait_for_last_call()
 
     def __del__(self) -> None:
-        """Whoever is given the static tensors' memory next, on the stream of their making, comes after all replays."""
-        # CUDA may have ended before Python does, or there may have been too little memory for a pool.
+        """Make the stream that the static inputs were allocated on, which reuses their memory, wait for all replays."""
+        # CUDA may have shut down before Python, or the constructor may have failed before there was a pool.
         with suppress(RuntimeError, AttributeError):
-            if self.pool.stream != self._home:
-                self._home.wait_stream(self.pool.stream)
+            if self.pool.stream != self._origin:
+                self._origin.wait_stream(self.pool.stream)
 
     def recaptured(self, tensors: Sequence[Tensor], pool: GraphPool, restore: Callable[[], None]) -> CapturedGraph:
-        """The same run, captured with other tensors or into another pool; it runs on them a few times.
+        """Capture the same run with other tensors or into another pool. It runs with them a few times.
 
         Args:
             tensors: arguments of the run, like those of this graph.
-            pool: to compute in.
-            restore: puts back those that it writes.
+            pool: for intermediate tensors.
+            restore: restores the tensors that it writes.
 
         Raises:
-            CaptureError: as of the class.
+            CaptureError: as the class does.
         """
-        same = self._run, tensors, self._flags, self.written, self.device
-        again = CapturedGraph(*same, draws=self._draws, restore=restore, pool=pool)
-        again.lend(self.lent)
+        same = self._run, tensors, self._is_bound, self.written, self.device
+        again = CapturedGraph(*same, random=self._random, restore=restore, pool=pool)
+        again.share_outputs(self.shared)
         if any(tensors[at] is static for at, static in self.static.items()):
-            again._home = self._home  # that is where they go back to, whichever of the two is the last to have them
+            again._origin = self._origin  # the stream that allocated them, whichever of the two graphs lives longer
         return again
 
-    def lend(self, places: frozenset[int]) -> None:
-        """Hand out outputs at these places where they lie from now on, as far as they lie in memory of their own.
+    def share_outputs(self, indices: frozenset[int]) -> None:
+        """From now on, return these outputs in the graph's memory without a copy, if no other tensor shares theirs.
 
-        The next turn of a graph in the same pool may overwrite them: a pool of its own lends until the next replay.
+        The next call of a graph in the same pool may overwrite them; with a pool of its own, the next replay does.
         """
-        lent = places & self._lendable
-        if lent != self.lent:
-            self.lent, self._copy_out = lent, copier_out(self._outputs, self._handouts, lent)
+        shared = indices & self._shareable
+        if shared != self.shared:
+            self.shared, self._copy_out = shared, copier_out(self._outputs, self._makers, shared)
 
-    def fill(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Let static tensors hold what the arguments of a call at these places do, behind all turns so far."""
+    def fill(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Copy these of a call's arguments to the static inputs, after all earlier calls."""
         with self.pool.lock:
-            self.pool.begin_turn()
-            copier([self.static[at] for at in places])([tensors[at] for at in places])
+            self.pool.wait_for_last_call()
+            copier([self.static[at] for at in indices])([tensors[at] for at in indices])
 
     def replay(self) -> None:
-        """Replay on the current stream with what the static tensors hold, copying nothing and waiting for no turn."""
-        if not self._draws:
+        """Replay on the current stream, without copies and without waiting for other calls."""
+        if not self._random:
             self._graph.replay()
             return
-        with _turn_to_draw(torch.cuda.current_stream(self.device)):
+        with _after_last_random_replay(torch.cuda.current_stream(self.device)):
             self._graph.replay()
 
     def __call__(self, *tensors: Tensor) -> list[Output]:
         """Copy inputs in, replay, copy outputs out: all asynchronous, on the device's current stream.
 
         Raises:
-            Moved: a bound tensor is not where the graph reads it. Nothing that the caller can see has changed.
+            Moved: a bound tensor is not where the graph reads it. Nothing was copied or launched.
         """
         if not self.unmoved(tensors):
             raise Moved
         return self.launch(tensors)
 
     def launch(self, tensors: Sequence[Tensor]) -> list[Output]:
-        """What a call does, for bound tensors that are known not to have moved, or whose move is found out later.
+        """Call without checking bound tensors: they have been checked, or will be checked before outputs are used.
 
-        What the graph reads must be there until it has been launched: in memory that has gone back to the driver, the
-        device fails.
+        The memory of bound tensors must not have been returned to the driver, or the device fails.
         """
-        return self.launch_inputs(self._those_copied(tensors), tensors)
+        return self.launch_inputs(self._get_inputs(tensors), tensors)
 
     def launch_inputs(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor] = ()) -> list[Output]:
-        """The same.
+        """Call, as :meth:`launch` does.
 
         Args:
-            inputs: those of the arguments that are copied in, in order.
-            tensors: all arguments; needed where inputs are written back, or outputs share memory with an argument.
+            inputs: the arguments that are copied in, in order.
+            tensors: all arguments; needed if inputs are written back, or if outputs share memory with an argument.
         """
         if current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.launch_inputs(inputs, tensors)
         pool = self.pool
         with pool.lock:
-            pool.begin_turn()
+            pool.wait_for_last_call()
             self._copy_in(inputs)
             self.replay()
-            if self._returned:
-                copier([tensors[index] for index in self._returned])([self.static[index] for index in self._returned])
+            if self._written_back:
+                copier([tensors[index] for index in self._written_back])(
+                    [self.static[index] for index in self._written_back]
+                )
             return self._copy_out(tensors)
 
     def unmoved(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether bound tensors lie where the graph reads them, in the way that they did."""
-        return self._unmoved(self._those_bound(tensors))
+        """Whether bound tensors have the addresses and layouts that the graph was captured for."""
+        return self._unmoved(self._get_bound(tensors))
 
 
 @contextmanager
-def _turn_to_draw(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Come after the last replay that drew: a generator tells all graphs their seed and offset in the same memory."""
-    with _drawing:
-        last = _drawn.setdefault(stream.device, stream)
+def _after_last_random_replay(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Wait for the last random replay: a generator passes seed and offset to all graphs in the same memory."""
+    with _random_lock:
+        last = _last_random.setdefault(stream.device, stream)
         if last != stream:
             stream.wait_stream(last)
-            _drawn[stream.device] = stream
+            _last_random[stream.device] = stream
         yield
 
 
-def _at(places: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """A function that picks what is at these places, which mostly follow each other."""
-    first = places[0] if places else 0
-    following = slice(first, first + len(places))
-    return itemgetter(following) if list(places) == [*range(first, following.stop)] else itemgetter(*places)
+def _getter(indices: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """A function that gets the items at these indices: a slice, where they are consecutive."""
+    first = indices[0] if indices else 0
+    consecutive = slice(first, first + len(indices))
+    return itemgetter(consecutive) if list(indices) == [*range(first, consecutive.stop)] else itemgetter(*indices)
 
 
 def _captured(

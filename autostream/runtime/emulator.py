@@ -1,13 +1,13 @@
-"""Streams without a GPU: a lowered graph run on emulated streams, by one thread in a hostile order or by many at once.
+"""Runs a lowered graph on emulated streams, without a GPU: in a hostile order for tests, or in threads on a CPU.
 
-A lane is a queue of steps, an event is an event. The host walks the graph and only puts steps into queues::
+Each lane is a queue of steps. The host walks the graph and only enqueues steps::
 
     host ──▶ lane 0:  record forked │ relu │ wait linear_done │ add │ free relu │ output
         └──▶ lane 1:  wait forked │ linear │ record linear_done
 
-:func:`run_interleaved` then executes the queues in an order that the waits allow, and chooses the one that does most
-harm: with a wait missing, numbers come out wrong every time, where a GPU would forgive most of the time.
-:class:`ThreadedProgram` executes them side by side, a thread for each lane.
+:func:`run_interleaved` executes the queues in an order that the waits allow and that exposes missing waits: the result
+is wrong in every run, while a GPU would be right most of the time. :class:`ThreadedProgram` executes them concurrently,
+one thread for each lane.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NEW_MEMORY = frozenset(
         *(aten.new_empty.default, aten.new_empty_strided.default, arena.reserve),
     }
 )
-"""What these return holds what somebody left there, which may be right by chance."""
+"""Ops whose results are uninitialized memory, which could hold the right values by chance."""
 
 Values = dict[str, Any]
-"""What each node that has run came to, by name."""
+"""The value of each node that has run, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +53,28 @@ class Compute:
     read: Callable[[Values], tuple[Sequence[Any], Mapping[str, Any]]]
 
     def __call__(self, values: Values) -> None:
-        """Do so."""
+        """Compute the value."""
         args, kwargs = self.read(values)
         values[self.name] = self.function(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Let ``event`` happen."""
+    """Record ``event``."""
 
     event: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing before ``event`` has happened."""
+    """Wait until ``event`` is recorded."""
 
     event: str
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Let later steps of this lane be given the memory that ``holders`` share, which hold it no more."""
+    """Drop ``holders``, the values that share a storage, so that later steps of this lane may reuse its memory."""
 
     holders: tuple[str, ...]
 
@@ -89,13 +89,13 @@ Step = Compute | Record | Wait | Free
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """All that the host enqueues in one run.
+    """All steps that the host enqueues in one run.
 
     Attributes:
-        inputs: names of the values that are given.
-        constants: values that the module holds, such as the submodules of higher-order ops.
-        fakes: name to the fake tensors that look like the value.
-        lanes: the steps of each lane; the last one of lane 0 computes the results.
+        inputs: names of the run's inputs.
+        constants: the module's attributes, such as the submodules of higher-order ops.
+        fakes: by name, fake tensors with a value's metadata.
+        lanes: the steps of each lane; the last step of lane 0 computes the results.
         result: the name of the tuple of results.
     """
 
@@ -107,10 +107,10 @@ class Queues:
 
 
 def enqueue(lowered: fx.GraphModule) -> Queues:
-    """What a lowered graph puts into the queue of each lane.
+    """Enqueue the steps of a lowered graph.
 
     A storage is freed where the generated code drops the last value that holds it, in the queue of the lane that
-    allocated it: that is what the caching allocator does. Storages that inputs or results hold are never freed.
+    allocated it, as the caching allocator does. Storages of inputs and results are never freed.
 
     Args:
         lowered: what :func:`~autostream.runtime.lower.lower` returned; its nodes have fake tensors in ``meta["val"]``
@@ -118,10 +118,10 @@ def enqueue(lowered: fx.GraphModule) -> Queues:
     """
     lanes: dict[int, list[Step]] = defaultdict(list)
     home: dict[str, int] = {}
-    frees, unseen = _frees(lowered.graph), _unseen_views(lowered.graph)
+    frees, unused = _frees(lowered.graph), _unused_views(lowered.graph)
     current = 0
     for node in lowered.graph.nodes:
-        if node in unseen:
+        if node in unused:
             pass
         elif node.target is streams.use:
             current = node.args[1]
@@ -146,17 +146,17 @@ def enqueue(lowered: fx.GraphModule) -> Queues:
 
 
 def run_interleaved(lowered: fx.GraphModule, args: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
-    """Run a lowered graph in an order that its waits allow and that makes the most of every wait that is missing.
+    """Run a lowered graph in an order that its waits allow and that exposes every missing wait.
 
-    One lane, ``seed % lanes``, is the victim. It runs ahead to its end while the others do only what its waits demand.
-    So where an op of the victim is not ordered after another lane's op, it runs first, and
+    One lane, ``seed % lanes``, is the victim. It runs ahead to its end, while the others run only what its waits need.
+    So an op of the victim that is not ordered after another lane's op runs before that, and
 
-    - reads what is not written yet: NaN, -1 or ``True`` instead of a value, or
-    - overwrites what the other op has yet to read, or
+    - reads memory that is not written yet: NaN, -1 or ``True``, or
+    - overwrites memory that the other op has yet to read, or
     - frees memory that the other op has yet to use, and that then holds NaN, -1 or ``True``.
 
-    What is returned, and what is in ``args`` afterwards, is what the caller's stream would see behind the join. Seeds
-    below the number of lanes go through the victims; from there on, lanes take turns at random.
+    The results, and the contents of ``args`` afterwards, are those that the caller's stream would see after the join.
+    Seeds from the number of lanes on first run random lanes for a few steps at a time.
 
     Args:
         lowered: what :func:`~autostream.runtime.lower.lower` returned.
@@ -164,15 +164,15 @@ def run_interleaved(lowered: fx.GraphModule, args: Sequence[Tensor], seed: int) 
         seed: which order, from 0.
     """
     queues = enqueue(lowered)
-    # What the caller's stream did before the fork is what the inputs hold.
-    given = [
+    # The caller's stream has computed the inputs before the fork.
+    inputs_first = [
         Compute(name, lambda tensor: tensor, _reader(((arg,), {})))
         for name, arg in zip(queues.inputs, args, strict=True)
     ]
     caller, *sides = queues.lanes
     memory = _Memory(queues)
     with torch.no_grad():
-        for step in _hostile_order([(*given, *caller), *sides], seed):
+        for step in _hostile_order([(*inputs_first, *caller), *sides], seed):
             if isinstance(step, (Compute, Free)):
                 step(memory)
             if isinstance(step, Compute) and step.function in _NEW_MEMORY:
@@ -180,16 +180,16 @@ def run_interleaved(lowered: fx.GraphModule, args: Sequence[Tensor], seed: int) 
             if step is caller[-1]:
                 results = tuple(tensor.clone() for tensor in memory[queues.result])
                 inputs = [(contents, contents.clone()) for contents in map(_bytes, args)]
-        for contents, seen in inputs:
-            contents.copy_(seen)
+        for contents, saved in inputs:
+            contents.copy_(saved)
     return results
 
 
 class ThreadedProgram:
-    """A lowered graph that runs its lanes side by side on the CPU: lane 0 in the calling thread, others in their own.
+    """Runs the lanes of a lowered graph concurrently on the CPU: lane 0 in the calling thread, others in their own.
 
-    Several threads may call it at once. Grad mode, inference mode and autocast are the caller's in all lanes. Storages
-    are dropped where the schedule releases them. Threads are kept for the next call and end with this object.
+    Several threads may call it at once. All lanes have the caller's grad mode, inference mode and autocast. Storages
+    are freed where the schedule releases them. Threads are reused by later calls and end with this object.
 
     Args:
         lowered: what :func:`~autostream.runtime.lower.lower` returned.
@@ -207,34 +207,32 @@ class ThreadedProgram:
             args: the tensors of the program's placeholders.
 
         Raises:
-            BaseException: what an op raised first; no lane runs any more by then.
+            BaseException: the first error of an op. All lanes have ended by then.
         """
-        if os.getpid() != self._process:  # a forked process has none of the threads of the one that it comes from
+        if os.getpid() != self._process:  # threads do not survive a fork
             self._process, self._threads = os.getpid(), _pool()
         queues = self._queues
         values = dict(queues.constants) | dict(zip(queues.inputs, args, strict=True))
         run = _ThreadedRun(values, {event: threading.Event() for event in self._events}, _modes())
-        own, *others = queues.lanes
+        caller, *sides = queues.lanes
         lanes: list[Future[None]] = []
         try:
-            for lane in others:
+            for lane in sides:
                 lanes.append(self._threads.submit(run.execute, lane))
-            run.execute(own)
+            run.execute(caller)
             wait(lanes)
-        except BaseException as interruption:  # Ctrl-C comes between ops as well
+        except BaseException as interruption:  # Ctrl-C may come between ops
             run.stop(interruption)
             wait(lanes)
             raise
         if run.failures:
-            raise run.failures.pop(0)  # the exception must not keep itself, and all values with it, alive
+            raise run.failures.pop(0)  # popped: a reference cycle would keep the exception and all values alive
         results: tuple[Tensor, ...] = run.values[queues.result]
         return results
 
 
 def _pool() -> ThreadPoolExecutor:
-    """Lanes of one run wait for each other, so none may stand in line for a thread: this pool starts one whenever none
-    is idle, and never gets near its limit.
-    """
+    """A pool that starts a thread whenever none is idle: lanes wait for each other, so none may wait for a thread."""
     return ThreadPoolExecutor(max_workers=1 << 20, thread_name_prefix="autostream-lane")
 
 
@@ -246,7 +244,7 @@ class _ThreadedRun:
     failures: list[BaseException] = field(default_factory=list)
 
     def execute(self, lane: Sequence[Step]) -> None:
-        """Run one lane to its end, or until another one has failed."""
+        """Run one lane to its end, or until another lane fails."""
         try:
             with self.modes():
                 self._execute(lane)
@@ -254,7 +252,7 @@ class _ThreadedRun:
             self.stop(failure)
 
     def stop(self, failure: BaseException) -> None:
-        """Let every lane end at its next wait: nobody may wait for one that has stopped."""
+        """End every lane at its next wait, as events of a lane that has stopped are not recorded."""
         self.failures.append(failure)
         for event in self.events.values():
             event.set()
@@ -273,14 +271,14 @@ class _ThreadedRun:
 
 
 def _modes() -> Callable[[], AbstractContextManager[None]]:
-    """What puts another thread into the calling thread's modes."""
+    """A context manager that sets the calling thread's modes in another thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     threads = torch.get_num_threads()
 
     @contextmanager
     def entered() -> Iterator[None]:
-        # OpenMP counts threads for each thread anew, and what a product comes to depends on how many it takes.
+        # OpenMP's number of threads is a setting of each thread, and results of a matmul depend on it.
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         with (
@@ -294,7 +292,7 @@ def _modes() -> Callable[[], AbstractContextManager[None]]:
 
 
 class _Memory(Values):
-    """Values, of which those that no step has written yet, or that were freed, are garbage."""
+    """Values, which are garbage before a step has written them and after they were freed."""
 
     def __init__(self, queues: Queues) -> None:
         super().__init__(queues.constants)
@@ -311,17 +309,17 @@ def _garbage(fake: Tensor) -> Tensor:
 
 
 def _poison(tensor: Tensor) -> None:
-    """Overwrite a storage with ones: a NaN of any floating-point type, -1, or ``True``."""
+    """Set all bits of a storage: NaN of any floating-point type, -1, or ``True``."""
     _bytes(tensor).fill_(1 if tensor.dtype is torch.bool else 0xFF)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The whole storage that a tensor looks at."""
+    """The whole storage of a tensor, as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _hostile_order(lanes: Sequence[Sequence[Step]], seed: int) -> Iterator[Step]:
-    """All steps, each after those before it in its lane, and each wait after the record of its event."""
+    """All steps, in the order of each lane, and each wait after the record of its event."""
     recorded = {s.event: (lane, at) for lane, q in enumerate(lanes) for at, s in enumerate(q) if isinstance(s, Record)}
     done = [0] * len(lanes)
 
@@ -344,11 +342,11 @@ def _hostile_order(lanes: Sequence[Sequence[Step]], seed: int) -> Iterator[Step]
 
 
 def _frees(graph: fx.Graph) -> Mapping[str, Sequence[Free]]:
-    """Node to the storages whose last value the generated code drops behind it: at its last use, or without one."""
+    """By node, the storages whose last value the generated code drops after it: after its last use, if it has one."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     holders: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        for storage in filter(None, storages_of(node)):  # what lies in none lives until the end of the run
+        for storage in filter(None, storages_of(node)):  # values without one live until the end of the run
             holders[storage].append(node)
     frees: dict[str, list[Free]] = defaultdict(list)
     for nodes in holders.values():
@@ -361,33 +359,33 @@ def _frees(graph: fx.Graph) -> Mapping[str, Sequence[Free]]:
     return frees
 
 
-def _unseen_views(graph: fx.Graph) -> set[fx.Node]:
-    """Views that nothing looks at. They launch nothing, so no wait keeps another lane from dropping what they view."""
+def _unused_views(graph: fx.Graph) -> set[fx.Node]:
+    """Views without users. They launch nothing, so no wait keeps another lane from freeing their storage before."""
     first: dict[int, fx.Node] = {}
     for node in graph.nodes:
         for storage in filter(None, storages_of(node)):
             first.setdefault(storage, node)
-    unseen: set[fx.Node] = set()
+    unused: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        looked_at = any(user not in unseen and user.target is not streams.release for user in node.users)
-        blocks = [*filter(None, storages_of(node))] if _only_looks(node) and not looked_at else []
-        if blocks and all(first[block] is not node for block in blocks):
-            unseen.add(node)
-    return unseen
+        used = any(user not in unused and user.target is not streams.release for user in node.users)
+        storages = [*filter(None, storages_of(node))] if _only_reads(node) and not used else []
+        if storages and all(first[storage] is not node for storage in storages):
+            unused.add(node)
+    return unused
 
 
-def _only_looks(node: fx.Node) -> bool:
+def _only_reads(node: fx.Node) -> bool:
     target = node.target
     return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable)
 
 
 def _reader(argument: Any) -> Callable[[Values], Any]:
-    """Turn an fx argument into a function of the values that it names."""
-    named: list[fx.Node] = []
-    fx.map_arg(argument, named.append)
+    """A function that takes an fx argument's nodes from the values."""
+    nodes: list[fx.Node] = []
+    fx.map_arg(argument, nodes.append)
     if isinstance(argument, fx.Node):
         return operator.itemgetter(argument.name)
-    if not named:
+    if not nodes:
         return lambda values: argument
     if isinstance(argument, dict):
         by_key = {key: _reader(item) for key, item in argument.items()}

@@ -1,4 +1,4 @@
-"""Which node of a generated ``forward`` raised."""
+"""Finds the node of an fx graph that raised an error, for error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 
 
 def where(error: BaseException) -> str:
-    """``" at conv2d = torch.ops.aten.conv2d.default(…)"``, or ``""`` if no generated code was running.
+    """``" at conv2d = torch.ops.aten.conv2d.default(…)"``, or ``""`` if the error is not from an fx graph.
 
     Example:
         >>> import torch.fx

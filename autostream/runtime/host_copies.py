@@ -1,12 +1,12 @@
-"""Copies between the host and a device, beside what a call has launched before them.
+"""Copies between host and device that run beside a call's kernels, on a stream of their own.
 
     caller's stream:   … ─╮ reserve ─ work that needs no copy ─────────────╮ work with what was copied
     copy stream:          ╰──────▶ upload ────────────────────────────────▶╯
 
-The caller's stream has a call's work in order; a copy that was put there would come after all that was launched before
-it. Here it waits for what came before a moment that is told, and the caller's stream for it. What is copied to a device
-lies in memory that was taken on the caller's stream before that moment, so it is given back there like all else. The
-host waits as long as it does without this: for pinned memory and copies that do not block, not at all.
+On the caller's stream, a copy would wait for all kernels launched before it. On a copy stream it waits only for those
+that come before a given event, and the caller's stream waits for the copy. The destination on a device is allocated on
+the caller's stream before that event, so it is also freed there. The host waits as long as for an ordinary copy: not
+at all, for pinned memory and non-blocking copies.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from autostream.runtime.streams import Copies, copy_stream, on
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Memory to copy to, once all is over that was launched before it was taken."""
+class Destination:
+    """Memory to copy to, and the event after which it may be written."""
 
     tensor: Tensor
     since: torch.cuda.Event
 
 
 def mark(device: str) -> torch.cuda.Event:
-    """An event that happens when all that a device's current stream has been given so far has ended."""
+    """Record an event on a device's current stream."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(_current(device))
     return event
 
 
-def reserve(device: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Place:
-    """Memory for what :func:`upload` will copy."""
-    return Place(torch.empty_strided(shape, strides, dtype=dtype, device=device), mark(device))
+def reserve(device: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Destination:
+    """Allocate the memory that :func:`upload` copies to."""
+    return Destination(torch.empty_strided(shape, strides, dtype=dtype, device=device), mark(device))
 
 
-def upload(place: Place, source: Tensor, non_blocking: bool) -> Tensor:
-    """A tensor of the host's on the device; what the current stream is given from now on comes after the copy."""
-    with _beside(place.since, str(place.tensor.device), "upload"):
-        place.tensor.copy_(source, non_blocking=non_blocking)
-    return place.tensor
+def upload(destination: Destination, source: Tensor, non_blocking: bool) -> Tensor:
+    """Copy a tensor from the host to the device. Later work on the current stream waits for the copy."""
+    with _beside(destination.since, str(destination.tensor.device), "upload"):
+        destination.tensor.copy_(source, non_blocking=non_blocking)
+    return destination.tensor
 
 
 def copy_beside(
     since: torch.cuda.Event, device: str, copies: Copies, copy: Callable[..., Tensor], /, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The same by an op whose result takes no memory of the device: to the host, or to what is there already."""
+    """Copy by an op that allocates no memory on the device: to the host, or to a tensor that exists already."""
     with _beside(since, device, copies):
         return copy(*args, **kwargs)
 
@@ -65,7 +65,7 @@ def _beside(since: torch.cuda.Event, device: str, copies: Copies) -> Iterator[No
     with on(stream, caller):
         try:
             yield
-        finally:  # also behind what was begun before it failed
+        finally:  # also for a copy that was started before an error
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
             done.wait(caller)

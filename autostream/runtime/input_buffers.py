@@ -1,11 +1,11 @@
-"""Memory that batches come in again and again, so that a captured graph can read them where they are.
+"""Memory that is used for one batch after another, so that a captured graph can read batches in place.
 
-    slot:  hand out ─▶ tensors like any other ─▶ nobody has anything of them ─▶ hand out, at the same addresses
-             └──────────── a graph that was captured for these addresses: nothing to copy ────────────┘
+    buffer:  hand out ─▶ ordinary tensors ─▶ all of them and their views are freed ─▶ hand out again, same addresses
+               └───────── a graph captured for these addresses (graphs_by_input.py) needs no copy
 
-What is handed out has a storage that nobody else has, so whoever keeps it, or a view of it, keeps the slot from being
-used again: batches are never overwritten while somebody can see them. Work that was launched with them may still be
-under way, as it may in memory that the caching allocator hands on; so a slot serves one stream only, as that does.
+Each tensor that is handed out has a storage of its own. As long as it, or a view of it, is alive, the buffer is not
+used again, so a batch is never overwritten while it can be read. Work launched with it may still be running by then, as
+it may in memory that the caching allocator reuses; so, like a block of that, a buffer serves one stream only.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # it is documented there
 
 Memory = Callable[[Sequence[Tensor], torch.device, torch.cuda.Stream], list[Tensor]]
-"""Gives tensors like those in the host's memory, on a device, for a stream of it."""
+"""Allocates tensors like those in the host's memory, on a device, for one of its streams."""
 
 
 def new_memory(likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream) -> list[Tensor]:
-    """Tensors in memory that is taken now, on the current stream."""
+    """Tensors in newly allocated memory of the current stream."""
     return [torch.empty_like(like, device=device) for like in likes]
 
 
-class Slot:
+class InputBuffer:
     """Memory for the tensors of one batch.
 
     Args:
-        likes: what the tensors are like.
-        device: where the memory is taken.
-        home: the stream that it is for, which is current.
+        likes: tensors like those of the batch.
+        device: of the memory.
+        home: the stream that it serves, which is current.
 
     Attributes:
-        kind: of the tensors and the stream that it is for.
+        kind: of the tensors and the stream.
         addresses: of those of its tensors that have elements.
 
     Example:
-        >>> slot = Slot([torch.zeros(2)], torch.device("cpu"), None)
-        >>> (batch,) = slot.hand_out()
-        >>> slot.is_free, batch.data_ptr() in slot.addresses
+        >>> buffer = InputBuffer([torch.zeros(2)], torch.device("cpu"), None)
+        >>> (batch,) = buffer.hand_out()
+        >>> buffer.is_free, batch.data_ptr() in buffer.addresses
         (False, True)
         >>> del batch
-        >>> slot.is_free
+        >>> buffer.is_free
         True
     """
 
@@ -57,72 +57,74 @@ class Slot:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody has a tensor that lies here."""
+        """Whether all tensors that were handed out have been freed."""
         return all(owner() is None for owner in self._handed_out)
 
     def hand_out(self) -> list[Tensor]:
-        """New tensors that lie here, each with a storage of its own. Nobody may have others."""
+        """New tensors in this memory, each with a storage of its own. The buffer must be free."""
         owners = [_bytes_of(tensor) for tensor in self._memory]
         self._handed_out = list(map(ref, owners))
-        # A storage that comes by DLPack holds on to the tensor that it was made of until nobody has it any more.
+        # A storage from DLPack keeps the tensor that it was made of alive as long as it lives itself.
         storages = [from_dlpack(to_dlpack(owner)) for owner in owners]
         return [
-            storage.view(like.dtype).as_strided(like.shape, like.stride()).data  # nobody's view
+            storage.view(like.dtype).as_strided(like.shape, like.stride()).data  # not a view to autograd
             for storage, like in zip(storages, self._memory, strict=True)
         ]
 
     def here(self, tensor: Tensor) -> Tensor | None:
-        """What this tensor is, as one that does not keep the slot from being used again; ``None`` if it lies elsewhere.
+        """An alias of this tensor that does not keep the buffer in use; ``None`` if the tensor is elsewhere.
 
-        Where a tensor begins later than any that was handed out, or is of another dtype, that is elsewhere.
+        A tensor that begins later than those that are handed out, or has another dtype, counts as elsewhere.
         """
-        for own in self._memory:
-            if own.numel() and own.data_ptr() == tensor.data_ptr() and own.dtype == tensor.dtype:
-                return own.as_strided(tensor.shape, tensor.stride())
+        for memory in self._memory:
+            if memory.numel() and memory.data_ptr() == tensor.data_ptr() and memory.dtype == tensor.dtype:
+                return memory.as_strided(tensor.shape, tensor.stride())
         return None
 
 
-SlotTable = WeakValueDictionary[int, Slot]
-"""By address, the slot that a tensor which begins there lies in, for as long as there are slots."""
+BufferTable = WeakValueDictionary[int, InputBuffer]
+"""By address, the buffer with a tensor that begins there. Keeps no buffer alive."""
 
 
-class Slots:
-    """At most so many slots, for tensors like the first that ask; there is new memory for all others.
+class InputBuffers:
+    """A limited number of buffers, for tensors like the first ones; all others get new memory.
 
     Args:
-        count: how many there may be.
-        table: where they can be looked up.
+        count: of buffers, at most.
+        table: where they can be found by address.
 
     Example:
-        >>> table = SlotTable()
-        >>> slots = Slots(1, table)
-        >>> first, second = (slots.memory([torch.zeros(2)], torch.device("cpu"), None) for _ in range(2))
+        >>> table = BufferTable()
+        >>> buffers = InputBuffers(1, table)
+        >>> first, second = (buffers.memory([torch.zeros(2)], torch.device("cpu"), None) for _ in range(2))
         >>> first[0].data_ptr() in table, second[0].data_ptr() in table
         (True, False)
     """
 
-    def __init__(self, count: int, table: SlotTable) -> None:
+    def __init__(self, count: int, table: BufferTable) -> None:
         self._count, self._table = count, table
-        self._slots: list[Slot] = []
+        self._buffers: list[InputBuffer] = []
         self._lock = threading.Lock()
 
     def memory(self, likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream) -> list[Tensor]:
-        """Tensors like these on a device, for a stream of it, which is current; in a slot if one is free.
+        """Tensors like these on a device, for one of its streams, which is current; in a buffer if one is free.
 
         Raises:
             torch.OutOfMemoryError: there is too little memory for them.
         """
         with self._lock:
-            slot = self._slot(likes, device, home)
-            return new_memory(likes, device, home) if slot is None else slot.hand_out()
+            buffer = self._free_buffer(likes, device, home)
+            return new_memory(likes, device, home) if buffer is None else buffer.hand_out()
 
-    def _slot(self, likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream) -> Slot | None:
-        if self._slots and self._slots[0].kind != _kind(likes, home):
+    def _free_buffer(
+        self, likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream
+    ) -> InputBuffer | None:
+        if self._buffers and self._buffers[0].kind != _kind(likes, home):
             return None
-        free = next((slot for slot in self._slots if slot.is_free), None)
-        if free is None and len(self._slots) < self._count:
-            free = Slot(likes, device, home)
-            self._slots.append(free)
+        free = next((buffer for buffer in self._buffers if buffer.is_free), None)
+        if free is None and len(self._buffers) < self._count:
+            free = InputBuffer(likes, device, home)
+            self._buffers.append(free)
             self._table.update(dict.fromkeys(free.addresses, free))
         return free
 
@@ -132,5 +134,5 @@ def _kind(likes: Sequence[Tensor], home: torch.cuda.Stream) -> tuple[object, ...
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """All memory of a tensor without gaps; of no special dtype, because DLPack does not have all."""
+    """All memory of a tensor without gaps, as bytes, because DLPack does not support all dtypes."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,7 +1,7 @@
-/* Whether tensors lie where they did, and as they did. Built and explained by layouts.py.
+/* Checks whether tensors have moved or changed their layout. Built and explained by layouts.py.
 
-   PyTorch is asked through libtorch's stable C interface, whose functions are handed in: there is no header to find,
-   nothing to link, and no version of PyTorch to match. */
+   It calls libtorch's stable C interface through function pointers that the caller passes: no header to find, nothing
+   to link, and no version of PyTorch to match. */
 
 #include <stdint.h>
 #include <string.h>
@@ -12,7 +12,7 @@ typedef struct {
     Getter address, dtype, dim, sizes, strides;
 } Getters;
 
-/* expected: of each tensor its address and, if all is asked, its dtype, dim, sizes and strides. */
+/* expected: the address of each tensor and, if all is nonzero, its dtype, dim, sizes and strides. */
 int32_t unchanged(const Getters *get, void *const *tensors, int64_t count, const int64_t *expected, int32_t all)
 {
     for (int64_t at = 0; at < count; at++) {

@@ -1,6 +1,6 @@
-"""Lowering: from a schedule to an fx graph with stream and event nodes, which no other code writes.
+"""Lowering: from a schedule to an fx graph with stream and event nodes. No other code writes such nodes.
 
-What is printed is what runs, in this order::
+The nodes run in this order::
 
     arena = reserve(device, bytes)   lane 0, if storages lie in one; their memory is place(arena, …)
     placeholders, prelude            lane 0
@@ -14,7 +14,7 @@ What is printed is what runs, in this order::
         release(...)                 what the schedule releases here
     use(lanes, 0), waits             the join
     joined = record(lanes, 0)        the closing fence: side streams whose storages live until here wait for the join
-    release(...)                     what had no safe point earlier
+    release(...)                     storages that could not be released earlier
     output
 """
 
@@ -35,23 +35,22 @@ from autostream.utils.storages import storage_of
 
 
 def lower(program: Program, graph: OpGraph, schedule: Schedule) -> fx.GraphModule:
-    """Write a schedule down as a graph that any holder of the program's tensors can call.
+    """Write a schedule as an fx graph.
 
-    A schedule over one stream becomes plain code without any stream node. Takes linear time; parameters and submodules
-    are shared with ``program.module``, which stays as it is.
+    A schedule over one stream has no stream nodes. Takes linear time. Parameters and submodules are shared with
+    ``program.module``, which stays as it is.
 
     Args:
         program: the traced model.
         graph: its ops and storages.
-        schedule: a plan for them. Whether it is free of races is for
-            :func:`~autostream.scheduling.verify.verify` to say.
+        schedule: of these ops. It is not checked for races: :func:`~autostream.scheduling.verify.verify` does that.
 
     Returns:
         A module that takes ``program.placeholders`` in order and returns the tuple of ``program.outputs``. Its nodes
         keep the names and the metadata of the program's.
 
     Raises:
-        ScheduleError: an op, a wait or the output uses what has not been launched yet or has been released already.
+        ScheduleError: an op, a wait or the output uses a value that is not launched yet or already released.
     """
     writer = _Writer(program, graph, schedule.arena)
     if schedule.streams == 1:
@@ -64,9 +63,7 @@ def lower(program: Program, graph: OpGraph, schedule: Schedule) -> fx.GraphModul
 
 
 def storages_of(node: fx.Node) -> list[int | None]:
-    """The storage of each result of a node, or of the fake values that stand for them, leaf by leaf.
-
-    Numbers, ``None`` and sparse tensors lie in none.
+    """The storage of each result of a node, by its fake values; ``None`` for numbers, ``None`` and sparse tensors.
 
     Example:
         >>> x, y = torch.empty(2), torch.empty(2)
@@ -97,37 +94,37 @@ def _write_streams(writer: _Writer, graph: OpGraph, schedule: Schedule) -> None:
 
 
 def _write_closing_fence(writer: _Writer, graph: OpGraph, schedule: Schedule) -> None:
-    """Drop what was kept until now, once the streams that allocated it come after all work."""
-    kept, strays = _kept(graph, schedule), writer.strays()
+    """Release all remaining storages, after the streams that allocated them have waited for all work."""
+    unreleased, unscheduled = _unreleased(graph, schedule), writer.unscheduled()
     home = {storage: launch.stream for launch in schedule.launches for storage in graph.ops[launch.op].allocates}
     # The prelude allocates on the caller's stream, which has just joined the others.
-    if sides := sorted({home.get(storage, 0) for storage in (*kept, *strays)} - {0}):
+    if sides := sorted({home.get(storage, 0) for storage in (*unreleased, *unscheduled)} - {0}):
         writer.record(JOIN, "joined")
     for side in sides:
         writer.wait("the closing fence", [JOIN], side)
-    writer.release(kept, "at the end")
-    writer.hold(node for nodes in strays.values() for node in nodes)
+    writer.release(unreleased, "at the end")
+    writer.keep_alive(node for nodes in unscheduled.values() for node in nodes)
     writer.release_arena()
 
 
-def _kept(graph: OpGraph, schedule: Schedule) -> list[str]:
-    """The storages that a schedule owns and never releases."""
+def _unreleased(graph: OpGraph, schedule: Schedule) -> list[str]:
+    """The storages that a schedule could release, and does not."""
     released = {storage for launch in schedule.launches for storage in launch.releases}
-    return [storage.name for storage in _owned(graph, schedule.arena) if storage.name not in released]
+    return [storage.name for storage in _releasable(graph, schedule.arena) if storage.name not in released]
 
 
-def _owned(graph: OpGraph, plan: Arena) -> Iterator[Storage]:
-    """The storages that have a block of their own, which goes back when their last holder is dropped."""
+def _releasable(graph: OpGraph, plan: Arena) -> Iterator[Storage]:
+    """The intermediate storages with a memory block of their own, which is freed with the last value that holds it."""
     for name, storage in graph.storages.items():
         if storage.role is Role.INTERMEDIATE and not storage.escapes and name not in plan.offsets:
             yield storage
 
 
 class _Writer:
-    """An fx graph in the making: copies nodes of a program, and puts stream nodes between them.
+    """Copies nodes of a program to a new graph, and writes stream nodes between them.
 
     Attributes:
-        graph: what has been written so far.
+        graph: the nodes written so far.
     """
 
     def __init__(self, program: Program, graph: OpGraph, plan: Arena) -> None:
@@ -141,7 +138,7 @@ class _Writer:
         self._copies: dict[str, fx.Node] = {}
         self._released: dict[str, str] = {}
         self._held: dict[str, set[str]] = defaultdict(set)
-        for storage in _owned(graph, plan):
+        for storage in _releasable(graph, plan):
             for holder in storage.holders:
                 self._held[holder].add(storage.name)
         self._events: dict[str, fx.Node] = {}
@@ -152,8 +149,8 @@ class _Writer:
         if plan.offsets:
             self._arena = self._call(arena.reserve, graph.device, plan.bytes, name="arena")
             self._arena.meta["val"] = torch.empty(plan.bytes, dtype=torch.uint8, device="meta")
-        givens = [node.name for node in self._originals.values() if node.op == "get_attr"]
-        for name in dict.fromkeys([*givens, *graph.prelude]):
+        attributes = [node.name for node in self._originals.values() if node.op == "get_attr"]
+        for name in dict.fromkeys([*attributes, *graph.prelude]):
             if name not in self._copies:
                 self._copy(name, name)
 
@@ -172,7 +169,7 @@ class _Writer:
         for point in points:
             if point not in self._events:
                 raise ScheduleError(
-                    f"{self._described(waiter)} waits for {point!r}, which is not launched before it; "
+                    f"{self._description(waiter)} waits for {point!r}, which is not launched before it; "
                     "a wait names an op that is launched earlier"
                 )
             self._call(streams.wait, self._lanes, lane, self._events[point])
@@ -186,27 +183,28 @@ class _Writer:
             self._call(streams.release, *(self._copies.pop(holder) for holder in holders))
         self._released |= dict.fromkeys(holders, when)
 
-    def strays(self) -> Mapping[str, Sequence[str]]:
-        """Storages that an output may be in by the schemas, and is not by the fake values, with the values that are.
+    def unscheduled(self) -> Mapping[str, Sequence[str]]:
+        """Storages that, by the schemas, an output may alias, but by the fake values does not; and their holders.
 
-        So nobody may release them, and nobody keeps them: ``broadcast_tensors(a, b)`` returns both in one list.
+        So the schedule cannot release them, and the output does not keep them alive. ``broadcast_tensors(a, b)``, which
+        returns both in one list, has such storages.
         """
         outputs = {block for name in self._program.outputs for block in storages_of(self._originals[name])}
-        found: dict[str, Sequence[str]] = {}
+        holders_of: dict[str, Sequence[str]] = {}
         for storage in self._storages.values():
             if storage.role is not Role.INTERMEDIATE or not storage.escapes:
                 continue
-            name, _, place = storage.name.partition(".")
-            block = storages_of(self._originals[name])[int(place or 0)]
+            name, _, index = storage.name.partition(".")
+            block = storages_of(self._originals[name])[int(index or 0)]
             if block is not None and block not in outputs:
                 holders = (holder for holder in storage.holders if block in storages_of(self._originals[holder]))
-                found[storage.name] = list(holders)
-        return found
+                holders_of[storage.name] = list(holders)
+        return holders_of
 
-    def hold(self, nodes: Iterable[str]) -> None:
-        """Keep values until here that nothing else may keep."""
-        if held := [self._copies[name] for name in dict.fromkeys(nodes) if name in self._copies]:
-            self._call(streams.release, *held)
+    def keep_alive(self, nodes: Iterable[str]) -> None:
+        """Keep values alive until here."""
+        if copies := [self._copies[name] for name in dict.fromkeys(nodes) if name in self._copies]:
+            self._call(streams.release, *copies)
 
     def release_arena(self) -> None:
         if self._offsets:
@@ -226,7 +224,7 @@ class _Writer:
         self._copies[name] = self.graph.node_copy(self._originals[name], lambda node: self._value(node.name, user))
 
     def _place(self, name: str) -> None:
-        """Let memory be where the schedule says, in the place of a block of its own."""
+        """Write a tensor in the arena instead of the op that would allocate it."""
         original = self._originals[name]
         value = original.meta["val"]
         shape = (tuple(value.shape), value.stride(), value.dtype)
@@ -242,21 +240,21 @@ class _Writer:
             return self._copies[name]
         fate = f"is released {self._released[name]}" if name in self._released else "is not launched yet"
         raise ScheduleError(
-            f"{self._described(user)} uses {name!r}, which {fate}; a launch comes after all that it uses, "
+            f"{self._description(user)} uses {name!r}, which {fate}; a launch comes after all that it uses, "
             "and a release after the last use of the storage"
         )
 
-    def _described(self, user: str) -> str:
+    def _description(self, user: str) -> str:
         if user not in self._ops:
             return user
         source = self._ops[user].source
         return f"{user!r} ({source})" if source else repr(user)
 
     def _holders(self, storage: str) -> Iterator[str]:
-        """The values that keep a storage alive until its release.
+        """The values to drop in order to release a storage.
 
-        Tensors, if there are any: a list of results would keep the other ones alive as well. What an op like
-        ``contiguous`` returned may be a view of its argument or memory of its own: it stays until both may go.
+        Tensors, if there are any: a list of results would keep the other results alive as well. The result of an op
+        like ``contiguous`` may be a view of its argument or a new tensor: it is kept until both may be released.
         """
         live = [holder for holder in self._storages[storage].holders if holder in self._copies]
         tensors = [holder for holder in live if not isinstance(self._originals[holder].meta.get("val"), (list, tuple))]

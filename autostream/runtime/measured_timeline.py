@@ -1,16 +1,16 @@
-"""When each op of a captured graph really runs: the kernels that a profiler sees, mapped back to ops.
+"""Measures when each op of a captured graph runs: profiled kernels are mapped back to ops.
 
-    lowered graph, op by op, each under its name ──▶ which kernels each op launches      kernels_by_op
-    captured graph, replayed                     ──▶ which kernels ran, and when         replays
-    both, and the order of the schedule          ──▶ Timeline                            match
+    lowered graph, profiled op by op     ──▶ which kernels each op launches      kernels_by_op
+    captured graph, profiled             ──▶ which kernels ran, and when         replays
+    both, and the order of the schedule  ──▶ Timeline                            match
 
-A replay does not say for whom a kernel ran, and the queues that it names are not the streams that were captured. What
-is known is what each op launches, in which order each stream goes through its ops, and what they wait for. So a kernel
-belongs to the next op of some stream that expects one of this name and this grid and has nothing to wait for any more.
-Where several streams do (equal branches), the one that was in the kernel's queue before goes first, then the one
-launched first: such kernels are alike, and so are the times that they could swap.
+The profile of a replay has neither the op of a kernel nor the stream that was captured: it names hardware queues. Known
+are the kernels that each op launches, the order of ops on each stream, and their waits. So a kernel belongs to an op
+that is next on its stream, has no wait left, and launches a kernel of this name and grid next. Where several ops match
+(equal branches), a stream whose last kernel ran in the same queue is preferred, then the op launched first. Such
+kernels are equal, so a wrong choice swaps similar times.
 
-Times are those of CUPTI, by way of ``torch.profiler`` and the trace file that it writes.
+Times are from CUPTI, read from the trace file that ``torch.profiler`` writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autostream.runtime.runs import without_autocast
 from autostream.runtime.streams import restored
 
 REPLAYS = 5
-"""The one of median length is told of; the first uploads the graph."""
+"""The replay of median duration is used. There is one more, the first, which uploads the graph."""
 
 _SPAN = "autostream op "
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -43,18 +43,18 @@ Event = Mapping[str, Any]
 """An entry of a trace file."""
 
 Key = tuple[object, ...]
-"""What a kernel has in common with other runs of the same: its name, its grid and blocks, or the bytes it moves."""
+"""Identifies a kernel: its name, its grid and blocks, or the bytes that it copies."""
 
 
 class Unmatched(Exception):  # noqa: N818 - a notice between modules, not an error
-    """What ran is not what was launched op by op; the message says where they part."""
+    """A replay ran other kernels than the ops launched one by one; the message has the first difference."""
 
 
 class Kernel(NamedTuple):
     """A kernel, copy or fill that ran on the device.
 
     Attributes:
-        key: which it is.
+        key: identifies the kernel.
         queue: the hardware queue, as the profiler numbers it.
         start_us: when it started, µs.
         end_us: when it ended, µs.
@@ -66,7 +66,7 @@ class Kernel(NamedTuple):
     end_us: float
 
 
-def watch(
+def measure_timeline(
     lowered: fx.GraphModule,
     graph: OpGraph,
     schedule: Schedule,
@@ -74,43 +74,43 @@ def watch(
     arguments: Sequence[Tensor],
     level: str,
 ) -> Timeline:
-    """Run a schedule under a profiler and say when each op ran. Nothing that it runs may write what others see.
+    """Run a schedule under a profiler and return when each op ran. Its ops must not mutate the model's state.
 
     Args:
-        lowered: what was captured.
+        lowered: the lowered graph.
         graph: its ops.
-        schedule: which it was lowered from.
-        captured: the graph; it is replayed with what its static tensors hold.
-        arguments: those that are bound are where the graph reads them.
+        schedule: that it was lowered from.
+        captured: the CUDA graph; it is replayed with the current contents of its static inputs.
+        arguments: of a call; bound ones must be where the graph reads them.
         level: of the program, as in :class:`~autostream.ir.Program`.
 
     Raises:
-        Unmatched: what was replayed cannot be told apart by op, or the profiler saw nothing.
+        Unmatched: kernels could not be mapped to ops, or the profiler recorded nothing.
     """
     device = str(captured.device)
-    named = Named(lowered, graph)
-    read = [captured.static.get(at, argument) for at, argument in enumerate(arguments)]
+    annotated = Annotated(lowered, graph)
+    inputs = [captured.static.get(at, argument) for at, argument in enumerate(arguments)]
 
     def op_by_op() -> None:
         with torch.no_grad(), restored(device), without_autocast(level):
-            named.run(*read)
+            annotated.run(*inputs)
 
-    op_by_op()  # libraries choose their kernels in the first run
+    op_by_op()  # in the first run, libraries choose kernels
     launched = kernels_by_op(profiled(op_by_op, device))
 
-    def again_and_again() -> None:
+    def replayed() -> None:
         for _ in range(REPLAYS + 1):
             captured.replay()
 
-    runs = replays(profiled(again_and_again, device))[1:]
+    runs = replays(profiled(replayed, device))[1:]
     if not runs:
         raise Unmatched("the profiler saw no replay of a CUDA graph")
     runs.sort(key=lambda run: max(kernel.end_us for kernel in run) - min(kernel.start_us for kernel in run))
     return match(schedule, launched, runs[len(runs) // 2])
 
 
-class Named(fx.Interpreter):
-    """Runs a lowered graph with each op's launches under its name, for a profiler to see.
+class Annotated(fx.Interpreter):
+    """Runs a lowered graph with a profiler annotation around each op.
 
     Args:
         lowered: takes and returns flat tensors.
@@ -122,7 +122,7 @@ class Named(fx.Interpreter):
         self._op_of = {node: op.name for op in graph.ops.values() for node in op.nodes}
 
     def run_node(self, n: fx.Node) -> Any:
-        """What a node computes."""
+        """Compute a node's value."""
         if n.name not in self._op_of:
             return super().run_node(n)
         with record_function(f"{_SPAN}{self._op_of[n.name]}"):
@@ -130,10 +130,10 @@ class Named(fx.Interpreter):
 
 
 def profiled(run: Callable[[], object], device: str) -> Sequence[Event]:
-    """What a profiler sees on the host and on a device while something runs."""
+    """The events that a profiler records on the host and on a device during a run."""
     torch.cuda.synchronize(device)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities, acc_events=True) as profiler:  # 2.11 warns that it would drop earlier events
+    with profile(activities=activities, acc_events=True) as profiler:  # otherwise 2.11 warns that it would drop events
         run()
         torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
@@ -144,9 +144,9 @@ def profiled(run: Callable[[], object], device: str) -> Sequence[Event]:
 
 
 def kernels_by_op(events: Iterable[Event]) -> Mapping[str, Sequence[Key]]:
-    """What each op launched, as keys in the order of the launches; ops that launched nothing are not named.
+    """The keys of the kernels that each op launched, in order; ops that launched none are left out.
 
-    A kernel belongs to the op in whose span the host launched it.
+    A kernel belongs to the op in whose annotation the host launched it.
 
     Example:
         >>> span = {"cat": "user_annotation", "name": "autostream op a", "ts": 0, "dur": 9}
@@ -163,29 +163,27 @@ def kernels_by_op(events: Iterable[Event]) -> Mapping[str, Sequence[Key]]:
         if event.get("cat") == "user_annotation" and event["name"].startswith(_SPAN)
     )
     starts = [start for start, _, _ in spans]
-    found: dict[str, list[Key]] = defaultdict(list)
+    keys_of: dict[str, list[Key]] = defaultdict(list)
     kernels = _kernels_by_launch(events)
     for launch in sorted(_launches(events), key=lambda event: event["ts"]):
         at = bisect_right(starts, launch["ts"]) - 1
         if at >= 0 and launch["ts"] <= spans[at][1]:
-            found[spans[at][2]] += [kernel.key for kernel in kernels.get(launch["args"]["correlation"], ())]
-    return {op: keys for op, keys in found.items() if keys}
+            keys_of[spans[at][2]] += [kernel.key for kernel in kernels.get(launch["args"]["correlation"], ())]
+    return {op: keys for op, keys in keys_of.items() if keys}
 
 
 def replays(events: Iterable[Event]) -> list[list[Kernel]]:
-    """The kernels of each replay of a CUDA graph, by their starts; replays in their order."""
+    """The kernels of each replay of a CUDA graph, in order of their start; replays in order of launch."""
     events = [*events]
     kernels = _kernels_by_launch(events)
     launches = (event for event in _launches(events) if "GraphLaunch" in event["name"])
     ordered = sorted(launches, key=lambda event: event["ts"])
-    found = (kernels.get(launch["args"]["correlation"], []) for launch in ordered)
-    return [sorted(run, key=lambda kernel: kernel.start_us) for run in found if run]
+    runs = (kernels.get(launch["args"]["correlation"], []) for launch in ordered)
+    return [sorted(run, key=lambda kernel: kernel.start_us) for run in runs if run]
 
 
 def share_in_graphs(events: Iterable[Event]) -> float:
-    """How much of the time that the device worked, summed over all kernels and copies, was in replays of CUDA graphs.
-
-    Nothing, where it did not work at all.
+    """The share of replays of CUDA graphs in the time of all kernels and copies; 0 if there are none.
 
     Example:
         >>> launches = [("cudaGraphLaunch", 1), ("cudaLaunchKernel", 2)]
@@ -196,8 +194,8 @@ def share_in_graphs(events: Iterable[Event]) -> float:
         0.75
     """
     events = [*events]
-    of_all_us = sum(_busy_us(kernels) for kernels in _kernels_by_launch(events).values())
-    return sum(map(_busy_us, replays(events))) / of_all_us if of_all_us else 0.0
+    total_us = sum(_busy_us(kernels) for kernels in _kernels_by_launch(events).values())
+    return sum(map(_busy_us, replays(events))) / total_us if total_us else 0.0
 
 
 def _busy_us(kernels: Iterable[Kernel]) -> float:
@@ -209,95 +207,95 @@ def _launches(events: Iterable[Event]) -> Iterable[Event]:
 
 
 def _kernels_by_launch(events: Iterable[Event]) -> Mapping[int, Sequence[Kernel]]:
-    """What ran on the device, by the number that it shares with the host's call."""
-    found: dict[int, list[Kernel]] = defaultdict(list)
+    """The kernels on the device, by the correlation number of the host's call that launched them."""
+    by_launch: dict[int, list[Kernel]] = defaultdict(list)
     for event in events:
         if event.get("cat") in _ON_DEVICE:
             args = event["args"]
-            key = (event["name"], *(tuple(args.get(what, ())) for what in ("grid", "block")), args.get("bytes"))
-            found[args["correlation"]].append(
+            key = (event["name"], *(tuple(args.get(shape, ())) for shape in ("grid", "block")), args.get("bytes"))
+            by_launch[args["correlation"]].append(
                 Kernel(key, int(args.get("stream", 0)), event["ts"], event["ts"] + event["dur"])
             )
-    return found
+    return by_launch
 
 
 def match(schedule: Schedule, launched: Mapping[str, Sequence[Key]], kernels: Sequence[Kernel]) -> Timeline:
-    """Say which op each kernel of a run belongs to.
+    """Map the kernels of a run to ops.
 
     Args:
-        schedule: what ran.
+        schedule: of the run.
         launched: the keys of the kernels that each op launches, in order.
-        kernels: of one run, by their starts.
+        kernels: of one run, in order of their start.
 
     Returns:
         One slice per launch, in launch order, from the start of its first kernel to the end of its last one; the run
         starts at 0. An op that launches nothing takes no time, at the end of the one before it.
 
     Raises:
-        Unmatched: a kernel is expected by no op whose turn it is, or one that is expected did not run.
+        Unmatched: no op that is next launches a kernel that ran, or an expected kernel did not run.
 
     Example:
         >>> beside = Schedule("drawn", 2, (Launch("a", 0), Launch("b", 1, waits=("a",)), Launch("c", 0)))
         >>> launched = {"a": [("relu",)], "b": [("add",)], "c": [("mul",)]}
         >>> ran = [Kernel(("relu",), 7, 5.0, 6.0), Kernel(("mul",), 7, 7.0, 9.0), Kernel(("add",), 9, 8.0, 9.5)]
-        >>> [(piece.op, piece.start_us, piece.end_us) for piece in match(beside, launched, ran).slices]
+        >>> [(slice.op, slice.start_us, slice.end_us) for slice in match(beside, launched, ran).slices]
         [('a', 0.0, 1.0), ('b', 3.0, 4.5), ('c', 2.0, 4.0)]
     """
-    lanes = _Lanes(schedule, launched)
+    progress = _Progress(schedule, launched)
     for kernel in kernels:
-        lanes.give(kernel)
-    lanes.turns()
-    if rest := [launch.op for launch in schedule.launches if launch.op not in lanes.through]:
+        progress.assign(kernel)
+    progress.ready()
+    if rest := [launch.op for launch in schedule.launches if launch.op not in progress.done]:
         raise Unmatched(f"{rest[0]} did not run all the kernels that it launches op by op")
-    return Timeline(tuple(_slices(schedule, lanes.ran)), source="measured")
+    return Timeline(tuple(_slices(schedule, progress.ran)), source="measured")
 
 
-class _Lanes:
-    """How far each stream has got.
+class _Progress:
+    """How far each stream has come.
 
     Attributes:
-        ran: by op, the kernels that are known to be its own.
-        through: the ops that have run all of theirs.
+        ran: by op, the kernels assigned to it.
+        done: the ops that have run all their kernels.
     """
 
     def __init__(self, schedule: Schedule, launched: Mapping[str, Sequence[Key]]) -> None:
         self.ran: dict[str, list[Kernel]] = {launch.op: [] for launch in schedule.launches}
-        self.through = {FORK}
+        self.done = {FORK}
         self._launched = launched
-        self._place = {launch.op: at for at, launch in enumerate(schedule.launches)}
+        self._index = {launch.op: at for at, launch in enumerate(schedule.launches)}
         self._queue: dict[int, int] = {}
-        self._todo: dict[int, deque[Launch]] = defaultdict(deque)
+        self._remaining: dict[int, deque[Launch]] = defaultdict(deque)
         for launch in schedule.launches:
-            self._todo[launch.stream].append(launch)
+            self._remaining[launch.stream].append(launch)
 
-    def give(self, kernel: Kernel) -> None:
-        """Say whose a kernel is: the next one that ran."""
-        able = [launch for launch in self.turns() if self.next(launch.op) == kernel.key]
-        if not able:
-            raise Unmatched(
-                f"no op whose turn it is launches {kernel.key[0]}, which ran {len(self.through) - 1} ops in"
-            )
-        mine = min(able, key=lambda launch: (self._queue.get(launch.stream) != kernel.queue, self._place[launch.op]))
-        self._queue[mine.stream] = kernel.queue
-        self.ran[mine.op].append(kernel)
+    def assign(self, kernel: Kernel) -> None:
+        """Assign the next kernel that ran to an op."""
+        matching = [launch for launch in self.ready() if self.next(launch.op) == kernel.key]
+        if not matching:
+            raise Unmatched(f"no op whose turn it is launches {kernel.key[0]}, which ran {len(self.done) - 1} ops in")
+        best = min(
+            matching, key=lambda launch: (self._queue.get(launch.stream) != kernel.queue, self._index[launch.op])
+        )
+        self._queue[best.stream] = kernel.queue
+        self.ran[best.op].append(kernel)
 
-    def turns(self) -> Sequence[Launch]:
-        """What is first on its stream and waits for nothing any more; passes ops that are through."""
+    def ready(self) -> Sequence[Launch]:
+        """The next launch of each stream, if it has no wait left. Launches that have run all kernels are passed."""
         before = -1
-        while before != len(self.through):
-            before = len(self.through)
-            for lane in self._todo.values():
-                while lane and self._free(lane[0]) and self.next(lane[0].op) is None:
-                    self.through.add(lane.popleft().op)
-        return [lane[0] for lane in self._todo.values() if lane and self._free(lane[0])]
+        while before != len(self.done):
+            before = len(self.done)
+            for lane in self._remaining.values():
+                while lane and self._has_no_wait(lane[0]) and self.next(lane[0].op) is None:
+                    self.done.add(lane.popleft().op)
+        return [lane[0] for lane in self._remaining.values() if lane and self._has_no_wait(lane[0])]
 
     def next(self, op: str) -> Key | None:
-        """The kernel that an op launches next; ``None`` where it has run all of its own."""
+        """The kernel that an op launches next; ``None`` after its last one."""
         launched, ran = self._launched.get(op, ()), self.ran[op]
         return launched[len(ran)] if len(ran) < len(launched) else None
 
-    def _free(self, launch: Launch) -> bool:
-        return self.through.issuperset(launch.waits)
+    def _has_no_wait(self, launch: Launch) -> bool:
+        return self.done.issuperset(launch.waits)
 
 
 def _slices(schedule: Schedule, ran: Mapping[str, Sequence[Kernel]]) -> Iterator[Slice]:

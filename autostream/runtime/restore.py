@@ -1,10 +1,10 @@
-"""What runs write, put back: before each run that nobody asked for, and after the last.
+"""Saves and restores tensors that trial runs write, so that the model's state does not change.
 
-    what is written, saved ─▶ put back ─▶ run ─▶ put back ─▶ run ─▶ … ─▶ put back
+    save written tensors ─▶ restore ─▶ run ─▶ restore ─▶ run ─▶ … ─▶ restore
 
-Schedules are timed, and captures warmed up, by runs on the model's own state. A run that finds what another one has
-left there is no run of the model: a place in a ring buffer or a cache that each run counts up leaves the buffer. On a
-GPU that is an assertion of the device, after which the process can use the device no more.
+Schedules are timed, and captures warmed up, by runs on the model's own state. Each has to start from the same state:
+the write position of a ring buffer or a cache, advanced by each run, would leave the buffer. On a GPU that is a
+device-side assertion, after which the process cannot use the device any more.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from autostream.runtime.static_inputs import copy_together, copyable
 
 
 class Restore:
-    """Puts tensors back to what they hold when this is made, as often as it is called.
+    """Restores tensors to their contents at its construction, each time that it is called.
 
-    On the current streams, in few launches. Whoever calls it keeps autograd from seeing that (:func:`undone` does).
+    It copies on the current streams, in few launches. The caller hides these writes from autograd (:func:`undone`
+    does).
 
     Args:
-        tensors: what runs write; they may share memory.
+        tensors: that runs write; they may share memory.
 
     Attributes:
-        spans: the memory that is put back; none where there is nothing to do.
+        spans: the memory that is restored; empty if there is none.
 
     Example:
-        >>> place = torch.tensor([7])
-        >>> restore = Restore([place])
+        >>> position = torch.tensor([7])
+        >>> restore = Restore([position])
         >>> for _ in range(3):
         ...     restore()
-        ...     _ = place.add_(1)
-        >>> place
+        ...     _ = position.add_(1)
+        >>> position
         tensor([8])
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.spans = tuple(map(copyable, tensors))
-        # One launch copies tensors of one kind only, and each of the others in one of its own.
-        alike = defaultdict[object, list[tuple[Tensor, Tensor]]](list)
+        # One launch copies several tensors only if they have the same device and dtype.
+        groups = defaultdict[object, list[tuple[Tensor, Tensor]]](list)
         with torch.no_grad():
             for span in self.spans:
-                alike[span.device, span.dtype].append((span, span.clone()))
-        self._copies = [tuple(map(list, zip(*pairs, strict=True))) for pairs in alike.values()]
+                groups[span.device, span.dtype].append((span, span.clone()))
+        self._copies = [tuple(map(list, zip(*pairs, strict=True))) for pairs in groups.values()]
 
     def __call__(self) -> None:
-        """Put them back."""
-        # Only in inference mode may both ordinary tensors and those made in inference mode be written.
+        """Restore them."""
+        # In inference mode, both ordinary tensors and inference tensors can be written.
         with torch.inference_mode():
             for spans, saved in self._copies:
                 copy_together(spans, saved)
@@ -59,15 +60,15 @@ class Restore:
 
 @contextmanager
 def undone(arguments: Sequence[Tensor], writes: Sequence[bool], devices: Iterable[str]) -> Iterator[Restore]:
-    """Put back afterwards what runs in between write into arguments, and the states of the random generators.
+    """Restore a program's arguments and the states of the random generators after runs inside.
 
     Args:
-        arguments: of a program.
+        arguments: of the program.
         writes: which of them it writes.
-        devices: where random numbers are drawn, beside the host.
+        devices: whose generators are restored, beside the host's.
 
     Yields:
-        What puts the arguments back in between too: to be called before each run.
+        A function that restores the arguments, to be called before each run.
     """
     restore = Restore(tensor for tensor, is_written in zip(arguments, writes, strict=True) if is_written)
     with versions_kept(restore.spans), torch.random.fork_rng([device for device in devices if device != "cpu"]):
@@ -78,10 +79,10 @@ def undone(arguments: Sequence[Tensor], writes: Sequence[bool], devices: Iterabl
 
 
 def versions_kept(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let autograd not see what is written to tensors inside, for it will be undone: a pending backward must not fail.
+    """Hide writes inside from autograd, as they will be undone: a pending backward must not fail because of them.
 
-    Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, autograd sees the writes. Tensors made in
-    inference mode have no version.
+    Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, autograd sees the writes. Inference tensors
+    have no version counter.
     """
     preserve = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
     versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())

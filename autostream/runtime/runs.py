@@ -1,7 +1,7 @@
-"""From a lowered graph to something that a caller can call.
+"""Callables that run a lowered graph.
 
-uncaptured, CUDA    StreamRun       real streams, forked from and joined to the caller's current one
-uncaptured, CPU     ThreadedProgram (cpu_streams.py): a thread for each stream; of one stream, the graph's own code
+uncaptured, CUDA    StreamRun       on real streams, forked from the caller's current one and joined to it
+uncaptured, CPU     ThreadedProgram (emulator.py): a thread for each stream; for one stream, the graph's own code
 captured            CapturedGraph   (cuda_graph.py): a StreamRun captured once, then replayed
 """
 
@@ -21,7 +21,7 @@ from autostream.runtime.streams import restored
 
 
 class StreamRun:
-    """A lowered graph on CUDA streams; the thread's current device and stream are afterwards as before.
+    """Runs a lowered graph on CUDA streams, and restores the thread's current device and stream.
 
     Args:
         lowered: takes and returns flat tensors.
@@ -31,20 +31,20 @@ class StreamRun:
     def __init__(self, lowered: fx.GraphModule, device: str) -> None:
         self.lowered = lowered
         self._device = device
-        # Not __call__: fx prints the failing line of generated code to stderr before it raises.
+        # Not __call__, which prints the failing line of generated code to stderr before it raises.
         self._forward: Any = lowered.forward
 
     def __call__(self, *tensors: Tensor) -> Sequence[Output]:
-        """Enqueue one run, behind the work of the device's current stream."""
+        """Enqueue one run, after the work of the device's current stream."""
         with restored(self._device):
             outputs: Sequence[Output] = self._forward(*tensors)
             return outputs
 
 
 class UncastRun:
-    """A run whose ops take their arguments as they are, whatever the caller's autocast.
+    """A run without the caller's autocast.
 
-    A compiler has put in the casts that autocast asked for when it was traced, and its kernels count on them.
+    Inductor has traced the casts that autocast inserts, and its kernels expect the dtypes after these.
     """
 
     def __init__(self, run: FlatFunction) -> None:
@@ -57,16 +57,16 @@ class UncastRun:
 
 
 def without_autocast(level: str) -> AbstractContextManager[None]:
-    """No autocast inside, for fused kernels; for ops of ATen, which cast as the model does, as it is.
+    """Disable autocast inside for a program of fused kernels; ATen ops need it, as the model does.
 
-    Private to PyTorch (seen in 2.11 and 2.13): what AOTAutograd runs its graphs under; without it nothing is fused.
+    Private to PyTorch (seen in 2.11 and 2.13): AOTAutograd runs its graphs so. Without it no program is fused.
     """
     off: AbstractContextManager[None] = torch._C._DisableAutocast() if level == "inductor" else nullcontext()
     return off
 
 
 def uncaptured(lowered: fx.GraphModule, device: str, streams: int) -> FlatFunction:
-    """The way to run a lowered graph of so many streams without a CUDA graph."""
+    """A function that runs a lowered graph of so many streams without a CUDA graph."""
     if device != "cpu":
         return StreamRun(lowered, device)
     return ThreadedProgram(lowered) if streams > 1 else lowered.forward

@@ -1,10 +1,10 @@
-"""What a captured graph leaves behind in its own memory, for later, until that memory is written again.
+"""Saved activations that stay in a captured graph's memory until that memory is written again.
 
-    forward: lend ──▶ saved by autograd ──▶ backward: in place, nothing is copied
-                └──▶ another forward first: whoever still needs it gets a copy ──▶ backward: put back
+    forward ──▶ activations in its memory, saved by autograd ──▶ backward reads them there, no copy
+       └──▶ another forward first: activations still in use move to copies ──▶ backward: copied back
 
-Most calls are followed by their backward before the next call, so that copying all that is saved, in case it might be
-overwritten, would cost memory and time for nothing.
+Most calls are followed by their backward before the next call. To copy all saved activations in each call, in case they
+might be overwritten, would cost memory and time for nothing.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ from torch import Tensor
 from autostream.runtime.static_inputs import copier
 
 
-class Lending:
-    """Who needs what is in memory that each call of a graph writes anew, and on which stream it was used last.
+class SavedActivations:
+    """Tracks which tensors lie in memory that each call of a graph overwrites, and which stream used it last.
 
-    Its methods, and what is launched between them and the next one, are for one thread at a time.
+    Its methods, and the work launched between one and the next, are for one thread at a time.
 
     Args:
-        device: where the memory is.
+        device: of the memory.
 
     Example:
-        >>> memory, lending = torch.tensor([1.0]), Lending(torch.device("cpu"))
-        >>> (first,) = lending.lend([memory])
-        >>> lending.recall()
+        >>> memory, saved = torch.tensor([1.0]), SavedActivations(torch.device("cpu"))
+        >>> (activation,) = saved.alias([memory])
+        >>> saved.preserve()
         >>> _ = memory.fill_(2)  # the next call
-        >>> first
+        >>> activation
         tensor([1.])
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._borrowed: list[ref[Tensor]] = []
-        self._lent_on: torch.cuda.Stream | None = None
+        self._aliases: list[ref[Tensor]] = []
+        self._aliased_on: torch.cuda.Stream | None = None
         self._used_on: torch.cuda.Stream | None = None
 
-    def lend(self, memory: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors that lie in this memory, until it is recalled; they are nobody's views, and count writes alone."""
-        self._take_turn()
-        self._lent_on = self._used_on
-        borrowed = [tensor.data for tensor in memory]
-        self._borrowed = list(map(ref, borrowed))
-        return borrowed
+    def alias(self, memory: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors in this memory, until :meth:`preserve`; to autograd no views, with version counters of their own."""
+        self._wait_for_last_use()
+        self._aliased_on = self._used_on
+        aliases = [tensor.data for tensor in memory]
+        self._aliases = list(map(ref, aliases))
+        return aliases
 
-    def recall(self) -> None:
-        """Let the memory be written on the current stream: what anybody still has of it moves to a copy first."""
-        needed = [tensor for borrowed in self._borrowed if (tensor := borrowed()) is not None]
+    def preserve(self) -> None:
+        """Move aliases that are still in use to copies, so that the current stream may write the memory."""
+        needed = [tensor for alias in self._aliases if (tensor := alias()) is not None]
         if needed:
-            with torch.cuda.stream(self._lent_on):  # where it is read, and given back
-                self._take_turn()
+            with torch.cuda.stream(self._aliased_on):  # the stream that reads and frees them
+                self._wait_for_last_use()
                 for tensor in needed:
                     tensor.data = tensor.clone()
-        self._borrowed = []
-        self._take_turn()
+        self._aliases = []
+        self._wait_for_last_use()
 
-    def put_back(self, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
-        """Let the memory hold what these tensors do, for what is launched on the current stream now."""
-        self._take_turn()
-        if any(tensor.data_ptr() != place.data_ptr() for tensor, place in zip(tensors, memory, strict=True)):
-            self.recall()
+    def restore(self, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
+        """Copy these tensors to the memory, unless they lie there, for what the current stream runs next."""
+        self._wait_for_last_use()
+        if any(tensor.data_ptr() != target.data_ptr() for tensor, target in zip(tensors, memory, strict=True)):
+            self.preserve()
             copier(memory)(tensors)
 
-    def _take_turn(self) -> None:
+    def _wait_for_last_use(self) -> None:
         if self._device.type == "cuda":
             current = torch.cuda.current_stream(self._device)
             if self._used_on is not None and self._used_on != current:

@@ -1,6 +1,6 @@
-"""Static tensors of a captured graph: how inputs get in and outputs get out, with every alias intact.
+"""Copies of inputs to a captured graph's static inputs, and of its outputs to the caller, with all aliases preserved.
 
-A caller must not be able to tell a replayed graph from the plain model: two inputs that overlap still overlap inside
+A caller must not be able to tell a replayed graph from the eager model: two inputs that overlap still overlap inside
 the graph, an output that is a view of an input is a view of *the caller's* input, outputs that share memory share it.
 """
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from autostream.utils.storages import byte_offset, is_dense, overlaps, span_of, storage_of
 
 Output = Tensor | None
-"""What a run returns: an op that leaves an output undefined, as fused attention does its weights, gives ``None``."""
+"""An output of a run. An op that leaves one undefined, as fused attention does its weights, returns ``None``."""
 
-Handout = Callable[[Sequence[Tensor], Sequence[Output], dict[int, torch.UntypedStorage]], Output]
-"""Makes one output for a caller from the call's arguments, the outputs before it, and copies of shared storages."""
+MakeOutput = Callable[[Sequence[Tensor], Sequence[Output], dict[int, torch.UntypedStorage]], Output]
+"""Makes one of the caller's outputs from the call's arguments, earlier outputs, and copies of shared storages."""
 
 
 def static_copies(tensors: Sequence[Tensor], copied: Sequence[int]) -> list[Tensor]:
-    """The tensors, those at ``copied`` replaced by copies with the same strides that alias each other as they do.
+    """The tensors, those at indices ``copied`` replaced by copies of the same strides that alias each other alike.
 
     Example:
         >>> base = torch.arange(4.0)
@@ -54,13 +54,13 @@ def static_copies(tensors: Sequence[Tensor], copied: Sequence[int]) -> list[Tens
 
 
 _ALIGNMENT = 512
-"""Bytes, as the caching allocator gives. Kernels choose vector widths by it, and every dtype's size divides it."""
+"""Bytes, as in the caching allocator. Kernels choose vector widths by it, and every dtype's size divides it."""
 
 
 def copyable(tensor: Tensor) -> Tensor:
-    """The tensor, or all memory between its first and last element if several of its elements share a place.
+    """The tensor, or all memory between its first and last element if several of its elements share an address.
 
-    ``copy_`` refuses to write an expanded tensor; copying the span that it covers does the same.
+    ``copy_`` cannot write an expanded tensor; a copy of the memory that it covers has the same effect.
     """
     if not overlaps(tensor):
         return tensor
@@ -71,7 +71,7 @@ def copyable(tensor: Tensor) -> Tensor:
 def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
     """A function that copies tensors of the same dtypes, sizes and strides to ``targets``, in few launches.
 
-    What is in place already stays. What lies in the targets' own memory, but elsewhere, is read before it is written.
+    A source that is its target is skipped. A source elsewhere in the targets' memory is read before that is written.
 
     Example:
         >>> values, indices = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
@@ -83,7 +83,7 @@ def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
     storages = {storage_of(target) for target in targets}
     spans = list(map(copyable, targets))
     plain = all(span is target for span, target in zip(spans, targets, strict=True))
-    words = _words(spans)
+    integers = _as_integers(spans)
     if plain and len(targets) == 1:
         return _copier_of_one(targets[0])
 
@@ -93,18 +93,18 @@ def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
         if clashing:
             sources = static_copies(sources, clashing)
         ready = sources if plain else list(map(copyable, sources))
-        together = [index for index in moving if index in words] if words else ()
+        together = [index for index in moving if index in integers] if integers else ()
         if len(together) > 1:
-            targets = [words[index] for index in together]
-            copy_together(targets, [ready[i].view(words[i].dtype) for i in together])
-            moving = [index for index in moving if index not in words]
+            targets = [integers[index] for index in together]
+            copy_together(targets, [ready[i].view(integers[i].dtype) for i in together])
+            moving = [index for index in moving if index not in integers]
         copy_together([spans[i] for i in moving], [ready[i] for i in moving])
 
     return copy
 
 
 def copy_together(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors to others of the same dtypes, sizes and strides: in one launch, if PyTorch has a kernel for that.
+    """Copy tensors to others of the same dtypes, sizes and strides, in one launch if PyTorch has a kernel for that.
 
     Example:
         >>> targets = [torch.zeros(2), torch.zeros(3)]
@@ -115,20 +115,20 @@ def copy_together(targets: list[Tensor], sources: list[Tensor]) -> None:
     if len(targets) > 1 and all(target.dtype is not torch.complex32 for target in targets):
         torch._foreach_copy_(targets, sources, non_blocking=True)
         return
-    for target, source in zip(targets, sources, strict=True):  # a plain copy is faster than a list of one
+    for target, source in zip(targets, sources, strict=True):  # for one tensor, copy_ is faster
         target.copy_(source, non_blocking=True)
 
 
 def _copier_of_one(target: Tensor) -> Callable[[Sequence[Tensor]], None]:
-    """The same for the input of most models, in half the time."""
-    address, block = target.data_ptr(), target.untyped_storage()
-    start, end = block.data_ptr(), block.data_ptr() + block.nbytes()
+    """As :func:`copier`, in half the time: many models have one input."""
+    address, storage = target.data_ptr(), target.untyped_storage()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
     def copy(sources: Sequence[Tensor]) -> None:
         (source,) = sources
-        place = source.data_ptr()
-        if place != address:
-            if start <= place < end:  # quicker to ask than which storage it is
+        source_address = source.data_ptr()
+        if source_address != address:
+            if start <= source_address < end:  # faster than comparing storages
                 (source,) = static_copies(sources, [0])
             target.copy_(source, non_blocking=True)
 
@@ -139,81 +139,82 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes."""
 
 _LARGE = 2**15
-"""Bytes from which a launch of its own is worth it: the one for many tensors leaves 65536 elements to each block."""
+"""Bytes from which a tensor has a launch of its own: the kernel for many tensors has one block per 65536 elements."""
 
 
-def _words(targets: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Targets of several dtypes as integers of one, by position, because one launch copies one dtype only.
+def _as_integers(targets: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Targets of several dtypes, viewed as one integer dtype, by index: one launch copies one dtype only.
 
-    They are as wide as the smallest element, so that each of the others is a whole number of them and, wherever in
-    memory it lies, as aligned as they need to be. Large targets, and those with gaps, are left out.
+    The integers are as wide as the smallest element, so that they divide all other elements, and all targets are
+    aligned to them. Large targets, and those with gaps, are left out.
     """
     if len({target.dtype for target in targets}) < 2:
         return {}
-    small = {index: target for index, target in enumerate(targets) if target.nbytes < _LARGE and _in_rows(target)}
-    word = _INTEGERS[min([8, *(target.element_size() for target in small.values())])]
-    with torch.inference_mode(False):  # what is made in inference mode is read-only outside
-        return {index: target.view(word) for index, target in small.items()}
+    small = {
+        index: target for index, target in enumerate(targets) if target.nbytes < _LARGE and _is_contiguous_rows(target)
+    }
+    integer = _INTEGERS[min([8, *(target.element_size() for target in small.values())])]
+    with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
+        return {index: target.view(integer) for index, target in small.items()}
 
 
-def _in_rows(tensor: Tensor) -> bool:
-    """Whether a tensor's bytes can be seen as elements of another size, and lie side by side."""
+def _is_contiguous_rows(tensor: Tensor) -> bool:
+    """Whether a tensor has no gaps, and can be viewed as elements of another size."""
     return tensor.dim() > 0 and tensor.stride(-1) == 1 and is_dense(tensor)
 
 
 def copier_out(
-    outputs: Sequence[Output], handouts: Sequence[Handout], lent: frozenset[int] = frozenset()
+    outputs: Sequence[Output], makers: Sequence[MakeOutput], shared: frozenset[int] = frozenset()
 ) -> Callable[[Sequence[Tensor]], list[Output]]:
-    """A function that makes a caller's outputs of static ones, given the arguments of the call.
+    """A function that makes the caller's outputs of a call, given its arguments.
 
     Args:
-        outputs: what the captured run returned.
-        handouts: of these.
-        lent: places of outputs that are handed out where they lie, until the next replay (:func:`lendable`).
+        outputs: of the captured run.
+        makers: of these outputs.
+        shared: indices of outputs that are returned without a copy, valid until the next replay (:func:`shareable`).
 
     Example:
         >>> result = torch.zeros(2)
-        >>> (mine,) = copier_out([result], handouts_of([result], []))([])
+        >>> (mine,) = copier_out([result], output_makers([result], []))([])
         >>> _ = result.fill_(1)  # the next replay
         >>> mine
         tensor([0., 0.])
     """
-    alone = [handout.output for handout in handouts if isinstance(handout, _Copy)]
-    if not lent and len(alone) == len(outputs):
-        return lambda arguments: list(map(Tensor.clone, alone))  # those of most models, sooner
+    copied = [make.output for make in makers if isinstance(make, _Copy)]
+    if not shared and len(copied) == len(outputs):
+        return lambda arguments: list(map(Tensor.clone, copied))  # fast path, for most models
     plan = [
-        _lent(output) if place in lent else handout
-        for place, (output, handout) in enumerate(zip(outputs, handouts, strict=True))
+        _shared(output) if at in shared else make for at, (output, make) in enumerate(zip(outputs, makers, strict=True))
     ]
 
     def copy_out(arguments: Sequence[Tensor]) -> list[Output]:
-        given: list[Output] = []
+        made: list[Output] = []
         copies: dict[int, torch.UntypedStorage] = {}
-        for handout in plan:
-            given.append(handout(arguments, given, copies))
-        return given
+        for make in plan:
+            made.append(make(arguments, made, copies))
+        return made
 
     return copy_out
 
 
-def handouts_of(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Handout]:
-    """How each output becomes the caller's. Holds none of the static tensors, nor what is a view of them.
+def output_makers(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[MakeOutput]:
+    """For each output of a captured run, a function that makes the caller's. Keeps no argument or view of one alive.
 
     Args:
-        outputs: what the captured run returned.
-        static: what it was given.
+        outputs: of the captured run.
+        static: its arguments.
     """
     owners = {storage_of(tensor): index for index, tensor in enumerate(static)}
     count = Counter(storage_of(tensor) for tensor in {id(each): each for each in outputs if each is not None}.values())
     first: dict[int, int] = {}
-    plan: list[Handout] = []
-    for place, output in enumerate(outputs):
+    plan: list[MakeOutput] = []
+    for at, output in enumerate(outputs):
         if output is None:
-            plan.append(_nothing)
+            plan.append(_none)
             continue
-        earlier = first.setdefault(id(output), place)
+        earlier = first.setdefault(id(output), at)
         owner = owners.get(storage_of(output))
-        if earlier != place:
+        if earlier != at:
             plan.append(_repeat(earlier))
         elif owner is not None:
             exact = next((i for i, tensor in enumerate(static) if tensor is output), None)
@@ -225,38 +226,40 @@ def handouts_of(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[Han
     return plan
 
 
-def lendable(outputs: Sequence[Output], static: Sequence[Tensor]) -> frozenset[int]:
-    """The places of outputs that lie in memory of their own: no argument and no other output shares it.
+def shareable(outputs: Sequence[Output], static: Sequence[Tensor]) -> frozenset[int]:
+    """The indices of outputs that share memory with no argument and no other output.
 
     Example:
-        >>> x, own, whole = torch.ones(2), torch.ones(2), torch.ones(2)
-        >>> sorted(lendable([own, x, whole, whole[:1], None], [x]))
+        >>> x, alone, whole = torch.ones(2), torch.ones(2), torch.ones(2)
+        >>> sorted(shareable([alone, x, whole, whole[:1], None], [x]))
         [0]
     """
     keys = [None if output is None else storage_of(output) for output in outputs]
     owners = Counter(chain(keys, map(storage_of, static)))
-    return frozenset(place for place, key in enumerate(keys) if key is not None and owners[key] == 1)
+    return frozenset(at for at, key in enumerate(keys) if key is not None and owners[key] == 1)
 
 
-def _lent(output: Output) -> Handout:
+def _shared(output: Output) -> MakeOutput:
     return lambda arguments, outputs, copies: output
 
 
-def _nothing(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> None:
+def _none(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> None:
     return None
 
 
-def _repeat(place: int) -> Handout:
-    return lambda arguments, outputs, copies: outputs[place]
+def _repeat(index: int) -> MakeOutput:
+    return lambda arguments, outputs, copies: outputs[index]
 
 
-def _argument(index: int) -> Handout:
+def _argument(index: int) -> MakeOutput:
     return lambda arguments, outputs, copies: arguments[index]
 
 
-def _argument_view(owner: int, output: Tensor, static: Tensor) -> Handout:
+def _argument_view(owner: int, output: Tensor, static: Tensor) -> MakeOutput:
     ahead = byte_offset(output) - byte_offset(static)
-    detached = static.requires_grad and not output.requires_grad  # views of weights require gradients as those do
+    detached = (
+        static.requires_grad and not output.requires_grad
+    )  # a view of a weight requires gradients as the weight does
     bare = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta")
     layout = _lazy_as(output, bare)  # without its memory
 
@@ -273,7 +276,7 @@ def _argument_view(owner: int, output: Tensor, static: Tensor) -> Handout:
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """Of an output that lies alone in its memory and fills it."""
+    """Copies an output that fills its storage and shares it with no other tensor."""
 
     output: Tensor
 
@@ -283,7 +286,7 @@ class _Copy:
         return self.output.clone()
 
 
-def _shared_copy(output: Tensor) -> Handout:
+def _shared_copy(output: Tensor) -> MakeOutput:
     key = storage_of(output)
 
     def copy(arguments: Sequence[Tensor], outputs: Sequence[Output], copies: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -303,6 +306,6 @@ def _view(storage: torch.UntypedStorage, like: Tensor, offset: int | torch.SymIn
 
 
 def _lazy_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor conjugated and negated, as ``like`` is, by a flag that says so."""
+    """The tensor with the lazy conjugate and sign bits of ``like``."""
     tensor = tensor.conj() if like.is_conj() else tensor
     return torch._neg_view(tensor) if like.is_neg() else tensor

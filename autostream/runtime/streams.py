@@ -1,6 +1,6 @@
-"""Streams and events: what lowered graphs call, and which streams there are for what.
+"""CUDA streams and events: the functions that lowered graphs call, and which streams are used for what.
 
-A lowered graph prints like this; between the calls stand the model's own ops::
+A lowered graph prints like this::
 
     lanes = autostream_execution_streams_fork('cuda:0', 2)
     forked = autostream_execution_streams_record(lanes, 0)
@@ -9,7 +9,7 @@ A lowered graph prints like this; between the calls stand the model's own ops::
     conv2d = torch.ops.aten.conv2d.default(x, weight)
     conv2d_done = autostream_execution_streams_record(lanes, 1)
 
-A *lane* is a stream of one run, by number: a graph names lanes, and each run decides which streams they are.
+A *lane* is the number of a stream. A graph contains lanes; each run maps them to streams.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Literal
 
 import torch
 
-_TURN = 32
-"""``torch.cuda.Stream()`` hands out 32 streams per device and priority in turn; the 33rd is the first one again."""
+_POOL_SIZE = 32
+"""``torch.cuda.Stream()`` returns 32 streams per device and priority in turn; the 33rd is the first one again."""
 
 _SIDES, _CAPTURES = -2, -3
-"""Priorities, for the sake of streams that nobody else is handed: those of 0 are the user's, those of -1 are NCCL's.
-Captures have their own, because what another thread launches on a stream in capture is captured with it."""
+"""Priorities, chosen so that no other code gets these streams: the user's have priority 0, those of NCCL have -1.
+Captures have their own, because work that another thread launches on a capturing stream would be captured."""
 
 _pools: dict[tuple[int, int], tuple[torch.cuda.Stream, ...]] = {}
 _pools_lock = threading.Lock()
@@ -40,7 +40,7 @@ class Lanes:
 
     Attributes:
         device: where they are, e.g. ``"cuda:0"``.
-        streams: lane 0 is the caller's current stream, the others are side streams; no two are the same.
+        streams: lane 0 is the caller's current stream, the others are side streams; all are different.
     """
 
     device: str
@@ -48,9 +48,9 @@ class Lanes:
 
 
 def fork(device: str, count: int) -> Lanes:
-    """Take ``count`` streams, at most 31: the current one of ``device``, and side streams that all runs share.
+    """Get ``count`` streams, at most 31: the current one of ``device``, and side streams that all runs share.
 
-    Nothing is ordered by this: side streams wait for the caller where the graph says so.
+    This orders nothing: side streams wait for the caller's stream where the graph has a wait.
     """
     caller = torch.cuda.current_stream(device)
     pool = _pool(caller.device_index, _CAPTURES if torch.cuda.is_current_stream_capturing() else _SIDES)
@@ -59,26 +59,26 @@ def fork(device: str, count: int) -> Lanes:
 
 
 Copies = Literal["ahead", "upload", "download"]
-"""Copies between the host and a device that a stream has in turn; those ahead are of what nobody has asked for yet."""
+"""Kinds of copies between host and device, each on a stream of its own; ``ahead`` is prefetching."""
 
 _COPIES: dict[Copies, int] = {"ahead": -1, "upload": -2, "download": -3}
 
 
 def copy_stream(device_index: int, copies: Copies = "ahead") -> torch.cuda.Stream:
-    """The stream that such copies run on: one of the last side streams, as lanes get the first."""
+    """The stream for copies of a kind: one of the last side streams, as lanes get the first ones."""
     return _pool(device_index, _SIDES)[_COPIES[copies]]
 
 
 def capture_stream(device: str | torch.device) -> torch.cuda.Stream:
-    """The stream to capture on: one that is left to captures, as their side streams are."""
+    """The stream to capture on. It is used for captures only, as are the side streams of captures."""
     return _pool(torch.cuda.current_stream(device).device_index, _CAPTURES)[-1]
 
 
 def idle_capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One of the captures' streams that is in no capture, not even in one that has gone wrong.
+    """A stream for captures that is not capturing, not even in a capture that has failed.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: all of them are.
     """
     for stream in _pool(torch.cuda.current_stream(device).device_index, _CAPTURES):
         if not _capturing(stream):
@@ -94,14 +94,14 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 """The handle of a device's current stream, in a tenth of the time of an object; private to PyTorch (2.11 and 2.13)."""
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""What ``torch.cuda`` asks after it has made sure that CUDA is initialized; private to PyTorch (2.11 and 2.13)."""
+"""As ``torch.cuda.current_device``, without checking that CUDA is initialized; private to PyTorch (2.11 and 2.13)."""
 
 
 @contextmanager
 def on(stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> Iterator[None]:
-    """Launch on a stream, and then again on ``caller``, the current one of its device.
+    """Make a stream current inside, and ``caller`` again afterwards, which must be current on its device.
 
-    It does what ``torch.cuda.stream`` does in a quarter of the time, because it need not ask what it is told.
+    As ``torch.cuda.stream``, in a quarter of the time: the former stream is passed and need not be queried.
     """
     device = current_device()
     torch.cuda.set_stream(stream)
@@ -114,39 +114,39 @@ def on(stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> Iterator[None]:
 
 
 def use(lanes: Lanes, index: int) -> None:
-    """Launch and allocate on this lane from now on, in this thread."""
+    """Make this lane's stream current in this thread: later ops launch and allocate there."""
     torch.cuda.set_stream(lanes.streams[index])
 
 
 def record(lanes: Lanes, index: int) -> torch.cuda.Event:
-    """An event that happens when all that was launched on this lane so far has ended."""
+    """Record an event on this lane, after all its work so far."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(lanes.streams[index])
     return event
 
 
 def wait(lanes: Lanes, index: int, event: torch.cuda.Event) -> None:
-    """Let nothing launched on this lane from now on start before the event; the host does not wait."""
+    """Make later work of this lane wait for an event; the host does not wait."""
     event.wait(lanes.streams[index])
 
 
 def release(*tensors: object) -> None:
-    """Be the last user of these values; do nothing.
+    """Do nothing; end the lifetime of these values.
 
-    The caching allocator hands a block on as soon as its last reference is gone, to any later launch on the stream
-    that allocated it, while launches on other streams may still read it. Code generated by fx drops each value right
-    after the last call that names it, so this call is where these values die: not earlier, not later.
+    The caching allocator reuses a block as soon as its last reference is dropped, for later work on the stream that
+    allocated it, while work on other streams may still read it. Code generated by fx drops each value after the last
+    call that uses it, so a call of this function decides where they are dropped.
     """
 
 
 @contextmanager
 def restored(device: str) -> Iterator[None]:
-    """Run a lowered graph so that the calling thread finds everything as it was, also when the graph raises.
+    """Restore the calling thread's state after the run of a lowered graph, also if the graph raises.
 
-    - The current device and the current stream of ``device`` are put back.
-    - Autocast's cache is off inside: it would hand a weight cast on one stream to another one that waits for nothing.
+    - The current device and the current stream of ``device`` are restored.
+    - Autocast's cache is off inside: it would return a weight that was cast on one stream to another, without a wait.
     - An exception skips the graph's join, and unwinding drops tensors that launched work still reads or writes. So the
-      caller's stream then waits for the side streams, and they for it: whoever gets that memory comes after that work.
+      caller's stream then waits for the side streams, and they for it, before their memory is reused.
     """
     caller, current_device = torch.cuda.current_stream(device), torch.cuda.current_device()
     cache_enabled = torch.is_autocast_cache_enabled()
@@ -154,7 +154,7 @@ def restored(device: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # A device that has failed refuses this too; the first error is the one to tell.
+        # If the device has failed, this fails as well; the first error is the one to report.
         with suppress(RuntimeError):
             _barrier(caller)
         raise
@@ -165,18 +165,18 @@ def restored(device: str) -> Iterator[None]:
 
 
 def _pool(device_index: int, priority: int) -> tuple[torch.cuda.Stream, ...]:
-    """All the streams that torch has for a device and priority, each once."""
+    """All streams that PyTorch has for a device and priority, each once."""
     with _pools_lock:
         if (device_index, priority) not in _pools:
-            turn = (torch.cuda.Stream(device_index, priority) for _ in range(_TURN))  # type: ignore[no-untyped-call]
-            _pools[device_index, priority] = tuple({stream.cuda_stream: stream for stream in turn}.values())
+            pool = (torch.cuda.Stream(device_index, priority) for _ in range(_POOL_SIZE))  # type: ignore[no-untyped-call]
+            _pools[device_index, priority] = tuple({stream.cuda_stream: stream for stream in pool}.values())
         return _pools[device_index, priority]
 
 
 def _barrier(caller: torch.cuda.Stream) -> None:
-    """Order all side streams and the caller's after each other's work."""
-    # A stream in capture and one outside may not wait for each other; of a capture, all streams that it forked are
-    # joined, so that ending it reports nothing but the exception.
+    """Make the caller's stream and all side streams wait for each other's work so far."""
+    # A capturing stream cannot wait for one that is not capturing, nor the reverse. All streams that a capture forked
+    # are joined here, so that ending it reports no second error.
     capturing = _capturing(caller)
     pools = (_pool(caller.device_index, priority) for priority in (_SIDES, _CAPTURES))
     sides = [side for side in chain(*pools) if side != caller and _capturing(side) == capturing]

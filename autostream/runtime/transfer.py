@@ -1,14 +1,12 @@
-"""Tensors on their way to a device: copied on a stream of its own, handed out as memory of the consumer's stream.
+"""Asynchronous copies of tensors from the host to a device, on a copy stream, for a consumer on another stream.
 
-    consumer's stream:   take memory ─ work before ─╮                        ╭▶ work with the tensors
-    copy stream:                                    ╰▶ copy from pinned ─────╯
+    consumer's stream:   allocate ─ earlier work ─╮                     ╭▶ work with the tensors
+    copy stream:                                  ╰▶ copy from pinned ──╯
 
-Memory is taken on the stream of the consumer, so it is given back there as well, whenever the consumer drops it: the
-caching allocator hands it on behind all work of theirs. So what arrives are ordinary tensors, and nobody keeps them
-longer than the consumer does. The copy must not begin while earlier work still uses that memory, so the copy stream
-waits for the consumer's first. It has nothing else to do, and no memory.
-
-The same holds of memory in slots (:mod:`autostream.runtime.input_buffers`), which are handed on like that, too.
+Memory is allocated on the consumer's stream, so the caching allocator reuses it after the consumer's work, whenever the
+consumer drops it. So the results are ordinary tensors that live no longer than the consumer needs them. Earlier work of
+the consumer's stream may still use that memory, so the copy stream waits for it first. Input buffers
+(:mod:`autostream.runtime.input_buffers`) are reused in the same order.
 """
 
 from __future__ import annotations
@@ -25,21 +23,22 @@ from autostream.runtime.streams import copy_stream, on, raw_stream
 
 
 class Transfer:
-    """Tensors that are being copied to a device; whoever takes them on the device's current stream comes after that.
+    """Tensors that are being copied to a device. :meth:`take` makes the current stream wait for the copies.
 
     Args:
-        tensors: those in the host's memory are copied: at once into pinned memory where they are not pinned, and from
-            there while the host goes on. Those on the device stay, unless they are taken on another stream.
+        tensors: those in the host's memory are copied: to pinned memory at once, unless they are pinned, and from there
+            asynchronously. Those on the device are not copied, unless they are taken on another stream.
         device: a CUDA device with its index.
-        home: the stream that those on the device were made on, and that memory is taken on; by default the current one.
-        memory: gives what they are copied to.
+        home: the stream that tensors on the device were made on, and that memory is allocated on; by default the
+            current one.
+        memory: allocates the destinations.
 
     Raises:
-        torch.OutOfMemoryError: there is too little memory on the device; nothing is under way then.
+        torch.OutOfMemoryError: there is too little memory on the device; no copy has started then.
     """
 
     _arrived: torch.cuda.Event | None = None
-    """``None`` where nobody needs to wait: nothing is under way yet, or all has been taken."""
+    """``None`` before copies have started, and after the tensors were taken."""
 
     def __init__(
         self,
@@ -53,9 +52,10 @@ class Transfer:
         with nullcontext() if home is None else torch.cuda.stream(home), _ordinary_tensors():
             sources = [_pinned(tensor) for tensor in compress(tensors, plain)]
             targets = memory(sources, device, self._home)
-            places = iter(targets)
+            remaining = iter(targets)
             self._tensors = [
-                next(places) if own else other.to(device) for own, other in zip(plain, tensors, strict=True)
+                next(remaining) if is_plain else tensor.to(device)
+                for is_plain, tensor in zip(plain, tensors, strict=True)
             ]
             self._start(targets, sources)
 
@@ -67,18 +67,18 @@ class Transfer:
             try:
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
-            finally:  # also behind those that were begun before one failed
-                event.record(stream)  # once more: who waited does so for what it was
+            finally:  # also for copies that were started before an error
+                event.record(stream)  # the wait above is for the event's earlier record
                 self._arrived = event
 
     def take(self) -> list[Tensor]:
-        """All of them on the device, for work on its current stream from now on; once."""
+        """All tensors on the device, for later work on its current stream. Can be called once."""
         assert self._arrived is not None, "tensors are taken once"
         tensors, home = self._tensors, self._home
         if raw_stream(home.device_index) == home.cuda_stream:
             self._arrived.wait(home)
         else:
-            # Given back, their memory would go to work of the other stream, which knows nothing of what reads it here.
+            # Their memory would be reused on the other stream, which does not wait for the work that reads it here.
             stream = torch.cuda.current_stream(home.device_index)
             self._arrived.wait(stream)
             tensors = list(map(Tensor.clone, tensors))
@@ -87,26 +87,26 @@ class Transfer:
         return tensors
 
     def __del__(self) -> None:
-        """Whoever is given the memory of what nobody has taken comes after the copy."""
+        """Make the stream that reuses the memory of tensors that were not taken wait for the copies."""
         if self._arrived is not None:
-            with suppress(RuntimeError):  # CUDA may have ended before Python does
+            with suppress(RuntimeError):  # CUDA may have shut down before Python
                 self._arrived.wait(self._home)
 
 
 def home_of(device: torch.device) -> torch.cuda.Stream:
-    """The stream that what is made on a device now is made on."""
-    return torch.cuda.current_stream(device.index)  # an index is looked up in a third of the time
+    """The current stream of a device, which tensors are allocated on."""
+    return torch.cuda.current_stream(device.index)  # by index it takes a third of the time
 
 
 def _ordinary_tensors() -> AbstractContextManager[object]:
-    """What is made in it can be trained with, as part of what was, also where whoever reads ahead does not train."""
+    """Make tensors that can be part of training inside, also if the prefetching thread is in inference mode."""
     if torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return nullcontext() if torch.is_grad_enabled() else torch.enable_grad()
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is bytes in the host's memory that pinning and copying leave what they are."""
+    """Whether a tensor is ordinary host memory, of which a pinned copy loses nothing."""
     return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"

@@ -61,8 +61,8 @@ def variants(fast: Any) -> int:
         made = chain.from_iterable(fast._autostream._admission.entries.values())
         entries = [entry._ready.scheduled for entry in made]
     assert all(entry.report.mode == "cuda graph" for entry in entries), [entry.report.refusals for entry in entries]
-    places = [place for entry in entries for place in entry._execution._known.values()]  # type: ignore[union-attr]
-    return sum(graph is not place.graph for place in places for _, graph in place.variants._by_slot.values())
+    graphs = [graph for entry in entries for graph in entry._execution._by_address.values()]  # type: ignore[union-attr]
+    return sum(variant is not graph.graph for graph in graphs for _, variant in graph.by_input._variants.values())
 
 
 @torch.no_grad()

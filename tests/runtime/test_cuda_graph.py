@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autostream.errors import CaptureError
 from autostream.runtime import cuda_graph
-from autostream.runtime.addresses import still_there
-from autostream.runtime.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved, return_unused
+from autostream.runtime.cuda_graph import CapturedGraph, GraphPool, GraphPools, Moved, release_unused_memory
 from autostream.runtime.restore import Restore
 from autostream.runtime.static_inputs import static_copies
+from autostream.runtime.writes import storages_alive
 from tests.replays import CPU, Cuda, Stream
 from tests.threads import in_threads
 
@@ -43,7 +43,7 @@ def captured(
     with torch.inference_mode(False), torch.no_grad():
         static = static_copies(tensors, [place for place in places if place not in bound])
     restore = Restore(static[place] for place in written)
-    return CapturedGraph(run, static, *flags, device, draws=draws, restore=restore, pool=pool)
+    return CapturedGraph(run, static, *flags, device, random=draws, restore=restore, pool=pool)
 
 
 class Copies(TorchDispatchMode):
@@ -227,19 +227,19 @@ def test_whatever_a_graph_takes_for_granted_of_a_weight_is_compared(
         graph(other(weight))
 
 
-@pytest.mark.parametrize("lent", [frozenset[int](), frozenset({0, 1})])
-def test_a_graph_does_not_keep_what_it_reads_where_it_is(lent: frozenset[int], cuda: Cuda) -> None:
+@pytest.mark.parametrize("shared", [frozenset[int](), frozenset({0, 1})])
+def test_a_graph_does_not_keep_what_it_reads_where_it_is(shared: frozenset[int], cuda: Cuda) -> None:
     """Nor do views of that which it returns."""
 
     def run(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         return w * x, w + x, w, w[1:], w.view(torch.int32)
 
     weight = torch.nn.Parameter(torch.ones(2))
-    is_there = still_there([weight])
+    is_there = storages_alive([weight])
     with torch.no_grad():
         graph = captured(run, weight, torch.ones(2), bound=[0])
-    graph.lend(lent)
-    assert graph.lent == lent
+    graph.share_outputs(shared)
+    assert graph.shared == shared
     graph._graph.outputs = []  # type: ignore[attr-defined]  # a real one has none
     assert is_there()
     weight.data = torch.zeros(2)
@@ -276,7 +276,7 @@ def test_memory_of_a_graph_that_dies_comes_after_its_last_replay(cuda: Cuda) -> 
 
 def test_graphs_that_draw_come_after_each_other_and_others_do_not(cuda: Cuda) -> None:
     """The generator tells all graphs in the same memory what to draw."""
-    one, two, quiet = (captured(twice, torch.ones(1), draws=draws) for draws in (True, True, False))
+    one, two, quiet = (captured(twice, torch.ones(1), random=draws) for draws in (True, True, False))
     streams = [Stream("s1"), Stream("s2"), Stream("s3")]
     for graph, stream in zip((one, two, quiet), streams, strict=True):
         with cuda.on(stream):
@@ -419,7 +419,7 @@ def test_a_graph_that_is_captured_again_is_the_same_in_other_memory(cuda: Cuda) 
         return w * x, y.add_(x)
 
     weight, other = torch.tensor([2.0]), captured(twice, torch.ones(1))
-    former = captured(run, weight, torch.ones(1), torch.ones(1), bound=[0], written=[2], draws=True)
+    former = captured(run, weight, torch.ones(1), torch.ones(1), bound=[0], written=[2], random=True)
     moved = torch.tensor([5.0])
     again = former.recaptured([moved, *former.static.values()], other.pool, NOTHING)
     assert again.pool is other.pool
@@ -435,7 +435,7 @@ def test_a_graph_that_is_captured_again_is_the_same_in_other_memory(cuda: Cuda) 
 
 
 def test_what_is_lent_is_overwritten_by_the_next_call_and_the_rest_is_not(cuda: Cuda) -> None:
-    """Of four outputs the first is copied, the second lent; the third and the fourth share memory, so are copied."""
+    """Of four outputs the first is copied, the second shared; the third and the fourth share memory, so are copied."""
 
     def run(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         product = w * x
@@ -443,8 +443,8 @@ def test_what_is_lent_is_overwritten_by_the_next_call_and_the_rest_is_not(cuda: 
 
     weight = torch.tensor([2.0])
     graph = captured(run, weight, torch.ones(1), bound=[0])
-    graph.lend(frozenset({1, 2, 3}))
-    assert graph.lent == {1}
+    graph.share_outputs(frozenset({1, 2, 3}))
+    assert graph.shared == {1}
     moved = torch.tensor([5.0])
     for each, w in ((graph, weight), (graph.recaptured([moved, *graph.static.values()], graph.pool, NOTHING), moved)):
         first, second = each(w, torch.zeros(1)), each(w, torch.ones(1))
@@ -548,9 +548,9 @@ def test_what_the_allocator_keeps_for_nobody_goes_back_while_nothing_is_captured
         raise RuntimeError("somebody else captures")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
-    return_unused("cpu")
+    release_unused_memory("cpu")
     assert held == []
-    return_unused("cuda:0")
+    release_unused_memory("cuda:0")
     assert held == [True]
     assert not cuda_graph._capturing.locked()
 
@@ -617,7 +617,7 @@ def test_graphs_side_by_side_draw_what_they_do_in_turn() -> None:
         return (torch.dropout(x, 0.5, True),)
 
     x = torch.ones(4096, device=GPU)
-    graphs = [captured(drops, x, draws=True, device=GPU) for _ in range(2)]
+    graphs = [captured(drops, x, random=True, device=GPU) for _ in range(2)]
     torch.cuda.manual_seed(0)
     expected = [graph(x)[0] for _ in range(5) for graph in graphs]
     torch.cuda.synchronize()

@@ -20,39 +20,39 @@ from autostream.analysis.values import tensors_in, value_of
 from autostream.frontend.trace import trace
 from autostream.ir import Op, OpGraph, Role
 from autostream.runtime import host_copies as crossing
-from autostream.runtime.cutting import Whole, take_apart
+from autostream.runtime.cutting import SplitProgram, split_program
 from autostream.scheduling.cut import LONG_BYTES, Part
 from tests.cuts import REFUSED, cut_everything, graph_with, placed
 from tests.runtime.programs import MODELS, Case, case_of, same, sample
 from tests.semantics import Model
 
 
-def taken_apart(case: Case, refused: Callable[[Op], bool]) -> Whole:
+def taken_apart(case: Case, refused: Callable[[Op], bool]) -> SplitProgram:
     """A program, cut at these ops and those that depend on numbers of the device."""
     graph = graph_with(case.program, refused)
     return in_parts(case, graph, cut_everything(graph))
 
 
-def in_parts(case: Case, graph: OpGraph, parts: Sequence[Part]) -> Whole:
+def in_parts(case: Case, graph: OpGraph, parts: Sequence[Part]) -> SplitProgram:
     """These parts of a program; one that runs as it is, where there are none."""
     bound = [p.role is not Role.INPUT for p in case.program.placeholders]
     looks = argument_views(case.program.module.graph)
-    return take_apart(case.program, graph, parts or (Part(tuple(graph.ops), ""),), bound, looks)
+    return split_program(case.program, graph, parts or (Part(tuple(graph.ops), ""),), bound, looks)
 
 
 def named(*names: str) -> Callable[[Op], bool]:
     return lambda op: op.name in names
 
 
-def graph_of(whole: Whole, place: int) -> fx.Graph:
+def graph_of(whole: SplitProgram, place: int) -> fx.Graph:
     return whole.sections[place].program.module.graph
 
 
-def nodes(whole: Whole, place: int) -> list[str]:
+def nodes(whole: SplitProgram, place: int) -> list[str]:
     return [node.name for node in graph_of(whole, place).nodes]
 
 
-def check_same(case: Case, whole: Whole) -> None:
+def check_same(case: Case, whole: SplitProgram) -> None:
     args = case.args()
     with torch.no_grad():
         outputs = whole.module(*args)
@@ -124,7 +124,7 @@ def test_a_view_that_may_be_a_copy_is_in_a_part_of_its_device() -> None:
     case = case_of(model, torch.randn(3, 3))
     program = placed(case.program)
     graph = analyze(program)
-    whole = take_apart(program, graph, cut_everything(graph), [True, False], argument_views(program.module.graph))
+    whole = split_program(program, graph, cut_everything(graph), [True, False], argument_views(program.module.graph))
     values = [
         [tensor.device for node in graph_of(whole, at).nodes for tensor in tensors_in(value_of(node))] for at in (0, 1)
     ]
@@ -187,7 +187,7 @@ def test_literals_on_the_cpu_are_made_in_each_part_that_uses_them() -> None:
             node.meta["val"].fake_device = torch.device("cpu")
     graph = analyze(program)
     graph = replace(graph, ops={**graph.ops, "sin": replace(graph.ops["sin"], uncapturable=REFUSED)})
-    whole = take_apart(program, graph, cut_everything(graph), [True, False], ())
+    whole = split_program(program, graph, cut_everything(graph), [True, False], ())
     made = ["lift_fresh_copy", "detach_"]
     assert nodes(whole, 0) == [literal, "input_0", *made, "mul", "output"]
     assert nodes(whole, 1) == ["mul", "sin", "output"]
@@ -221,7 +221,7 @@ def test_copies_beside_begin_behind_what_they_need() -> None:
         for value in tensors_in(value_of(node)):
             value.fake_device = torch.device("cpu" if on_host else "cuda:0")  # type: ignore[attr-defined]
     graph = analyze(program)
-    whole = take_apart(program, graph, cut_everything(graph), [False, False], ())
+    whole = split_program(program, graph, cut_everything(graph), [False, False], ())
     assert [section.beside for section in whole.sections] == [False, True, False, True]
     assert [name for name, _ in whole.module.named_children()] == ["part_0", "part_2"]
     names = {node.name: node for node in whole.module.graph.nodes}
@@ -264,7 +264,7 @@ def test_a_copy_beside_waits_for_what_no_op_has_made(function: Callable[..., Any
     graph = graph_with(case.program, lambda op: op.name == copy)
     one = replace(graph.ops[copy], crosses="download" if copy == "to" else "upload", bytes_written=LONG_BYTES)
     graph = replace(graph, ops={**graph.ops, copy: one})
-    whole = take_apart(case.program, graph, cut_everything(graph), [False, False], ())
+    whole = split_program(case.program, graph, cut_everything(graph), [False, False], ())
     assert whole.sections[1].beside
     assert "copy_beside" in (names := [node.name for node in whole.module.graph.nodes])
     assert names.index("part_0") < names.index("mark") < names.index("copy_beside")

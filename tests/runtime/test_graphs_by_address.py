@@ -19,13 +19,13 @@ from autostream.dispatch.scheduled_program import ModelContext
 from autostream.ir import Role
 from autostream.options import Options
 from autostream.runtime import graphs_by_address as places
-from autostream.runtime.addresses import storages_alive
 from autostream.runtime.cuda_graph import CapturedGraph, GraphPools
 from autostream.runtime.graphs_by_address import BoundGraph, GraphsByAddress
 from autostream.runtime.graphs_by_input import GraphsByInput
 from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.restore import Restore
 from autostream.runtime.static_inputs import static_copies
+from autostream.runtime.writes import storages_alive
 from tests.captures import Captures
 from tests.replays import CPU
 from tests.semantics import Viewed
@@ -371,7 +371,7 @@ class Lot:
         arguments = [weight, torch.zeros(4)]
         static = static_copies(arguments, [1])
         graph = CapturedGraph(
-            lambda w, x: (w * x, w + x), static, [True, False], [False, False], CPU, draws=False, restore=Restore([])
+            lambda w, x: (w * x, w + x), static, [True, False], [False, False], CPU, random=False, restore=Restore([])
         )
         self.places = GraphsByAddress(graph, arguments, self._variants, self._again)
 

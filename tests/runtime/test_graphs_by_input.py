@@ -17,8 +17,8 @@ import autostream
 from autostream.errors import CaptureError
 from autostream.runtime import graphs_by_address as places
 from autostream.runtime.cuda_graph import CapturedGraph
-from autostream.runtime.graphs_by_input import Variants
-from autostream.runtime.input_buffers import Slots, SlotTable
+from autostream.runtime.graphs_by_input import GraphsByInput
+from autostream.runtime.input_buffers import BufferTable, InputBuffers
 from autostream.runtime.restore import Restore
 from tests.captures import Captures
 from tests.replays import CPU
@@ -26,7 +26,7 @@ from tests.replays import CPU
 HOME: Any = None
 
 
-def come(slots: Slots, *values: Tensor) -> list[Tensor]:
+def come(slots: InputBuffers, *values: Tensor) -> list[Tensor]:
     """A batch of these values that has arrived."""
     with torch.inference_mode(False):
         return [place.copy_(value) for place, value in zip(slots.memory(values, CPU, HOME), values, strict=True)]
@@ -73,7 +73,7 @@ def test_what_comes_in_a_slot_is_read_there(way: str, mode: Any, captures: Captu
     model, call = Net().eval(), CALLS[way]
     fast = autostream.optimize(model)
     with mode():
-        slots = Slots(2, fast._autostream.slots)
+        slots = InputBuffers(2, fast._autostream.slots)
         call(fast, x(0))
         for number in range(6):
             (given,) = come(slots, x(number))
@@ -91,7 +91,7 @@ def test_what_comes_in_a_slot_is_read_there(way: str, mode: Any, captures: Captu
 @torch.no_grad()
 def test_the_short_way_is_taken_with_slots(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
     fast, model = autostream.optimize(Net().eval()), Net().eval()
-    slots = Slots(2, fast._autostream.slots)
+    slots = InputBuffers(2, fast._autostream.slots)
     (first,) = come(slots, x(1))
     fast(first)
     monkeypatch.setattr(fast._autostream, "_scheduled", lambda *args: pytest.fail("it is the long way"))
@@ -106,7 +106,7 @@ def test_what_is_not_in_a_slot_is_copied_and_what_is_in_several(captures: Captur
     """Beside one that is read where it is; graphs for pairs of slots would be too many."""
     model = Net().eval()
     fast = autostream.optimize(model)
-    slots = Slots(3, fast._autostream.slots)
+    slots = InputBuffers(3, fast._autostream.slots)
     (a,), (b,) = come(slots, x(1)), come(slots, x(2))
     fast(x(0), x(0))
     assert copied(fast, lambda: fast(a, x(3)), a, a.clone()) == [False, True]
@@ -128,8 +128,8 @@ def test_what_is_not_in_a_slot_is_copied_and_what_is_in_several(captures: Captur
 def test_parts_of_a_batch_are_read_there_if_they_begin_where_it_does(captures: Captures) -> None:
     model = Net().eval()
     fast = autostream.optimize(model)
-    (a,) = come(Slots(1, fast._autostream.slots), x(1))
-    slots = Slots(1, fast._autostream.slots)
+    (a,) = come(InputBuffers(1, fast._autostream.slots), x(1))
+    slots = InputBuffers(1, fast._autostream.slots)
     (a,) = come(slots, x(1))
     fast(x(0, size=2))
     assert copied(fast, lambda: fast(a[:2]), a[:2]) == [False]
@@ -155,7 +155,7 @@ class Writes(nn.Module):
 def test_a_capture_changes_nothing_and_outputs_may_lie_in_the_slot(captures: Captures) -> None:
     model = Writes()
     fast = autostream.optimize(model)
-    slots = Slots(2, fast._autostream.slots)
+    slots = InputBuffers(2, fast._autostream.slots)
     fast(x(0))
     for number in range(2, 6):
         (given,) = come(slots, x(number))
@@ -182,7 +182,7 @@ def test_it_trains_as_it_would(captures: Captures) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         step = autostream.train_step(model, optimizer, nn.MSELoss())
-        slots, losses = Slots(2, step.slots), []
+        slots, losses = InputBuffers(2, step.slots), []
         for number in range(7):
             batch = x(number) / 10, torch.ones(3, 4)
             batch = come(slots, *batch) if prefetched else batch  # type: ignore[assignment]
@@ -204,11 +204,11 @@ def test_where_weights_have_moved_all_are_captured_again(
     way: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those that are there for the former ones go together, where there may be one place."""
-    monkeypatch.setattr(places, "MOST", 1)
-    monkeypatch.setattr(places, "WORTH", 0)
+    monkeypatch.setattr(places, "MAX_GRAPHS", 1)
+    monkeypatch.setattr(places, "CALLS_PER_CAPTURE", 0)
     model, call = Net().eval(), CALLS[way]
     fast = autostream.optimize(model)
-    slots = Slots(1, fast._autostream.slots)
+    slots = InputBuffers(1, fast._autostream.slots)
     (given,) = come(slots, x(1))
     call(fast, given)
     call(fast, given)
@@ -224,12 +224,12 @@ def test_where_weights_have_moved_all_are_captured_again(
 @torch.no_grad()
 def test_nothing_is_captured_with_weights_that_the_graph_does_not_know(captures: Captures) -> None:
     """It would be believed as soon as they are back where they were."""
-    weight, table = torch.ones(4), SlotTable()
-    slots = Slots(1, table)
+    weight, table = torch.ones(4), BufferTable()
+    slots = InputBuffers(1, table)
     (given,) = come(slots, x(1))
     tensors, flags = [weight, x(0)], ([True, False], [False, False])
-    graph = CapturedGraph(lambda w, a: (a * w,), tensors, *flags, CPU, draws=False, restore=Restore([]))
-    variants = Variants(graph, [1], table, lambda *_: pytest.fail("it is captured"), pytest.fail)
+    graph = CapturedGraph(lambda w, a: (a * w,), tensors, *flags, CPU, random=False, restore=Restore([]))
+    variants = GraphsByInput(graph, [1], table, lambda *_: pytest.fail("it is captured"), pytest.fail)
     assert variants.reading([weight.clone(), given]) is graph
     assert not variants.unmoved([weight.clone(), given])
 
@@ -242,7 +242,7 @@ def test_where_it_cannot_be_captured_batches_are_copied(
     """It is not tried again, and said once."""
     model = Net().eval()
     fast = autostream.optimize(model)
-    slots = Slots(2, fast._autostream.slots)
+    slots = InputBuffers(2, fast._autostream.slots)
     fast(x(0))
     captures.failure = failure
     (given,), (other,) = come(slots, x(1)), come(slots, x(2))
@@ -264,7 +264,7 @@ def test_where_it_cannot_be_captured_batches_are_copied(
 def test_what_is_forgotten_is_gone_while_batches_are_there(captures: Captures) -> None:
     model = Net().eval()
     fast = autostream.optimize(model)
-    slots = Slots(1, fast._autostream.slots)
+    slots = InputBuffers(1, fast._autostream.slots)
     (given,) = come(slots, x(1))
     fast(given)
     assert len(captures.alive) == 2
@@ -279,7 +279,7 @@ def test_calls_that_record_gradients_have_their_batches_copied(captures: Capture
     """The backward reads what the forward leaves in one place."""
     model, twin = Net(), Net()
     fast = autostream.optimize(model, policy="sequential")
-    slots = Slots(2, fast._autostream.slots)
+    slots = InputBuffers(2, fast._autostream.slots)
     for number in range(1, 4):
         (given,) = come(slots, x(number))
         fast(given).sum().backward()

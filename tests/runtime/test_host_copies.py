@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream.runtime.host_copies import Place, copy_beside, mark, reserve, upload
+from autostream.runtime.host_copies import Destination, copy_beside, mark, reserve, upload
 from tests.make_believe import ORDERS, Device
 
 
@@ -18,7 +18,7 @@ def x(value: float) -> Tensor:
     return torch.full((4,), value)
 
 
-def place() -> Place:
+def place() -> Destination:
     return reserve("cuda:0", (4,), (1,), torch.float32)
 
 

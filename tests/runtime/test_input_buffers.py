@@ -1,4 +1,4 @@
-"""Slots: the same addresses again, and never while anybody can see what is there."""
+"""InputBuffers: the same addresses again, and never while anybody can see what is there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream.runtime.input_buffers import Slot, Slots, SlotTable
+from autostream.runtime.input_buffers import BufferTable, InputBuffer, InputBuffers
 from autostream.utils.storages import storage_of
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def at_once() -> Iterator[None]:
     gc.enable()
 
 
-def memory(slots: Slots, *likes: Tensor, home: Any = HOME) -> list[Tensor]:
+def memory(slots: InputBuffers, *likes: Tensor, home: Any = HOME) -> list[Tensor]:
     return slots.memory(likes, CPU, home)
 
 
@@ -63,7 +63,7 @@ KEPT: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("what", KEPT)
 def test_a_slot_is_free_as_soon_as_nobody_has_anything_of_it(what: str) -> None:
-    slots = Slots(1, SlotTable())
+    slots = InputBuffers(1, BufferTable())
     (first,) = memory(slots, X)
     address, kept = first.data_ptr(), [KEPT[what](first)]
     del first
@@ -80,7 +80,7 @@ DTYPES = [torch.bool, torch.int64, torch.float16, torch.float32, torch.complex64
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_handed_out_is_like_any_other_tensor(dtype: torch.dtype) -> None:
     likes = [torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), torch.zeros(()), torch.zeros(0, 3)]
-    slot = Slot([like.to(dtype) for like in likes], CPU, HOME)
+    slot = InputBuffer([like.to(dtype) for like in likes], CPU, HOME)
     for _ in range(2):
         handed = slot.hand_out()
         assert [(each.shape, each.stride()) for each in handed] == [(like.shape, like.stride()) for like in likes]
@@ -96,7 +96,7 @@ def test_what_is_handed_out_is_like_any_other_tensor(dtype: torch.dtype) -> None
 
 
 def test_what_lies_in_a_slot_is_found_there_and_does_not_keep_it() -> None:
-    slot = Slot([X, X], CPU, HOME)
+    slot = InputBuffer([X, X], CPU, HOME)
     first, second = slot.hand_out()
     second.copy_(torch.arange(12.0).view(3, 4))
     for part in (second, second[:2], second.t(), second[:, 0]):
@@ -112,8 +112,8 @@ def test_what_lies_in_a_slot_is_found_there_and_does_not_keep_it() -> None:
 
 
 def test_only_what_is_like_the_first_for_the_same_stream_comes_in_slots() -> None:
-    table = SlotTable()
-    slots = Slots(2, table)
+    table = BufferTable()
+    slots = InputBuffers(2, table)
     (first,) = memory(slots, X)
     others = [
         *memory(slots, torch.zeros(4, 3).t()),
@@ -130,8 +130,8 @@ def test_only_what_is_like_the_first_for_the_same_stream_comes_in_slots() -> Non
 
 
 def test_all_is_given_back_with_the_slots_but_for_what_somebody_has() -> None:
-    table = SlotTable()
-    slots = Slots(2, table)
+    table = BufferTable()
+    slots = InputBuffers(2, table)
     first, second = memory(slots, X), memory(slots, X)
     slot, owned = ref(table[first[0].data_ptr()]), ref(table[second[0].data_ptr()]._memory[0])
     first[0].fill_(3)

@@ -19,7 +19,7 @@ from autostream.ir import FORK, Launch, OpGraph, Schedule
 from autostream.options import Options
 from autostream.reporting import timeline
 from autostream.runtime.lower import lower
-from autostream.runtime.measured_timeline import Kernel, Key, Named, Unmatched, kernels_by_op, match, replays
+from autostream.runtime.measured_timeline import Annotated, Kernel, Key, Unmatched, kernels_by_op, match, replays
 from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import simulate
@@ -136,7 +136,7 @@ def test_a_lowered_graph_runs_op_by_op_each_under_its_name(make: Callable[[], Ca
     case = make()
     schedule = one_stream(case.graph)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-        results = Named(lower(case.program, case.graph, schedule), case.graph).run(*case.args())
+        results = Annotated(lower(case.program, case.graph, schedule), case.graph).run(*case.args())
     spans = [event.name for event in profiler.events() if event.name.startswith("autostream op ")]
     assert [name for name, _ in groupby(spans)] == [f"autostream op {launch.op}" for launch in schedule.launches]
     assert same(results, case.expected()[0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream.runtime.saved_activations import Lending
+from autostream.runtime.saved_activations import SavedActivations
 
 CPU = torch.device("cpu")
 
@@ -19,16 +19,16 @@ class Memory:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.places = [torch.zeros(2, device=device), torch.zeros(2, 2, device=device).t()]
-        self.lending = Lending(device)
+        self.lending = SavedActivations(device)
 
     def call(self, number: float) -> list[Tensor]:
-        self.lending.recall()
+        self.lending.preserve()
         for place in self.places:
             place.fill_(number)
-        return self.lending.lend(self.places)
+        return self.lending.alias(self.places)
 
     def later(self, tensors: list[Tensor]) -> list[float]:
-        self.lending.put_back(tensors, self.places)
+        self.lending.restore(tensors, self.places)
         return [value for place in self.places for value in place.flatten().tolist()]
 
 
@@ -101,12 +101,12 @@ def test_streams_wait_for_each_other() -> None:
             torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
             other = memory.call(-1)
         with torch.cuda.stream(first):
-            memory.lending.put_back(lent, memory.places)
+            memory.lending.restore(lent, memory.places)
             torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
             found.append((number, [place.clone() for place in memory.places]))
             del lent
         with torch.cuda.stream(second):
-            memory.lending.put_back(other, memory.places)
+            memory.lending.restore(other, memory.places)
             found.append((-1, [place.clone() for place in memory.places]))
             torch.full((64,), 7.0, device=device)
             del other

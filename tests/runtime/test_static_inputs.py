@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autostream.runtime.static_inputs import copier, copier_out, copyable, handouts_of, static_copies
+from autostream.runtime.static_inputs import copier, copier_out, copyable, output_makers, static_copies
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -28,7 +28,7 @@ class Replayed:
         self._copied = [index for index in range(len(tensors)) if index not in bound]
         self.static = static_copies(tensors, self._copied)
         self._recorded = function(*self.static)
-        self._copy_out = copier_out(self._recorded, handouts_of(self._recorded, self.static))
+        self._copy_out = copier_out(self._recorded, output_makers(self._recorded, self.static))
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         for index in self._copied:
@@ -378,7 +378,7 @@ def test_bound_tensors_are_handed_out_themselves_and_their_views_look_at_them() 
 def test_an_output_left_undefined_is_none_to_every_caller() -> None:
     """An op's schema may say tensor where it returns nothing, as fused attention's does of weights nobody needs."""
     output = torch.ones(2)
-    first, copied, last = copier_out(outputs := [None, output, None], handouts_of(outputs, []))([])
+    first, copied, last = copier_out(outputs := [None, output, None], output_makers(outputs, []))([])
     assert (first, last) == (None, None)
     assert copied is not None
     torch.testing.assert_close(copied, output)
@@ -387,8 +387,8 @@ def test_an_output_left_undefined_is_none_to_every_caller() -> None:
 
 def test_what_is_lent_is_handed_out_where_it_lies() -> None:
     first, second = torch.ones(2), torch.ones(2)
-    copied, lent = copier_out(outputs := [first, second], handouts_of(outputs, []), frozenset({1}))([])
-    assert lent is second
+    copied, shared = copier_out(outputs := [first, second], output_makers(outputs, []), frozenset({1}))([])
+    assert shared is second
     assert relations([first, copied]) == [(0, 0), (1, 0)]
 
 

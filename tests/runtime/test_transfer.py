@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autostream.runtime import streams
-from autostream.runtime.input_buffers import Memory, Slots, SlotTable, new_memory
+from autostream.runtime.input_buffers import BufferTable, InputBuffers, Memory, new_memory
 from autostream.runtime.transfer import Transfer
 from tests.make_believe import GPU, Device
 
@@ -27,7 +27,7 @@ def read(device: Device, tensor: Tensor, seen: list[float]) -> None:
 
 @pytest.fixture(params=["new", "slots"])
 def memory(request: pytest.FixtureRequest) -> Memory:
-    return new_memory if request.param == "new" else Slots(1, SlotTable()).memory
+    return new_memory if request.param == "new" else InputBuffers(1, BufferTable()).memory
 
 
 def test_what_is_taken_is_read_after_the_copy(device: Device, order: int, memory: Memory) -> None:
@@ -69,7 +69,7 @@ def test_a_slot_is_filled_again_after_whoever_used_it(
 ) -> None:
     """It was read on its own stream, copied on another, or never taken."""
     seen: list[float] = []
-    slots = Slots(1, SlotTable())
+    slots = InputBuffers(1, BufferTable())
     other = device.stream() if elsewhere else device.current
     for value, is_taken in enumerate([*takes, True]):
         transfer = Transfer([x(float(value))], GPU, memory=slots.memory)

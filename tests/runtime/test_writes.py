@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autostream.runtime import addresses as bound
-from autostream.runtime.addresses import Bound, Entries, Frozen, Writes, looks_alike, still_there, versions_of
+from autostream.runtime import layouts as bound
+from autostream.runtime.layouts import SameLayout, metadata_check
+from autostream.runtime.writes import Frozen, SameEntries, Writes, storages_alive, versions_of
 
 
 @pytest.fixture(params=["guards", "no guards"])
@@ -20,7 +21,7 @@ def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """With PyTorch's guards, and with a version that has none."""
     if request.param == "no guards":
         monkeypatch.setattr(torch._C._dynamo, "guards", object())
-        monkeypatch.setattr(bound, "_all_at", bound._look_at_addresses)
+        monkeypatch.setattr(bound, "_all_at", bound._compare_addresses)
 
 
 def weights() -> list[Tensor]:
@@ -60,7 +61,7 @@ def test_every_move_is_seen(move: Callable[[Tensor], None], calls: int) -> None:
     given = weights()
     if move is cast:
         given[0].requires_grad_(False)
-    seen = Bound(given)
+    seen = SameLayout(given)
     for _ in range(calls):
         assert seen.unmoved(given)
     move(given[0])
@@ -73,7 +74,7 @@ def test_a_sign_that_is_set_lazily_is_seen() -> None:
     """Same address, dtype, size and strides, other values."""
     weight = nn.Parameter(torch.randn(2, dtype=torch.complex64))
     imaginary = weight.data.imag  # what is conjugated has it negated
-    seen, seen_imaginary = Bound([weight]), Bound([imaginary])
+    seen, seen_imaginary = SameLayout([weight]), SameLayout([imaginary])
     weight.data = weight.data.conj()
     assert not seen.unmoved([weight])
     assert not seen_imaginary.unmoved([weight.data.imag])
@@ -82,7 +83,7 @@ def test_a_sign_that_is_set_lazily_is_seen() -> None:
 @pytest.mark.usefixtures("guards")
 def test_other_tensors_and_other_numbers_of_them_are_seen() -> None:
     given = weights()
-    seen = Bound(given)
+    seen = SameLayout(given)
     assert not seen.unmoved(given[:2])
     assert not seen.unmoved([*given, torch.ones(1)])
     assert not seen.unmoved([given[1], given[0], given[2]])
@@ -93,7 +94,7 @@ def test_other_tensors_and_other_numbers_of_them_are_seen() -> None:
 def test_what_has_no_address_or_is_no_tensor_has_moved() -> None:
     """Somebody may put anything into a module's dictionaries."""
     given = weights()
-    seen = Bound(given)
+    seen = SameLayout(given)
     assert not seen.unmoved([given[0].to_sparse(), *given[1:]])
     assert not seen.unmoved([None, *given[1:]])  # type: ignore[list-item]
 
@@ -102,7 +103,7 @@ def test_what_has_no_address_or_is_no_tensor_has_moved() -> None:
 def test_what_is_no_move_is_none() -> None:
     """Other values, other objects for the same memory, and whether gradients are recorded."""
     given = weights()
-    seen = Bound([tensor.detach() for tensor in given])
+    seen = SameLayout([tensor.detach() for tensor in given])
     assert seen.unmoved(given)
     with torch.no_grad():
         given[0].mul_(2)
@@ -117,29 +118,29 @@ def test_what_is_no_move_is_none() -> None:
 
 @pytest.mark.usefixtures("guards")
 def test_nothing_bound_never_moves() -> None:
-    assert Bound([]).unmoved([])
+    assert SameLayout([]).unmoved([])
 
 
 def test_the_quick_look_is_enough_when_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     given = weights()
-    seen = Bound(given)
-    monkeypatch.setattr(bound.Alike, "_looked", None)  # whoever asks each tensor fails
+    seen = SameLayout(given)
+    monkeypatch.setattr(bound.SameMetadata, "_metadata", None)  # whoever asks each tensor fails
     assert seen.unmoved(given)
 
 
 def test_a_version_without_guards_asks_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C._dynamo, "guards", object())
     given, asked = weights(), []
-    seen = Bound(given)
-    real = bound.Alike._looked
-    monkeypatch.setattr(bound.Alike, "_looked", lambda self, own: asked.append(len(own)) or real(self, own))
+    seen = SameLayout(given)
+    real = bound.SameMetadata._metadata
+    monkeypatch.setattr(bound.SameMetadata, "_metadata", lambda self, own: asked.append(len(own)) or real(self, own))
     assert seen.unmoved(given)
     assert asked == [3]
 
 
 def test_no_tensor_is_kept_alive() -> None:
     given = weights()
-    seen = Bound(given)
+    seen = SameLayout(given)
     assert seen.unmoved(given)
     held = weakref.ref(given[0])
     del given
@@ -167,19 +168,19 @@ def test_no_tensor_is_kept_alive() -> None:
     ids=str,
 )
 def test_what_does_not_look_alike(values: tuple[object, ...]) -> None:
-    alike = looks_alike([torch.ones(2, 2), torch.ones(3)])
+    alike = metadata_check([torch.ones(2, 2), torch.ones(3)])
     assert alike((torch.zeros(2, 2), torch.zeros(3)))
     assert not alike(values)
 
 
 def test_without_guards_nothing_looks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C._dynamo, "guards", object())
-    assert not looks_alike([torch.ones(2)])((torch.ones(2),))
+    assert not metadata_check([torch.ones(2)])((torch.ones(2),))
 
 
 def test_transforms_and_modes_do_not_look_alike() -> None:
     """Inside of a transform a tensor stands for another."""
-    alike = looks_alike([torch.ones(3)])
+    alike = metadata_check([torch.ones(3)])
     seen: list[bool] = []
     torch.vmap(lambda x: (seen.append(alike((x,))), x)[1])(torch.ones(2, 3))
     torch.func.grad(lambda x: (seen.append(alike((x,))), x.sum())[1])(torch.ones(3))
@@ -200,7 +201,7 @@ ENTRIES: dict[str, Callable[[dict[str, Tensor]], object]] = {
 @pytest.mark.parametrize("name", ENTRIES)
 def test_entries_that_change_are_seen(name: str) -> None:
     state = [{"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}]
-    entries = Entries(state)
+    entries = SameEntries(state)
     assert entries.same()
     state[1]["b"] = state[1]["b"].add_(1)  # what was there
     assert entries.same()
@@ -250,12 +251,12 @@ def test_memory_is_there_as_long_as_somebody_has_all_of_it() -> None:
     """Whatever has it: the same tensor, a view, or another tensor over it."""
     x, y = torch.ones(4), torch.ones(3)
     view, other = x.detach()[1:], torch.empty(0).set_(y.untyped_storage())
-    are_there = still_there([x, x[2:], y])
+    are_there = storages_alive([x, x[2:], y])
     del x, y
     assert are_there()
     del view
     assert not are_there()
-    assert still_there([other])()
+    assert storages_alive([other])()
 
 
 class Memory(bytearray):

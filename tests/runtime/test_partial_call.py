@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream.runtime.addresses import still_there
 from autostream.runtime.cuda_graph import CapturedGraph
-from autostream.runtime.launch import Launch
+from autostream.runtime.partial_call import PartialCall
+from autostream.runtime.writes import storages_alive
 from tests.captures import Captures
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -25,7 +25,7 @@ def test_inputs_go_where_they_belong() -> None:
         [None, None],
         [None, 0, None],
     ):
-        launch = Launch(list, None, held, positions, 2)
+        launch = PartialCall(list, None, held, positions, 2)
         given, left = [torch.tensor(1.0), torch.tensor(2.0)], iter(held)
         expected = [next(left) if at is None else given[at] for at in positions]
         assert [*map(id, launch(given))] == [*map(id, expected)]
@@ -33,8 +33,8 @@ def test_inputs_go_where_they_belong() -> None:
 
 def test_the_memory_of_what_is_held_is_kept() -> None:
     weight = nn.Parameter(torch.ones(3))
-    is_there = still_there([weight])
-    launch = Launch(list, None, [weight], [None, 0], 1)
+    is_there = storages_alive([weight])
+    launch = PartialCall(list, None, [weight], [None, 0], 1)
     weight.data = torch.zeros(3)
     assert is_there()
     del launch
