@@ -1,9 +1,9 @@
 """``train_step``: a whole training step, forward to ``zero_grad``, as one scheduled graph.
 
-call ──▶ like the last one? ──▶ StepReplay
+call ──▶ like the last one? ──▶ StepReplay (fast path)
               │ no
-              ├─▶ has the optimizer state to make? ──▶ the step as it is, which makes it; then a graph for such batches
-              └─▶ Graphs of the whole step ──▶ Graphs of forward and backward ──▶ the step as it is
+              ├─▶ does the optimizer create state in this step? ──▶ eager step; the next one is captured
+              └─▶ Graphs of the whole step ──▶ Graphs of forward and backward ──▶ eager step
                          refused ──┘                   refused ──┘
 """
 
@@ -21,21 +21,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autostream.dispatch.dispatcher import Dispatcher
-from autostream.dispatch.step_graphs import Full, Graphs, Refused
+from autostream.dispatch.step_graphs import Done, Graphs
 from autostream.dispatch.step_replay import StepReplay, replay_of
 from autostream.dispatch.steps import Gradients, Step
 from autostream.errors import TargetError
 from autostream.frontend.losses import Loss
-from autostream.frontend.model_proxy import stand_in
+from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
-from autostream.frontend.optimizers import clears_itself, obstacle, takes_closure
+from autostream.frontend.optimizers import has_own_zero_grad, obstacle, takes_closure
 from autostream.frontend.parameters import leave_no_gradients, parameters_of, stateless
 from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision
 from autostream.options import StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.restore import Restore
 from autostream.utils.storages import storage_of
 
@@ -48,55 +48,54 @@ def train_step(
     loss_fn: Callable[..., Any],
     **options: Any,
 ) -> TrainStep:
-    """Make a function that does a training step: forward, loss, backward, optimizer and ``zero_grad``.
+    """Make a function that runs a training step: forward, loss, backward, optimizer and ``zero_grad``.
 
-    It computes what this does, as one graph whose independent ops run side by side; a weight is updated as soon as its
-    gradient is there::
+    It computes the same as the following code, as one graph whose independent ops run concurrently. A weight is updated
+    as soon as its gradient is computed::
 
         optimizer.zero_grad()
         loss = loss_fn(model, *batch)    # or, of PyTorch's own losses: loss_fn(model(*inputs), target)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, max_norm)    # if asked for: those of the optimizer
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)    # with max_norm: the optimizer's parameters
         optimizer.step()
         optimizer.zero_grad()
 
-    Gradients are temporary: ``parameter.grad`` is ``None`` after a step, and what it was before does not matter (but
-    for optimizers with a ``zero_grad`` of their own, which may leave some). All else is as ever: weights, statistics
-    and the optimizer's state are written where they are, ``state_dict`` and ``load_state_dict`` work between any two
-    steps, and so do learning-rate schedulers. A changed rate takes effect in the next step, and so does any other
-    number of the optimizer's, such as a momentum: when it first changes, another graph is made, of which it is an
-    input. One that becomes zero, or a switch, makes another graph each time.
+    Gradients are temporary: ``parameter.grad`` is ``None`` after a step, and its value before the step is ignored
+    (except by optimizers that override ``zero_grad``). Everything else works as in eager training: weights, statistics
+    and the optimizer's state are updated in place, and ``state_dict``, ``load_state_dict`` and learning-rate schedulers
+    can be used between any two steps. A changed learning rate takes effect in the next step, and so does any other
+    number of the optimizer, such as a momentum: its first change recompiles the step, with the number as an input. A
+    number that becomes zero, or a changed switch, recompiles it each time.
 
-    The Python of the model and of ``loss_fn`` is captured and guarded by TorchDynamo, as by ``torch.compile``: a
-    module, a tensor or a number that it reads, wherever that is, is part of the graph, and another one makes another
-    graph. Give what changes in every step with the batch, as a tensor. What it writes to Python's objects is written
-    after the graph.
+    The Python code of the model and of ``loss_fn`` is captured and guarded by TorchDynamo, as by ``torch.compile``. The
+    modules, tensors and numbers that it reads are constants of the graph: the step is recompiled if one is replaced.
+    Pass what changes in every step with the batch, as a tensor. Side effects on Python objects happen after the graph.
 
-    A step in which the optimizer may have to make state, such as the first, runs as it is. Optimizers other than
-    SGD, Adam, AdamW, RMSprop and Adagrad run as they are, after a graph of forward and backward; those that take a
-    closure, such as LBFGS, run that graph as often as they like. Where the whole cannot be
-    captured, a graph of forward and backward is tried, then the model alone, then the step runs as it is.
-    :func:`autostream.explain` tells what was done and why.
+    A step in which the optimizer may create state, such as the first, runs eagerly. Optimizers other than SGD, Adam,
+    AdamW, RMSprop and Adagrad run eagerly after a graph of forward and backward; those that take a closure, such as
+    LBFGS, run that graph as often as they call the closure. If the whole step cannot be captured, autostream tries
+    forward and backward, then the model alone; otherwise the step runs eagerly. :func:`autostream.explain` tells what
+    was done and why.
 
     Args:
-        model: the model, in training mode or not; frozen parameters stay as they are.
-        optimizer: one of ``torch.optim`` of its parameters, all or some, and of those of modules that ``loss_fn`` has.
-        loss_fn: a loss of PyTorch's, such as ``nn.CrossEntropyLoss()`` or ``F.mse_loss``, which compares the model's
-            outputs with the last of the batch; or a function, ``loss_fn(model, *batch)``, that returns the loss, a
-            scalar, or a tuple that begins with it, such as ``(loss, outputs)``.
-        **options: ``microbatches``, ``max_norm``, ``average``, ``decay`` and ``scaler``, which
-            :class:`~autostream.options.StepOptions` describes, and those of :class:`~autostream.options.Options`. More
-            signatures than ``max_signatures`` run as they are.
+        model: the model, in training or evaluation mode. Frozen parameters are not changed.
+        optimizer: a ``torch.optim`` optimizer of parameters of the model, and of modules that ``loss_fn`` refers to.
+        loss_fn: a loss of PyTorch, such as ``nn.CrossEntropyLoss()`` or ``F.mse_loss``, which compares the model's
+            outputs with the last element of the batch; or a function ``loss_fn(model, *batch)`` that returns a scalar
+            loss, or a tuple that begins with it, such as ``(loss, outputs)``.
+        **options: ``microbatches``, ``max_norm``, ``average``, ``decay`` and ``scaler``, see
+            :class:`~autostream.options.StepOptions`, and those of :class:`~autostream.options.Options`. Signatures
+            beyond ``max_signatures`` run eagerly.
 
     Returns:
-        ``step(*batch)``, which takes the batch by position, and returns the loss, or whatever ``loss_fn`` does, without
-        gradients.
+        ``step(*batch)``, which takes the batch as positional arguments and returns what ``loss_fn`` returns, detached.
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.
-        TargetError: the model is no module, the optimizer none of ``torch.optim``, or it has parameters of neither
-            the model nor the loss. Steps raise it where ``loss_fn`` does not take the batch, the loss is no scalar, a
-            batch has no equal parts, or the model's parameters are not those of the average any more.
+        TargetError: the model is not a module, the optimizer is not of ``torch.optim``, or it has parameters that
+            belong to neither the model nor the loss. A step raises it if ``loss_fn`` does not take the batch, the loss
+            is not a scalar, the batch cannot be divided into equal parts, or the model and the average have different
+            parameters.
 
     Example:
         >>> model = nn.Linear(4, 1)
@@ -130,38 +129,38 @@ def train_step(
     return TrainStep(model, optimizer, loss_fn, chosen)
 
 
-def _apart(optimizer: Optimizer, options: StepOptions) -> str:
-    """Why the optimizer's step cannot be part of a graph, or ``""``."""
+def _eager_optimizer_reason(optimizer: Optimizer, options: StepOptions) -> str:
+    """Why the optimizer's update cannot be part of a graph, or ``""``."""
     scaled = options.scaler is not None
     return "GradScaler asks the host whether gradients are finite" if scaled else obstacle(optimizer)
 
 
-_APART = "the optimizer runs as it is"
-_EAGER = "loss and optimizer run as they are"
+_EAGER_OPTIMIZER = "the optimizer runs as it is"
+_EAGER_LOSS = "loss and optimizer run as they are"
 
 
 def _is_copy(average: object, model: nn.Module) -> bool:
     if not isinstance(average, nn.Module):
         return False
-    mine, its = ([*module.parameters(), *module.buffers()] for module in (average, model))
-    alike = [(tensor.shape, tensor.dtype, tensor.device) for tensor in mine] == [
-        (tensor.shape, tensor.dtype, tensor.device) for tensor in its
+    tensors, others = ([*module.parameters(), *module.buffers()] for module in (average, model))
+    alike = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors] == [
+        (tensor.shape, tensor.dtype, tensor.device) for tensor in others
     ]
-    return alike and set(map(storage_of, mine)).isdisjoint(map(storage_of, its))
+    return alike and set(map(storage_of, tensors)).isdisjoint(map(storage_of, others))
 
 
 class TrainStep:
-    """A training step and its schedules, one for each kind of batch that it was called with.
+    """A training step, with one schedule for each signature of batches.
 
     Args:
         model: the model.
         optimizer: of its parameters.
         loss_fn: takes the model and a batch.
-        options: what else to do, and how to schedule.
+        options: what the step does, and how to schedule it.
 
     Attributes:
-        slots: where batches may come in turn: captured graphs read them there.
-        disabled: whether every step runs as it is: ``AUTOSTREAM_DISABLE`` was set when this was made.
+        slots: input buffers that captured graphs read in place, filled by :func:`autostream.prefetch`.
+        disabled: whether every step runs eagerly: ``AUTOSTREAM_DISABLE`` was set when this was made.
     """
 
     def __init__(
@@ -169,42 +168,42 @@ class TrainStep:
     ) -> None:
         self._parts = model, optimizer, loss_fn, options
         self._step = Step(Loss(loss_fn, model), optimizer, options)
-        self.slots, self.disabled = SlotTable(), disabled()
-        reason = _apart(optimizer, options)
+        self.slots, self.disabled = BufferTable(), disabled()
+        reason = _eager_optimizer_reason(optimizer, options)
         self._graphs = [
             Graphs(self._step, self.slots, whole=whole) for whole in (True, False) if not (whole and reason)
         ]
-        self._apart = {reason: Decision("", _APART, reason)} if reason else {}
+        self._eager_optimizer = {reason: Decision("", _EAGER_OPTIMIZER, reason)} if reason else {}
         self._eager: dict[str, Decision] = {}
-        self._searches = takes_closure(optimizer)
+        self._takes_closure = takes_closure(optimizer)
         self._stateless: frozenset[int] = frozenset()
-        """Parameters for which the last step that might have made state made none: all of plain SGD, or unused ones."""
+        """Parameters that have no state after an eager step: those of plain SGD, and unused ones."""
         self._replay: StepReplay | None = None
         self._has_run = False
 
     def __call__(self, *batch: Any) -> Any:
-        """Do a step; returns what ``loss_fn`` returns, detached.
+        """Run a step; returns what ``loss_fn`` returns, detached.
 
         Raises:
-            TargetError: the loss is not a scalar that depends on a parameter, the batch has no equal parts, or the
-                optimizer or the average has parameters that are not the model's any more.
+            TargetError: the loss is not a scalar that depends on a parameter, the batch cannot be divided into equal
+                parts, or the optimizer or the average has other parameters than the model.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self(*batch)
-        with torch.set_grad_enabled(False):  # as no_grad, in half the time
-            result = self._done(batch)
+        with torch.set_grad_enabled(False):  # takes half the time of no_grad
+            result = self._run(batch)
         self._step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
         return result
 
-    def _done(self, batch: tuple[Any, ...]) -> Any:
+    def _run(self, batch: tuple[Any, ...]) -> Any:
         step, replay = self._step, self._replay
         if replay is not None and replay.whole and (tensors := replay.fits(batch)) is not None:
             result, _ = replay(tensors, batch)
             leave_no_gradients(replay.parameters)
             return result
-        if self._searches:
-            return step.search(lambda: self._differentiated(batch))  # type: ignore[arg-type, return-value]
+        if self._takes_closure:
+            return step.minimize(lambda: self._differentiated(batch))  # type: ignore[arg-type, return-value]
         step.zero_gradients()
         if self._graphs[0].whole and not self.disabled and not self._stateful():
             result = step.complete(*step.differentiate(batch))
@@ -213,16 +212,16 @@ class TrainStep:
         result, gradients = self._differentiated(batch)
         if gradients is not None:
             return step.complete(result, gradients)
-        if not clears_itself(step.optimizer):
+        if not has_own_zero_grad(step.optimizer):
             leave_no_gradients(parameters_of(step.optimizer))
         return result
 
     def _stateful(self) -> bool:
-        """Whether the optimizer has all the state that it makes in a parameter's first step."""
+        """Whether the optimizer has created the state that it keeps for each parameter."""
         return stateless(self._step.optimizer) <= self._stateless
 
     def _differentiated(self, batch: tuple[Any, ...]) -> tuple[Any, Gradients | None]:
-        """The result of a step, and the gradients, unless they are used already."""
+        """The result of a step, and the gradients, unless the optimizer's update has been done."""
         replay = self._replay
         if replay is not None and not replay.whole and (tensors := replay.fits(batch)) is not None:
             return replay(tensors, batch)
@@ -231,96 +230,99 @@ class TrainStep:
             self._replay = None
         if self.disabled:
             return self._step.differentiate(batch)
-        refused: list[str] = []
+        reasons: list[str] = []
         for graphs in self._graphs:
-            try:
-                done = graphs(batch)
-            except Full as reason:
-                self._note(self._eager, [*refused, str(reason)], "plain")
-                return self._step.differentiate(batch)
-            except Refused as reason:
-                refused.append(str(reason))
-            else:
-                self._note(self._apart, refused, _APART)
+            done = graphs(batch)
+            if isinstance(done, Done):
+                self._report(self._eager_optimizer, reasons, _EAGER_OPTIMIZER)
                 self._replay = replay_of(graphs, done)
                 return done.result, done.gradients
+            reasons.append(done.reason)
+            if done.full:
+                self._report(self._eager, reasons, "plain")
+                return self._step.differentiate(batch)
         try:
-            result, instead = self._as_it_is(batch)
-        except Exception:  # then a graph would have failed too, and the next batch may be another matter
+            result, mode = self._run_eagerly(batch)
+        except Exception:  # capturing has failed for the same reason, which may not hold for the next batch
             for graphs in self._graphs:
                 graphs.forget_refusals()
             raise
-        self._note(self._eager, refused, instead)
+        self._report(self._eager, reasons, mode)
         return result
 
-    def _as_it_is(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, Gradients], str]:
-        """The result and gradients of the step as it is, and what to say of it."""
-        step, instead = self._as_written
+    def _run_eagerly(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, Gradients], str]:
+        """The result and gradients of an eager step, and the mode for reports."""
+        step, mode = self._eager_step
         if step is self._step or self._has_run:
-            return step.differentiate(batch), instead
-        with undone_if(_TWICE, [*step.modules.buffers()]) as refused:
+            return step.differentiate(batch), mode
+        with restored_after(_DOUBLE_BACKWARD, [*step.modules.buffers()]) as errors:
             result = step.differentiate(batch)
-        if refused:
-            self.__dict__["_as_written"] = self._step, "plain"
+        if errors:
+            self.__dict__["_eager_step"] = self._step, "plain"
             return self._step.differentiate(batch), "plain"
         self._has_run = True
-        return result, instead
+        return result, mode
 
-    def _note(self, known: dict[str, Decision], reasons: Sequence[str], instead: str) -> None:
-        """Remember, and say once, why steps could not be done in some ways."""
+    def _report(self, decisions: dict[str, Decision], reasons: Sequence[str], mode: str) -> None:
+        """Add reasons to the decisions for reports, and log those that are new."""
         for reason in dict.fromkeys(reasons):
-            if reason not in known and len(known) < _MOST_REASONS:
-                what = "it runs as it is" if instead == "plain" else instead
+            if reason not in decisions and len(decisions) < _MOST_REASONS:
+                what = "it runs as it is" if mode == "plain" else mode
                 log.warning("a training step of %s: %s: %s", name_of(self._step.model), what, reason)
-                known[reason] = Decision("", instead, reason)
+                decisions[reason] = Decision("", mode, reason)
 
     @cached_property
     def _model(self) -> Dispatcher:
-        """Runs the model's calls in steps that are done as they are."""
+        """Schedules the model's calls in eager steps."""
         return Dispatcher(self._step.model, self._step.options)
 
     @cached_property
-    def _as_written(self) -> tuple[Step, str]:
-        """The step as it is, over a model whose calls are scheduled where that is of use, and what to say of it."""
+    def _eager_step(self) -> tuple[Step, str]:
+        """The eager step, and the mode for reports. The model's calls in it are scheduled where that helps."""
         model, optimizer, loss_fn, options = self._parts
-        asked = options.policy != "auto" or any(own.is_cuda for own in model.parameters())
-        parallel = any(isinstance(own, nn.parallel.DistributedDataParallel) for own in model.modules())
-        scheduled = stand_in(model, self._model) if asked and not parallel else None
+        helps = options.policy != "auto" or any(parameter.is_cuda for parameter in model.parameters())
+        parallel = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules())
+        scheduled = proxy_of(model, self._model) if helps and not parallel else None
         if scheduled is None:
             return self._step, "plain"
-        return Step(Loss(loss_fn, scheduled), optimizer, options), _EAGER
+        return Step(Loss(loss_fn, scheduled), optimizer, options), _EAGER_LOSS
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature, the most recently used first, then of steps with less in a graph.
+        """A report for each signature, the most recently used first: whole steps, then parts of steps, then eager ones.
 
-        Those have among their refusals why they are not done in the ways before.
+        The refusals of the latter two say why no more of the step is in a graph.
         """
-        found = list[Report]()
+        reports = list[Report]()
         for graphs in self._graphs:
-            apart = () if graphs.whole else tuple(self._apart.values())
-            found += (replace(report, refusals=(*apart, *report.refusals)) for report in graphs.reports)
-        scheduled = tuple(own for own in self._eager.values() if own.choice == _EAGER)
-        found += (
+            refusals = () if graphs.whole else tuple(self._eager_optimizer.values())
+            reports += (replace(report, refusals=(*refusals, *report.refusals)) for report in graphs.reports)
+        scheduled = tuple(decision for decision in self._eager.values() if decision.choice == _EAGER_LOSS)
+        reports += (
             replace(report, refusals=(*scheduled, *report.refusals)) for report in self._model.reports if scheduled
         )
-        if refusals := tuple(own for own in self._eager.values() if own not in scheduled or not self._model.reports):
+        eager = self._eager.values()
+        if refusals := tuple(decision for decision in eager if decision not in scheduled or not self._model.reports):
             name = f"{name_of(self._step.model)}, TrainingStep"
-            found.append(Report(name, "some steps", "plain", refusals=refusals, versions=versions()))
-        return tuple(found)
+            reports.append(Report(name, "some steps", "plain", refusals=refusals, versions=versions()))
+        return tuple(reports)
 
     def __repr__(self) -> str:
-        """What it is made of."""
+        """The class with the model and the optimizer."""
         return f"{type(self).__name__}({self._step.model!r}, {self._step.optimizer!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the model, the optimizer, the loss and the options; schedules are made anew."""
+        """Copy and pickle the model, the optimizer, the loss and the options; the copy compiles its own schedules."""
         return TrainStep, self._parts
 
 
 @contextmanager
-def undone_if(message: str, tensors: Sequence[Tensor]) -> Iterator[list[str]]:
-    """Catch an error that says so, and put back the tensors and the generators of random numbers; yields the error."""
+def restored_after(message: str, tensors: Sequence[Tensor]) -> Iterator[list[str]]:
+    """Catch a ``RuntimeError`` with this message, and restore the tensors and the random number generators.
+
+    Yields:
+        The message of the error, once it is caught.
+    """
     restore, state = Restore(tensors), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     caught: list[str] = []
@@ -338,5 +340,5 @@ def undone_if(message: str, tensors: Sequence[Tensor]) -> Iterator[list[str]]:
 
 _MOST_REASONS = 100
 
-_TWICE = "does not currently support double backward"
-"""What AOTAutograd says of a loss that goes through a gradient: then the model runs as it is."""
+_DOUBLE_BACKWARD = "does not currently support double backward"
+"""AOTAutograd's error for a loss that differentiates a gradient. The model then runs eagerly."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.dispatch.step_graphs import Graphs, trace
+from autostream.dispatch.step_graphs import Call, Graphs, trace
 from autostream.dispatch.steps import Step
 from autostream.frontend.losses import Loss
 from autostream.ir import Program
 from autostream.options import StepOptions
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.input_buffers import BufferTable
 
 Batch = tuple[Any, ...]
 
@@ -26,16 +26,18 @@ def step_of(model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any],
 
 @torch.no_grad()
 def run(step: Step, batch: Batch) -> Any:
-    """Do a step as it is; returns what its loss does."""
+    """Run an eager step; returns what its loss returns."""
     return step.complete(*step.differentiate(batch))
 
 
 @torch.no_grad()
 def traced(step: Step, batch: Batch, *, whole: bool = True) -> tuple[Program, list[Tensor]]:
     """The program of a step whose optimizer has its state, and the program's arguments."""
-    graphs = Graphs(step, SlotTable(), whole=whole)
-    _, found, tensors = trace(graphs, graphs.call(batch))
-    return found.program, found.arguments(tensors)
+    graphs = Graphs(step, BufferTable(), whole=whole)
+    call = graphs.call(batch)
+    assert isinstance(call, Call), call
+    _, step_program, tensors = trace(graphs, call)
+    return step_program.program, step_program.arguments(tensors)
 
 
 def program_of(

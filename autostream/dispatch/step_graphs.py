@@ -1,9 +1,9 @@
-"""Training steps in graphs: what is made for each kind of step, and run by it.
+"""Compiled training steps: a cache of scheduled graphs, looked up by key and guards.
 
-batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ ScheduledProgram ──▶ result, and gradients to go on with
-│ none
-└─▶ capture the loss ──▶ trace the step ──▶ ScheduledProgram
-└── no graph does the same: Refused; the caller has another way
+batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ ScheduledProgram ──▶ result, gradients
+                       │ none
+                       └─▶ capture the loss ──▶ trace the step ──▶ ScheduledProgram
+                               └─ fails ────────────┴─ fails ──▶ Refusal: the caller falls back
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from autostream.errors import AutostreamError, OptionError, TargetError, TraceEr
 from autostream.frontend.averages import differing_buffers, pairs_of
 from autostream.frontend.batches import Batch, divided
 from autostream.frontend.captured_loss import CapturedLoss
-from autostream.frontend.eager_only import anomalies_sought, has_torchscript, unusual_call, unusual_tensor
+from autostream.frontend.eager_only import anomaly_detection, has_torchscript, unusual_call, unusual_tensor
+from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import Hyperparameters, obstacle
 from autostream.frontend.parameters import State, have_hooks, parameters_of, state_of
 from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
-from autostream.frontend.signature import aliases_of, described
 from autostream.frontend.steps import Step as Traceable
 from autostream.frontend.steps import Tensors, Traced, Update, trace_step
 from autostream.frontend.tree import Structure, flatten, unflatten
@@ -52,16 +52,8 @@ from autostream.utils.stopwatch import Stopwatch
 log = logging.getLogger(__name__)
 
 
-class Refused(Exception):  # noqa: N818 - a notice between modules, not an error
-    """No graph does the same, and the caller has another way; the message says why. Nothing has been done."""
-
-
-class Full(Refused):
-    """There is to be no other graph, and no graph of less either."""
-
-
 class Key(NamedTuple):
-    """What tells most steps of different graphs apart before any guard is asked."""
+    """The signature of a step. Guards are checked only for entries with the same key."""
 
     structure: Structure
     kinds: Hashable
@@ -73,16 +65,16 @@ class Key(NamedTuple):
     groups: Structure | None
     state: Hashable
 
-    def unlike(self, other: Key) -> str:
-        """What differs from another, readable; ``""`` where nothing does."""
-        told = [what for name, what in _TOLD.items() if getattr(self, name) != getattr(other, name)]
+    def difference(self, other: Key) -> str:
+        """The difference from another key, in words; ``""`` if there is none."""
+        words = [what for name, what in _WORDS.items() if getattr(self, name) != getattr(other, name)]
         if self.groups and other.groups:
             pairs = zip(self.groups.children or (), other.groups.children or (), strict=False)
-            told += dict.fromkeys(name for mine, its in pairs for name in _unlike(mine, its))
-        return ", ".join(told)
+            words += dict.fromkeys(name for group, other_group in pairs for name in _changed(group, other_group))
+        return ", ".join(words)
 
 
-_TOLD = {
+_WORDS = {
     "structure": "the batch's containers or numbers",
     "kinds": "shapes, strides, dtypes or devices",
     "aliases": "which tensors share memory",
@@ -94,25 +86,25 @@ _TOLD = {
 }
 
 
-def _unlike(group: Structure, other: Structure) -> Iterator[str]:
-    """The hyperparameters that differ in structures of two groups."""
-    values = dict(zip(cast(Batch, other.context), other.children or (), strict=True))
-    mine = zip(cast(Batch, group.context), group.children or (), strict=True)
-    return (name for name, value in mine if values.get(name) != value)
+def _changed(group: Structure, other: Structure) -> Iterator[str]:
+    """The names of hyperparameters that differ in two groups."""
+    other_values = dict(zip(cast(Batch, other.context), other.children or (), strict=True))
+    values = zip(cast(Batch, group.context), group.children or (), strict=True)
+    return (name for name, value in values if other_values.get(name) != value)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A step that is to be done.
+    """A call of a training step.
 
     Attributes:
-        batch: what it was called with.
+        batch: its arguments.
         tensors: of the batch.
         parameters: of the optimizer.
-        state: of the optimizer, where it is part of a graph.
-        averages: a moving average's tensors and the model's, in turn, where they are part of a graph.
-        key: what it is like.
-        label: the same, readable.
+        state: of the optimizer, if the update is part of the graph.
+        averages: the average's tensors and the model's, alternating, if they are part of the graph.
+        key: its signature.
+        label: the signature in words, for reports.
     """
 
     batch: Batch
@@ -126,14 +118,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Done:
-    """A step that was run.
+    """A step that a graph has run.
 
     Attributes:
-        result: what the loss returned, detached.
-        gradients: of the optimizer's parameters, where these are not updated yet.
-        entry: what ran it; ``None`` where it was compared with the plain one.
-        call: what was asked for.
-        tensors: what the entry was given.
+        result: what ``loss_fn`` returned, detached.
+        gradients: of the optimizer's parameters; ``None`` if the graph has updated them.
+        entry: the compiled step.
+        call: the call.
+        tensors: the tensors of the call.
     """
 
     result: Any
@@ -143,18 +135,39 @@ class Done:
     tensors: Tensors
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a step is in no graph. The step has not been run.
+
+    Attributes:
+        reason: for reports.
+        full: whether there are too many graphs, so that none of a part of the step may be captured either.
+    """
+
+    reason: str
+    full: bool = False
+
+    def matches(self, call: Call) -> bool:
+        """True: capturing a step with the same key would fail again."""
+        return True
+
+    def failed(self, batch: Batch) -> str:
+        """``""``: it has no guards."""
+        return ""
+
+
 class Graphs:
-    """The graphs of a training step.
+    """The compiled graphs of a training step.
 
     Args:
-        step: the step.
-        slots: where batches may come in turn.
-        whole: whether clipping, the optimizer and the average are part of the graphs, beside forward and backward.
+        step: the eager step.
+        slots: input buffers that captured graphs may read in place.
+        whole: whether clipping, the optimizer's update and the average are part of the graphs.
 
     Attributes:
         name: in reports.
-        hyperparameters: the optimizer's.
-        replayed: steps that the short way has done since the last one that it has not, and what they were like.
+        hyperparameters: of the optimizer.
+        replayed: the key of the steps that the fast path has run since the last call, and their number.
     """
 
     def __init__(self, step: Step, slots: BufferTable, *, whole: bool) -> None:
@@ -163,26 +176,30 @@ class Graphs:
         self.hyperparameters = Hyperparameters(step.optimizer)
         context = ModelContext(step.options, GraphPools(), slots)
         self._context = replace(context, make_section=partial(section, context, self.name))
-        self._admission = Admission[list["Entry | _Refusal"]](step.options.max_signatures)
+        self._admission = Admission[list["Entry | Refusal"]](step.options.max_signatures)
         self._lock, self.paranoid = threading.RLock(), paranoid()
         self.replayed: tuple[Key, int] | None = None
 
-    def __call__(self, batch: Batch) -> Done:
-        """Do the step, or its forward and backward.
+    def __call__(self, batch: Batch) -> Done | Refusal:
+        """Run the step, or its forward and backward.
+
+        Returns:
+            The step, or why no graph computes it.
 
         Raises:
-            Refused: no graph does the same.
-            Full: there is to be no other graph.
-            TargetError: the batch has no equal parts, or the average or the optimizer is of another model.
-            TraceError: no graph does the same, and ``strict=True``.
+            TargetError: the batch cannot be divided into equal parts, or the average or the optimizer belongs to
+                another model.
+            TraceError: no graph computes it, and ``strict=True``.
         """
         call = self.call(batch)
+        if isinstance(call, Refusal):
+            return call
         if self.replayed is not None:
-            self._admission.served(*self.replayed)
+            self._admission.hit(*self.replayed)
             self.replayed = None
         entry = self._entry(call) or self._new_entry(call)
-        if isinstance(entry, _Refusal):
-            raise self._refused(entry.reason, Full if entry.full else Refused)
+        if isinstance(entry, Refusal):
+            return self._refusal(entry.reason, full=entry.full)
         tensors = self.tensors(call, entry.loss.held_now(batch))
         try:
             if self.paranoid:
@@ -190,43 +207,51 @@ class Graphs:
             else:
                 result, gradients = entry.run(tensors, batch)
         except NoSchedule as reason:
-            raise self._refused(str(reason)) from None
+            return self._refusal(str(reason))
         return Done(result, gradients, entry, call, tensors)
 
     def forget_refusals(self) -> None:
-        """Try again what was refused, when steps like it come: they may have failed for what the caller did."""
+        """Capture refused steps again when they come again: they may have failed because of an error of the caller."""
         for key, entries in [*self._admission.entries.items()]:
-            left: list[Entry | _Refusal] = [entry for entry in entries if isinstance(entry, Entry)]
-            if left:
-                self._admission.entries[key] = left
+            compiled: list[Entry | Refusal] = [entry for entry in entries if isinstance(entry, Entry)]
+            if compiled:
+                self._admission.entries[key] = compiled
             else:
                 del self._admission.entries[key]
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """What is known of each kind of step, the most recently used first."""
-        made = chain.from_iterable(map(reversed, reversed(self._admission.entries.values())))
-        return tuple(entry.scheduled.report for entry in made if isinstance(entry, Entry))
+        """The reports of all entries, the most recently used first."""
+        entries = chain.from_iterable(map(reversed, reversed(self._admission.entries.values())))
+        return tuple(entry.scheduled.report for entry in entries if isinstance(entry, Entry))
 
     def tensors(self, call: Call, held: Sequence[Tensor]) -> Tensors:
-        """What a step takes, with what the loss holds."""
+        """All inputs of a step.
+
+        Args:
+            call: the step.
+            held: the tensors that the captured loss reads besides the batch.
+        """
         numbers = self.numbers(call.parameters)
         return Tensors(held, call.parameters, call.state.tensors, call.averages, call.tensors, numbers)
 
     def numbers(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The numbers that may be others in each step, in one tensor."""
+        """The numbers that may change in each step, such as learning rates, in one tensor."""
         if not self.whole:
             return self.step.numbers()
         return [self.hyperparameters.numbers(parameters[0].device)]
 
-    def _refused(self, reason: str, kind: type[Refused] = Refused) -> Exception:
-        return TraceError(reason) if self.step.options.strict else kind(reason)
+    def _refusal(self, reason: str, *, full: bool = False) -> Refusal:
+        if self.step.options.strict:
+            raise TraceError(reason)
+        return Refusal(reason, full)
 
-    def call(self, batch: Batch) -> Call:
-        """What a step is like now.
+    def call(self, batch: Batch) -> Call | Refusal:
+        """The call of a step with this batch, or why no graph would compute it.
 
         Raises:
-            Refused: no graph would do the same.
+            TargetError: as calling raises it.
+            TraceError: no graph would compute it, and ``strict=True``.
         """
         step, parameters = self.step, parameters_of(self.step.optimizer)
         step.check_average()
@@ -234,19 +259,23 @@ class Graphs:
         try:
             tensors, structure = flatten(batch)
         except TraceError as error:
-            raise self._refused(str(error)) from None
-        reason = unusual_call() or unusual_tensor(tensors) or circumstances() or self._own_obstacle(parameters, tensors)
+            return self._refusal(str(error))
+        reason = unusual_call() or unusual_tensor(tensors) or circumstances() or self._obstacle(parameters, tensors)
         if reason:
-            raise self._refused(reason)
+            return self._refusal(reason)
         groups: Structure | None = None
         state, averages = State((), []), list[Tensor]()
         if self.whole:
-            groups, reason = self.hyperparameters.look()
-            found = state_of(step.optimizer, parameters)
-            if reason or isinstance(found, str):
-                raise self._refused(reason or str(found))
-            state = found
-            averages = self._averages()
+            groups, reason = self.hyperparameters.refresh()
+            state_or_reason = state_of(step.optimizer, parameters)
+            if reason or isinstance(state_or_reason, str):
+                return self._refusal(reason or str(state_or_reason))
+            state = state_or_reason
+            if step.average is not None:
+                if names := differing_buffers(step.average, step.model):
+                    reason = f"the average has no buffer {names[0]} as the model has it, and a graph makes none"
+                    return self._refusal(reason)
+                averages = [*chain.from_iterable(chain(*pairs_of(step.average, step.model)))]
         sizes = tuple(len(group["params"]) for group in step.optimizer.param_groups)
         key = Key(
             structure,
@@ -262,7 +291,7 @@ class Graphs:
         label = f"{described(tensors)}, {'train' if step.model.training else 'eval'}"
         return Call(batch, tensors, parameters, state, averages, key, label)
 
-    def _own_obstacle(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
+    def _obstacle(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
         if any(map(_REQUIRES_GRADIENTS, tensors)):
             return "a tensor of the batch requires gradients, and a graph would compute none"
         if have_hooks(parameters):
@@ -271,77 +300,68 @@ class Graphs:
             return "the optimizer has no parameters that require gradients"
         return obstacle(self.step.optimizer) if self.whole else ""
 
-    def _averages(self) -> list[Tensor]:
-        step = self.step
-        if step.average is None:
-            return []
-        if names := differing_buffers(step.average, step.model):
-            raise self._refused(f"the average has no buffer {names[0]} as the model has it, and a graph makes none")
-        return [*chain.from_iterable(chain(*pairs_of(step.average, step.model)))]
-
-    def _entry(self, call: Call) -> Entry | _Refusal | None:
-        """What was made for such steps, if the guards hold."""
+    def _entry(self, call: Call) -> Entry | Refusal | None:
+        """The entry or the refusal with this key whose guards hold."""
         for entry in self._admission.entries.get(call.key, ()):
-            if entry.stands_for(call):
-                self._admission.served(call.key)
+            if entry.matches(call):
+                self._admission.hit(call.key)
                 return entry
         return None
 
-    def _new_entry(self, call: Call) -> Entry | _Refusal:
+    def _new_entry(self, call: Call) -> Entry | Refusal:
         with self._lock, preparing:
-            if entry := self._entry(call):  # another thread has been quicker
+            if entry := self._entry(call):  # another thread has compiled it
                 return entry
             if reason := self._full(call):
-                self._admission.unserved(call.key)
-                return _Refusal(reason, full=True)
-            made: Entry | _Refusal
+                self._admission.miss(call.key)
+                return Refusal(reason, full=True)
             try:
-                made = Entry(self, call, self._context)
+                new: Entry | Refusal = Entry(self, call, self._context)
             except (OptionError, TargetError):
                 raise
             except Exception as error:
                 if self.step.options.strict:
                     raise
-                why = isinstance(error, AutostreamError)
-                made = _Refusal(str(error) if why else f"it cannot be scheduled: {first_line(error)}")
-            self._admission.add(call.key, [*self._admission.entries.get(call.key, []), made])
-            return made
+                expected = isinstance(error, AutostreamError)
+                new = Refusal(str(error) if expected else f"it cannot be scheduled: {first_line(error)}")
+            self._admission.add(call.key, [*self._admission.entries.get(call.key, []), new])
+            return new
 
     def _full(self, call: Call) -> str:
-        """Why no graph is to be made now, with what makes the step another; ``""`` if one may be."""
-        made = [*chain.from_iterable(self._admission.entries.values())]
+        """Why no graph may be captured now, and how the step differs from earlier ones; ``""`` if one may be."""
+        count = sum(map(len, self._admission.entries.values()))
         reason, most = self._admission.refusal(call.key), self.step.options.max_signatures
-        replaces = not reason and len(self._admission.entries) >= most  # one that nobody uses
-        if len(made) >= most and not replaces:
+        evicts = not reason and len(self._admission.entries) >= most
+        if count >= most and not evicts:
             reason = "it has as many schedules as max_signatures allows"
         if not reason:
             return ""
-        if not made:
+        if not count:
             return reason
         latest = next(reversed(self._admission.entries))
-        known = self._admission.entries.get(call.key)
-        if known is None:
-            return f"{reason}, and meets another: {call.key.unlike(cast(Key, latest))} changed"
-        return f"{reason}, and meets another, since {known[-1].failed(call.batch)}"
+        entries = self._admission.entries.get(call.key)
+        if entries is None:
+            return f"{reason}, and meets another: {call.key.difference(cast(Key, latest))} changed"
+        return f"{reason}, and meets another, since {entries[-1].failed(call.batch)}"
 
     def _compared(self, entry: Entry, call: Call, tensors: Tensors) -> Any:
-        """What a run returns, after the plain step has done the same."""
-        plain = _Plain(self, call)
+        """The result and gradients of a run that was compared with the eager step."""
+        eager = _EagerStep(self, call)
         batch = call.batch
         if self.whole:
-            return compared(plain, lambda: entry.run(tensors, batch)[0], call.tensors, batch, {}), None
-        return compared(plain, lambda: entry.run(tensors, batch), call.tensors, batch, {})
+            return compared(eager, lambda: entry.run(tensors, batch)[0], call.tensors, batch, {}), None
+        return compared(eager, lambda: entry.run(tensors, batch), call.tensors, batch, {})
 
 
 def circumstances() -> str:
-    """Why a graph of a backward would not do the same under the circumstances of this call, or ``""``."""
+    """The global hook or mode that a graph of a backward would ignore, in words, or ``""``."""
     if hooks_are_set():
         return "hooks of saved tensors are set, and a graph saves none"
     if nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
         return "a submodule has backward hooks, which a graph would not call"
     if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
         return "hooks of all modules are registered, which a graph would not call"
-    return anomalies_sought()
+    return anomaly_detection()
 
 
 def _kind(tensor: Tensor) -> Hashable:
@@ -351,12 +371,12 @@ def _kind(tensor: Tensor) -> Hashable:
 _REQUIRES_GRADIENTS = attrgetter("requires_grad")
 
 
-class _Plain(nn.Module):
-    """The step as it is, with all that it may write."""
+class _EagerStep(nn.Module):
+    """The eager step as a module whose parameters and buffers are all tensors that it may write."""
 
     def __init__(self, graphs: Graphs, call: Call) -> None:
         super().__init__()
-        self.modules_of_it, self._graphs = graphs.step.modules, graphs
+        self.step_modules, self._graphs = graphs.step.modules, graphs
         for (at, name), value in zip(call.state.names, call.state.tensors, strict=True):
             self.register_buffer(f"{name}_{at}", value)
 
@@ -369,47 +389,29 @@ class _Plain(nn.Module):
         return step.complete(result, gradients) if self._graphs.whole else (result, gradients)
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """Steps that are in no graph.
-
-    Attributes:
-        reason: why.
-        full: whether that is that there are too many graphs.
-    """
-
-    reason: str
-    full: bool = False
-
-    def stands_for(self, call: Call) -> bool:
-        """Nothing tells whether another trial would end otherwise."""
-        return True
-
-    def failed(self, batch: Batch) -> str:
-        """Why it does not stand for a step."""
-        return ""
-
-
 def trace(graphs: Graphs, call: Call) -> tuple[CapturedLoss, Traced, Tensors]:
-    """Capture the loss of a step, and trace the step; and what that takes.
+    """Capture the loss of a step, and trace the step.
+
+    Returns:
+        The captured loss, the traced step, and its inputs.
 
     Raises:
         TargetError: the optimizer has parameters of neither the model nor the loss.
-        TraceError: no graph does the same.
+        TraceError: no graph computes the step.
     """
     step = graphs.step
-    if reason := _not_to_be_captured(step.modules):
+    if reason := _uncapturable(step.modules):
         raise TraceError(reason)
     loss = CapturedLoss(step.loss, call.batch, step.options.microbatches)
     if graphs.whole and step.average is not None and loss.captured.effects:
         raise TraceError("loss_fn changes Python objects, which the average may have to follow")
-    held, ours = loss.held, set(map(id, call.parameters))
-    if have_hooks([own for own in held if id(own) not in ours and own.requires_grad]):
+    held, trained = loss.held, set(map(id, call.parameters))
+    if have_hooks([tensor for tensor in held if id(tensor) not in trained and tensor.requires_grad]):
         raise TraceError(
             "a parameter that is not the optimizer's has hooks on its gradient, which a graph would not call"
         )
     tensors = graphs.tensors(call, held)
-    what = Traceable(
+    traceable = Traceable(
         loss.captured,
         loss.takes,
         divided(call.tensors),
@@ -418,13 +420,13 @@ def trace(graphs: Graphs, call: Call) -> tuple[CapturedLoss, Traced, Tensors]:
         step.scaler is not None,
         _update_of(step, call) if graphs.whole else None,
     )
-    traced = trace_step(what, tensors, step.modules)
+    traced = trace_step(traceable, tensors, step.modules)
     if not all(traced.reached):
         step.check_parameters()
     return loss, traced, tensors
 
 
-def _not_to_be_captured(modules: nn.Module) -> str:
+def _uncapturable(modules: nn.Module) -> str:
     parts = list(modules.modules())
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in parts):
         return "DistributedDataParallel averages gradients by hooks, which a graph would not call"
@@ -437,7 +439,7 @@ def _not_to_be_captured(modules: nn.Module) -> str:
 
 def _update_of(step: Step, call: Call) -> Update:
     """What a whole step does with its gradients."""
-    assert call.key.groups, "whole steps have them, or are refused"
+    assert call.key.groups, "whole steps have groups"
     averaged = len([*step.average.parameters()]) if step.average is not None else 0
     sizes = [len(group["params"]) for group in step.optimizer.param_groups]
     groups, options = unflatten(call.key.groups, ()), step.options
@@ -445,21 +447,21 @@ def _update_of(step: Step, call: Call) -> Update:
 
 
 class Entry:
-    """The graph of one kind of steps.
+    """A compiled step.
 
     Args:
-        graphs: whose it is.
-        call: such a step.
+        graphs: the cache that it belongs to.
+        call: the call to compile it for.
         context: of the graphs.
 
     Attributes:
-        loss: as it was captured.
-        traced: the step.
-        scheduled: runs it.
+        loss: the captured loss, with its guards.
+        traced: the traced step.
+        scheduled: runs the step's program.
 
     Raises:
         TargetError: the optimizer has parameters of neither the model nor the loss.
-        TraceError: no graph does the same.
+        TraceError: no graph computes the step.
     """
 
     def __init__(self, graphs: Graphs, call: Call, context: ModelContext) -> None:
@@ -472,28 +474,28 @@ class Entry:
         self.scheduled = ScheduledProgram(self.traced.program, arguments, stays, label, context, stopwatch)
         self.loss.let_go()
 
-    def stands_for(self, call: Call) -> bool:
-        """Whether the loss is as it was captured, of tensors that lie as they did."""
+    def matches(self, call: Call) -> bool:
+        """Whether the guards of the loss hold, and its tensors have the same layouts."""
         batch = call.batch
         return self.loss.stands_for(batch) and self._kinds == list(map(_kind, self.loss.held_now(batch)))
 
     def failed(self, batch: Batch) -> str:
-        """Why it is not."""
+        """The guard that fails for a batch, in words."""
         return self.loss.failed(batch)
 
     def run(self, tensors: Tensors, batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
-        """The result, and the gradients of all of the optimizer's parameters, where these are not updated.
+        """The result, and the gradients of all of the optimizer's parameters unless the graph updates them.
 
         Raises:
-            NoSchedule: no graph reads the tensors where they lie, and none can be captured.
+            NoSchedule: no CUDA graph reads tensors at these addresses, and none can be captured.
         """
-        return self.put_together(self.scheduled(self.traced.arguments(tensors)), batch)
+        return self.unpack(self.scheduled(self.traced.arguments(tensors)), batch)
 
-    def put_together(self, outputs: Sequence[Tensor | None], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
-        """The same, of what the program has returned."""
+    def unpack(self, outputs: Sequence[Tensor | None], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
+        """The result and the gradients among the outputs of the program."""
         count = self.traced.returned
         result = self.loss.result(outputs[:count], batch)
         if self._whole:
             return result, None
         gradients, reached = iter(outputs[count:]), iter(self.traced.reached)
-        return result, [next(gradients) if own and next(reached) else None for own in self._trained]
+        return result, [next(gradients) if trained and next(reached) else None for trained in self._trained]

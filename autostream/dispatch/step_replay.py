@@ -1,9 +1,9 @@
-"""The short way of a step that is like the one before it: look whether it is, then replay.
+"""The fast path of training steps: check that a step is like the last one, then replay its graph.
 
-    batch alike? ──▶ optimizer and its state as they were? ──▶ guards, addresses ──▶ replay
+    same kind of batch? ──▶ same optimizer and state? ──▶ guards, addresses ──▶ replay
 
-Steps write what they are given, so all is asked before the replay. Every question is one look in C at all tensors, or
-at all that holds them: there may be thousands.
+A step mutates its inputs, so all checks come before the replay. Each check is one call in C for all tensors, or for all
+dictionaries that hold them, since there may be thousands.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from torch import Tensor, nn
 from autostream.dispatch.scheduled_program import NoSchedule
 from autostream.dispatch.step_graphs import Done, Graphs, circumstances
 from autostream.frontend.batches import Batch
-from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.eager_only import unusual_call
+from autostream.frontend.guards import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.optimizers import obstacle
 from autostream.frontend.parameters import have_hooks
 from autostream.frontend.settings import watch_unguarded
 from autostream.frontend.tree import TENSOR, tensors_like
-from autostream.runtime.addresses import SameEntries, metadata_check
+from autostream.runtime.layouts import Layouts, metadata_check
 from autostream.runtime.partial_call import PartialCall
-from autostream.runtime.layouts import Layouts
+from autostream.runtime.writes import SameEntries
 from autostream.utils.storages import storage_of
 
 
 class StepReplay:
-    """What steps like one that has just been done run.
+    """Checks whether a step is like the last one, and runs it.
 
     Args:
-        graphs: whose step it was.
-        done: the step.
+        graphs: the graphs of the step.
+        done: the last step.
 
     Attributes:
-        whole: whether such steps leave nothing to do.
+        whole: whether the graph updates the parameters too.
         parameters: of the optimizer.
 
     Raises:
-        NoSchedule: such steps have no short way.
+        NoSchedule: such steps have no fast path.
     """
 
     def __init__(self, graphs: Graphs, done: Done) -> None:
@@ -56,18 +56,16 @@ class StepReplay:
         self.whole, self._optimizer = graphs.whole, step.optimizer
         self._key, self._steps = call.key, 0
         held = len(flat) - len(done.tensors.batch) - len(done.tensors.numbers)
-        inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.traced.places]
-        self._live = [own for own, at in zip(arguments, inputs, strict=True) if at is None]
-        memory = [own.detach() for own in self._live]
+        inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.traced.sources]
+        self._state_tensors = [tensor for tensor, at in zip(arguments, inputs, strict=True) if at is None]
+        memory = [tensor.detach() for tensor in self._state_tensors]
         self._launch = PartialCall(scheduled, place, memory, inputs, len(flat) - held)
-        self._unmoved = Layouts(self._live, whole=GUARDS_SKIP_WEIGHTS).unchanged
-        self._structure, self._flat = (
-            call.key.structure,
-            all(own is TENSOR for own in call.key.structure.children or ()),
-        )
+        self._unmoved = Layouts(self._state_tensors, whole=GUARDS_SKIP_WEIGHTS).unchanged
+        self._structure = call.key.structure
+        self._flat = all(child is TENSOR for child in self._structure.children or ())
         self._alike = metadata_check(call.tensors)
-        self._own = frozenset(map(storage_of, self._live))
-        if not self._apart(call.tensors):
+        self._state_storages = frozenset(map(storage_of, self._state_tensors))
+        if not self._are_disjoint(call.tensors):
             raise NoSchedule("tensors of the batch share memory")
         self._same_numerics = watch_unguarded()
         self._sizes = [len(group["params"]) for group in step.optimizer.param_groups]
@@ -75,19 +73,19 @@ class StepReplay:
         self._state = step.optimizer.state
         self._entries = SameEntries([*averaged, self._state, *self._state.values()] if self.whole else [])
         self.parameters = call.parameters
-        ours = set(map(id, call.parameters))
-        others = [own for own in done.tensors.held if id(own) not in ours and own.requires_grad]
+        trained = set(map(id, call.parameters))
+        others = [tensor for tensor in done.tensors.held if id(tensor) not in trained and tensor.requires_grad]
         self._hooked = [*call.parameters, *others]
         self._required = list(map(_REQUIRES_GRADIENTS, call.parameters)) if GUARDS_SKIP_WEIGHTS else None
 
     def fits(self, batch: Batch) -> Sequence[Tensor] | None:
-        """The tensors of a step's batch, if all is as it was; called without gradients."""
+        """The tensors of the batch if the step is like the last one, else ``None``; called with gradients disabled."""
         tensors: Sequence[Tensor] | None = batch if self._flat else tensors_like(self._structure, batch)
         graphs = self.graphs
         as_it_was = (
             tensors is not None
             and self._alike(tensors)
-            and self._apart(tensors)
+            and self._are_disjoint(tensors)
             and not unusual_call()
             and not circumstances()
             and not (self.whole and (obstacle(self._optimizer) or not graphs.hyperparameters.same()))
@@ -101,25 +99,25 @@ class StepReplay:
         return tensors if as_it_was else None
 
     def __call__(self, tensors: Sequence[Tensor], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
-        """The result of a step that fits, and gradients, where they are still to be used."""
+        """Run a step that fits; returns the result, and the gradients if the graph does not update the parameters."""
         self._steps += 1
         outputs = self._launch([*tensors, *self.graphs.numbers(self.parameters)])
-        return self._entry.put_together(outputs, batch)
+        return self._entry.unpack(outputs, batch)
 
     def end(self) -> None:
-        """Tell how many steps there were."""
+        """Count the steps that were run as cache hits."""
         if self._steps:
             self.graphs.replayed = self._key, self._steps
 
-    def _apart(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors share no memory with each other, nor with what is the model's or the optimizer's."""
+    def _are_disjoint(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors share no memory with each other, nor with the model or the optimizer."""
         storages = set(map(storage_of, tensors))
-        return len(storages) == len(tensors) and self._own.isdisjoint(storages)
+        return len(storages) == len(tensors) and self._state_storages.isdisjoint(storages)
 
     def _same_objects(self) -> bool:
-        """Whether the objects that a step goes by, and that Dynamo does not guard, are what they were.
+        """Whether the optimizer has the same parameters and state, which Dynamo does not guard.
 
-        Nothing is made for it that the garbage collector would look at.
+        It creates no objects that the garbage collector tracks, except short lists.
         """
         lists = [*map(_PARAMETERS, self._optimizer.param_groups)]
         return (
@@ -135,13 +133,13 @@ _REQUIRES_GRADIENTS = attrgetter("requires_grad")
 
 
 def _dicts_of(*modules: nn.Module) -> list[dict[str, Any]]:
-    """What modules hold their tensors and submodules in."""
+    """The dictionaries that hold the tensors and submodules of modules."""
     parts = chain.from_iterable(module.modules() for module in modules)
-    return [own for part in parts for own in (part._parameters, part._buffers, part._modules)]
+    return [entries for part in parts for entries in (part._parameters, part._buffers, part._modules)]
 
 
 def replay_of(graphs: Graphs, done: Done) -> StepReplay | None:
-    """The short way of steps like one that has been done, where there is one."""
+    """The fast path for steps like this one, or ``None`` if there is none."""
     if graphs.paranoid:
         return None
     try:

@@ -1,4 +1,4 @@
-"""A training step as users write it, and what a graph of it leaves to do."""
+"""The eager training step, in parts: gradients, and the update that follows them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autostream.errors import TargetError
 from autostream.frontend.averages import check_average, follow
 from autostream.frontend.batches import Batch, detached, loss_in, parts_of, summed
 from autostream.frontend.losses import Loss, modules_in
-from autostream.frontend.optimizers import clears_itself
+from autostream.frontend.optimizers import has_own_zero_grad
 from autostream.frontend.parameters import (
     clear_gradients,
+    foreign_parameters,
     parameters_of,
     set_aside,
-    strangers,
     take_gradients,
 )
 from autostream.options import StepOptions
@@ -33,10 +33,10 @@ class Step:
     Args:
         loss: of the model.
         optimizer: of the parameters that are trained.
-        options: what else to do.
+        options: of the step.
 
     Raises:
-        TargetError: the optimizer has a parameter that neither the model nor the loss can have.
+        TargetError: the optimizer has a parameter of neither the model nor the loss.
     """
 
     def __init__(self, loss: Loss, optimizer: Optimizer, options: StepOptions) -> None:
@@ -46,7 +46,7 @@ class Step:
 
     @property
     def modules(self) -> nn.Module:
-        """All modules that are known to take part, by name."""
+        """One module with the model, the loss and the average as submodules."""
         parts = nn.Module()
         parts.add_module("model", self.model)
         if isinstance(self.loss.loss_fn, nn.Module):
@@ -56,38 +56,42 @@ class Step:
         return parts
 
     def check_parameters(self) -> None:
-        """See that all of the optimizer's parameters are the model's, or of modules that the loss refers to.
+        """Check that all of the optimizer's parameters belong to the model, or to modules that the loss refers to.
 
         Raises:
-            TargetError: one is not.
+            TargetError: one does not.
         """
-        if strangers(self.optimizer, self.modules.parameters()):
+        if foreign_parameters(self.optimizer, self.modules.parameters()):
             modules = (self.modules, *modules_in(self.loss.loss_fn))
-            if reason := strangers(self.optimizer, chain.from_iterable(own.parameters() for own in modules)):
+            parameters = chain.from_iterable(module.parameters() for module in modules)
+            if reason := foreign_parameters(self.optimizer, parameters):
                 raise TargetError(reason)
 
     def check_average(self) -> None:
-        """See that the average can follow the model, before a weight is changed.
+        """Check that the average has the model's parameters, before a weight is changed.
 
         Raises:
-            TargetError: it cannot.
+            TargetError: it has other ones.
         """
         if self.average is not None:
             check_average(self.average, self.model)
 
     def numbers(self) -> list[Tensor]:
-        """What the scaler multiplies losses by now, if there is one."""
+        """The current scale of the scaler, if there is one."""
         if self.scaler is None:
             return []
         device = next((parameter.device for parameter in parameters_of(self.optimizer)), None)
         return [self.scaler.scale(torch.ones((), device=device))]
 
     def differentiate(self, batch: Batch) -> tuple[Any, Gradients]:
-        """What ``loss_fn`` returns, detached, and the gradients of the optimizer's parameters.
+        """Run forward and backward.
+
+        Returns:
+            What ``loss_fn`` returns, detached, and the gradients of the optimizer's parameters.
 
         Raises:
-            TargetError: the loss is not a scalar that depends on a parameter, the batch has no equal parts, or the
-                average or the optimizer is of another model.
+            TargetError: the loss is not a scalar that depends on a parameter, the batch cannot be divided into equal
+                parts, or the average or the optimizer belongs to another model.
         """
         known = parameters_of(self.optimizer)
         self.check_average()
@@ -106,7 +110,7 @@ class Step:
                     raise TargetError("the loss of loss_fn depends on no parameter that requires gradients")
                 loss.backward()  # type: ignore[no-untyped-call]
                 results.append(detached(result))
-            parameters = parameters_of(self.optimizer)  # a forward may have given it more
+            parameters = parameters_of(self.optimizer)  # the forward may have added some
             gradients = [parameter.grad for parameter in parameters]
         clear_gradients(set(parameters).difference(known))
         if any(gradient is None for gradient in gradients):
@@ -114,12 +118,12 @@ class Step:
         return summed(results), gradients
 
     def zero_gradients(self) -> None:
-        """Call the optimizer's ``zero_grad``, if that may do more than to leave no gradients."""
-        if clears_itself(self.optimizer):
+        """Call the optimizer's ``zero_grad``, if the optimizer overrides it."""
+        if has_own_zero_grad(self.optimizer):
             self.optimizer.zero_grad()
 
     def complete(self, result: Any, gradients: Gradients) -> Any:
-        """Do what is left of a step that has its gradients; returns the result."""
+        """Clip the gradients, update the parameters and the average; returns the result."""
         parameters = parameters_of(self.optimizer)
         self.check_average()
         self._take(parameters, gradients)
@@ -132,14 +136,14 @@ class Step:
         else:
             scaler.step(self.optimizer)
             scaler.update()
-        self._end(parameters)
+        self._finish(parameters)
         return result
 
-    def search(self, evaluate: Callable[[], tuple[Any, Gradients]]) -> Any:
-        """A step of an optimizer that asks for losses itself; returns the first result.
+    def minimize(self, evaluate: Callable[[], tuple[Any, Gradients]]) -> Any:
+        """Run a step of an optimizer that takes a closure; returns the result of its first call.
 
         Args:
-            evaluate: does what :meth:`differentiate` does, or a run of its program.
+            evaluate: returns what :meth:`differentiate` does.
         """
         results: list[Any] = []
 
@@ -153,12 +157,12 @@ class Step:
             return loss_in(result)
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
-        self._end(parameters_of(self.optimizer))
+        self._finish(parameters_of(self.optimizer))
         return results[0]
 
     def _take(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
-        """Give the parameters their gradients, on top of what a ``zero_grad`` of the optimizer's own has left."""
-        if not clears_itself(self.optimizer):
+        """Set the parameters' gradients; an optimizer that overrides ``zero_grad`` may have left some, which add up."""
+        if not has_own_zero_grad(self.optimizer):
             clear_gradients(parameters)
         take_gradients(parameters, gradients)
 
@@ -166,10 +170,10 @@ class Step:
         if self.options.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.options.max_norm)
 
-    def _end(self, parameters: Sequence[Tensor]) -> None:
-        """Do what comes after the optimizer's step."""
+    def _finish(self, parameters: Sequence[Tensor]) -> None:
+        """Clear the gradients and update the average."""
         self.zero_gradients()
-        if not clears_itself(self.optimizer):
+        if not has_own_zero_grad(self.optimizer):
             clear_gradients(parameters)
         if self.average is not None:
             follow(self.average, self.model, self.options.decay)

@@ -1,8 +1,9 @@
-"""Graphs of training steps: why some have none, and what tells others apart."""
+"""Compiled training steps: which steps no graph computes, and how the signatures of two steps differ."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from autostream.dispatch.step_graphs import Graphs, Key, Refused
+from autostream.dispatch.step_graphs import Call, Graphs, Key, Refusal
 from autostream.dispatch.steps import Step
 from autostream.runtime.input_buffers import BufferTable
 from tests.steps import run, step_of
@@ -32,101 +33,81 @@ def small(optimizer: Callable[..., Optimizer] = SGD, model: nn.Module | None = N
 
 
 @torch.no_grad()
+def call(step: Step, batch: Any = BATCH) -> Call | Refusal:
+    return Graphs(step, BufferTable(), whole=True).call(batch)
+
+
 def key(step: Step, batch: Any = BATCH) -> Key:
-    return Graphs(step, BufferTable(), whole=True).call(batch).key
+    result = call(step, batch)
+    assert isinstance(result, Call), result
+    return result.key
 
 
 def refusal(step: Step, batch: Any = BATCH) -> str:
-    try:
-        key(step, batch)
-    except Refused as reason:
-        return str(reason)
-    return ""
+    result = call(step, batch)
+    return result.reason if isinstance(result, Refusal) else ""
 
 
-# Refusals
-
-
-def test_a_number_in_the_state_is_a_refusal() -> None:
-    step = small(Adam)
+def _keep_the_step_as_a_number(step: Any) -> None:
     run(step, BATCH)
     step.optimizer.state[step.model.weight]["step"] = 1
-    assert "the optimizer's state has a int (step)" in refusal(step)
 
 
-def test_a_hyperparameter_of_an_unknown_kind_is_a_refusal() -> None:
-    step = small()
-    step.optimizer.param_groups[0]["weight_decay"] = Fraction(1, 10)
-    assert "a hyperparameter of SGD: a value of type fractions.Fraction" in refusal(step)
-
-
-def test_a_rate_of_an_unknown_kind_is_a_refusal_and_the_step_trains_as_it_would() -> None:
-    step = small()
-    step.optimizer.param_groups[0]["lr"] = np.array(0.5)
-    assert refusal(step) == "lr of SGD is a ndarray, and a graph takes numbers and tensors"
-    before = step.model.bias.detach().clone()
-    run(step, BATCH)
-    assert not torch.equal(step.model.bias, before)
-
-
-def hook_a_parameter(step: Any) -> None:
-    step.model.weight.register_hook(lambda gradient: None)
-
-
-def hook_an_accumulation(step: Any) -> None:
-    step.model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-
-
-def hook_the_optimizer(step: Any) -> None:
-    step.optimizer.register_step_pre_hook(lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (hook_a_parameter, "a parameter has hooks on its gradient"),
-        (hook_an_accumulation, "a parameter has hooks on its gradient"),
-        (hook_the_optimizer, "SGD has hooks on its step"),
-    ],
-)
-def test_hooks_are_seen(change: Callable[[Any], None], reason: str) -> None:
-    step = small()
-    assert refusal(step) == ""
-    change(step)
-    assert reason in refusal(step)
-
-
-def test_hooks_on_all_modules_are_seen() -> None:
-    step = small()
+@contextmanager
+def _hook_on_all_modules() -> Any:
     handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
-    try:
-        assert "backward hooks" in refusal(step)
-    finally:
-        handle.remove()
+    yield
+    handle.remove()
 
 
-def test_anomaly_detection_is_a_refusal_while_it_lasts() -> None:
-    step = small()
-    with torch.autograd.set_detect_anomaly(True):
-        assert "anomaly detection" in refusal(step)
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a number in the state": (_keep_the_step_as_a_number, "the optimizer's state has a int (step)"),
+    "a hyperparameter of an unknown type": (
+        lambda step: step.optimizer.param_groups[0].update(weight_decay=Fraction(1, 10)),
+        "a hyperparameter of Adam: a value of type fractions.Fraction",
+    ),
+    "a rate of an unknown type": (
+        lambda step: step.optimizer.param_groups[0].update(lr=np.array(0.5)),
+        "lr of Adam is a ndarray, and a graph takes numbers and tensors",
+    ),
+    "a hook on a gradient": (
+        lambda step: step.model.weight.register_hook(lambda gradient: None),
+        "a parameter has hooks on its gradient",
+    ),
+    "a hook after accumulation": (
+        lambda step: step.model.weight.register_post_accumulate_grad_hook(lambda parameter: None),
+        "a parameter has hooks on its gradient",
+    ),
+    "a hook on the optimizer": (
+        lambda step: step.optimizer.register_step_pre_hook(lambda *_: None),
+        "Adam has hooks on its step",
+    ),
+    "no parameters": (
+        lambda step: step.optimizer.param_groups.clear(),
+        "the optimizer has no parameters that require gradients",
+    ),
+}
+MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    "hooks on all modules": (_hook_on_all_modules, "backward hooks"),
+    "anomaly detection": (lambda: torch.autograd.set_detect_anomaly(True), "anomaly detection"),
+    "hooks of saved tensors": (torch.autograd.graph.save_on_cpu, "hooks of saved tensors"),
+}
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *MODES])
+def test_a_step_that_no_graph_computes_is_refused_with_the_reason(name: str) -> None:
+    step = small(Adam)
     assert refusal(step) == ""
-
-
-def test_so_are_hooks_of_saved_tensors() -> None:
-    step = small()
-    with torch.autograd.graph.save_on_cpu():
-        assert "hooks of saved tensors" in refusal(step)
-    assert refusal(step) == ""
-
-
-def test_nothing_to_train_is_a_refusal() -> None:
-    step = small()
-    step.optimizer.param_groups.clear()
-    assert refusal(step) == "the optimizer has no parameters that require gradients"
+    change, reason = CHANGES.get(name, (lambda step: None, ""))
+    change(step)
+    mode, reason = MODES.get(name, (nullcontext, reason))
+    with mode():
+        assert reason in refusal(step)
+    assert name in CHANGES or refusal(step) == ""
 
 
 @pytest.mark.parametrize("name", ["step", "exp_avg"])
-def test_state_in_the_same_memory_is_a_refusal_and_stays_there(name: str) -> None:
+def test_state_of_two_parameters_in_the_same_memory_is_refused_and_stays_there(name: str) -> None:
     step = small(Adam, nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)))
     one, other = step.model.parameters()
     for parameter in (one, other):
@@ -139,8 +120,8 @@ def test_state_in_the_same_memory_is_a_refusal_and_stays_there(name: str) -> Non
     assert step.optimizer.state[one][name] is step.optimizer.state[other][name]
 
 
-def test_parameters_that_lie_beside_each_other_are_none() -> None:
-    """As those of an LSTM do on a GPU."""
+def test_parameters_next_to_each_other_in_one_storage_are_allowed() -> None:
+    """Those of an LSTM on a GPU are."""
     flat = torch.ones(8)
     step = small()
     step.model.weight.data, step.model.bias.data = flat[:6].view(2, 3), flat[6:]
@@ -155,7 +136,7 @@ class Rows:
     y: Tensor
 
 
-def test_a_tensor_of_a_dataclass_may_require_gradients() -> None:
+def test_tensors_in_a_dataclass_are_inputs_and_other_objects_are_refused() -> None:
     model = nn.Linear(3, 2)
     step = step_of(model, SGD(model.parameters(), lr=0.1), lambda model, rows: mse(model, rows.x, rows.y))
     assert refusal(step, (Rows(*BATCH),)) == ""
@@ -163,19 +144,16 @@ def test_a_tensor_of_a_dataclass_may_require_gradients() -> None:
     assert "object is neither a tensor" in refusal(step, (object(),))
 
 
-# What tells steps apart
-
-
-def test_keys_say_what_differs() -> None:
+def test_the_difference_of_two_keys_is_told_in_words() -> None:
     step = small(Adam)
     run(step, BATCH)
     first = key(step)
     assert key(step) == first
     step.optimizer.param_groups[0]["eps"] = 0.1
-    assert key(step).unlike(first) == "eps"
+    assert key(step).difference(first) == "eps"
     step.optimizer.param_groups[0]["eps"] = 1e-8
     step.model.bias.requires_grad_(False)
-    assert key(step).unlike(first) == "what requires gradients"
+    assert key(step).difference(first) == "what requires gradients"
     del step.optimizer.state[step.model.bias]
-    assert "the optimizer's state" in key(step).unlike(first)
-    assert "shapes, strides" in key(step, (BATCH[0][:2], BATCH[1][:2])).unlike(first)
+    assert "the optimizer's state" in key(step).difference(first)
+    assert "shapes, strides" in key(step, (BATCH[0][:2], BATCH[1][:2])).difference(first)
