@@ -1,1 +1,1 @@
-"""What each call of a traced program does to memory, and the hazards that follow: Program → OpGraph."""
+"""From a traced program to an op graph: what each op reads and writes, and which ops must wait for which."""

@@ -1,4 +1,4 @@
-"""Views of a program's arguments: whoever has the arguments can make them, at any time."""
+"""Nodes that are views of a program's arguments, so that they can be computed again from the arguments at any time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from autostream.analysis.effects import effects_of
 
 
 def argument_views(graph: fx.Graph) -> frozenset[str]:
-    """The nodes that are views of arguments for certain, or submodules.
+    """The names of the nodes that are certainly views of arguments, and of ``get_attr`` nodes.
 
-    What strides may make a copy is left out: of what is written, a copy has what was there when it was made.
+    Ops like ``reshape`` that may copy are left out: a copy of a tensor that is mutated later keeps the old values.
 
     Args:
-        graph: of a traced program.
+        graph: the graph of a traced program.
 
     Example:
         >>> import torch
@@ -25,11 +25,11 @@ def argument_views(graph: fx.Graph) -> frozenset[str]:
         >>> argument_views(graph)
         frozenset({'t_default'})
     """
-    found = set[fx.Node]()
+    views = set[fx.Node]()
     for node in graph.nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and _is_view(node, found)):
-            found.add(node)
-    return frozenset(node.name for node in found)
+        if node.op == "get_attr" or (node.op == "call_function" and _is_view(node, views)):
+            views.add(node)
+    return frozenset(node.name for node in views)
 
 
 def _is_view(node: fx.Node, views: set[fx.Node]) -> bool:

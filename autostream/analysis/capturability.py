@@ -1,6 +1,6 @@
-"""Why a CUDA graph cannot hold a call.
+"""Which calls a CUDA graph cannot capture, and why.
 
-It waits for the device, depends on data, or touches the host's memory or that of another device.
+Such a call synchronizes with the device, has data-dependent shapes, or accesses memory of the host or another device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autostream.analysis.values import nodes_in, tensors_given, tensors_in, value_of
+from autostream.analysis.values import input_tensors, nodes_in, tensors_in, value_of
 from autostream.utils.operators import base_name, is_unknown
 
 WAITS = "makes the host wait for the device"
@@ -25,7 +25,7 @@ NUMBER = "takes a number from the CPU, which a graph would keep as it was when c
 BRANCHES = "chooses what to run by a value on the device"
 
 # Found by running PyTorch's own operator samples under torch.cuda.set_sync_debug_mode("error") and under stream
-# capture (torch 2.11, CUDA 13). Some of them wait for some arguments only.
+# capture (torch 2.11, CUDA 13). Some of them synchronize for some arguments only.
 _WAITING = """
     _ctc_loss _linalg_check_errors _linalg_eigh _linalg_svd _local_scalar_dense _lu_with_info _unique _unique2 allclose
     argwhere bincount cholesky combinations corrcoef cov ctc_loss equal histc is_nonzero isin item linalg_cholesky
@@ -42,34 +42,34 @@ _FILLS = frozenset({"masked_fill.Tensor", "masked_fill_.Tensor", "index_fill.int
 _INDEX_PUTS = frozenset({"index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"})
 _INDEXES = _INDEX_PUTS | {"index", "_unsafe_index"}
 
-# A kernel takes a number that is on the CPU by value, except for these.
+# Kernels take a zero-dimensional CPU tensor by value, except for these operators, which copy it.
 _COPIES = frozenset({"to", "_to_copy", "copy", "copy_"})
 _COPIES_NUMBERS = _COPIES | _INDEX_PUTS | {"where"}
 
 
 def refusal_of(node: fx.Node, target: OpOverload, arguments: dict[str, Any]) -> str:
-    """Say why a CUDA graph cannot hold a call of an operator, or ``""``.
+    """Say why a CUDA graph cannot hold a call of an operator, or ``""`` if it can.
 
     Args:
         node: the call.
         target: the operator.
         arguments: the call's arguments by name.
     """
-    given, results = tensors_given(node), tensors_in(value_of(node))
-    reason = _placement_refusal(given, results)
-    if reason or not given + results or _fills_by_mask(target, arguments):
+    inputs, results = input_tensors(node), tensors_in(value_of(node))
+    reason = _placement_refusal(inputs, results)
+    if reason or not inputs + results or _fills_by_mask(target, arguments):
         return reason
-    return WAITS if _waits(target, arguments) else _copy_refusal(target, given, results, arguments)
+    return WAITS if _waits(target, arguments) else _copy_refusal(target, inputs, results, arguments)
 
 
 def opaque_refusal_of(node: fx.Node) -> str:
-    """The same for a call without a schema, of which little is known."""
-    reason = _placement_refusal(tensors_given(node), tensors_in(value_of(node)))
+    """Say why a CUDA graph cannot hold a call without a schema, as far as its tensors and name tell, or ``""``."""
+    reason = _placement_refusal(input_tensors(node), tensors_in(value_of(node)))
     return reason or (BRANCHES if str(node.target) in ("cond", "while_loop") else "")
 
 
 def dependence_of(node: fx.Node) -> str:
-    """Why a CUDA graph cannot hold a call, whatever it calls: what it is given is known only when it runs.
+    """Say why a CUDA graph cannot hold a call because of its inputs, which are known only at run time, or ``""``.
 
     Example:
         >>> graph = fx.Graph()
@@ -80,39 +80,39 @@ def dependence_of(node: fx.Node) -> str:
     """
     if any(is_unknown(value_of(source)) for source in node.all_input_nodes):
         return NUMBER
-    return GIVEN_DATA_SHAPE if any(map(_depends_on_data, tensors_given(node))) else ""
+    return GIVEN_DATA_SHAPE if any(map(_depends_on_data, input_tensors(node))) else ""
 
 
-def crosses(node: fx.Node) -> str:
-    """Where a call copies a tensor: ``"upload"`` to the device, ``"download"`` from it, to a ``"peer"``; or ``""``.
+def copy_direction(node: fx.Node) -> str:
+    """The direction of a copy between devices: ``"upload"``, ``"download"`` or ``"peer"``; ``""`` for other calls.
 
     Example:
         >>> graph = fx.Graph()
         >>> x = graph.placeholder("x")
         >>> moved = graph.call_function(torch.ops.aten.to.device, (x, torch.device("meta"), torch.float32))
         >>> x.meta["val"], moved.meta["val"] = torch.empty(2), torch.empty(2, device="meta")
-        >>> crosses(moved)
+        >>> copy_direction(moved)
         'upload'
     """
     if not isinstance(node.target, OpOverload) or base_name(node.target) not in _COPIES:
         return ""
     results = tensors_in(value_of(node))
-    places = {tensor.device for tensor in tensors_given(node) + results}
-    if len(places) < 2:
+    devices = {tensor.device for tensor in input_tensors(node) + results}
+    if len(devices) < 2:
         return ""
-    if all(place.type != "cpu" for place in places):
+    if all(device.type != "cpu" for device in devices):
         return "peer"
     return "download" if any(tensor.device.type == "cpu" for tensor in results) else "upload"
 
 
-def _placement_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -> str:
-    if not _on_device(given + results):
-        return ON_CPU if given or results else ""
-    return _peers_refusal(given, results) or (DATA_SHAPE if any(map(_depends_on_data, results)) else "")
+def _placement_refusal(inputs: list[torch.Tensor], results: list[torch.Tensor]) -> str:
+    if not _on_device(inputs + results):
+        return ON_CPU if inputs or results else ""
+    return _peers_refusal(inputs, results) or (DATA_SHAPE if any(map(_depends_on_data, results)) else "")
 
 
-def _peers_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -> str:
-    sources, targets = ({str(tensor.device) for tensor in tensors} - {"cpu", "meta"} for tensors in (given, results))
+def _peers_refusal(inputs: list[torch.Tensor], results: list[torch.Tensor]) -> str:
+    sources, targets = ({str(tensor.device) for tensor in tensors} - {"cpu", "meta"} for tensors in (inputs, results))
     if len(sources | targets) < 2:
         return ""
     start, end = (" and ".join(sorted(devices)) for devices in (sources - targets, targets))
@@ -122,14 +122,14 @@ def _peers_refusal(given: list[torch.Tensor], results: list[torch.Tensor]) -> st
 def _depends_on_data(result: torch.Tensor) -> bool:
     if not any(map(is_unknown, result.shape)):
         return False
-    # Imports sympy, which takes half as long as importing torch.
+    # Imported late: it imports sympy, which takes half as long as importing torch.
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(result))
 
 
 def _fills_by_mask(target: OpOverload, arguments: dict[str, Any]) -> bool:
-    """Whether it is ``x[mask] = number``, which runs as ``masked_fill``."""
+    """Whether a call is ``x[mask] = number``, which ATen runs as ``masked_fill``, without synchronizing."""
     if base_name(target) not in _INDEX_PUTS or arguments["accumulate"]:
         return False
     number = value_of(arguments["values"])
@@ -156,12 +156,12 @@ def _waits(target: OpOverload, arguments: dict[str, Any]) -> bool:
 
 
 def _copy_refusal(
-    target: OpOverload, given: list[torch.Tensor], results: list[torch.Tensor], arguments: dict[str, Any]
+    target: OpOverload, inputs: list[torch.Tensor], results: list[torch.Tensor], arguments: dict[str, Any]
 ) -> str:
     name = base_name(target)
     if results and not _on_device(results):
         return TO_HOST if name in ("to", "_to_copy") and arguments["non_blocking"] is True else WAITS
-    on_host = [tensor for tensor in given if tensor.device.type == "cpu"]
+    on_host = [tensor for tensor in inputs if tensor.device.type == "cpu"]
     return FROM_HOST if any(tensor.dim() > 0 or name in _COPIES_NUMBERS for tensor in on_host) else ""
 
 

@@ -1,23 +1,24 @@
-"""Program → OpGraph: which op must come after which, because of which memory.
+"""Builds the op graph of a program: its ops, the storages that they access and the dependencies between them.
 
-Everything is told by storages, never by names: values that look at one block of memory occupy the same storage, and
-one that only may look at an argument's memory occupies that storage besides its own.
+Dependencies are computed on storages. Values that alias occupy the same storage. A value that only may alias an
+argument occupies the argument's storage besides one of its own.
 
     x ──▶ conv ──▶ view ──▶ add_ ──▶ view_1 ──▶ matmul        op conv:   nodes conv, view
                                                               op add_:   nodes add_, view_1
                                                               op matmul: nodes matmul
 
-A node that launches nothing is *folded*: issued together with the op that last wrote what it looks at. Nothing is lost
-by it, since whoever uses the node depends on that op anyway, as long as whatever else the node looks at was written by
-ops on which that op depends anyway. Where that is not certain the node is an op of its own.
+A node that launches nothing is *folded*: it is issued together with the op that last wrote the storages it reads. This
+adds no constraint if that op depends on the writers of all the other storages that the node reads, because users of the
+node depend on that op anyway. Otherwise the node becomes an op of its own.
 
-A node that only takes memory is issued with the first op that uses it, right before it and on the same stream:
+A node that only allocates is issued with the first op that uses the memory, right before it and on the same stream:
 
     empty ──▶ view ──▶ kernel                                 op kernel: nodes empty, view, kernel
 
-Memory of which ops use different parts (see :mod:`~autostream.analysis.parts`) may have several first users, none of
-them before the others. It is taken with the latest op that all of its users come after: whatever had that memory on the
-stream of that op is over for them by then. Where there is no such op, it is taken before the fork.
+A storage of which ops use different parts (see :mod:`~autostream.analysis.parts`) may have several first users, with no
+order between them. It is allocated with the latest op on which all of its users depend: earlier uses of the same memory
+on the stream of that op are over by the time that the users run. If there is no such op, it is allocated before the
+fork.
 
             ╭▶ left ──▶ half of both ─╮                       op stem: nodes both, halves, stem
     stem ──▶┤                         ├─▶ sum
@@ -35,29 +36,29 @@ import torch
 from torch import fx
 from torch._ops import OperatorBase
 
-from autostream.analysis.capturability import NUMBER, ON_CPU, crosses, dependence_of
+from autostream.analysis.capturability import NUMBER, ON_CPU, copy_direction, dependence_of
 from autostream.analysis.effects import Effects, effects_of
 from autostream.analysis.hazards import AccessHistory
 from autostream.analysis.memory import Memory, Names
 from autostream.analysis.parts import Division, divide
 from autostream.analysis.source import user_line
-from autostream.analysis.values import tensors_given, tensors_in, value_of
+from autostream.analysis.values import input_tensors, tensors_in, value_of
 from autostream.analysis.work import Work, count_work
 from autostream.ir import Dependency, Op, OpGraph, Program
 
 
 def analyze(program: Program) -> OpGraph:
-    """Find the ops of a program, the memory that they share and the hazards between them.
+    """Find the ops of a program, the storages that they access and the hazards between them.
 
-    Takes time linear in the number of nodes, arguments and accesses; the union of two sets of ops, for each dependency,
-    is added where memory has several first users.
+    Takes time linear in the number of nodes, arguments and accesses. If some storage has several first users, one union
+    of two sets of ops for each dependency is added.
 
     Args:
         program: its nodes carry fake values that share a storage exactly where the real ones do.
 
     Returns:
-        The ops in program order; the storages in the order in which they come into being; at most one dependency for
-        each pair of ops and kind of hazard.
+        The ops in program order; the storages in order of allocation; at most one dependency for each pair of ops and
+        kind of hazard.
 
     Example:
         >>> from autostream.ir import Placeholder, Role
@@ -89,7 +90,7 @@ def analyze(program: Program) -> OpGraph:
 
 @dataclass
 class _Group:
-    """An op in the making: a node that launches, or that could not be folded, and what was folded into it."""
+    """An op under construction: a node that launches or could not be folded, and the nodes issued with it."""
 
     node: fx.Node
     effects: Effects
@@ -101,14 +102,14 @@ class _Group:
 
 @dataclass
 class _Shared:
-    """Memory to take for ops that use different parts of it, what looks at it, and who uses it."""
+    """A storage of which ops use different parts: its allocation and views, and the ops that use it."""
 
     nodes: list[str]
     users: list[str] = field(default_factory=list)
 
 
 class _Draft:
-    """What an op graph is made of, filled in program order."""
+    """An op graph under construction; nodes are added in program order."""
 
     def __init__(self, program: Program, divisions: Iterable[Division]) -> None:
         self.memory = Memory(divisions)
@@ -120,24 +121,24 @@ class _Draft:
         self._history = AccessHistory()
         self._literals: set[str] = set()
         self._devices = program.devices
-        self._resizes = program.level == "aten"  # there, what is written to may become larger
-        self._unused: dict[str, list[fx.Node]] = {}  # by storage, what takes it and looks at it before any op does
+        self._resizes = program.level == "aten"  # an ATen op may resize the tensor that it writes to
+        self._unused: dict[str, list[fx.Node]] = {}  # by storage no op has used yet: its allocation and views
         self._shared: dict[str, _Shared] = {}
-        self._maker = {look: division.maker.name for division in divisions for look in division.looks}
-        self._divided = {division.maker for division in divisions}
+        self._base = {view: division.base.name for division in divisions for view in division.views}
+        self._divided = {division.base for division in divisions}
 
     def add(self, node: fx.Node, effects: Effects) -> None:
-        """Take in the next node."""
+        """Add the next node."""
         if node.op == "placeholder":
             self.memory.add_placeholder(node, self._placeholders[node.name])
         elif node.op == "get_attr":
             self.memory.add_attribute(node)
             self.prelude.append(node.name)
-        elif node in self._maker:
-            self._look(node, self._maker[node])
+        elif node in self._base:
+            self._add_divided_view(node, self._base[node])
         elif effects.allocates and _device_of(node, self._devices[0]) in self._devices:
-            taken = self.memory.add_results if self._resizes else self.memory.add_memory
-            (storage,) = taken(node, effects)
+            allocate = self.memory.add_results if self._resizes else self.memory.add_memory
+            (storage,) = allocate(node, effects)
             if node in self._divided:
                 self._shared[storage] = _Shared([node.name])
             else:
@@ -146,30 +147,31 @@ class _Draft:
             self._launch(node, effects)
 
     def finish(self) -> None:
-        """Take in memory that no op uses, and memory that several may be the first to use."""
+        """Add the allocations of storages that no op uses, and of storages with several first users."""
         for storage in list(self._unused):
-            self._take(storage)
+            self._allocate_alone(storage)
         if self._shared:
-            self._take_shared()
+            self._allocate_shared()
         for group in self.groups.values():
             if not group.effects.uncapturable:
                 nodes = map(self._nodes.__getitem__, group.members)
                 group.effects = replace(group.effects, uncapturable=next(filter(None, map(dependence_of, nodes)), ""))
             if "collective" in group.effects.orders:
-                # It only starts here, and reads on until somebody waits for its result; of blocks, NCCL sees to that.
+                # The collective runs until its result is waited for. NCCL records its stream on blocks of the caching
+                # allocator, but not on storages in the arena.
                 self.memory.keep_apart(self.memory.occupied(group.effects.reads + group.effects.writes))
 
-    def _take(self, storage: str) -> None:
-        """Make taking memory an op of its own."""
+    def _allocate_alone(self, storage: str) -> None:
+        """Make an allocation an op of its own."""
         node, *views = self._unused.pop(storage)
         names = [node.name, *(view.name for view in views)]
         self.groups[node.name] = _Group(node, effects_of(node), (), (storage,), (storage,), names)
         self.dependencies += self._history.record(node.name, (), (storage,))
 
-    def _take_shared(self) -> None:
-        """Issue what takes memory with the latest op that all of its users come after, or before all ops."""
+    def _allocate_shared(self) -> None:
+        """Issue each shared allocation with the latest op on which all of its users depend, or before all ops."""
         names = list(self.groups)
-        past: dict[str, int] = {}  # op to a bit for each op that it comes after, itself included
+        past: dict[str, int] = {}  # op to the set of ops that happen before it, itself included, one bit for each
         for at, op in enumerate(names):
             past[op] = reduce(or_, map(past.__getitem__, self._history.directly_before(op)), 1 << at)
         for storage, shared in self._shared.items():
@@ -177,40 +179,40 @@ class _Draft:
             if not common:
                 self.prelude += shared.nodes
                 continue
-            # What the users depend on already needs no dependency of its own.
+            # The users depend on this op already, so no dependency is added.
             group = self.groups[names[common.bit_length() - 1]]
             group.members[:0] = shared.nodes
             group.allocates += (storage,)
             group.writes += (storage,)
 
-    def _look(self, node: fx.Node, storage: str) -> None:
-        """Issue a look at divided memory with what makes it: all that use it come after that."""
+    def _add_divided_view(self, node: fx.Node, storage: str) -> None:
+        """Issue a view of a divided storage with its allocation, on which all users of the view depend."""
         self.memory.add_view(node)
         (self._shared[storage].nodes if storage in self._shared else self.groups[storage].members).append(node.name)
 
     def _fold(self, node: fx.Node, effects: Effects) -> bool:
-        """Issue a node that launches nothing with an earlier op or before all of them, if nothing is lost by it."""
-        looked_at = self.memory.viewed(node)
-        unused = [storage for storage in looked_at if storage in self._unused]
-        if unused == list(looked_at) and len(unused) == 1 and tensors_in(value_of(node)):
+        """Issue a node that launches nothing with an earlier op or before all ops, if that adds no constraint."""
+        viewed = self.memory.viewed(node)
+        unused = [storage for storage in viewed if storage in self._unused]
+        if unused == list(viewed) and len(unused) == 1 and tensors_in(value_of(node)):
             self._unused[unused[0]].append(node)
             self.memory.add_view(node)
             return True
-        # A number that is asked for, or a look at several: an op may need it before it uses the memory.
+        # A size, or a value of several storages: an op may need it before it uses the memory itself.
         for storage in unused:
-            self._take(storage)
-        writers = {op for op in map(self._history.last_writer, self.memory.resources(looked_at)) if op is not None}
+            self._allocate_alone(storage)
+        writers = {op for op in map(self._history.last_writer, self.memory.resources(viewed)) if op is not None}
         if writers:
-            host = self._history.last(writers)
-            if not writers <= {host} | self._history.directly_before(host):
+            writer = self._history.last(writers)
+            if not writers <= {writer} | self._history.directly_before(writer):
                 return False
-            # Memory is released after its last use, and this would be none of memory that the host does not use.
-            if not self._uses(host, self.memory.made(looked_at)):
+            # A storage is released after the last op that accesses it, so only such an op may issue a view of it.
+            if not self._uses(writer, self.memory.intermediate(viewed)):
                 return False
-            # If it copies after all, the copy must belong to the stream on which what it looks at is released.
-            if effects.may_copy and not set(looked_at) <= set(self.groups[host].allocates):
+            # If the node copies after all, it must run on the stream on which the storages it reads are released.
+            if effects.may_copy and not set(viewed) <= set(self.groups[writer].allocates):
                 return False
-            self.groups[host].members.append(node.name)
+            self.groups[writer].members.append(node.name)
         else:
             self.prelude.append(node.name)
         self.memory.add_view(node)
@@ -224,20 +226,20 @@ class _Draft:
     def _launch(self, node: fx.Node, effects: Effects) -> None:
         used = self.memory.occupied(effects.reads + effects.writes)
         reads, writes = self.memory.touched(effects.reads), self.memory.touched(effects.writes)
-        made = self.memory.add_results(node, effects)
+        results = self.memory.add_results(node, effects)
         for storage in used:
             if storage in self._shared:
                 self._shared[storage].users.append(node.name)
-        taken = tuple(storage for storage in used if storage in self._unused)
-        members = [member.name for storage in taken for member in self._unused.pop(storage)]
-        made = taken + made
+        first_used = tuple(storage for storage in used if storage in self._unused)
+        members = [member.name for storage in first_used for member in self._unused.pop(storage)]
+        allocates = first_used + results
         if effects.uncapturable == ON_CPU and self._computes_from_literals(effects, used):
-            self._literals.update(made)
+            self._literals.update(allocates)
             effects = replace(effects, uncapturable="")
         elif not effects.uncapturable and not self._literals.issuperset(self.memory.occupied(_on_cpu(effects.reads))):
             effects = replace(effects, uncapturable=NUMBER)
-        writes += made
-        self.groups[node.name] = _Group(node, effects, reads, writes, made, [*members, node.name])
+        writes += allocates
+        self.groups[node.name] = _Group(node, effects, reads, writes, allocates, [*members, node.name])
         self.dependencies += self._history.record(
             node.name,
             self.memory.resources(reads),
@@ -246,13 +248,13 @@ class _Draft:
         )
 
     def _computes_from_literals(self, effects: Effects, accessed: Names) -> bool:
-        """Whether a call yields the same in every run: a CUDA graph may keep what it yielded while it was captured."""
-        # Only literals are lifted; tensors that a module holds can change from run to run.
+        """Whether a call on the CPU returns the same in every run, so that a CUDA graph may bake its result in."""
+        # Only literals are lifted (``lift_fresh_copy``); tensors that a module holds can change from run to run.
         return not effects.orders and (effects.copies or self._literals.issuperset(accessed))
 
 
 def _on_cpu(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-    """Those whose value is a tensor on the CPU."""
+    """The nodes whose value is a tensor on the CPU."""
     return tuple(node for node in nodes if any(tensor.device.type == "cpu" for tensor in tensors_in(value_of(node))))
 
 
@@ -279,7 +281,7 @@ def _op(group: _Group, work: Work, device: str, source: str) -> Op:
         elements=work.elements,
         source=source,
         uncapturable=group.effects.uncapturable,
-        crosses=crosses(group.node),
+        crosses=copy_direction(group.node),
     )
 
 
@@ -289,8 +291,8 @@ def _target_name(node: fx.Node) -> str:
 
 
 def _device_of(node: fx.Node, default: str) -> str:
-    """Where it runs: on the host only if all of its tensors are there, and of devices, where its result is."""
-    devices = [_device_name(tensor.device) for tensor in tensors_in(value_of(node)) + tensors_given(node)]
+    """The device of a node: the host only if all of its tensors are there; of several devices, that of its result."""
+    devices = [_device_name(tensor.device) for tensor in tensors_in(value_of(node)) + input_tensors(node)]
     return next((device for device in devices if device not in _NO_DEVICES), next(iter(devices), default))
 
 

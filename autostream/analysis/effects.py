@@ -1,9 +1,13 @@
-"""What one fx node does: what it reads and writes, what its result may alias, and what stands in the way of capture.
+"""The effects of one fx node: what it reads and writes, what its results may alias, and why it cannot be captured.
 
-Schemas and fake values are believed, except where they are known to be wrong. Schemas hide that some composites update
-running statistics (PyTorch too knows them by name: ``torch/csrc/utils/schema_info.cpp``). Fake values hide that a
-dropout with nothing to do returns its argument, since they come from decompositions that clone, and that a lifted
-constant is a copy. A call without a schema is taken to read and write all that it is given.
+They come from operator schemas and fake values, except where those are known to be wrong:
+
+- Some composite operators update running statistics although their schemas do not say so (PyTorch also keeps a list of
+  their names: ``torch/csrc/utils/schema_info.cpp``).
+- A dropout that drops nothing returns its argument, but its fake value comes from a decomposition that clones.
+- ``lift_fresh_copy`` copies, but its fake value shares memory with its argument.
+
+A call without a schema is assumed to read and write all of its arguments.
 """
 
 from __future__ import annotations
@@ -20,18 +24,17 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from autostream.analysis.capturability import opaque_refusal_of, refusal_of
 from autostream.analysis.values import (
+    input_tensors,
     nodes_in,
     storages_in,
     submodule_graph,
-    tensors_given,
     tensors_in,
     value_of,
 )
 from autostream.utils.kernels import Kernel
 from autostream.utils.operators import base_name, bound_arguments, draws, written_names
 
-# Operators that update running_mean and running_var although their schema does not say so, when this argument is true;
-# "" means always.
+# Operators that update running_mean and running_var, unknown to their schema, if this argument is true ("": always).
 _UPDATES_STATISTICS = {
     "aten::batch_norm": "training",
     "aten::native_batch_norm": "training",
@@ -46,27 +49,27 @@ _UPDATES_STATISTICS = {
 
 _STATISTICS = ("running_mean", "running_var")
 
-# Return their argument where they have nothing to do.
+# Return their argument if they drop nothing.
 _DROPOUTS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
 
-# Copy although their fake values share memory with their argument.
+# Copy, although their fake values share memory with their argument.
 _COPIES = frozenset({"lift_fresh_copy"})
 
-# Views where strides allow it and copies elsewhere; strides can differ between the device traced and the one run on.
+# Views if strides allow it, else copies; strides can differ between the device of the trace and that of the run.
 _VIEWS_IF_STRIDES_ALLOW = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous", "channel_shuffle"})
 
-# Operators that replace what is in their first argument without looking at it.
+# Operators that overwrite their first argument without reading it.
 _OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
-_ASKING = """
+_HOST_QUERY_NAMES = """
     _assert_scalar _assert_tensor_metadata dim get_device is_complex is_conj is_contiguous is_floating_point is_neg
     is_pinned is_same_size is_signed numel result_type size storage_offset stride sym_constrain_range
     sym_constrain_range_for_size sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride
 """
-_ASKS_THE_HOST = frozenset(_ASKING.split())
+_HOST_QUERIES = frozenset(_HOST_QUERY_NAMES.split())
 
 ALLOCATES_ONLY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"})
-"""Operators whose result holds nothing yet."""
+"""Operators whose result is uninitialized."""
 
 _CHECKS = frozenset({"_assert_async", "_linalg_check_errors"})
 
@@ -76,18 +79,18 @@ _EVERY_ORDER = frozenset({"world", "rng", "collective"})
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What one fx node does. The nodes named here are arguments of it, in the order in which it takes them.
+    """The effects of one fx node. The nodes named here are its arguments, in the order in which it takes them.
 
     Attributes:
-        reads: what it looks at: every argument but those that it only overwrites.
-        writes: what it changes in place.
-        renews: what it reads only to change it: nothing else that it computes depends on that.
-        aliases: what its results may share memory with, even where the fake values say that they do not.
+        reads: every argument but those that it only overwrites.
+        writes: the arguments that it mutates.
+        renews: the arguments that it reads only to update them: its other results do not depend on their values.
+        aliases: the arguments that its results may alias, even if the fake values do not.
         orders: resources whose users keep their program order: ``"rng"``, ``"collective"``, ``"world"``.
-        launches: whether it does more than rename, reshape or ask for a size.
+        launches: whether it does more than make a view or compute a size.
         may_copy: whether strides decide if it is a view or a copy.
-        copies: whether its result is new memory, even where the fake values say that it is not.
-        allocates: whether all that it does is to take memory, which holds nothing yet.
+        copies: whether its result is new memory, even if the fake values alias.
+        allocates: whether it only allocates uninitialized memory.
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
     """
 
@@ -104,10 +107,10 @@ class Effects:
 
 
 def effects_of(node: fx.Node) -> Effects:
-    """Say what a node of a traced program does.
+    """Determine the effects of a node of a traced program.
 
     Args:
-        node: a node with a fake value in ``meta["val"]``, like its arguments.
+        node: a node whose fake value is in ``meta["val"]``, as are those of its arguments.
 
     Example:
         >>> graph = fx.Graph()
@@ -132,14 +135,14 @@ def effects_of(node: fx.Node) -> Effects:
 
 
 def only_checks(node: fx.Node) -> bool:
-    """Whether all that a node does is to complain of values, if it does.
+    """Whether a node only raises an error for some values of its arguments.
 
     Example:
         >>> graph = fx.Graph()
         >>> only_checks(graph.call_function(torch.ops.aten._assert_async.default, (graph.placeholder("x"),)))
         True
     """
-    ordered = node.target is torch.ops.higher_order.with_effects  # as AOTAutograd has a check keep its place
+    ordered = node.target is torch.ops.higher_order.with_effects  # by which AOTAutograd keeps a check in order
     target = node.args[1] if ordered else node.target
     return isinstance(target, OpOverload) and base_name(target) in _CHECKS
 
@@ -154,7 +157,7 @@ def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
     writes = _named(arguments, written + _unannotated_writes(target, arguments))
     aliases = _named(arguments, (*aliased, "input") if idle else aliased)
     orders = _orders(target, arguments, bool(writes))
-    launches = bool(writes or orders) or not (idle or _looks_only(node, target))
+    launches = bool(writes or orders) or not (idle or _only_views(node, target))
     return Effects(
         reads=_named(arguments, [name for name in arguments if name not in _overwritten(target)]),
         writes=writes,
@@ -173,7 +176,7 @@ def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
 def _annotated(target: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the arguments that the schema says are written, and of those that results may alias."""
     if target._schema.name == "_c10d_functional::wait_tensor":
-        # It returns its argument, which is complete only now: whoever uses it must come after this call.
+        # It returns its argument, which is complete only now. As a write, it comes before every later use.
         return ("tensor",), ("tensor",)
     infos = [(arg.name, arg.alias_info) for arg in target._schema.arguments]
     returned = {name for result in target._schema.returns for name in _alias_set(result.alias_info)}
@@ -183,7 +186,7 @@ def _annotated(target: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def _overwritten(target: OpOverload) -> frozenset[str]:
-    """The names of the arguments whose contents do not matter: destinations of copies, and ``out=``."""
+    """The names of the arguments that are overwritten without being read: destinations of copies, and ``out=``."""
     arguments = target._schema.arguments
     outs = {arg.name for arg in arguments if arg.is_out}
     return frozenset(outs | {arguments[0].name} if target._schema.name in _OVERWRITES else outs)
@@ -201,7 +204,7 @@ def _unannotated_writes(target: OpOverload, arguments: dict[str, Any]) -> tuple[
 
 
 def _renewed(arguments: dict[str, Any]) -> list[str]:
-    """Statistics of a norm that trains: it computes with those of its input."""
+    """The running statistics of a norm in training mode, which normalizes with the statistics of its input."""
     return [name for name in _STATISTICS if name in arguments and arguments.get("training") is True]
 
 
@@ -210,26 +213,26 @@ def _orders(target: OpOverload, arguments: dict[str, Any], writes: bool) -> froz
         return frozenset({"collective"})
     if draws(target, arguments):
         return frozenset({"rng"})
-    only_for_its_effect = not target._schema.returns and not writes and base_name(target) not in _ASKS_THE_HOST
+    only_for_its_effect = not target._schema.returns and not writes and base_name(target) not in _HOST_QUERIES
     return frozenset({"world"}) if only_for_its_effect or target.namespace == "profiler" else frozenset()
 
 
-def _looks_only(node: fx.Node, target: OpOverload) -> bool:
-    """Whether a call that writes nothing yields sizes, or other looks at what it was given, and no more."""
-    if base_name(target) in _ASKS_THE_HOST:
+def _only_views(node: fx.Node, target: OpOverload) -> bool:
+    """Whether a call that writes nothing only returns sizes, or views of its arguments."""
+    if base_name(target) in _HOST_QUERIES:
         return True
     results = tensors_in(value_of(node))
     if base_name(target) in _COPIES or not results or any(result.layout is not torch.strided for result in results):
         return False
-    return storages_in(results) <= storages_in(tensors_given(node))
+    return storages_in(results) <= storages_in(input_tensors(node))
 
 
 def _could_alias(node: fx.Node, source: fx.Node) -> bool:
-    """Whether two values may share memory; a view of another dtype is one whose fake value shares it too."""
-    mine, theirs = value_of(node), value_of(source)
-    if storages_in(mine) & storages_in(theirs):
+    """Whether two values may share memory; if their dtypes or devices differ, only if their fake values do."""
+    result, argument = value_of(node), value_of(source)
+    if storages_in(result) & storages_in(argument):
         return True
-    return not _kinds(mine).isdisjoint(_kinds(theirs))
+    return not _kinds(result).isdisjoint(_kinds(argument))
 
 
 def _kinds(value: Any) -> set[tuple[torch.dtype, torch.device]]:
@@ -240,7 +243,7 @@ def _kinds(value: Any) -> set[tuple[torch.dtype, torch.device]]:
 
 
 def _kernel_effects(node: fx.Node, kernel: Kernel) -> Effects:
-    """A kernel says what it writes; what it returns is nothing."""
+    """A kernel names the positions of the arguments that it writes, and returns nothing."""
 
     def at(positions: Iterable[int]) -> tuple[fx.Node, ...]:
         return _unique(source for position in positions for source in nodes_in(node.args[position]))
@@ -256,14 +259,14 @@ def _kernel_effects(node: fx.Node, kernel: Kernel) -> Effects:
 
 
 def _computes_on_host(node: fx.Node) -> bool:
-    """Whether it picks from a tuple or computes with Python numbers."""
+    """Whether a node indexes a tuple or computes with Python numbers."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
         return True
     of_numbers = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
     symbolic = getattr(node.target, "__name__", "").startswith("sym_")
-    return (of_numbers or symbolic) and not tensors_given(node)
+    return (of_numbers or symbolic) and not input_tensors(node)
 
 
 def _opaque_effects(node: fx.Node) -> Effects:
@@ -283,7 +286,7 @@ _WRAPPERS = frozenset({"wrap_with_autocast", "wrap_with_set_grad_enabled"})
 
 
 def wrapped_graph(node: fx.Node) -> fx.Graph | None:
-    """The graph that a call runs under another autocast or gradient mode, where that is all that it does."""
+    """The graph of a call that only runs it under another autocast or gradient mode; ``None`` for other calls."""
     if isinstance(node.target, HigherOrderOperator) and str(node.target) in _WRAPPERS:
         return submodule_graph(_body_argument(node))
     return None
@@ -294,12 +297,12 @@ def _body_argument(node: fx.Node) -> fx.Node:
 
 
 def _wrapper_effects(node: fx.Node, body: fx.Graph) -> Effects:
-    """Follow what the body's nodes look at back to the operands."""
+    """The effects of the body's nodes, with every tensor followed back to the operands that it may alias."""
     operands = node.args[node.args.index(_body_argument(node)) + 1 :]
     inner = {step: effects_of(step) for step in body.nodes}
     roots = dict(zip(body.find_nodes(op="placeholder"), map(nodes_in, operands), strict=True))
     for step, effects in inner.items():
-        roots.setdefault(step, _unique(root for source in _looked_at(step, effects) for root in roots[source]))
+        roots.setdefault(step, _unique(root for source in _aliased(step, effects) for root in roots[source]))
     return Effects(
         reads=_inputs(node),
         writes=_unique(root for effects in inner.values() for written in effects.writes for root in roots[written]),
@@ -311,10 +314,11 @@ def _wrapper_effects(node: fx.Node, body: fx.Graph) -> Effects:
     )
 
 
-def _looked_at(node: fx.Node, effects: Effects) -> Iterator[fx.Node]:
-    mine = storages_in(value_of(node))
+def _aliased(node: fx.Node, effects: Effects) -> Iterator[fx.Node]:
+    """The arguments that a node's value may alias."""
+    storages = storages_in(value_of(node))
     for source in node.all_input_nodes:
-        if source in effects.aliases or mine & storages_in(value_of(source)):
+        if source in effects.aliases or storages & storages_in(value_of(source)):
             yield source
 
 

@@ -1,7 +1,7 @@
-"""Hazards between accesses to shared resources, in one pass.
+"""Computes the hazards between ops that access the same resources, in one pass.
 
-The three hazards are those of Hennessy and Patterson, *Computer Architecture*, chapter 3. Per resource only the last
-writer and the readers since then matter: whatever came before them they themselves depend on.
+The three hazards are those of Hennessy and Patterson, *Computer Architecture*, chapter 3. For each resource only the
+last writer and the readers since then are kept: they already depend on all earlier accesses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from autostream.ir import Dependency, Hazard
 
 
 class AccessHistory:
-    """Who accessed what, in program order.
+    """The last writer of each resource and the readers since, updated op by op in program order.
 
     Example:
         >>> history = AccessHistory()
@@ -34,22 +34,22 @@ class AccessHistory:
     def record(
         self, op: str, reads: Sequence[str], writes: Sequence[str], orders: Iterable[str] = ()
     ) -> tuple[Dependency, ...]:
-        """Add the next op. Returns what it depends on: at most one dependency for each earlier op and hazard."""
-        found: dict[tuple[str, Hazard], str] = {}
+        """Add the next op and return its dependencies: at most one for each earlier op and hazard."""
+        hazards: dict[tuple[str, Hazard], str] = {}
         for resource in reads:
             if resource in self._writer:
-                found.setdefault((self._writer[resource], Hazard.RAW), resource)
+                hazards.setdefault((self._writer[resource], Hazard.RAW), resource)
         for resource in writes:
             for reader in self._readers.get(resource, ()):
-                found.setdefault((reader, Hazard.WAR), resource)
+                hazards.setdefault((reader, Hazard.WAR), resource)
             if resource in self._writer and not self._readers.get(resource) and resource not in reads:
-                found.setdefault((self._writer[resource], Hazard.WAW), resource)
+                hazards.setdefault((self._writer[resource], Hazard.WAW), resource)
         for resource in orders:
             if resource in self._user:
-                found.setdefault((self._user[resource], Hazard.ORDER), resource)
+                hazards.setdefault((self._user[resource], Hazard.ORDER), resource)
         self._remember(op, reads, writes, orders)
-        self._before[op] = frozenset(before for before, _ in found)
-        earliest_first = sorted(found.items(), key=lambda item: self._position[item[0][0]])
+        self._before[op] = frozenset(before for before, _ in hazards)
+        earliest_first = sorted(hazards.items(), key=lambda item: self._position[item[0][0]])
         return tuple(Dependency(before, op, hazard, resource) for (before, hazard), resource in earliest_first)
 
     def last_writer(self, resource: str) -> str | None:
@@ -61,7 +61,7 @@ class AccessHistory:
         return max(ops, key=self._position.__getitem__)
 
     def directly_before(self, op: str) -> frozenset[str]:
-        """The ops that an op was found to depend on."""
+        """The ops that an op directly depends on."""
         return self._before[op]
 
     def _remember(self, op: str, reads: Iterable[str], writes: Iterable[str], orders: Iterable[str]) -> None:

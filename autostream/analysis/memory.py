@@ -1,4 +1,4 @@
-"""Which storages, and which parts of them, the values of a program occupy."""
+"""Maps the values of a program to the storages that they occupy, and to parts of storages."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from autostream.analysis.values import concrete, storages_in, tensors_in, value_
 from autostream.ir import Placeholder, Role, Storage
 
 Names = tuple[str, ...]
-"""Names of storages, or of parts of them, without repetition, in an order that depends on the program alone."""
+"""Distinct names of storages, or of parts of them, in a deterministic order."""
 
 
 class Memory:
     """The storages of a program and the nodes whose values occupy them; filled in program order.
 
-    A tuple occupies storages element by element, so that ``getitem`` can pick. Every value that an op yields occupies
-    a storage which that op writes, so that whoever uses the value depends on the op: where the value is a number, or
-    a look at memory that the op leaves as it is, that is a storage of 0 bytes.
+    The storages of a tuple are kept by element, for ``getitem``. Every value that an op returns occupies a storage that
+    the op writes, so that users of the value depend on the op. For a number, or a view of memory that the op does not
+    write, this is a storage of 0 bytes.
 
     Args:
         divisions: the storages that ops use in parts.
@@ -32,72 +32,72 @@ class Memory:
 
     def __init__(self, divisions: Iterable[Division] = ()) -> None:
         self._elements: dict[fx.Node, tuple[Names, ...]] = {}
-        self._made: dict[str, tuple[Role, int]] = {}
+        self._roles_and_bytes: dict[str, tuple[Role, int]] = {}
         self._holders: dict[str, list[str]] = {}
         self._placeable: set[str] = set()
-        self._divisions = {division.maker.name: division for division in divisions}
+        self._divisions = {division.base.name: division for division in divisions}
 
     def occupied(self, nodes: Iterable[fx.Node]) -> Names:
         """The storages that these nodes' values occupy."""
         return _union(element for node in nodes for element in self._elements[node])
 
     def touched(self, nodes: Iterable[fx.Node]) -> Names:
-        """What an access to these nodes' values touches: storages, or parts of those that are divided."""
+        """The storages, or parts of divided storages, that an access to these nodes' values touches."""
         if not self._divisions:
             return self.occupied(nodes)
         return _union(self._touched(node, storage) for node in nodes for storage in self.occupied([node]))
 
     def resources(self, touched: Names) -> Names:
-        """The same with the names of all parts in the place of a divided storage's."""
+        """These storages and parts, with each divided storage replaced by all of its parts."""
         if not self._divisions:
             return touched
         divisions = self._divisions
         return _union(divisions[name].parts if name in divisions else (name,) for name in touched)
 
     def add_placeholder(self, node: fx.Node, placeholder: Placeholder) -> None:
-        """Take in an argument of the program."""
-        self._make(placeholder.storage, placeholder.role, value_of(node))
+        """Add an argument of the program."""
+        self._add_storage(placeholder.storage, placeholder.role, value_of(node))
         self._hold(node, [(placeholder.storage,)])
 
     def add_attribute(self, node: fx.Node) -> None:
-        """Take in a ``get_attr`` node: a tensor of the module, or a submodule, which is no value."""
+        """Add a ``get_attr`` node: a tensor of the module, or a submodule, which occupies nothing."""
         if tensors_in(value_of(node)):
             self.add_placeholder(node, Placeholder(node.name, Role.CONSTANT, str(node.target), node.name))
         else:
             self._hold(node, [])
 
     def add_view(self, node: fx.Node) -> None:
-        """Take in a node that launches nothing."""
+        """Add a node that launches nothing."""
         self._hold(node, self._viewed(node))
 
     def viewed(self, node: fx.Node) -> Names:
-        """The storages that a node which launches nothing looks at: those of its arguments."""
+        """The storages that a node which launches nothing views: those of its arguments."""
         return _union(self._viewed(node))
 
-    def made(self, storages: Names) -> Names:
-        """Those that come into being in the program."""
-        return tuple(storage for storage in storages if self._made[storage][0] is Role.INTERMEDIATE)
+    def intermediate(self, storages: Names) -> Names:
+        """Those of these storages that the program itself allocates."""
+        return tuple(storage for storage in storages if self._roles_and_bytes[storage][0] is Role.INTERMEDIATE)
 
     def add_results(self, node: fx.Node, effects: Effects) -> Names:
-        """Take in a node that is an op. Returns the storages that come into being."""
+        """Add a node that is an op. Returns the storages that it allocates."""
         results = _Results(self, node, effects)
         self._hold(node, [_union(map(results.occupied, tree_leaves(element))) for element in _elements_of(node)])
-        return tuple(results.made)
+        return tuple(results.allocated)
 
     def add_memory(self, node: fx.Node, effects: Effects) -> Names:
-        """Take in a node that only takes memory, which no op resizes. Returns the storages that come into being."""
-        made = self.add_results(node, effects)
+        """Add a node that only allocates memory, which no op resizes. Returns the storages that it allocates."""
+        allocated = self.add_results(node, effects)
         value = value_of(node)
         if isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in (*value.shape, *value.stride())):
-            self._placeable.update(made)
-        return made
+            self._placeable.update(allocated)
+        return allocated
 
     def keep_apart(self, storages: Iterable[str]) -> None:
-        """Leave these storages blocks of their own."""
+        """Keep these storages out of the arena, in blocks of their own."""
         self._placeable.difference_update(storages)
 
     def storages(self, outputs: Iterable[str]) -> dict[str, Storage]:
-        """All storages by name, given the names of the nodes that a program returns."""
+        """All storages by name; ``outputs`` names the nodes that the program returns."""
         returned = set(outputs)
         return {
             name: Storage(
@@ -109,7 +109,7 @@ class Memory:
                 parts=self._divisions[name].parts if name in self._divisions else (),
                 placeable=name in self._placeable,
             )
-            for name, (role, size) in self._made.items()
+            for name, (role, size) in self._roles_and_bytes.items()
         }
 
     def _touched(self, node: fx.Node, storage: str) -> Names:
@@ -124,9 +124,9 @@ class Memory:
                 return (elements[index],)
         return (self.occupied(node.all_input_nodes),) * max(1, len(_elements_of(node)))
 
-    def _make(self, name: str, role: Role, value: Any) -> None:
-        if name not in self._made:
-            self._made[name] = (role, _bytes_of(value))
+    def _add_storage(self, name: str, role: Role, value: Any) -> None:
+        if name not in self._roles_and_bytes:
+            self._roles_and_bytes[name] = (role, _bytes_of(value))
             self._holders[name] = []
 
     def _hold(self, node: fx.Node, elements: Iterable[Names]) -> None:
@@ -136,17 +136,17 @@ class Memory:
 
 
 class _Results:
-    """What the results of one op occupy, leaf by leaf."""
+    """The storages that the results of one op occupy, leaf by leaf."""
 
     def __init__(self, memory: Memory, node: fx.Node, effects: Effects) -> None:
-        self.made: dict[str, None] = {}
+        self.allocated: dict[str, None] = {}
         self._memory, self._node, self._aliases = memory, node, effects.aliases
         self._written = frozenset(memory.occupied(effects.writes))
-        self._own: dict[int, Names] = {}
-        self._lookers: dict[int, list[fx.Node]] = {}
+        self._seen: dict[int, Names] = {}  # by identity of the fake storage: what earlier leaves occupy
+        self._aliased_arguments: dict[int, list[fx.Node]] = {}
         for source in () if effects.copies else node.all_input_nodes:
             for storage in storages_in(value_of(source)):
-                self._lookers.setdefault(storage, []).append(source)
+                self._aliased_arguments.setdefault(storage, []).append(source)
         self._leaves = 0
 
     def occupied(self, leaf: Any) -> Names:
@@ -154,16 +154,16 @@ class _Results:
         name = f"{self._node.name}.{self._leaves}" if self._leaves else self._node.name
         self._leaves += 1
         storages = storages_in(leaf)
-        shared = [source for storage in storages for source in self._lookers.get(storage, ())]
-        looked_at = self._memory.occupied(shared or (self._aliases if storages else ()))
-        if shared and not self._written.isdisjoint(looked_at):
-            return looked_at
-        for storage in storages & self._own.keys():
-            return self._own[storage]
-        self._memory._make(name, Role.INTERMEDIATE, None if shared else leaf)
-        self.made[name] = None
-        names = _union([(name,), looked_at])
-        self._own.update(dict.fromkeys(storages, names))
+        shared = [source for storage in storages for source in self._aliased_arguments.get(storage, ())]
+        viewed = self._memory.occupied(shared or (self._aliases if storages else ()))
+        if shared and not self._written.isdisjoint(viewed):
+            return viewed
+        for storage in storages & self._seen.keys():
+            return self._seen[storage]
+        self._memory._add_storage(name, Role.INTERMEDIATE, None if shared else leaf)
+        self.allocated[name] = None
+        names = _union([(name,), viewed])
+        self._seen.update(dict.fromkeys(storages, names))
         return names
 
 

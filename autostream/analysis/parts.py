@@ -1,17 +1,17 @@
-"""Parts of storages: ops that touch different ones have nothing to do with each other.
+"""Divides storages into parts, so that ops that access different parts do not depend on each other.
 
-A concatenation is one storage of which each branch writes a slice. Slices share no byte, but in memory they interleave
-wherever what is sliced has rows:
+A concatenation is one storage of which each branch writes a slice. Slices share no byte, but slices of columns
+interleave in memory:
 
     row:      0                1                2
     bytes:    AAAAAABBBBCCCCCC AAAAAABBBBCCCCCC AAAAAABBBBCCCCCC      A, B, C: three slices, so three parts
 
-So a storage is taken for rows of one length, and a tensor for the range of bytes that it touches in every row. The ends
-of the ranges cut a row into parts. Whatever the length, tensors with no part in common have no byte in common; so the
-length is free, and the one that tells most tensors apart is chosen. Rows as long as the storage give plain ranges.
+A storage is treated as rows of one length, and a tensor as the range of bytes that it touches in every row. The ends of
+the ranges cut a row into parts. For any row length, tensors with no part in common have no byte in common. The length
+that separates most pairs of tensors is chosen. A row as long as the storage gives plain ranges.
 
-Only memory of calls that take no tensor is divided: it lies as the call says. That of other results may have other
-strides on the device than it had when the model was traced, and what arguments share is known by storages alone.
+Only results of calls that take no tensor, like ``empty``, are divided: their strides are in the call. Other results may
+have other strides on the device than in the trace, and arguments may alias in ways that only storages tell.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autostream.utils.operators import base_name
 from autostream.utils.storages import storage_of
 
 MOST_PARTS = 256
-"""A storage of more parts stays whole: who uses all of it has an access to each."""
+"""A storage of more parts stays whole: an op that uses all of it accesses every part."""
 
 Span = tuple[int, int]
 """A range of bytes of every row, end excluded."""
@@ -42,20 +42,20 @@ class Division:
     """A storage that ops use in parts.
 
     Attributes:
-        maker: the node that brings it into being, after which it is named.
-        looks: all nodes that look at it and launch nothing; each looks at the maker or at another one of them.
-        parts: names of its parts, in the order in which they lie in a row.
+        base: the node that allocates it; the storage has the same name.
+        views: all nodes that alias it and launch nothing; each is a view of the base or of another view.
+        parts: names of its parts, in their order in a row.
         touched: node to the parts that its value touches; a node that is missing touches all.
     """
 
-    maker: fx.Node
-    looks: tuple[fx.Node, ...]
+    base: fx.Node
+    views: tuple[fx.Node, ...]
     parts: tuple[str, ...]
     touched: Mapping[fx.Node, tuple[str, ...]]
 
 
 def divide(effects: Mapping[fx.Node, Effects]) -> tuple[Division, ...]:
-    """Find the storages of which ops write slices that others do not touch, and cut them.
+    """Divide the storages of which ops write slices that other ops do not touch.
 
     Args:
         effects: what each node of a program does, in program order.
@@ -78,24 +78,24 @@ def divide(effects: Mapping[fx.Node, Effects]) -> tuple[Division, ...]:
     sliced = {storage_of(value) for value in written if _is_known(value) and _is_slice(value)}
     if not sliced:
         return ()
-    lookers: dict[int, list[fx.Node]] = {storage: [] for storage in sliced}
+    viewers: dict[int, list[fx.Node]] = {storage: [] for storage in sliced}
     for node in effects:
         if node.op == "output":
             continue
         for storage in storages_in(value_of(node)) & sliced:
-            lookers[storage].append(node)
-    divisions = (_divided(nodes, effects) for nodes in lookers.values() if _is_divisible(nodes, effects))
+            viewers[storage].append(node)
+    divisions = (_divided(nodes, effects) for nodes in viewers.values() if _is_divisible(nodes, effects))
     return tuple(division for division in divisions if division is not None)
 
 
 def spans(tensors: Sequence[Tensor]) -> tuple[int, list[Span | None]]:
-    """The length of a row, in bytes, and the range of each tensor in it: ``None`` for one that no range can tell.
+    """The length of a row, in bytes, and the range of each tensor in it: ``None`` if the tensor is no range of a row.
 
     Args:
-        tensors: looks at one storage, of known sizes.
+        tensors: views of one storage, of known sizes.
 
     Example:
-        Rows of a matrix lie one behind the other; columns recur in each row of 3 · 4 bytes:
+        Rows of a matrix are contiguous; columns recur in each row of 3 · 4 bytes:
 
         >>> x = torch.empty(4, 3)
         >>> spans([x[:2], x[2:]]), spans([x[:, :1], x[:, 1:]])
@@ -103,8 +103,10 @@ def spans(tensors: Sequence[Tensor]) -> tuple[int, list[Span | None]]:
     """
     size = tensors[0].untyped_storage().nbytes()
     steps = {stride * t.itemsize for t in tensors for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1}
-    found = [(row, [_span(tensor, row) for tensor in tensors]) for row in sorted({size} | steps - {0}, reverse=True)]
-    return max(found, key=lambda candidate: _told_apart(candidate[1]))
+    candidates = [
+        (row, [_span(tensor, row) for tensor in tensors]) for row in sorted({size} | steps - {0}, reverse=True)
+    ]
+    return max(candidates, key=lambda candidate: _disjoint_pairs(candidate[1]))
 
 
 def _span(tensor: Tensor, row: int) -> Span | None:
@@ -112,26 +114,26 @@ def _span(tensor: Tensor, row: int) -> Span | None:
     start = concrete(tensor.storage_offset()) * tensor.itemsize % row
     end = start + tensor.itemsize
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        # A step of whole rows arrives at the same place of another row.
+        # A stride of whole rows leads to the same bytes of another row.
         end += (size - 1) * stride * tensor.itemsize if stride * tensor.itemsize % row else 0
     return (start, end) if tensor.numel() and end <= row else None
 
 
-def _told_apart(ranges: Iterable[Span | None]) -> int:
-    """How many pairs of different ranges do not meet."""
+def _disjoint_pairs(ranges: Iterable[Span | None]) -> int:
+    """How many pairs of different ranges do not overlap."""
     known = {span for span in ranges if span is not None}
     starts = sorted(start for start, _ in known)
     return sum(len(starts) - bisect_left(starts, end) for _, end in known)
 
 
 def _divided(nodes: Sequence[fx.Node], effects: Mapping[fx.Node, Effects]) -> Division | None:
-    """Cut a storage at the ends of what its lookers touch."""
-    maker = nodes[0]
+    """Cut a storage at the ends of the ranges that its tensors touch."""
+    base = nodes[0]
     known = [node for node in nodes if _is_known(value_of(node))]
     row, ranges = spans([value_of(node) for node in known])
     cuts = sorted({0, row}.union(*(span for span in ranges if span is not None)))
-    parts = tuple(f"{maker.name}[{at}]" for at in range(len(cuts) - 1))
-    if not _told_apart(ranges) or len(parts) > MOST_PARTS:
+    parts = tuple(f"{base.name}[{at}]" for at in range(len(cuts) - 1))
+    if not _disjoint_pairs(ranges) or len(parts) > MOST_PARTS:
         return None
     at = {cut: index for index, cut in enumerate(cuts)}
     touched = {
@@ -139,7 +141,7 @@ def _divided(nodes: Sequence[fx.Node], effects: Mapping[fx.Node, Effects]) -> Di
         for node, span in zip(known, ranges, strict=True)
         if span is not None and span != (0, row)
     }
-    return Division(maker, tuple(node for node in nodes[1:] if not effects[node].launches), parts, touched)
+    return Division(base, tuple(node for node in nodes[1:] if not effects[node].launches), parts, touched)
 
 
 # --- what may be divided ---------------------------------------------------------------------------------------------
@@ -158,14 +160,14 @@ def _is_slice(tensor: Tensor) -> bool:
 
 
 def _is_divisible(nodes: Sequence[fx.Node], effects: Mapping[fx.Node, Effects]) -> bool:
-    """Whether the fake values say all about what ops touch of a storage, given all nodes that look at it.
+    """Whether the fake values tell which bytes of a storage each op touches, given all nodes whose values alias it.
 
-    What launches nothing must be a view of the maker, directly or through others: it is issued with the maker then.
+    A node that launches nothing must be a view of the base, directly or through others: it is issued with the base.
     """
-    maker, *others = nodes
-    if not isinstance(maker.target, OpOverload) or maker.all_input_nodes or not _is_known(value_of(maker)):
+    base, *others = nodes
+    if not isinstance(base.target, OpOverload) or base.all_input_nodes or not _is_known(value_of(base)):
         return False
-    views = {maker}
+    views = {base}
     for node in others:
         if not effects[node].launches:
             if effects[node].may_copy or not views.issuperset(node.all_input_nodes):
@@ -176,7 +178,7 @@ def _is_divisible(nodes: Sequence[fx.Node], effects: Mapping[fx.Node, Effects]) 
 
 
 def _keeps_to_its_arguments(target: object) -> bool:
-    """Whether a call touches no bytes but those of the tensors that it is given, and leaves their sizes alone."""
+    """Whether a call touches no bytes outside the tensors that it takes, and does not resize them."""
     if not isinstance(target, OpOverload):
         return isinstance(target, Kernel)
     if target.namespace not in ("aten", "inductor") or torch.Tag.inplace_view in target.tags:

@@ -1,4 +1,4 @@
-"""Which of the user's lines a node comes from."""
+"""Finds the line of the user's source code that a node was traced from."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.
 
 
 def user_line(stack_trace: str | None) -> str:
-    r"""The innermost frame of a stack trace that is neither PyTorch's nor autostream's own, or ``""``.
+    r"""The innermost frame of a stack trace that is in neither PyTorch nor autostream, or ``""``.
 
-    Paths inside the working directory are given relative to it, others as they are.
+    Paths in the working directory become relative to it.
 
     Example:
         >>> user_line('File "/models/net.py", line 12, in forward\n    y = self.conv(x)\n')

@@ -1,4 +1,4 @@
-"""Questions about the values and arguments of fx nodes that several analyses ask."""
+"""Helpers for the fake values and arguments of fx nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autostream.utils.storages import storage_of
 
 
 def value_of(node: fx.Node) -> Any:
-    """The node's fake value: a tensor, a number, a tuple of them, or ``None`` where there is none."""
+    """The node's fake value: a tensor, a number, a tuple of them, or ``None`` if there is none."""
     return node.meta.get("val")
 
 
@@ -23,8 +23,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def tensors_given(node: fx.Node) -> list[torch.Tensor]:
-    """All tensors that a node takes."""
+def input_tensors(node: fx.Node) -> list[torch.Tensor]:
+    """All tensors among the values of a node's arguments."""
     return [tensor for source in node.all_input_nodes for tensor in tensors_in(value_of(source))]
 
 
@@ -58,7 +58,7 @@ def submodule_graph(node: fx.Node) -> fx.Graph:
 
 
 def concrete(size: Any) -> int:
-    """A size as a number: that of the traced example where it is symbolic, 1 where it depends on data.
+    """A size as a number: that of the traced example if it is symbolic, 1 if it depends on data.
 
     Example:
         >>> concrete(3)

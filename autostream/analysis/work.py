@@ -1,4 +1,4 @@
-"""How much arithmetic and memory traffic one node stands for."""
+"""Counts the FLOPs and bytes of nodes, from which their costs are estimated."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from autostream.analysis.effects import ALLOCATES_ONLY, Effects, effects_of, wrapped_graph
-from autostream.analysis.values import concrete, tensors_given, tensors_in, value_of
+from autostream.analysis.values import concrete, input_tensors, tensors_in, value_of
 from autostream.utils.operators import base_name
 
-# Of their first argument they touch no more than what they pick, or put there.
+# Of their first argument, gathers read only what they return, and scatters write only as much as they are given.
 _GATHERS = frozenset({"embedding", "embedding_bag", "gather", "index", "index_select", "take", "take_along_dim"})
 _SCATTERS = frozenset({"index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "scatter_add_"})
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one node computes and moves.
+    """The arithmetic and memory traffic of one node.
 
     Attributes:
-        flops: floating-point operations of its matrix products and convolutions; others count nothing.
+        flops: floating-point operations of its matrix products and convolutions; other operations count 0.
         bytes_read: bytes of its arguments that it touches.
         bytes_written: bytes of its results that it touches.
         elements: elements of its largest result.
-        dtype: what it computes in, e.g. ``"float16"``.
+        dtype: the type that it computes in, e.g. ``"float16"``.
     """
 
     flops: int
@@ -42,10 +42,10 @@ class Work:
 
 
 def count_work(effects: Mapping[fx.Node, Effects]) -> dict[str, Work]:
-    """Count the work of nodes whose effects are known, by name. A node that launches nothing moves nothing.
+    """Count the work of nodes, by name. A node that launches nothing moves no bytes.
 
-    FLOPs are those of :mod:`torch.utils.flop_counter`; an operator that is made of others is followed down on meta
-    tensors, once for each combination of shapes. Where the counter cannot say, they are 0.
+    FLOPs are those of :mod:`torch.utils.flop_counter`. A composite operator is run on meta tensors, once for each
+    combination of shapes. FLOPs that the counter cannot count are 0.
 
     Example:
         >>> graph = fx.Graph()
@@ -65,7 +65,7 @@ def _work_of(node: fx.Node, effects: Effects, flops: _Flops) -> Work:
         return _sum([_work_of(step, effects_of(step), flops) for step in body.nodes if step.op == "call_function"])
     results = tensors_in(value_of(node)) or _tensors_of(effects.writes)
     elements = max((_numel(result) for result in results), default=0)
-    dtype = _compute_dtype(results + tensors_given(node))
+    dtype = _compute_dtype(results + input_tensors(node))
     if not effects.launches:
         return Work(0, 0, 0, elements, dtype)
     read, written = _traffic(node, effects, results)
@@ -73,7 +73,7 @@ def _work_of(node: fx.Node, effects: Effects, flops: _Flops) -> Work:
 
 
 def _sum(works: list[Work]) -> Work:
-    """The work of several nodes as one; it computes in what most of its FLOPs do."""
+    """The work of several nodes together, with the dtype of the node of most FLOPs."""
     return Work(
         flops=sum(work.flops for work in works),
         bytes_read=sum(work.bytes_read for work in works),
@@ -111,7 +111,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """The bytes that a tensor covers: an expanded one covers no more than its storage."""
+    """The bytes that a tensor covers, at most those of its storage: an expanded tensor has more elements than bytes."""
     size = _numel(tensor) * tensor.itemsize
     return min(size, concrete(tensor.untyped_storage().nbytes())) if tensor.layout is torch.strided else size
 
@@ -124,7 +124,7 @@ def _numel(tensor: torch.Tensor) -> int:
 
 
 def _compute_dtype(tensors: list[torch.Tensor]) -> str:
-    """The first floating-point type, else the first type, of results and then arguments."""
+    """The first floating-point dtype of these tensors, else the first dtype."""
     dtypes = [tensor.dtype for tensor in tensors] or [torch.float32]
     chosen = next((dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), dtypes[0])
     return str(chosen).removeprefix("torch.")
@@ -168,12 +168,12 @@ def _count_flops(node: fx.Node, target: OpOverload) -> int:
             target(*args, **kwargs)
         return int(count.total)
     except Exception:
-        # A count is worth less than a schedule: formulas reject inputs that the operator itself accepts.
+        # Formulas reject some inputs that the operator accepts. A missing count must not prevent scheduling.
         return 0
 
 
 def _in_order(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """A call's arguments with those by position that may be: formulas have names of their own for some."""
+    """A call's arguments, by position as far as possible: the formulas' parameter names differ from the schema's."""
     named, ordered = dict(kwargs), list(args)
     for argument in target._schema.arguments[len(args) :]:
         if argument.kwarg_only:
@@ -185,7 +185,7 @@ def _in_order(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 class _FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the FLOPs of the operators that this thread calls.
 
-    ``FlopCounterMode`` does too, but hooks every module of the process meanwhile, those of other threads among them.
+    ``FlopCounterMode`` also hooks every module of the process while it is active, even those that other threads run.
     """
 
     def __init__(self) -> None:
@@ -201,19 +201,19 @@ class _FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _attention_flops(query: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Self-attention over ``query`` (batch, time, width): three projections, two products of all pairs, one back."""
+    """Self-attention over ``query`` (batch, time, width): four projections, two products over all pairs of times."""
     batch, time, width = query.shape
     return 2 * batch * time * (4 * width * width + 2 * time * width)
 
 
 def _encoder_flops(source: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Self-attention, then two linear layers; the fourteenth argument after ``source`` is the first one's weight."""
+    """Self-attention, then two linear layers; the 14th argument after ``source`` is the weight of the first layer."""
     batch, time, width = source.shape
     return _attention_flops(source) + 2 * 2 * batch * time * width * int(args[13].shape[0])
 
 
 def _cudnn_flops(x: torch.Tensor, weight: torch.Tensor, *args: Any, out_val: torch.Tensor, **kwargs: Any) -> int:
-    """The counter has the formula of ``aten.convolution``, which has other arguments behind these."""
+    """The counter's formula is for ``aten.convolution``, whose further arguments differ."""
     return int(conv_flop_count(list(x.shape), list(weight.shape), list(out_val.shape), transposed=False))
 
 
@@ -222,7 +222,7 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
     torch.ops.aten._native_multi_head_attention: _attention_flops,
     torch.ops.aten._transformer_encoder_layer_fwd: _encoder_flops,
 }
-"""What the counter does not know, or not right; attention modules call two of these in eval mode."""
+"""Formulas that the counter lacks or has wrong. Attention modules call the last two in eval mode."""
 
 
 def _on_meta(value: Any) -> Any:

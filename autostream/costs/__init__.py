@@ -1,1 +1,1 @@
-"""What each op costs: estimated from its FLOPs and bytes, or measured on the device."""
+"""The cost model: how long each op takes, estimated from its FLOPs and bytes or measured on the device."""

@@ -1,10 +1,10 @@
-"""What the cost model knows of a device: from a datasheet where the device is a known one, else from its properties.
+"""Profiles of devices for the cost model, from datasheets of known GPUs or from the properties of the device.
 
-    profile_of("cuda:0")      the device that is here
-    profile_named("h200")     a GPU that is not here, to plan for it
+    profile_of("cuda:0")      a device of this machine
+    profile_named("h200")     a GPU that may be elsewhere, to plan for it
 
-Peaks are dense ones (no structured sparsity) of what a matrix product would use: the tensor cores, except for float32,
-which PyTorch does not turn into TF32 unless asked to.
+Peak rates are those of a dense matrix product (no structured sparsity) on tensor cores, except for float32: PyTorch
+does not use TF32 by default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ATTAINABLE_BANDWIDTH = 0.85
 _MEBI = 1 << 20
 
 _GPU_EDGES: dict[str, Any] = {
-    # Measured on an H200 (microbenchmarks.py); other GPUs are taken for alike.
+    # Measured on an H200 (microbenchmarks.py) and assumed for other GPUs.
     "kernel_us": 0.1,
     "same_stream_edge_us": 0.9,
     "cross_stream_edge_us": 1.3,
@@ -54,7 +54,7 @@ _CPU_EDGES: dict[str, Any] = {
 
 
 class _Peaks(NamedTuple):
-    """Operations per unit of time by type; 0 where the hardware has no such unit."""
+    """Operations per unit of time by dtype; 0 if the hardware has no unit for it."""
 
     float64: float
     float32: float
@@ -64,7 +64,7 @@ class _Peaks(NamedTuple):
     int8: float
 
     def by_dtype(self, scale: float) -> dict[str, float]:
-        """By dtype name, times ``scale``; what has no unit of its own is computed as float32."""
+        """By dtype name, times ``scale``; dtypes without a unit of their own are computed in float32."""
         peaks = {"float64": self.float64, "float32": self.float32, "float16": self.float16, "int8": self.int8}
         peaks |= {"bfloat16": self.bfloat16 or self.float32}
         peaks |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), self.float8 or self.float32)
@@ -72,10 +72,10 @@ class _Peaks(NamedTuple):
 
 
 class _Gpu(NamedTuple):
-    """One row of the table: ``pattern`` finds it in a name; ``tera_bytes`` is per second, ``peaks`` are in TFLOP/s.
+    """One row of the table: ``pattern`` matches driver names; ``tera_bytes`` is per second, ``peaks`` are in TFLOP/s.
 
-    ``pcie`` is the generation of its link to the host, of 16 lanes; ``nvlink`` the GB/s of that to its peers, in one
-    direction, or 0 where they are reached over the former.
+    ``pcie`` is the generation of the link to the host, of 16 lanes. ``nvlink`` is the bandwidth to peers in GB/s in one
+    direction, or 0 if they are reached over PCIe.
     """
 
     short: str
@@ -138,21 +138,21 @@ _PER_CLOCK = {
 }
 
 _CLOCK_KHZ = 1_500_000
-"""Where the driver does not tell; GPUs of the last ten years boost to between 1.3 and 2.6 GHz."""
+"""If the driver does not tell; GPUs of the last ten years boost to between 1.3 and 2.6 GHz."""
 
 _BANDWIDTH = 0.5 * _TERA
-"""Where the driver does not tell, bytes per µs."""
+"""If the driver does not tell, bytes per µs."""
 
 
 def profile_of(device: str) -> DeviceProfile:
-    """What is known of a device of this machine.
+    """The profile of a device of this machine, without measuring it.
 
     Args:
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
 
     Returns:
-        The datasheet's numbers where both the name and the number of multiprocessors are those of a known GPU (a slice
-        of one has fewer), else numbers derived from what the driver tells; bandwidth in bytes per µs.
+        The datasheet's numbers if both the name and the number of multiprocessors are those of a known GPU (a MIG slice
+        has fewer), else numbers derived from the driver's properties; bandwidth in bytes per µs.
 
     Raises:
         TargetError: this machine has no such device.
@@ -179,10 +179,10 @@ def profile_of(device: str) -> DeviceProfile:
 
 
 def profile_named(name: str) -> DeviceProfile:
-    """What is known of a kind of device, whether or not it is here.
+    """The profile of a kind of device, whether or not this machine has one.
 
     Args:
-        name: one of :func:`known_names` or a name as the driver says it, in any case.
+        name: one of :func:`known_names` or a name as the driver reports it; upper and lower case are the same.
 
     Raises:
         TargetError: the name is not in the table; the message lists those that are.
@@ -211,7 +211,7 @@ def _find(name: str) -> _Gpu | None:
 
 
 def _from_properties(properties: Any) -> DeviceProfile:
-    """Of a CUDA device that is not in the table; ``properties`` as torch gives them, which differ between versions."""
+    """The profile of a CUDA device that is not in the table; the fields of ``properties`` differ between versions."""
     clock_khz = getattr(properties, "clock_rate", 0) or _CLOCK_KHZ
     scale = properties.multi_processor_count * clock_khz * 1e3 / 1e6
     link = _link(5 if properties.major >= 9 else 4 if properties.major == 8 else 3)
@@ -229,12 +229,12 @@ def _from_properties(properties: Any) -> DeviceProfile:
 
 
 def _link(pcie: int) -> float:
-    """Bytes per µs in one direction, over 16 lanes: 1 GB/s each by PCIe 3.0, and twice as much by each one since."""
+    """Bytes per µs in one direction over 16 lanes: 1 GB/s each in PCIe 3.0, twice as much in each generation since."""
     return float(16 << (pcie - 3)) * 1e3 * _ATTAINABLE_BANDWIDTH
 
 
 def _bandwidth(properties: Any) -> float:
-    """Bytes per µs: all DRAM of GPUs transfers twice per memory clock."""
+    """Bytes per µs; the DRAM of all GPUs transfers twice per memory clock."""
     clock_khz = getattr(properties, "memory_clock_rate", 0)
     bus_bits = getattr(properties, "memory_bus_width", 0)
     return 2 * clock_khz * 1e3 * (bus_bits / 8) / 1e6 or _BANDWIDTH
@@ -250,7 +250,7 @@ def _known(capabilities: Iterable[tuple[int, int]], major: int, minor: int) -> t
 
 
 def _cpu() -> DeviceProfile:
-    """Of this machine's processor, roughly: what a server core of the AVX2 era does."""
+    """A rough profile of this machine's processor: that of AVX2 server cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Two 8-lane multiply-adds per clock at 2.5 GHz are 80 GFLOP/s; half-precision types are widened to float32 first.
     per_core = _Peaks(float64=0.04, float32=0.08, float16=0.08, bfloat16=0.08, float8=0.08, int8=0.08)

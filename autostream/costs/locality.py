@@ -1,12 +1,12 @@
-"""How much of what ops read comes from memory, because the program as a whole does not fit into the last-level cache.
+"""Estimates which share of its reads a program finds in memory and not in the last-level cache.
 
     footprint      0 ........ half of the cache ........ 4/5 of it ........
     missed share   0 ................ 0 ....... rises to 1 ........... 1
 
-A program that runs again and again goes round in its memory, and a cache that gives up what was used least recently
-keeps nothing of a round that is larger than itself, so there is not much between all and nothing. The two ends are
-where the times of 26 models on an H200, one op after the other, left those of their ops timed with warm caches and
-came to those timed with cold ones.
+A program that is replayed goes through the same memory in a cycle. A cache that evicts the least recently used line
+keeps nothing of a cycle larger than itself, so the missed share rises steeply. The two ends were fitted on an H200 to
+26 models on one stream: where their times begin to exceed the sum of their ops timed with warm caches, and where they
+reach the sum of those timed with cold caches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXCEEDS = 0.8
 
 
 def missed_share(graph: OpGraph, profile: DeviceProfile) -> float:
-    """The share of its reads that a program finds in memory alone, 0 to 1; 0 where the cache's size is not known.
+    """The share of its reads that a program finds in memory only, 0 to 1; 0 if the size of the cache is unknown.
 
     Args:
         graph: the ops and storages.
@@ -41,5 +41,5 @@ def missed_share(graph: OpGraph, profile: DeviceProfile) -> float:
 
 
 def footprint_bytes(graph: OpGraph) -> int:
-    """The memory that a program goes through in a run on one stream: what is given to it, and its blocks in turn."""
+    """The memory that a program accesses in a run on one stream: its arguments, and the peak of its intermediates."""
     return given_bytes(graph) + peak_bytes(graph, place_releases(graph, one_stream(graph)))

@@ -1,15 +1,15 @@
-"""A device's profile, measured with kernels that do nothing but take part in the graphs that are about them.
+"""Measures the profile of a GPU with CUDA graphs of nearly empty kernels, and with large copies and products.
 
-    chain        k ─ k ─ k ─ …                      edge within a stream; what a replay takes besides
+    chain        k ─ k ─ k ─ …                      edge within a stream; overhead of a replay
     ladder       k ─ k ─ k ─ …                      each kernel waits for one of its own stream and one of
                    ╳   ╳   ╳                        the next: edge between streams, for 2 streams and for 8
                  k ─ k ─ k ─ …
-    fork, join   k ┬ k ┬ k ┬ k ┬ k …                what a side stream costs that comes and goes
+    fork, join   k ┬ k ┬ k ┬ k ┬ k …                cost of forking and joining a side stream
                    └ k ┘   └ k ┘
     fan          8 chains side by side              how fast the front end starts kernels
     copy, products of matrices                      bandwidth, operations per µs by dtype
 
-Two lengths of each are captured and their times subtracted, so that what is the same in both does not count.
+Each is captured in two lengths and their times are subtracted, so that fixed costs cancel.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _REPEATS = 3
 
 
 def measure_profile(device: str, looked_up: DeviceProfile) -> DeviceProfile:
-    """Measure what a profile says of a GPU; takes about a second, and some hundred megabytes of its memory.
+    """Measure the profile of a GPU. Takes about a second, and some hundred megabytes of its memory.
 
     Args:
-        device: e.g. ``"cuda:0"``, which should have nothing else to do.
-        looked_up: what is known of it; what cannot be measured (name, size, dtypes that no product takes) is from here.
+        device: e.g. ``"cuda:0"``; it should be idle.
+        looked_up: its profile without measuring, for the fields that are not measured (name, size, other dtypes).
 
     Raises:
         RuntimeError: the device failed, or has not enough memory.
@@ -46,7 +46,7 @@ def measure_profile(device: str, looked_up: DeviceProfile) -> DeviceProfile:
     stream = capture_stream(device)
     with torch.cuda.device(device), torch.no_grad(), torch.cuda.stream(stream):
         bench = _Bench(device, stream)
-        flops = {dtype: bench.flops(dtype) for dtype in _PRODUCTS}  # first, for clocks rise with such work
+        flops = {dtype: bench.flops(dtype) for dtype in _PRODUCTS}  # first: the load raises the clocks
         chain_us, fan_us = bench.slope_us(bench.chains, 1), bench.slope_us(bench.chains, _MANY) / _MANY
         ladder_us, wide_us = bench.slope_us(bench.ladder, 2), bench.slope_us(bench.ladder, _MANY)
         stage_us, forked_us = bench.slope_us(bench.forks, 1), bench.slope_us(bench.forks, 2)
@@ -71,7 +71,7 @@ _PRODUCTS = ("float64", "float32", "float16", "bfloat16")
 
 
 class _Bench:
-    """Captures and times small graphs; each stream has a tensor of its own for its kernels."""
+    """Captures and times small graphs; the kernels of each stream use a tensor of their own."""
 
     def __init__(self, device: str, stream: torch.cuda.Stream) -> None:
         self._device = device
@@ -79,13 +79,13 @@ class _Bench:
         self._tiny = [torch.zeros(1, device=device) for _ in range(_MANY)]
 
     def time_us(self, run: Callable[[], object]) -> float:
-        """What a replay of what is launched takes, µs: the least of a few, since whatever disturbs adds to it."""
+        """Capture what a function launches and time replays, µs: the least of a few, as disturbances only add."""
         run()
         graph, _ = capture(run, self._stream)
         return min(replay_us(graph) for _ in range(_REPEATS))
 
     def slope_us(self, run: Callable[[int, int], object], streams: int) -> float:
-        """What a graph over so many streams takes longer for each step that it is longer, µs."""
+        """The time that each further step adds to a graph over so many streams, µs."""
         short, long = (self.time_us(partial(run, streams, length)) for length in (_SHORT, _LONG))
         return (long - short) / (_LONG - _SHORT)
 
@@ -103,7 +103,7 @@ class _Bench:
                 wait(lanes, 0, record(lanes, lane))
 
     def ladder(self, streams: int, length: int) -> None:
-        """Chains each of whose kernels waits for the last one of the next chain too."""
+        """Chains whose kernels also wait for the previous kernel of the next chain."""
         with restored(self._device):
             lanes = fork(self._device, streams)
             ends = [record(lanes, 0)] * streams
@@ -117,7 +117,7 @@ class _Bench:
                 wait(lanes, 0, end)
 
     def forks(self, streams: int, length: int) -> None:
-        """A kernel, then one on each stream, and so on."""
+        """A kernel on stream 0, then one on each stream, repeated."""
         with restored(self._device):
             lanes = fork(self._device, streams)
             for _ in range(length):
@@ -132,7 +132,7 @@ class _Bench:
                     wait(lanes, 0, record(lanes, lane))
 
     def launch_us(self) -> float:
-        """What the host needs to launch an op, µs."""
+        """The time that the host takes to launch an op, µs."""
         times_s = []
         for _ in range(_REPEATS):
             torch.cuda.synchronize(self._device)
@@ -150,7 +150,7 @@ class _Bench:
 
     def flops(self, dtype: str) -> float:
         """Operations per µs of a large product."""
-        # Numbers of all sorts: with equal ones a device needs less power, and runs faster than in earnest.
+        # Varied numbers: with equal ones a device needs less power, and runs faster than on real data.
         numbers = torch.arange(_WIDTH**2, device=self._device).mul_(7919).remainder_(1009).sub_(504)
         a = numbers.view(_WIDTH, _WIDTH).to(getattr(torch, dtype)) / 504
         out = torch.empty_like(a)

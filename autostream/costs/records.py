@@ -1,13 +1,13 @@
-"""What was measured, as values and as JSON.
+"""The data types of measured costs and device profiles, and their JSON format.
 
     Context         the device and the versions that it was measured with
-    Record          one measurement, names to numbers: {"duration_us": 3.2, "sm_share": 0.4}
-    Measurements    a context, the profile of its device, and records by the key of what was measured
+    Record          one measurement, names to numbers: {"warm_us": 3.2, "busy_share": 0.4}
+    Measurements    a context, the profile of its device, and records by key
 
-A measurement counts for the same content in the same context, and for nothing else. Its numbers are such that one can
-count with them, and their names say what they can be: what ends in ``_share`` is from 0 to 1, in ``_us`` or ``_bytes``
-from 0, all else above 0.
-A file may be from anybody: its text is printed only where it can do no more than be read.
+A record is valid only in the context in which it was measured. All numbers are finite. Their names tell their range:
+names that end in ``_share`` from 0 to 1, in ``_us`` or ``_bytes`` from 0, all others above 0.
+
+A file is not trusted: text from it is escaped and cut before it becomes part of a message.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from autostream.errors import CostError, first_line
 from autostream.ir import DeviceProfile
 
 SCHEMA = 1
-"""Grows when a key of the JSON changes its name or meaning or goes."""
+"""Version of the JSON format: increase it when a key is removed, or changes its name or meaning."""
 
 Record = Mapping[str, float]
-"""One measurement. An empty one says that it was tried, and that there is nothing to measure."""
+"""One measurement, name to number. An empty one says that the op cannot be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a measurement depends on besides what is measured.
+    """The device and the versions with which something was measured.
 
     Attributes:
-        device: as the driver says it, e.g. ``"NVIDIA H200"``.
-        multiprocessors: SMs, or cores of a CPU; a slice of a GPU has fewer than the whole.
-        versions: of what decides which kernels run and how they are timed, by name.
+        device: the driver's name of it, e.g. ``"NVIDIA H200"``.
+        multiprocessors: SMs, or cores of a CPU; a MIG slice of a GPU has fewer than the whole.
+        versions: name to version of the libraries that choose and time kernels.
     """
 
     device: str
@@ -51,15 +51,15 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured in one context.
+    """The measurements of one context.
 
     Attributes:
         context: the device and the versions.
-        profile: of the device, or ``None`` where it was not measured.
-        records: by :func:`~autostream.store.key_of` what was measured; the oldest come first.
+        profile: the measured profile of the device, or ``None``.
+        records: by :func:`~autostream.store.key_of` each op, oldest first.
 
     Raises:
-        CostError: a number is not what its name says that it can be.
+        CostError: a number is outside the range that its name tells.
 
     Example:
         >>> Measurements(Context("NVIDIA H200", 132), records={"relu": {"duration_us": float("nan")}})
@@ -81,12 +81,12 @@ class Measurements:
 
 
 def context_of(device: str, profile: DeviceProfile, method: int) -> Context:
-    """The context of what is measured on this machine now.
+    """The context of measurements on this machine.
 
     Args:
         device: ``"cpu"`` or ``"cuda:0"``.
-        profile: of that device; it need not be a measured one.
-        method: the version of how it is measured, which changes with what its numbers mean.
+        profile: of that device, measured or not.
+        method: the version of the method of measuring.
 
     Example:
         >>> from autostream.costs.device import profile_of
@@ -101,13 +101,13 @@ def context_of(device: str, profile: DeviceProfile, method: int) -> Context:
     return Context(profile.name, profile.multiprocessors, versions)
 
 
-def check_context(found: Context, here: Context, name: str) -> None:
+def check_context(measured: Context, here: Context, name: str) -> None:
     """Refuse measurements of another device or with other versions.
 
     Args:
-        found: where they were made.
-        here: where they are to be used.
-        name: of what holds them, for the message.
+        measured: the context in which they were made.
+        here: the context in which they are to be used.
+        name: the name of the file, for the message.
 
     Raises:
         CostError: the contexts differ; the message names both devices, and the versions that differ.
@@ -120,15 +120,15 @@ def check_context(found: Context, here: Context, name: str) -> None:
         autostream.errors.CostError: h200.json was measured on NVIDIA H200 (132 multiprocessors, torch unknown),
         and this is Tesla T4 (40 multiprocessors, torch 2.13.0): measure again here
     """
-    both = {**here.versions, **found.versions}
-    differing = [package for package in both if found.versions.get(package) != here.versions.get(package)]
-    if found != here:
-        there, this = _named(found, differing), _named(here, differing)
+    both = {**here.versions, **measured.versions}
+    differing = [package for package in both if measured.versions.get(package) != here.versions.get(package)]
+    if measured != here:
+        there, this = _named(measured, differing), _named(here, differing)
         raise CostError(f"{name} was measured on {there}, and this is {this}: measure again here")
 
 
 def to_json(measurements: Measurements) -> str:
-    """Measurements as one line of JSON, which :func:`from_json` reads."""
+    """Serialize measurements to one line of JSON, which :func:`from_json` reads."""
     context, profile = measurements.context, measurements.profile
     return json.dumps(
         {
@@ -143,17 +143,17 @@ def to_json(measurements: Measurements) -> str:
 
 
 def from_json(text: str | bytes, name: str) -> tuple[Measurements, tuple[str, ...]]:
-    """Read what :func:`to_json` wrote, or what has become of it.
+    """Read measurements from JSON that may be damaged.
 
     Args:
         text: the JSON.
-        name: of what holds it, for messages.
+        name: the name of the file, for messages.
 
     Returns:
-        What is sound in it, and one line for each part that is not.
+        The valid measurements, and one message for each record or profile that is invalid.
 
     Raises:
-        CostError: none of it can be used: it is not JSON, of another schema, or does not tell where it is from.
+        CostError: none of it can be used: it is not JSON, or has another schema, or no valid context.
     """
     try:
         data = json.loads(text)
@@ -174,25 +174,27 @@ def from_json(text: str | bytes, name: str) -> tuple[Measurements, tuple[str, ..
         case _:
             raise CostError(f"{name} does not hold measurements as autostream writes them: measure again")
     faults = {key: fault for key, record in records.items() if (fault := _fault(key, record))}
-    sound = {key: record for key, record in records.items() if key not in faults}
+    valid = {key: record for key, record in records.items() if key not in faults}
     try:
         measured = None if profile is None else _profile_of(context, profile)
     except CostError as error:
-        return Measurements(context, None, sound), (str(error), *faults.values())
-    return Measurements(context, measured, sound), tuple(faults.values())
+        return Measurements(context, None, valid), (str(error), *faults.values())
+    return Measurements(context, measured, valid), tuple(faults.values())
 
 
 def _profile_of(context: Context, data: Mapping[str, Any]) -> DeviceProfile:
-    """The profile of a context's device, and of no other."""
+    """Read a profile, which must be of the context's device."""
     profile = profile_from_json(data)
-    own = replace(context, device=profile.name, multiprocessors=profile.multiprocessors)
-    if own != context:
-        raise CostError(f"device profile: it is of {_named(own, ())}, all else of {_named(context, ())}: measure again")
+    actual = replace(context, device=profile.name, multiprocessors=profile.multiprocessors)
+    if actual != context:
+        raise CostError(
+            f"device profile: it is of {_named(actual, ())}, all else of {_named(context, ())}: measure again"
+        )
     return profile
 
 
 def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
-    """A profile as what :func:`json.dumps` takes: its fields, the keys of mappings as strings."""
+    """A profile as a dict for :func:`json.dumps`: its fields, with the keys of mappings as strings."""
     values = {known.name: getattr(profile, known.name) for known in fields(profile)}
     return {
         name: {str(key): number for key, number in value.items()} if isinstance(value, Mapping) else value
@@ -201,13 +203,13 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
-    """Read what :func:`profile_to_json` made.
+    """Read a profile from the dict that :func:`profile_to_json` makes.
 
     Args:
         data: the fields by name; those that have a default may be absent.
 
     Raises:
-        CostError: a field is missing or unknown, of another type, or a number that it cannot be.
+        CostError: a field is missing or unknown, has the wrong type, or is a number out of range.
 
     Example:
         >>> from autostream.costs.device import profile_named
@@ -230,7 +232,7 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
 
 
 def _value(name: str, kind: Any, value: Any) -> Any:
-    """A field of a profile, as its type says."""
+    """A field of a profile, checked against the type of the field."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise _refusal(name, value, ", ".join(map(repr, get_args(kind))))
@@ -272,7 +274,7 @@ def _refusal(name: str, value: object, allowed: str) -> CostError:
 
 
 def _fault(key: str, record: object) -> str:
-    """Why this is no record, or ``""``."""
+    """Why this is not a valid record, or ``""``."""
     if not isinstance(record, Mapping):
         return f"record {_shown(key)}: {reprlib.repr(record)} is not allowed: use a dict of numbers"
     for name, value in record.items():
@@ -282,12 +284,12 @@ def _fault(key: str, record: object) -> str:
 
 
 _MOST = 1e30
-"""More than anything that is measured, and so little that sums and products of it are finite."""
+"""More than any measured number, and so small that sums and products of such numbers are finite."""
 
 
 def _allowed_instead(name: str, value: object) -> str:
-    """What a number with this name can be, if it cannot be this value, else ``""``."""
-    # Every comparison with NaN is false.
+    """The range of a number with this name, if this value is outside of it, else ``""``."""
+    # NaN stands for all values that are not numbers: every comparison with it is false.
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if name.endswith("_share"):
         return "" if 0 <= number <= 1 else "a number from 0 to 1"
@@ -305,12 +307,12 @@ _LONGEST = 200
 
 
 def _is_plain(text: object) -> bool:
-    """Whether this is text that a terminal or a log shows as it is, in about a line."""
+    """Whether this is printable text of at most one line or so, safe to show in a terminal or a log."""
     return isinstance(text, str) and text.isprintable() and len(text) <= _LONGEST
 
 
 def _shown(text: str) -> str:
-    """Text from a file within a message of one line: what is not plain stands there escaped and cut."""
+    """Text from a file, as it appears in a message: escaped and cut unless it is plain."""
     return text if _is_plain(text) else reprlib.repr(text)
 
 
@@ -327,10 +329,10 @@ def _triton() -> str:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's kernel module, or ``""`` where it does not tell."""
+    """The version of NVIDIA's kernel module, or ``""`` if it is unknown."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found[0] if found else ""
+    match = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return match[0] if match else ""

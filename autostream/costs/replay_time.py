@@ -1,4 +1,4 @@
-"""How long a captured graph takes."""
+"""Measures how long a replay of a CUDA graph takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REPLAYS = 5
 
 
 def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """The median time of a replay on the current stream, µs; the first is not counted: it uploads the graph."""
+    """The median time of a replay on the current stream, µs, without the first replay, which uploads the graph."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]  # type: ignore[no-untyped-call]
     for event in events:
         graph.replay()

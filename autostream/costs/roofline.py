@@ -1,14 +1,14 @@
-"""What an op should cost by its FLOPs and bytes: the roofline model, with roofs lowered for kernels too small to fill.
+"""Estimates the cost of an op from its FLOPs and bytes: a roofline model with lower roofs for small kernels.
 
     duration = start + max( flops / peak,  bytes / bandwidth )        each roof × the share of multiprocessors filled
 
-Williams, Waterman, Patterson: "Roofline: an insightful visual performance model for multicore architectures",
-Communications of the ACM 52(4), 2009. The lowered roofs follow Little's law: the bytes in flight that a memory of a
-given bandwidth and latency needs must come from somewhere, and a kernel with few threads does not have them. What is in
-the last-level cache comes faster, as far as the program as a whole fits into it (``locality.py``).
+The model is that of Williams, Waterman, Patterson: "Roofline: an insightful visual performance model for multicore
+architectures", Communications of the ACM 52(4), 2009. Lower roofs follow from Little's law: reaching the bandwidth of a
+memory with some latency takes enough bytes in flight, and a kernel of few threads has too few. Reads from the
+last-level cache are faster, to the degree that the whole program fits into it (``locality.py``).
 
-Constants were fitted to the kernels of 26 models (fused by TorchInductor, float16, batch 1 to 32) on an H200. Added up,
-the estimates were wrong by 15 % on average of what these models take on one stream.
+Constants were fitted to the kernels of 26 models (fused by TorchInductor, float16, batch 1 to 32) on an H200. The sum
+of the estimates differs from the time of a model on one stream by 15 % on average.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph
 
 _FLOPS = 0.7
 _BANDWIDTH = 0.8
-"""Shares of what the largest kernels reach that others do which fill the device."""
+"""Kernels that fill the device reach these shares of the profile's rates, which are those of the largest kernels."""
 
 _CACHED = 1.5
-"""How much faster than from memory bytes come from the cache."""
+"""The bandwidth of the cache, as a multiple of that of memory."""
 
 _DENSE_START_US = 1.5
-"""What a tiled product or convolution takes before and after its arithmetic, on a GPU."""
+"""Time that a tiled product or convolution takes on a GPU besides its arithmetic."""
 
-_CROSSING_US = 2.0
-"""What a copy to another device, or between the host and a device, takes however small it is."""
+_COPY_START_US = 2.0
+"""Time that a copy between two devices, or between host and device, takes besides the transfer."""
 
 _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "take"})
-"""Ops that read of a table only what they return."""
+"""Ops that read only those elements of a table that they return."""
 
 _DENSE_FLOPS = 64
-"""An op with more FLOPs per result than this multiplies matrices: it works tile by tile."""
+"""An op with more FLOPs per result than this is a matrix product or a convolution, computed tile by tile."""
 
 
 class _Grain(NamedTuple):
-    """How much work keeps one multiprocessor busy: the first of these that an op has enough of makes it fill one."""
+    """The amounts of work that keep one multiprocessor busy; one of them is enough."""
 
     results: int
     dense_results: int
@@ -58,9 +58,9 @@ _CPU_GRAIN = _Grain(32768, 4096, 32768 * 4, 32768 * 4)
 
 
 def price(graph: OpGraph, profile: DeviceProfile) -> Costs:
-    """Estimate every op of a graph.
+    """Estimate the cost of every op of a graph.
 
-    Ops of the host in a graph of a GPU cost 0: they take none of the device's time.
+    CPU ops in the graph of a GPU cost 0: they take no time of the device.
 
     Args:
         graph: the ops.
@@ -90,17 +90,17 @@ def price(graph: OpGraph, profile: DeviceProfile) -> Costs:
 def cost_of(
     op: Op, profile: DeviceProfile, duration_us: float, source: str, share_filled: float | None = None
 ) -> OpCost:
-    """The cost of an op whose duration is known: which shares of the device it must be using in that time.
+    """The cost of an op whose duration is known: the shares of the device that it uses are derived from its size.
 
     Args:
         op: the op.
         profile: the device.
         duration_us: time alone on the device, µs.
         source: where the duration is from, ``"measured"`` or ``"roofline"``.
-        share_filled: the share of the multiprocessors that it is known to fill; by default, what its size can.
+        share_filled: the share of the multiprocessors that it fills, if known; by default, estimated from its size.
 
     Returns:
-        The share of multiprocessors is what it fills, or what its arithmetic rate proves that it fills.
+        The cost. Its share of multiprocessors is at least the share of the peak rate that the op reaches.
     """
     filled = fill(op, profile) if share_filled is None else share_filled
     return OpCost(
@@ -112,7 +112,7 @@ def cost_of(
 
 
 def fill(op: Op, profile: DeviceProfile) -> float:
-    """The share of the multiprocessors that an op keeps busy, by its size: above 0 and at most 1."""
+    """An estimate of the share of the multiprocessors that an op keeps busy, above 0 and at most 1."""
     blocks = _blocks(op)
     if op.device == "cpu":
         return min(1.0, blocks / profile.multiprocessors)
@@ -120,11 +120,11 @@ def fill(op: Op, profile: DeviceProfile) -> float:
 
 
 _RESIDENT = 4
-"""Blocks of a typical kernel that a multiprocessor holds."""
+"""Thread blocks of a typical kernel that are resident on one multiprocessor."""
 
 
 def _blocks(op: Op) -> int:
-    """How many multiprocessors an op has enough work for."""
+    """The number of multiprocessors that an op has enough work for."""
     grain = _CPU_GRAIN if op.device == "cpu" else _CUDA_GRAIN
     results, bytes_read = (
         (grain.dense_results, grain.dense_bytes_read) if _is_dense(op) else (grain.results, grain.bytes_read)
@@ -137,16 +137,16 @@ def _is_dense(op: Op) -> bool:
 
 
 def traffic(op: Op) -> int:
-    """Bytes that an op moves between memory and the device's cores."""
+    """Bytes that an op reads and writes."""
     return _bytes_read(op) + op.bytes_written
 
 
 def _estimate(op: Op, profile: DeviceProfile, device: str, bandwidth: float, dense_start_us: float) -> OpCost:
     if op.device == "cpu" and device != "cpu":
         return OpCost(0.0, 1 / profile.multiprocessors, 0.0, "roofline")
-    if op.crosses:  # by an engine of its own, which leaves the multiprocessors alone
+    if op.crosses:  # a copy engine does it, and the multiprocessors stay free
         bandwidth = profile.peer_bandwidth if op.crosses == "peer" else profile.link_bandwidth
-        copying_us = max(_CROSSING_US + op.bytes_written / bandwidth, profile.kernel_us)
+        copying_us = max(_COPY_START_US + op.bytes_written / bandwidth, profile.kernel_us)
         return cost_of(op, profile, copying_us, "roofline", share_filled=1 / profile.multiprocessors)
     share = min(1.0, _blocks(op) / profile.multiprocessors)
     computing_us = op.flops / (_peak(op, profile) * _FLOPS * share)

@@ -1,4 +1,4 @@
-"""What the device that is here is and costs: kept from earlier, or measured now and kept."""
+"""The profile of this machine's device and the costs of ops on it, from the cache or measured now."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autostream.costs.roofline import price
 from autostream.errors import first_line
 from autostream.ir import Costs, Decision, DeviceProfile, OpGraph, Program
 
-Remarks = tuple[Decision, ...]
-"""What was wrong with keeping measurements, for a report."""
+Notes = tuple[Decision, ...]
+"""Problems with measuring, or with reading and writing the cache, for a report."""
 
 
-def profile_here(device: str) -> tuple[DeviceProfile, Remarks]:
-    """The profile of a device of this machine: as it was measured here before, else by its datasheet, else measured.
+def profile_here(device: str) -> tuple[DeviceProfile, Notes]:
+    """The profile of a device of this machine: from the cache, else from its datasheet, else measured now.
 
     Args:
         device: ``"cpu"`` or ``"cuda:0"``.
@@ -31,25 +31,25 @@ def profile_here(device: str) -> tuple[DeviceProfile, Remarks]:
     looked_up = profile_of(device)
     if device == "cpu":
         return looked_up, ()
-    known, faults = load(context_of(device, looked_up, METHOD))
-    if known.profile is not None or looked_up.source == "table":
-        return known.profile or looked_up, faults
+    cached, load_notes = load(context_of(device, looked_up, METHOD))
+    if cached.profile is not None or looked_up.source == "table":
+        return cached.profile or looked_up, load_notes
     try:
-        measured, hindrances = profile_anew(device)
+        measured, notes = profile_anew(device)
     except Exception as error:
         reason = (
             f"the profile of {looked_up.name} is guessed from its properties: measuring failed: {first_line(error)}"
         )
-        return looked_up, (*faults, Decision("", "not measured", reason))
-    return measured, (*faults, *hindrances)
+        return looked_up, (*load_notes, Decision("", "not measured", reason))
+    return measured, (*load_notes, *notes)
 
 
-def profile_anew(device: str) -> tuple[DeviceProfile, Remarks]:
-    """Measure the profile of a GPU of this machine, which should have nothing else to do, and keep it.
+def profile_anew(device: str) -> tuple[DeviceProfile, Notes]:
+    """Measure the profile of a GPU of this machine, which should be idle, and write it to the cache.
 
     Raises:
         TargetError: this machine has no such device.
-        RuntimeError: it failed, or has not enough memory.
+        RuntimeError: the device failed, or has not enough memory.
     """
     looked_up = profile_of(device)
     measured = measure_profile(device, looked_up)
@@ -58,24 +58,24 @@ def profile_anew(device: str) -> tuple[DeviceProfile, Remarks]:
 
 def costs_here(
     program: Program, graph: OpGraph, profile: DeviceProfile, tensors: Sequence[Tensor], budget_s: float
-) -> tuple[Costs, Remarks]:
-    """The costs of a program's ops by the clock; ops that were timed in an earlier run are not timed again.
+) -> tuple[Costs, Notes]:
+    """The measured costs of a program's ops; ops whose times are in the cache are not timed again.
 
-    Where measuring fails they are estimates, and a remark says why: a schedule made of those is better than none.
+    If measuring fails, all costs are estimates, and a note says why: a schedule from estimates is better than none.
 
     Args:
-        program: what to run, at most once.
+        program: the program; it is run at most once.
         graph: its ops.
-        profile: of its device.
+        profile: the profile of its device.
         tensors: the program's arguments.
-        budget_s: what timing may take.
+        budget_s: how long timing may take, in seconds.
     """
     context = context_of(program.device, profile, METHOD)
-    known, faults = load(context)
+    cached, load_notes = load(context)
     try:
-        costs, found = measure(program, graph, profile, tensors, known.records, budget_s)
-        hindrances = save(Measurements(context, records=found)) if found else ()
+        costs, records = measure(program, graph, profile, tensors, cached.records, budget_s)
+        notes = save(Measurements(context, records=records)) if records else ()
     except Exception as error:
         reason = f"costs are estimates, for measuring failed: {first_line(error)}"
-        return price(graph, profile), (*faults, Decision("", "not measured", reason))
-    return costs, (*faults, *hindrances)
+        return price(graph, profile), (*load_notes, Decision("", "not measured", reason))
+    return costs, (*load_notes, *notes)

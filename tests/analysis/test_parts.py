@@ -117,8 +117,8 @@ def test_parts_by_hand(make: Callable[[Tensor], tuple[Tensor, ...]], parts: list
         filled = graph.call_function(aten.fill_.Scalar, (nodes[-1], 1.0))
         nodes[-1].meta["val"] = filled.meta["val"] = value
     (division,) = divide({node: effects_of(node) for node in graph.nodes})
-    assert division.maker is whole
-    assert division.looks == tuple(nodes)
+    assert division.base is whole
+    assert division.views == tuple(nodes)
     names = [division.touched.get(node) for node in nodes]
     assert names == [part and tuple(f"{whole.name}[{at}]" for at in part) for part in parts]
 
