@@ -1,8 +1,7 @@
-"""The values that travel from stage to stage.
+"""The intermediate representation: the immutable values that each stage takes from the one before it.
 
-All are immutable, all print, and none holds a tensor. An op is named after its fx node, so a name found in a report,
-a JSON dump or a trace leads back to the graph and survives copying. Nothing here imports torch: whatever is computed
-from these values alone can be tested without a device.
+None holds a tensor. An op is named after its fx node, so a name in a report, a JSON dump or a trace leads back to the
+graph. Nothing here imports torch, so code that computes from these values alone can be tested without a device.
 
     Program ─▶ OpGraph ─▶ Costs ─▶ Assignment ─▶ Schedule ─▶ Timeline
     (traced)   (hazards)  (µs)     (streams)     (waits,     (when)
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 FORK = "<fork>"
-"""The moment before the first op, on stream 0: everything that the caller enqueued earlier has happened by then."""
+"""The point before the first op, on stream 0: all work that the caller enqueued earlier is over."""
 
 JOIN = "<join>"
-"""The moment after the last op, on stream 0: whatever happens-before it, the caller's next op sees."""
+"""The point after the last op, on stream 0: all that happens before it is visible to the caller's next op."""
 
 
 class Role(Enum):
-    """Who owns a storage."""
+    """What a storage is for."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -40,13 +39,13 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """One flat tensor that a program takes.
+    """One tensor argument of a program.
 
     Attributes:
         name: the fx placeholder's name.
         role: parameter, buffer, constant or input.
         target: the attribute path in the model (``"bn1.weight"``), or ``"0"``, ``"1"``, … for flat inputs.
-        storage: placeholders with the same value share memory; it is the name of the first of them.
+        storage: the name of the first placeholder that shares its memory, perhaps its own.
     """
 
     name: str
@@ -62,14 +61,13 @@ class Program:
     Attributes:
         module: takes the placeholders in order, returns a tuple of tensors; nodes carry ``meta["val"]`` (fake tensors
             that share a storage exactly where the real ones do) and ``meta["stack_trace"]``.
-        placeholders: what each placeholder is.
+        placeholders: the arguments, in order.
         outputs: fx names of the tensors returned, in order; names may repeat and may be placeholders.
-        level: what one op is: ``"aten"`` (an ATen call) or ``"inductor"`` (a kernel of TorchInductor's).
-        device: where the ops run, ``"cuda:0"`` or ``"cpu"``.
-        peers: other devices where some run, ``("cuda:1",)``: such a program is cut, for one device is scheduled at a
-            time.
-        frozen: positions of placeholders that are not read: the module computes with their values as of its making, and
-            is wrong as soon as one of them has another.
+        level: ``"aten"`` if each op is an ATen call, ``"inductor"`` if each is a kernel of TorchInductor.
+        device: the device of the ops, ``"cuda:0"`` or ``"cpu"``.
+        peers: other devices of some ops, ``("cuda:1",)``: such a program is cut, since each schedule is for one device.
+        frozen: positions of placeholders that are not read: their values are constants in the module, which is wrong
+            once one of them changes.
     """
 
     module: GraphModule
@@ -82,29 +80,29 @@ class Program:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Where its ops run, beside the host."""
+        """The devices of its ops, without the host."""
         return (self.device, *self.peers)
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One launch of device work, with the fx nodes that only rename or reshape its result.
+    """One kernel launch, with the fx nodes that allocate memory or make views for it.
 
     Attributes:
-        name: the launching fx node's name.
+        name: the name of the fx node that launches it.
         target: what it calls, e.g. ``"aten.conv2d.default"``.
-        nodes: fx nodes issued as one: what takes memory for it or for ops after it, the launching node, then views of
+        nodes: its fx nodes: those that allocate memory for it or for later ops, the one that launches it, then views of
             what it wrote.
-        reads: what it reads, by name: storages, or parts of them.
-        writes: what it writes, likewise; all that it allocates is among it.
-        allocates: storages that come into being here, on the stream that this op is given.
+        reads: the names of the storages, or parts of them, that it reads.
+        writes: the names of those that it writes, including all that it allocates.
+        allocates: storages that it allocates, on its stream.
         orders: resources whose users keep their program order, e.g. ``"rng"``, ``"collective"``, ``"world"``.
-        device: where it runs, ``"cuda:0"`` or ``"cpu"``; of a copy between devices, where to.
-        dtype: what it computes in, e.g. ``"float16"``.
+        device: the device that it runs on, ``"cuda:0"`` or ``"cpu"``; the destination of a copy between devices.
+        dtype: the dtype that it computes in, e.g. ``"float16"``.
         flops: floating-point operations.
         bytes_read: bytes of its tensor arguments.
         bytes_written: bytes of its tensor results.
-        elements: elements of its largest result, a measure of how many threads it can use.
+        elements: number of elements of its largest result, which limits how many threads it can use.
         source: the user's source line, ``"model.py:12: y = self.conv(x)"``, or ``""``.
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
         crosses: ``"upload"`` if it copies from the host's memory to the device's, ``"download"`` if it copies back, and
@@ -131,18 +129,17 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A block of memory, whatever the number of tensors that look at it.
+    """A block of memory that any number of tensors view.
 
     Attributes:
-        name: the fx node that brings it into being (``"split.1"`` for the second result of ``split``).
-        role: who owns it; only ``INTERMEDIATE`` storages are allocated and released by a schedule.
+        name: the fx node that allocates it (``"split.1"`` for the second result of ``split``).
+        role: only ``INTERMEDIATE`` storages are allocated and released by a schedule.
         bytes: its size.
         holders: fx nodes whose value keeps it alive, in program order.
         escapes: whether an output keeps it alive, so that no schedule may release it.
-        parts: names of its parts, where some ops touch only some of them: parts have no byte in common, and an op that
-            names the storage itself touches all.
-        placeable: whether its memory is taken by a call that does nothing else, so that a schedule can say where it
-            lies.
+        parts: names of disjoint byte ranges of it, if some ops access only some of them; an op that names the storage
+            itself accesses all.
+        placeable: whether it is allocated by a call that does nothing else, so that it can be in the arena instead.
     """
 
     name: str
@@ -165,9 +162,9 @@ class Hazard(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """``before`` must have finished when ``after`` starts, because of ``resource``.
+    """``before`` must have ended when ``after`` starts.
 
-    That is a storage, a part of one, or what :attr:`Op.orders` names.
+    ``resource`` is the storage, the part of one, or the resource in :attr:`Op.orders` that both use.
     """
 
     before: str
@@ -182,10 +179,10 @@ class OpGraph:
 
     Attributes:
         ops: by name; iterates in program order, in which running them one by one is right.
-        dependencies: hazards between direct neighbours; those that follow by transitivity may be absent.
+        dependencies: the hazards; those that others imply by transitivity may be absent.
         storages: by name.
-        prelude: fx nodes that launch nothing and depend on placeholders alone, each after what it takes.
-        device: the device that is scheduled; ops elsewhere stay on stream 0.
+        prelude: fx nodes that launch nothing and depend on placeholders alone, in topological order.
+        device: the device that is scheduled; ops of other devices stay on stream 0.
 
     Example:
         >>> a = Op("a", "aten.relu.default", ("a",), reads=frozenset({"x"}), writes=frozenset({"a"}))
@@ -203,7 +200,7 @@ class OpGraph:
     @cached_property
     def digraph(self) -> nx.DiGraph[str]:
         """Ops as nodes, dependencies as edges, frozen; both iterate in program order."""
-        import networkx as nx  # takes as long as the rest of autostream: planning needs it, importing does not
+        import networkx as nx  # takes as long to import as the rest of autostream
 
         graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(self.ops)
@@ -213,20 +210,20 @@ class OpGraph:
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """What depends on each op, each once, as positions in program order."""
+        """The ops that depend on each op, each once, as positions in program order."""
         return self._neighbours((dependency.before, dependency.after) for dependency in self.dependencies)
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """What each op depends on, likewise."""
+        """The ops that each op depends on, each once, as positions in program order."""
         return self._neighbours((dependency.after, dependency.before) for dependency in self.dependencies)
 
     def _neighbours(self, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[int, ...], ...]:
         position = {name: at for at, name in enumerate(self.ops)}
-        found: list[dict[int, None]] = [{} for _ in self.ops]
+        neighbours: list[dict[int, None]] = [{} for _ in self.ops]
         for one, other in pairs:
-            found[position[one]][position[other]] = None
-        return tuple(map(tuple, found))
+            neighbours[position[one]][position[other]] = None
+        return tuple(map(tuple, neighbours))
 
     @cached_property
     def users(self) -> Mapping[str, tuple[str, ...]]:
@@ -234,18 +231,18 @@ class OpGraph:
         whole = {part: storage.name for storage in self.storages.values() for part in storage.parts}
         users: dict[str, list[str]] = {name: [] for name in self.storages}
         for op in self.ops.values():
-            touched = {*op.reads, *op.writes, *op.allocates}
-            for name in {whole.get(name, name) for name in touched} if whole else touched:
+            accessed = {*op.reads, *op.writes, *op.allocates}
+            for name in {whole.get(name, name) for name in accessed} if whole else accessed:
                 if name in users:
                     users[name].append(op.name)
         return {name: tuple(ops) for name, ops in users.items()}
 
     @cached_property
     def pinned(self) -> frozenset[str]:
-        """Ops that an uncaptured run keeps on stream 0.
+        """Ops that must be on stream 0 in a run that is not captured.
 
-        Those are ops of other devices, whose order the host keeps, and ops that allocate what an output keeps alive:
-        the caller frees that memory whenever they like, which is safe only on the stream that they work on.
+        Those are ops of other devices, which run in launch order, and ops that allocate outputs: the caller may free
+        outputs at any time, which is safe only on the caller's stream.
         """
         escaping = {name for name, storage in self.storages.items() if storage.escapes}
         return frozenset(
@@ -255,7 +252,7 @@ class OpGraph:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one op needs.
+    """The duration of one op, and how much of the device it uses.
 
     Attributes:
         duration_us: time alone on the device, µs.
@@ -271,35 +268,35 @@ class OpCost:
 
 
 Costs = Mapping[str, OpCost]
-"""Op name to cost; every op of the graph has one."""
+"""The cost of every op of a graph, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """What the cost model knows of a device.
+    """The properties of a device that the cost model uses.
 
     An *edge* is the time from the end of a kernel to the start of one that depends on it, in a CUDA graph. Edges
     between streams grow with the number of streams in use: see :meth:`over`.
 
     Attributes:
-        name: as the driver says it, e.g. ``"NVIDIA H200"``.
+        name: as the driver reports it, e.g. ``"NVIDIA H200"``.
         multiprocessors: SMs, or cores of a CPU.
         bandwidth: memory bandwidth that a large copy reaches, bytes per µs (4.2 TB/s is 4.2e6).
         flops: dtype name to operations per µs that a large product reaches (700 TFLOP/s is 700e6).
         kernel_us: the shortest time that a kernel takes, µs.
         same_stream_edge_us: edge within a stream, µs.
-        cross_stream_edge_us: edge between two streams where two are in use, µs.
-        fork_us: extra cost of bringing a side stream in where two are in use, µs.
-        join_us: extra cost of waiting for a side stream at the end where two are in use, µs.
+        cross_stream_edge_us: edge between streams if two are in use, µs.
+        fork_us: extra cost of forking a side stream if two are in use, µs.
+        join_us: extra cost of waiting for a side stream at the end if two are in use, µs.
         source: ``"table"``, ``"properties"`` or ``"measured"``.
         per_stream_us: what each further stream in use adds to an edge between streams, µs.
-        dispatch_us: the least time between the starts of two kernels of one CUDA graph, whatever their streams, µs.
-        launch_us: the same where no graph is captured and the host launches one op after the other, µs.
-        replay_us: what a replay of a CUDA graph takes besides its kernels, µs.
+        dispatch_us: least time between the starts of two kernels of one CUDA graph, on any streams, µs.
+        launch_us: least time between the starts of two kernels that the host launches without a graph, µs.
+        replay_us: overhead of a replay of a CUDA graph besides its kernels, µs.
         cache_bytes: size of the last-level cache.
-        link_bandwidth: what a large copy between the host's pinned memory and the device's reaches, bytes per µs; that
-            of PCIe 3.0 where nothing else is known.
-        peer_bandwidth: what a large copy from another device of the kind reaches, bytes per µs.
+        link_bandwidth: bandwidth of a large copy between the device and pinned memory on the host, bytes per µs; by
+            default that of PCIe 3.0.
+        peer_bandwidth: bandwidth of a large copy from another device of this kind, bytes per µs.
     """
 
     name: str
@@ -321,7 +318,7 @@ class DeviceProfile:
     peer_bandwidth: float = 13_600.0
 
     def over(self, streams: int) -> DeviceProfile:
-        """The device with so many streams in use: edges between them, forks and joins cost what they cost then.
+        """The device with the costs of edges between streams, forks and joins for so many streams in use.
 
         Example:
             >>> gpu = DeviceProfile("GPU", 132, 4.2e6, {}, 0.3, 0.9, 1.6, 1.2, 1.2, "table", per_stream_us=0.2)
@@ -340,7 +337,7 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Something chosen, and why: what ``explain`` prints. ``op`` is ``""`` for a decision about the whole."""
+    """A choice and its reason, as ``explain`` prints it; ``op`` is ``""`` for a decision about the whole schedule."""
 
     op: str
     choice: str
@@ -349,12 +346,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which stream each op is given, and the order in which the host launches them.
+    """The stream of each op, and the order in which the host launches them.
 
     Attributes:
         policy: the policy's name.
         streams: number of streams used; stream 0 is the caller's.
-        order: every op once, each after all that it depends on.
+        order: every op once, each after all ops that it depends on.
         stream: op name to stream.
         decisions: why.
     """
@@ -368,13 +365,13 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One step of a schedule.
+    """One step of a schedule: waits, then the launch of an op, then releases.
 
     Attributes:
-        op: the op launched.
-        stream: on this stream,
-        waits: after making that stream wait for the ends of these ops (or ``FORK``), each on another stream;
-        releases: afterwards, these storages are given back to the allocator.
+        op: the op to launch.
+        stream: its stream.
+        waits: ops on other streams (or ``FORK``) for whose ends this stream waits first.
+        releases: storages to return to the allocator afterwards.
     """
 
     op: str
@@ -385,11 +382,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """One block of memory in which storages lie, side by side or one after the other's end.
+    """One block of memory that storages share, some of them using the same bytes one after another.
 
     Attributes:
         bytes: its size.
-        offsets: storage to the first byte of it; storages that are not named are allocated one by one.
+        offsets: the first byte of each storage in it; other storages are allocated one by one.
     """
 
     bytes: int = 0
@@ -398,7 +395,7 @@ class Arena:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A complete plan: everything that lowering needs to know and nothing that it must decide.
+    """A complete plan for a graph, which lowering carries out without further decisions.
 
     Attributes:
         policy: the policy that assigned streams.
@@ -406,7 +403,7 @@ class Schedule:
         launches: in the order in which the host issues them.
         join_waits: ops for whose ends stream 0 waits before the caller goes on.
         decisions: why.
-        arena: where storages lie.
+        arena: the storages that share one block of memory.
     """
 
     policy: str
@@ -423,13 +420,13 @@ class Schedule:
 
     @property
     def wait_count(self) -> int:
-        """Event waits issued in one run, those of fork and join among them."""
+        """The number of event waits in one run, including those of fork and join."""
         return sum(len(launch.waits) for launch in self.launches) + len(self.join_waits)
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One op's time on one stream, µs from the start of the run."""
+    """The start and end of one op on its stream, µs from the start of the run."""
 
     op: str
     stream: int
@@ -439,7 +436,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each op ran, or would run: predicted and measured ones are the same type."""
+    """When each op runs, simulated or measured."""
 
     slices: tuple[Slice, ...]
     source: str = field(default="simulated")
@@ -461,7 +458,7 @@ class Timeline:
 
 
 class Limit(StrEnum):
-    """What kept a candidate out that somebody can raise."""
+    """A limit that excluded a candidate and that the user can raise."""
 
     BUDGET = "memory budget"
     DEVICE = "device memory"
@@ -470,19 +467,18 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a graph that was considered.
+    """A schedule that was considered for a graph, with its predicted and measured costs.
 
     Attributes:
-        schedule: the plan.
+        schedule: the schedule.
         captured: whether it runs as a CUDA graph.
         predicted_us: makespan by the simulator, µs.
-        measured_us: median time of one run on the device, µs, or ``None`` where nothing was measured. Candidates of one
-            program are told at one pace of the device: that of the last rounds in which the best one was measured.
+        measured_us: median time of one run on the device, µs, or ``None`` if not measured. Times of one program's
+            candidates are scaled to the speed of the device in the last rounds that measured the best one.
         refusal: why it was not measured or cannot run, or ``""``.
-        limit: what it came up against, where that can be raised.
-        memory_bytes: what it allocates at most, by its plan; libraries' workspaces come on top.
-        incomplete: whether it needs more than ``memory_bytes``: one that exceeds the memory budget may not be
-            planned to its end.
+        limit: the limit that excluded it, if the user can raise that.
+        memory_bytes: the most that the schedule allocates at a time, without libraries' workspaces.
+        incomplete: whether it needs more than ``memory_bytes``: planning stops once the memory budget is exceeded.
     """
 
     schedule: Schedule

@@ -1,14 +1,14 @@
-"""Where the time of a schedule goes: what keeps K streams from being K times as fast as one.
+"""Why K streams are not K times as fast as one: what each cause adds to the time of a schedule.
 
-The schedule is simulated again and again, each time without one more of the causes, down to K streams that are never
-idle. What a step saves is what its cause costs, so the parts add up to the whole:
+The schedule is simulated several times, each time without one more cause, down to K streams that are never idle. The
+difference between two simulations is the cost of one cause, so the costs add up to the whole:
 
     predicted ─▶ launches cost ─▶ no contention ─▶ no contention for ─▶ waits as cheap ─▶ as soon as the ─▶ K streams,
                  nothing          for bandwidth    multiprocessors      as gaps           data allow        always busy
              LAUNCHES        BANDWIDTH      MULTIPROCESSORS         WAITS             TURNS            CHAIN
 
-What two causes share is charged to the one that goes first. Gaps between the kernels of a stream are no cause: one
-stream has them as well.
+Time that two causes share counts for the one that is removed first. Gaps between the kernels of a stream are no cause,
+since one stream has them as well.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Ops each of which needs the one before.
+    """Ops each of which depends on the one before.
 
     Attributes:
         ops: their names, in order.
         work_us: their duration, µs.
-        us: what they take with the gaps between them, µs.
+        us: their duration with the gaps between them, µs.
     """
 
     ops: tuple[str, ...]
@@ -52,11 +52,11 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """What a schedule's predicted time is made of: ``predicted_us`` is ``ideal_us`` and the sum of ``losses_us``.
+    """The components of a schedule's predicted time: ``predicted_us`` is ``ideal_us`` plus the sum of ``losses_us``.
 
     Attributes:
-        predicted_us: of a run, µs.
-        ideal_us: what it would take if every stream were always busy and ops did not disturb each other, µs.
+        predicted_us: time of a run, µs.
+        ideal_us: its time if every stream were always busy and ops did not slow each other down, µs.
         losses_us: what each cause adds, µs, 0 or more.
     """
 
@@ -77,7 +77,7 @@ class Breakdown:
 def break_down(
     graph: OpGraph, schedule: Schedule, costs: Costs, profile: DeviceProfile, *, captured: bool = True
 ) -> Breakdown:
-    """Say what each cause adds to the time of a schedule. Five simulations and one of a single stream.
+    """What each cause adds to the time of a schedule, by six simulations.
 
     Args:
         graph: the ops.
@@ -87,7 +87,7 @@ def break_down(
         captured: whether it runs as a CUDA graph.
 
     Example:
-        Two ops that each need three quarters of the device take 12 µs side by side instead of 8:
+        Two ops that each need three quarters of the device take 12 µs at the same time instead of 8:
 
         >>> from autostream.ir import FORK, Launch, Op, OpCost
         >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset({name})) for name in "ab"}
@@ -98,44 +98,44 @@ def break_down(
         >>> parts.predicted_us, parts.ideal_us, parts.losses_us[Cause.MULTIPROCESSORS]
         (12.0, 8.0, 4.0)
     """
-    at_once, near = _without_launches(profile), _without_waits(profile)
-    unlimited, alone = _without_bandwidth(costs), _without_contention(costs)
+    no_launches, no_waits = _without_launches(profile), _without_waits(profile)
+    no_bandwidth, no_contention = _without_bandwidth(costs), _without_contention(costs)
     ideal_us = simulate(one_stream(graph), costs, profile, captured=captured).makespan_us / schedule.streams
     levels = [
         simulate(schedule, costs, profile, captured=captured).makespan_us,
-        *(simulate(schedule, each, at_once).makespan_us for each in (costs, unlimited, alone)),
-        simulate(schedule, alone, near).makespan_us,
+        *(simulate(schedule, each, no_launches).makespan_us for each in (costs, no_bandwidth, no_contention)),
+        simulate(schedule, no_contention, no_waits).makespan_us,
         max(longest_chain(graph, costs, profile).us, ideal_us),
         ideal_us,
     ]
-    # Ops that slow each other down less may get into each other's way elsewhere: a step may save less than nothing.
+    # Without a cause, other ops may run at the same time and slow each other down: a time may even be longer.
     falling = [*accumulate(levels, min)]
     causes = (Cause.LAUNCHES, Cause.BANDWIDTH, Cause.MULTIPROCESSORS, Cause.WAITS, Cause.TURNS, Cause.CHAIN)
     saved = {cause: before - after for cause, (before, after) in zip(causes, pairwise(falling), strict=True)}
-    always_us = replay_us(profile, captured)
-    return Breakdown(always_us + levels[0], always_us + falling[-1], {cause: saved[cause] for cause in Cause})
+    overhead_us = replay_us(profile, captured)
+    return Breakdown(overhead_us + levels[0], overhead_us + falling[-1], {cause: saved[cause] for cause in Cause})
 
 
 def longest_chain(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Chain:
-    """The longest path of the graph, with the cheapest edge there is between its ops: no schedule is faster."""
+    """The longest path of the graph, with the cheapest edge between its ops: no schedule is faster."""
     ops = structure.critical_path(graph, with_gaps(costs, profile))
     work_us = sum(costs[name].duration_us for name in ops)
     return Chain(ops, work_us, work_us + gap_us(profile) * max(len(ops) - 1, 0))
 
 
 def with_gaps(costs: Costs, profile: DeviceProfile) -> Costs:
-    """The costs of ops that are followed by the cheapest edge there is."""
+    """The costs of ops that are each followed by the cheapest edge."""
     edge_us = gap_us(profile)
     return {name: replace(cost, duration_us=cost.duration_us + edge_us) for name, cost in costs.items()}
 
 
 def wait_us(profile: DeviceProfile, streams: int) -> float:
-    """What it costs to take a value to another of so many streams, µs: an op that is shorter gains nothing there."""
+    """The cost of a wait for another of so many streams, µs: a shorter op gains nothing on another stream."""
     return profile.over(streams).cross_stream_edge_us
 
 
 def gap_us(profile: DeviceProfile) -> float:
-    """The cheapest edge there is, µs: so long at least does an op wait for another."""
+    """The cheapest edge, µs: the least time from the end of an op to the start of one that depends on it."""
     return min(profile.same_stream_edge_us, profile.cross_stream_edge_us)
 
 
@@ -148,16 +148,16 @@ def _without_contention(costs: Costs) -> Costs:
 
 
 def _without_launches(profile: DeviceProfile) -> DeviceProfile:
-    """The front end starts any number of kernels of a CUDA graph at once."""
+    """A device that starts any number of kernels at once."""
     return replace(profile, dispatch_us=0.0)
 
 
 def _without_waits(profile: DeviceProfile) -> DeviceProfile:
-    """Another stream is as near as the own one, and side streams come and go for nothing."""
-    near_us = profile.same_stream_edge_us
-    free = _without_launches(profile)
-    return replace(free, cross_stream_edge_us=near_us, per_stream_us=0.0, fork_us=0.0, join_us=0.0)
+    """A device on which waits cost no more than gaps within a stream, and forks and joins nothing."""
+    edge_us = profile.same_stream_edge_us
+    profile = _without_launches(profile)
+    return replace(profile, cross_stream_edge_us=edge_us, per_stream_us=0.0, fork_us=0.0, join_us=0.0)
 
 
 _NONE = 1e-9
-"""So little of the multiprocessors that any number of ops fits; a share is above 0."""
+"""A share of the multiprocessors that is small enough for any number of ops; a share must be above 0."""

@@ -1,6 +1,6 @@
 """Maximum matchings on adjacency lists: in a bipartite graph, and in the closure of an acyclic one.
 
-What ``networkx`` has recurses, and visits vertices in the order of their hashes, which differs from run to run.
+The matching of ``networkx`` recurses, and visits vertices in the order of their hashes, which differs between runs.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence, Set
 
 
 def maximum_matching(rows: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Match as many left vertices as possible, each to one right vertex of its row and none to the same.
+    """Match as many left vertices as possible, each to a different right vertex of its row.
 
-    Hopcroft & Karp 1973: at most O(√V) rounds, each of which finds the shortest augmenting paths and flips as many
-    disjoint ones as it can, in O(V + E) steps.
+    The algorithm of Hopcroft & Karp 1973: at most O(√V) rounds of O(V + E) steps, each of which flips a maximal set of
+    disjoint shortest augmenting paths.
 
     Args:
         rows: for each left vertex, the right vertices that it may be matched to.
 
     Returns:
-        Left vertex to right vertex. Where there is a choice, the same matching every time.
+        Left vertex to right vertex; the same matching every time.
 
     Example:
         >>> maximum_matching([[0, 1], [0]])
@@ -32,20 +32,21 @@ def maximum_matching(rows: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def maximum_chain_matching(successors: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Match as many vertices as possible, each to one that comes after it, directly or not, and none to the same.
+    """Match as many vertices as possible, each to a different vertex that is reachable from it.
 
-    That is a maximum matching in the transitive closure, which is not made: what a vertex may be matched to is its
-    successors, and what they may be matched to. A maximum matching of the graph's own edges is augmented (Kuhn 1955) by
-    way of the nearest vertices. What a search in vain has seen leads nowhere, then or later, and is not seen again.
+    That is a maximum matching in the transitive closure, but the closure is not computed. A maximum matching of the
+    graph's own edges is augmented (Kuhn 1955), with a breadth-first search for the nearest unmatched vertex. Vertices
+    that a failed search has visited lead to no unmatched one, then or later, and are not visited again.
 
-    O(V + E) memory, and O(V + E) steps for each of the augmentations at worst: as many as chains of edges exceed those
-    of the closure. Few steps of each are taken where the next free vertex is near, as it is in networks.
+    Takes O(V + E) memory, and at worst O(V + E) steps for each augmentation. The number of augmentations is the
+    difference in size between the two matchings. Each takes few steps where the next unmatched vertex is near, as it is
+    in neural networks.
 
     Args:
         successors: of each vertex of an acyclic graph.
 
     Example:
-        Two paths cross in vertex 2, and both can go on behind it.
+        Two paths cross in vertex 2, and both continue after it.
 
         >>> maximum_chain_matching([[2], [2], [3, 4], [], []])
         {0: 2, 1: 4, 2: 3}
@@ -68,16 +69,16 @@ def maximum_chain_matching(successors: Sequence[Sequence[int]]) -> dict[int, int
 def _nearest_unmatched(
     successors: Sequence[Sequence[int]], left_of: Mapping[int, int], dead: Set[int], root: int
 ) -> tuple[dict[int, int], int | None]:
-    """From which left vertex each right one was reached, up to the first unmatched, and that one if there is one.
+    """The left vertex from which each right one was reached, up to the first unmatched one, and that one if any.
 
-    Nearest is what fewest matches have to be changed for, and of those what fewest edges lead to.
+    The nearest vertex is the one for which the fewest matches change; of equal ones, the one over the fewest edges.
     """
     reached_from: dict[int, int] = {}
     lefts = [root]
     while lefts:
         ahead = [(left, left) for left in lefts]
         lefts = []
-        for left, at in ahead:  # grows meanwhile: what comes after a successor comes after the left vertex too
+        for left, at in ahead:  # grows in the loop: vertices after a successor come after the left vertex too
             for right in successors[at]:
                 if right in dead or right in reached_from:
                     continue
@@ -90,7 +91,7 @@ def _nearest_unmatched(
 
 
 def _layers(rows: Sequence[Sequence[int]], left_of: Mapping[int, int], frontier: Sequence[int]) -> dict[int, int]:
-    """Right vertices to their distance from the free left ones, up to the first unmatched; empty if there are none."""
+    """The distance of right vertices from the free left ones, up to the first unmatched; empty if there is none."""
     layer_of: dict[int, int] = {}
     layer = 0
     while frontier:
@@ -105,9 +106,9 @@ def _layers(rows: Sequence[Sequence[int]], left_of: Mapping[int, int], frontier:
 
 
 def _augment(rows: Sequence[Sequence[int]], left_of: dict[int, int], layer_of: dict[int, int], root: int) -> bool:
-    """Flip one augmenting path from ``root``, one right vertex per layer, if there is one left.
+    """Flip one augmenting path from ``root``, with one right vertex per layer; whether there was one.
 
-    Vertices that were tried leave their layer: a path through them either was taken or leads nowhere.
+    Visited vertices are removed from their layer: a path through them was already used, or does not exist.
     """
     lefts, rights, untried = [root], list[int](), [iter(rows[root])]
     while lefts:

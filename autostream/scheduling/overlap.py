@@ -1,6 +1,6 @@
-"""What runs beside what on a timeline.
+"""Which ops of a timeline run at the same time, for how long, and what they need of the device together.
 
-stream 0   ▐── a ──▌▐── c ──▌      a runs beside b for most of its time, c beside b for a moment;
+stream 0   ▐── a ──▌▐── c ──▌      a overlaps with b for most of its time, c with b for a moment;
 stream 1      ▐──── b ────▌        two ops run at once from the start of b to its end
 """
 
@@ -14,14 +14,14 @@ from autostream.ir import Costs, Slice, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
-    """An op and those that run while it does.
+class Overlap:
+    """An op and the ops that run at the same time.
 
     Attributes:
         op: its name.
         stream: its stream.
-        shared_us: how long at least one other runs beside it, µs.
-        beside: the others with the time that each runs beside it, µs, in order of their starts.
+        shared_us: how long at least one other runs at the same time, µs.
+        beside: the others, in order of their starts, with the time that each runs at the same time, µs.
     """
 
     op: str
@@ -32,10 +32,10 @@ class Company:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the ops that run from a moment on ask for together; where that is more than 1, they slow each other down.
+    """What the ops that run from some time on need together; where that is more than 1, they slow each other down.
 
     Attributes:
-        at_us: from when on, µs.
+        at_us: that time, µs.
         multiprocessors: the sum of their shares of the multiprocessors.
         bandwidth: the sum of their shares of the memory bandwidth.
     """
@@ -45,29 +45,28 @@ class Demand:
     bandwidth: float
 
 
-def companies(timeline: Timeline, most: int) -> tuple[Company, ...]:
-    """The ops that have company longest, longest first, at most so many; none is told of twice.
+def longest_overlaps(timeline: Timeline, most: int) -> tuple[Overlap, ...]:
+    """The ops that overlap with others longest, longest first, at most ``most``, without those in an earlier result.
 
     Example:
         >>> timeline = Timeline((Slice("a", 0, 0.0, 5.0), Slice("b", 1, 1.0, 3.0), Slice("c", 1, 3.0, 4.0)))
-        >>> for company in companies(timeline, most=3):
-        ...     print(company.op, company.shared_us, company.beside)
+        >>> for overlap in longest_overlaps(timeline, most=3):
+        ...     print(overlap.op, overlap.shared_us, overlap.beside)
         a 3.0 {'b': 2.0, 'c': 1.0}
     """
-    found = sorted(_all_companies(timeline), key=lambda company: -company.shared_us)
-    kept: list[Company] = []
-    told: set[str] = set()
-    for company in found:
-        if len(kept) == most:
+    longest: list[Overlap] = []
+    mentioned: set[str] = set()
+    for overlap in sorted(_overlaps(timeline), key=lambda overlap: -overlap.shared_us):
+        if len(longest) == most:
             break
-        if company.op not in told:
-            kept.append(company)
-            told |= {company.op, *company.beside}
-    return tuple(kept)
+        if overlap.op not in mentioned:
+            longest.append(overlap)
+            mentioned |= {overlap.op, *overlap.beside}
+    return tuple(longest)
 
 
 def concurrency(timeline: Timeline) -> Mapping[int, float]:
-    """How long exactly so many ops run at once, µs, by their number; 0 is the time when none does.
+    """For each number of ops, how long exactly so many run at once, µs; 0 for the time when none does.
 
     Example:
         >>> concurrency(Timeline((Slice("a", 0, 0.0, 5.0), Slice("b", 1, 1.0, 3.0))))
@@ -84,19 +83,17 @@ def concurrency(timeline: Timeline) -> Mapping[int, float]:
 
 
 def demands(timeline: Timeline, costs: Costs) -> tuple[Demand, ...]:
-    """What is asked of the device, from each moment on at which that changes.
+    """What the running ops need of the device, at each time at which that changes.
 
     Example:
         >>> from autostream.ir import OpCost
         >>> timeline = Timeline((Slice("a", 0, 0.0, 5.0), Slice("b", 1, 1.0, 3.0)))
-        >>> asked = demands(timeline, dict.fromkeys("ab", OpCost(4.0, 0.75, 0.25, "roofline")))
-        >>> [(demand.at_us, demand.multiprocessors) for demand in asked]
+        >>> found = demands(timeline, dict.fromkeys("ab", OpCost(4.0, 0.75, 0.25, "roofline")))
+        >>> [(demand.at_us, demand.multiprocessors) for demand in found]
         [(0.0, 0.75), (1.0, 1.5), (3.0, 0.75), (5.0, 0)]
     """
-    lasting = [piece for piece in timeline.slices if piece.op in costs and piece.end_us > piece.start_us]
-    steps = [(piece.start_us, piece.op, True) for piece in lasting] + [
-        (piece.end_us, piece.op, False) for piece in lasting
-    ]
+    slices = [s for s in timeline.slices if s.op in costs and s.end_us > s.start_us]
+    steps = [(s.start_us, s.op, True) for s in slices] + [(s.end_us, s.op, False) for s in slices]
     running: dict[str, None] = {}
     found: dict[float, Demand] = {}
     for at_us, op, starts in sorted(steps):
@@ -104,13 +101,13 @@ def demands(timeline: Timeline, costs: Costs) -> tuple[Demand, ...]:
             running[op] = None
         else:
             del running[op]
-        ours = [costs[name] for name in running]
-        found[at_us] = Demand(at_us, sum(cost.sm_share for cost in ours), sum(cost.bandwidth_share for cost in ours))
+        now = [costs[name] for name in running]
+        found[at_us] = Demand(at_us, sum(cost.sm_share for cost in now), sum(cost.bandwidth_share for cost in now))
     return tuple(found.values())
 
 
-def _all_companies(timeline: Timeline) -> list[Company]:
-    """By a sweep over the starts: O(V·log V) and the number of pairs that overlap."""
+def _overlaps(timeline: Timeline) -> list[Overlap]:
+    """All ops that overlap with others, by a sweep over the starts: O(V·log V + P) steps for P pairs that overlap."""
     beside: dict[Slice, list[Slice]] = {s: [] for s in timeline.slices if s.end_us > s.start_us}
     running: list[Slice] = []
     for entry in sorted(beside, key=lambda s: (s.start_us, s.stream)):
@@ -120,7 +117,7 @@ def _all_companies(timeline: Timeline) -> list[Company]:
             beside[entry].append(other)
         running.append(entry)
     return [
-        Company(entry.op, entry.stream, _covered_us(entry, others), {o.op: _shared_us(entry, o) for o in others})
+        Overlap(entry.op, entry.stream, _covered_us(entry, others), {o.op: _shared_us(entry, o) for o in others})
         for entry, others in beside.items()
         if others
     ]
@@ -131,10 +128,10 @@ def _shared_us(one: Slice, other: Slice) -> float:
 
 
 def _covered_us(entry: Slice, others: Sequence[Slice]) -> float:
-    """How much of a slice the others cover together; they come in order of their starts."""
-    covered, reached = 0.0, entry.start_us
+    """How much of a slice others cover together, given in order of their starts."""
+    covered, covered_to = 0.0, entry.start_us
     for other in others:
-        until = min(other.end_us, entry.end_us)
-        covered += max(0.0, until - max(other.start_us, reached))
-        reached = max(reached, until)
+        end = min(other.end_us, entry.end_us)
+        covered += max(0.0, end - max(other.start_us, covered_to))
+        covered_to = max(covered_to, end)
     return covered

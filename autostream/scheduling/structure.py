@@ -1,14 +1,14 @@
-"""What the shape of a graph says about how much may run side by side.
+"""Properties of a graph that bound every schedule: critical path, slack, width, and branches that may run in parallel.
 
-    ┌─ b ── c ─┐      the longest path, by cost, is critical: no schedule beats it
- a ─┤          ├─ e   a and e are cuts: everything is before or after them
-    └─── d ────┘      between them lie a region's branches: b-c and d
+    ┌─ b ── c ─┐      the longest path by cost is critical: no schedule is faster
+ a ─┤          ├─ e   a and e are cuts: every other op is before or after them
+    └─── d ────┘      between them is a region with two branches: b-c and d
 
 Terms: the *bottom level* of an op is the longest path from its start to the end of the run, its *top level* the
 longest path from the start of the run to its start (Adam, Chandy & Dickson 1974: "A comparison of list schedules for
-parallel processing systems"). Edges between streams cost nothing here: these are bounds.
+parallel processing systems"). Edges between streams cost nothing here, so these are bounds.
 
-All is linear in ops and dependencies, except the time of :func:`width`, which is about the closure.
+All functions take time linear in ops and dependencies, except :func:`width`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autostream.scheduling.matching import maximum_chain_matching
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of a graph whose branches may run side by side.
+    """The ops between two neighbouring cuts, whose branches may run at the same time.
 
     Attributes:
         fork: the op after which the branches start, or ``FORK``.
@@ -55,7 +55,7 @@ def bottom_levels(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
 
 
 def top_levels(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
-    """The longest path from any source's start to each op's start, µs: the earliest it can start."""
+    """The longest path from a source's start to each op's start, µs: the earliest that it can start."""
     end: list[float] = []
     level: dict[str, float] = {}
     for name, before in zip(graph.ops, graph.predecessors, strict=True):
@@ -76,18 +76,18 @@ def critical_path(graph: OpGraph, costs: Costs) -> tuple[str, ...]:
 
 
 def slack(graph: OpGraph, costs: Costs) -> Mapping[str, float]:
-    """How much later than its earliest start each op may start without prolonging the longest path, µs."""
+    """How much later than its earliest start each op may start without making the longest path longer, µs."""
     bottom, top = bottom_levels(graph, costs), top_levels(graph, costs)
     length = max(bottom.values(), default=0.0)
     return {name: length - top[name] - bottom[name] for name in graph.ops}
 
 
 def width(graph: OpGraph) -> int:
-    """The largest number of ops no two of which depend on each other: more streams are never busy.
+    """The largest number of ops that do not depend on each other: more streams are never busy at once.
 
-    By Dilworth's theorem it is the smallest number of chains that hold every op, which is the number of ops less a
-    maximum matching in the closure (Fulkerson 1956); enumerating antichains would be exponential. Takes memory linear
-    in ops and dependencies; for time, see :func:`~autostream.scheduling.matching.maximum_chain_matching`.
+    By Dilworth's theorem this is the smallest number of chains that cover every op, which is the number of ops minus
+    the size of a maximum matching in the closure (Fulkerson 1956). Takes memory linear in ops and dependencies; for
+    time, see :func:`~autostream.scheduling.matching.maximum_chain_matching`.
     """
     return len(graph.ops) - len(maximum_chain_matching(graph.successors))
 
@@ -95,8 +95,8 @@ def width(graph: OpGraph) -> int:
 def cuts(graph: OpGraph) -> tuple[str, ...]:
     """Ops that every other op is before or after, in program order.
 
-    An op is one if and only if all earlier ops have a successor no later than it, and all later ops a predecessor no
-    earlier than it: follow those successors, or predecessors, and you arrive at it.
+    An op is a cut if and only if all earlier ops have a successor no later than it, and all later ops a predecessor no
+    earlier than it: paths along these successors and predecessors lead to it.
     """
     successors = graph.successors
     count = len(successors)
@@ -117,9 +117,9 @@ def cuts(graph: OpGraph) -> tuple[str, ...]:
 
 
 def regions(graph: OpGraph) -> tuple[Region, ...]:
-    """The stretches between neighbouring cuts that consist of two or more branches, in program order.
+    """The regions of two or more branches, in program order.
 
-    Branches that exchange values count as one: where a whole graph is entangled, this is empty, however wide it is.
+    Branches that depend on each other count as one, so a wide graph may have no region.
     """
     bounds = [FORK, *cuts(graph), JOIN]
     inner: dict[str, list[str]] = {bound: [] for bound in bounds}

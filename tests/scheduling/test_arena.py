@@ -320,7 +320,7 @@ def test_chains_take_the_sum_of_what_each_needs(streams: int, sizes: Sequence[in
 
 
 def test_many_storages_are_placed_as_safely() -> None:
-    """More than ``MANY``, of more than ``MAX_SIZES`` sizes, in several blocks and chunks, on streams that seldom wait."""
+    """More than ``MANY`` of more than ``MAX_SIZES`` sizes, in several blocks and chunks, streams that seldom wait."""
     choose = random.Random(0)
     reads = [[choose.randrange(max(0, at - 40), at)] if at % 3 else [] for at in range(300)]
     graph, schedule = built((reads, [choose.randint(1, 3000) for _ in reads]), 3)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import OpCost, Slice, Timeline
-from autostream.scheduling.overlap import Company, Demand, companies, concurrency, demands
+from autostream.scheduling.overlap import Demand, Overlap, concurrency, demands, longest_overlaps
 
 DRAWN = Timeline((Slice("a", 0, 0.0, 6.0), Slice("b", 1, 2.0, 8.0), Slice("c", 0, 7.0, 10.0), Slice("d", 2, 5.0, 6.0)))
 """
@@ -19,22 +19,22 @@ stream 2                  ddd
 
 
 def test_the_op_that_has_company_longest_comes_first_and_its_company_is_told_of_with_it() -> None:
-    assert companies(DRAWN, most=9) == (Company("b", 1, 5.0, {"a": 4.0, "d": 1.0, "c": 1.0}),)
+    assert longest_overlaps(DRAWN, most=9) == (Overlap("b", 1, 5.0, {"a": 4.0, "d": 1.0, "c": 1.0}),)
 
 
 def test_no_more_are_told_of_than_asked_for() -> None:
     apart = Timeline(tuple(Slice(name, at % 2, at // 2 * 9.0, at // 2 * 9.0 + 5.0) for at, name in enumerate("abcdef")))
-    assert [company.op for company in companies(apart, most=2)] == ["a", "c"]
+    assert [overlap.op for overlap in longest_overlaps(apart, most=2)] == ["a", "c"]
 
 
 def test_an_op_alone_has_no_company() -> None:
-    assert companies(Timeline((Slice("a", 0, 0.0, 1.0), Slice("b", 0, 1.0, 2.0))), most=9) == ()
-    assert companies(Timeline(()), most=9) == ()
+    assert longest_overlaps(Timeline((Slice("a", 0, 0.0, 1.0), Slice("b", 0, 1.0, 2.0))), most=9) == ()
+    assert longest_overlaps(Timeline(()), most=9) == ()
 
 
 def test_moments_are_no_company() -> None:
     """Fork and join are slices without a length."""
-    assert companies(Timeline((Slice("a", 0, 0.0, 2.0), Slice("mark", 0, 1.0, 1.0))), most=9) == ()
+    assert longest_overlaps(Timeline((Slice("a", 0, 0.0, 2.0), Slice("mark", 0, 1.0, 1.0))), most=9) == ()
 
 
 def test_how_many_run_at_once() -> None:
@@ -71,6 +71,6 @@ def test_time_is_spent_once(spans: list[tuple[int, int]]) -> None:
     spent = concurrency(timeline)
     assert sum(spent.values()) == timeline.makespan_us
     assert sum(count * us for count, us in spent.items()) == pytest.approx(sum(end - start for start, end in spans))
-    for company in companies(timeline, most=99):
-        start, end = spans[int(company.op[1:])]
-        assert max(company.beside.values()) <= company.shared_us <= end - start
+    for overlap in longest_overlaps(timeline, most=99):
+        start, end = spans[int(overlap.op[1:])]
+        assert max(overlap.beside.values()) <= overlap.shared_us <= end - start

@@ -1,7 +1,7 @@
-"""Policies: from a graph and its costs to a stream and a place in the launch order for each op.
+"""Policies: each gives every op of a graph a stream and a position in the launch order.
 
-A policy is called with the graph, the costs, the device's profile, the largest number of streams and the ops that must
-be on stream 0. It is deterministic, and it leaves waits and memory to the stages after it.
+A policy takes the graph, the costs, the device's profile, the largest number of streams and the ops that must be on
+stream 0. It is deterministic; waits and memory are added by later stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Policy = Callable[[OpGraph, Costs, DeviceProfile, int, frozenset[str]], Assignme
 
 
 def in_chains(policy: Policy) -> Policy:
-    """A policy that never splits a chain of short ops: it decides on chains in the place of ops."""
+    """The same policy over chains of short ops instead of ops, so that it never splits a chain."""
 
     @wraps(policy)
     def on_chains(
@@ -33,7 +33,7 @@ def in_chains(policy: Policy) -> Policy:
 ON_CHAINS: Mapping[str, Policy] = MappingProxyType(
     {"critical_path": critical_path.critical_path, "path_cover": path_cover.path_cover}
 )
-"""The policies that are to decide on chains of short ops, by name."""
+"""The policies that work on chains of short ops, by name."""
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {

@@ -1,21 +1,21 @@
-"""List scheduling: what the rest of the run hangs on starts first, and leaves its chain only for a gain.
+"""List scheduling: the op with the longest path after it goes first, to the stream where it starts earliest.
 
-    stream 0   ─ a ─ b ─── c ─ e ─     a chain stays on the stream of the predecessor that finishes last: its *home*
-    stream 1        └─ d ────┘         d would start later there than on stream 1 by more than the edges cost
+    stream 0   ─ a ─ b ─── c ─ e ─     an op stays on the stream of the predecessor that ends last, its *home* stream
+    stream 1        └─ d ────┘         d would start later there than on stream 1, by more than the edges cost
 
 1. Rank every op by its bottom level (HLFET: Adam, Chandy & Dickson 1974, "A comparison of list schedules for parallel
    processing systems"); of equal ones, the first in program order goes first.
 2. Advance a clock. Whenever a stream is free, take the ready op of the highest level (greedy, so without edge costs
    within 2 - 1/K of the optimum: Graham 1969). Pinned ops wait for stream 0.
 3. Give it the stream on which it starts earliest, edges between streams included (as in HEFT: Topcuoglu, Hariri & Wu
-   2002). Its home wins unless another stream is ahead by more than the edge back costs, and a stream not yet in use
-   must make up for the join as well.
+   2002). It leaves its home stream only if it starts earlier by more than the edge back costs, and to use one more
+   stream, by more than that and the join.
 
 Launches are issued in the order of their starts. O(E + V·(log V + K)) for V ops, E dependencies and K streams.
 
-Starts are those of ops that have the device to themselves: how ops that run side by side slow each other down is left
-to the simulator. An ``sm_share`` of 1 says how many threads an op *can* fill, and such ops do gain from overlap, one
-filling the tail of the other, so it is no reason to keep them apart.
+Starts assume that ops do not slow each other down; only the simulator models that. An ``sm_share`` of 1 says how many
+multiprocessors an op *can* fill. Such ops still gain from overlap, since one fills the tail of the other, so the policy
+does not keep them apart.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def critical_path(
 
 
 def _fill(board: _Board, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -> None:
-    """Place every op when its turn comes; ops are their positions in program order."""
+    """Place every op in the order of the queues; ops are represented by their positions in program order."""
     names, level = list(graph.ops), list(bottom_levels(graph, costs).values())
     by_rank = sorted(range(len(names)), key=[-us for us in level].__getitem__)
     rank = {at: rank for rank, at in enumerate(by_rank)}
@@ -68,8 +68,8 @@ def _fill(board: _Board, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -
     queues = _Queues()
     for at in inputs:
         queues.push(rank[at], 0.0, names[at] in pinned)
-    while (turn := queues.pop(board.free)) is not None:
-        at = by_rank[turn]
+    while (next_rank := queues.pop(board.free)) is not None:
+        at = by_rank[next_rank]
         name = names[at]
         board.place(at, name, costs[name].duration_us, inputs[at], name in pinned)
         for after in graph.successors[at]:
@@ -81,9 +81,9 @@ def _fill(board: _Board, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """When an op's inputs have arrived: at ``near`` on its home stream, at ``far`` on any other, µs.
+    """When an op's inputs are available: at ``near`` on its home stream, at ``far`` on any other, µs.
 
-    The home is the stream of the predecessor that finishes last; that of an op without predecessors is stream 0.
+    The home stream of an op without predecessors is stream 0.
     """
 
     home: int = 0
@@ -93,7 +93,7 @@ class _Inputs:
 
 @dataclass(slots=True)
 class _Board:
-    """What has been placed where and when, and when each stream is free for its next op, µs after the fork."""
+    """The stream, start and end of each op placed so far, and when each stream is free, µs after the fork."""
 
     profile: DeviceProfile
     free: list[float]
@@ -104,7 +104,7 @@ class _Board:
     decisions: list[Decision] = field(default_factory=list)
 
     def inputs(self, predecessors: Sequence[int]) -> _Inputs:
-        """When and where an op's inputs arrive, all its predecessors being placed."""
+        """When and where an op's inputs are available; all its predecessors are placed."""
         last = max(predecessors, key=self.finish.__getitem__)
         home, end = self.stream[last], self.finish[last]
         foreign = max([self.finish[at] for at in predecessors if self.stream[at] != home], default=-inf)
@@ -116,15 +116,15 @@ class _Board:
         return max(self.free[stream], inputs.near if stream == inputs.home else inputs.far)
 
     def best_stream(self, inputs: _Inputs) -> int:
-        """The stream of the earliest start, where leaving home and opening a stream have their price."""
-        leaving = max(0.0, self.profile.cross_stream_edge_us - self.profile.same_stream_edge_us)
-        open_to_all = self.free[: self.opened + 1]
-        prices = [(max(free, inputs.far) + leaving, True, stream) for stream, free in enumerate(open_to_all)]
-        if len(prices) > self.opened:
-            price, away, stream = prices[-1]
-            prices[-1] = price + self.profile.join_us, away, stream
-        prices[inputs.home] = self.start_on(inputs.home, inputs), False, inputs.home
-        return min(prices)[-1]
+        """The stream of the earliest start, with penalties for leaving home and for using one more stream."""
+        leaving_us = max(0.0, self.profile.cross_stream_edge_us - self.profile.same_stream_edge_us)
+        usable = self.free[: self.opened + 1]
+        starts = [(max(free, inputs.far) + leaving_us, True, stream) for stream, free in enumerate(usable)]
+        if len(starts) > self.opened:
+            start, away, stream = starts[-1]
+            starts[-1] = start + self.profile.join_us, away, stream
+        starts[inputs.home] = self.start_on(inputs.home, inputs), False, inputs.home
+        return min(starts)[-1]
 
     def place(self, at: int, name: str, duration_us: float, inputs: _Inputs, pinned: bool) -> None:
         """Append an op to stream 0 or to its best one."""
@@ -140,7 +140,7 @@ class _Board:
 
 @dataclass(slots=True)
 class _Queues:
-    """Ops by rank: pinned ones, which stream 0 must take, others, which any may, and those that are not yet ready."""
+    """Ops by rank: pinned ones, which need stream 0, others, and pending ones, which are not yet ready."""
 
     pinned: list[int] = field(default_factory=list)
     others: list[int] = field(default_factory=list)
@@ -152,17 +152,17 @@ class _Queues:
         heappush(self.pending, (ready_us, rank, pinned))
 
     def pop(self, free: Sequence[float]) -> int | None:
-        """The first rank that finds a stream free, at the next moment when one does; ``None`` when all is done."""
+        """The lowest rank that can start when a stream is next free; ``None`` if no op is left."""
         while True:
             self._admit()
             waiting = [(queue, at) for queue, at in ((self.pinned, free[0]), (self.others, min(free))) if queue]
             startable = [queue for queue, at in waiting if at <= self.now]
             if startable:
                 return heappop(min(startable))
-            moments = [at for _, at in waiting] + [ready for ready, _, _ in self.pending[:1]]
-            if not moments:
+            times = [at for _, at in waiting] + [ready for ready, _, _ in self.pending[:1]]
+            if not times:
                 return None
-            self.now = min(moments)
+            self.now = min(times)
 
     def _admit(self) -> None:
         while self.pending and self.pending[0][0] <= self.now:

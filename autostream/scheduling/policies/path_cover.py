@@ -1,14 +1,14 @@
-"""Minimum path cover: as few chains as hold every op, each on a stream of its own until streams run out.
+"""Minimum path cover: the fewest paths that cover every op, each on its own stream as long as there are enough.
 
-1. Reduce the graph to its minimum equivalent graph: dependencies that follow from others cost no wait.
+1. Reduce the graph to its minimum equivalent graph: dependencies that others imply need no wait.
 2. Cover it with as few disjoint paths as possible: match each op to at most one direct successor and each successor
-   to at most one op (Fulkerson 1956, "Note on Dilworth's decomposition theorem for partially ordered sets"). Every path
-   is a chain of the graph, so ops that may run side by side are on different paths, and every matched dependency needs
+   to at most one op (Fulkerson 1956, "Note on Dilworth's decomposition theorem for partially ordered sets"). Ops of one
+   path depend on each other, so ops that may run at the same time are on different paths, and matched dependencies need
    no wait (Kwon et al., "Nimble: lightweight and parallel GPU task scheduling for deep learning", NeurIPS 2020).
-3. Fold the paths into the streams that there are: a path takes over a stream whose last path ends before it can
-   begin (interval partitioning: Kleinberg & Tardos 2005, section 4.1), else an unused stream, else the one done first.
+3. Assign the paths to streams: a path goes to a stream whose last path ends before it can begin (interval
+   partitioning: Kleinberg & Tardos 2005, section 4.1), else to an unused stream, else to the one that is free first.
 
-Launches are issued in the order of their earliest possible starts. Costs matter only for folding and ordering.
+Launches are issued in the order of their earliest possible starts. Costs matter only for step 3 and this order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autostream.scheduling.structure import top_levels
 def path_cover(
     graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int, pinned: frozenset[str]
 ) -> Assignment:
-    """Cover the graph with paths over at most ``streams`` streams; ``pinned`` ops leave their path for stream 0.
+    """Cover the graph with paths on at most ``streams`` streams; ``pinned`` ops are on stream 0 whatever their path.
 
     O(E·V/30) digit operations for the reduction, and O(E·√V) steps at worst for the matching.
 
@@ -38,7 +38,7 @@ def path_cover(
     """
     earliest = top_levels(graph, costs)
     paths = minimum_path_cover(graph)
-    stream_of_path = _fold(paths, earliest, costs, streams)
+    stream_of_path = _assign_streams(paths, earliest, costs, streams)
     stream = {name: at for path, at in zip(paths, stream_of_path, strict=True) for name in path}
     stream.update(dict.fromkeys(pinned & graph.ops.keys(), 0))
     used = max(stream.values(), default=0) + 1
@@ -52,7 +52,7 @@ def path_cover(
 
 
 def minimum_path_cover(graph: OpGraph) -> tuple[tuple[str, ...], ...]:
-    """The fewest disjoint paths of the minimum equivalent graph that hold every op, in order of their first ops."""
+    """The fewest disjoint paths of the minimum equivalent graph that cover every op, in order of their first ops."""
     names = list(graph.ops)
     following = maximum_matching(reduction(graph.successors))
     heads = sorted(set(range(len(names))) - set(following.values()))
@@ -66,10 +66,10 @@ def _walk(head: int, following: Mapping[int, int]) -> list[int]:
     return path
 
 
-def _fold(
+def _assign_streams(
     paths: tuple[tuple[str, ...], ...], earliest: Mapping[str, float], costs: Costs, streams: int
 ) -> tuple[int, ...]:
-    """A stream for each path, given in order of their beginnings."""
+    """A stream for each path, chosen in order of the paths' earliest starts."""
     ends: list[float] = []
     chosen = {}
     for path in sorted(paths, key=lambda path: earliest[path[0]]):
@@ -91,7 +91,7 @@ def _decisions(
     paths: tuple[tuple[str, ...], ...], stream_of_path: tuple[int, ...], stream: Mapping[str, int], used: int
 ) -> tuple[Decision, ...]:
     whole = Decision("", f"{used} stream{'s' * (used > 1)}", f"{len(paths)} paths hold every op, and no fewer do")
-    # Not how long a path is nor where it ends: its ops may be chains, of which only the first ops are known here.
+    # Neither length nor last op of a path: its ops may be chains, of which only the first ops are known here.
     begun = tuple(
         Decision(path[0], f"stream {at}", f"begins path {number} of {len(paths)}")
         for number, (path, at) in enumerate(zip(paths, stream_of_path, strict=True), 1)

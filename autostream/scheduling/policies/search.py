@@ -1,28 +1,28 @@
-"""Local search: change the best schedule that the other policies find, and keep what the simulator says is no slower.
+"""Local search: changes to the best schedule of the other policies, as long as the simulator says it gets no slower.
 
-    for 2, 3, 4, … streams:  the best so far, critical_path, path_cover ─▶ the fastest ─▶ change, simulate, keep? ─▶ …
-                                                                                             ▲                 │
-                                                                                             └─────────────────┘
+    for 2, 3, 4, … streams:  the best so far, critical_path, path_cover ─▶ the fastest ─▶ change, simulate, accept? ─▶ …
+                                                                                             ▲                   │
+                                                                                             └───────────────────┘
 
 1. Coarsen: chains of short ops move as one (:mod:`~autostream.scheduling.coarsen`).
-2. Start from the fastest of all that is known for as many streams.
-3. Make a change: give a chain the stream of another, or any; let two chains trade streams, or two streams trade what
-   comes after some point; launch a chain earlier or later. Half of the time at a random place, half of the time where
-   the run is *critical*: at a chain and what it waited for, going back from the last end. Nothing else can make the run
-   shorter (Van Laarhoven, Aarts & Lenstra 1992, "Job shop scheduling by simulated annealing"), unless the critical ops
-   share the device with others, hence the other half.
-4. Keep the change if the run becomes no longer. Plateaus are thus crossed, which is what matters (Selman, Levesque &
-   Mitchell 1992, "A new method for solving hard satisfiability problems"); on graphs of this size neither annealing nor
-   late acceptance found better schedules in as many steps.
+2. Start from the fastest schedule known for this number of streams or fewer.
+3. Make a random change: give a chain the stream of another, or any stream; swap the streams of two chains, or of all
+   chains of two streams after some point; launch a chain earlier or later. Half of the changes are at random chains,
+   half on the *critical path* of the run: at a chain and the one it waited for, back from the last end. Only these can
+   make the run shorter (Van Laarhoven, Aarts & Lenstra 1992, "Job shop scheduling by simulated annealing"), unless
+   critical ops share the device with others, hence the other half.
+4. Accept the change if the run becomes no longer. So the search crosses plateaus, which is what matters (Selman,
+   Levesque & Mitchell 1992, "A new method for solving hard satisfiability problems"); on graphs of this size neither
+   annealing nor late acceptance found better schedules in as many steps.
 
-Where room is limited, what a plan needs above that comes before its time in all comparisons, and the search starts from
-plans in orders that need less (``postpone.py``) as well.
+With a memory budget, the bytes above it are compared before the time, and the search also starts from launch orders
+that need less memory (:mod:`~autostream.scheduling.postpone`).
 
-The same arguments give the same result. Effort is therefore counted in simulated events, :data:`EVENTS_PER_S` for each
-second asked for, which any machine of these years does in that time; the clock is but a last resort, for one that
-does not. The effort for a number of streams does not depend on how many more are allowed, and the search for more
-starts from what was found with fewer, so that more streams never make it worse. Only a graph so large that there is no
-time to try all numbers gets what is best for the largest alone.
+The same arguments give the same result. So effort is counted in simulated events, :data:`EVENTS_PER_S` for each second,
+which a current machine does in less time; only a slower one stops by the clock. The effort for a number of streams does
+not depend on how many more are allowed, and the search for more streams starts from the result for fewer, so more
+streams never give a slower schedule. Only if a graph is so large that there is no time for all numbers of streams, the
+largest alone is searched.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 
 STEPS = (2, 3, 4, 6, 8, 12, 16)
-"""The numbers of streams that are searched, up to what is allowed and to what any policy would use.
+"""The numbers of streams that are searched, up to the number allowed and to the most that a policy would use.
 
-For the numbers between, only the other policies are asked, which takes no search."""
+For the numbers between, only the schedules of the other policies are compared."""
 
 EVENTS_PER_S = 100_000
-"""What a second buys, in launches and dependencies that are synchronized and simulated: a third of what a core of 2020
+"""Launches and dependencies to synchronize and simulate for each second of effort: a third of what a core of 2020
 does."""
 
 SECONDS = 3.0
 
 _PATIENCE = 400
-"""Changes in a row without a gain after which a number of streams is given up; as many as there are chains, if more."""
+"""Changes in a row without a gain after which the search stops; the number of chains, if there are more."""
 
 _POLICIES = (critical_path, path_cover)
 
 _LEAST = len(_POLICIES) * (STEPS[-1] - 1)
-"""Simulations that starting at every number of streams takes."""
+"""Simulations that the schedules of the other policies take, over all numbers of streams."""
 
-_FITTING = 2
-"""Simulations' worth of effort that another order takes which may need less memory: to find it, and its own."""
+_REORDERED = 2
+"""Simulations that one more launch order with less memory costs: to find it, and to simulate it."""
 
 SLACK = 0.03
-"""What a variant may take longer than what it is made of, by the simulator, which is not exact to less."""
+"""How much longer than its original a variant may take, as a share: the simulator is no more exact."""
 
 _MOST_CHANGES = 4
 _MISSES = 200
-"""Draws in a row that were no variants, after which no more are expected."""
+"""Attempts in a row without a new variant after which no more are generated."""
 
 Placement = tuple[Sequence[str], Mapping[str, int]]
 """The launch order of chains, and their streams."""
@@ -89,23 +89,23 @@ def search(
     captured: bool = True,
     room_bytes: float = inf,
 ) -> Assignment:
-    """The fastest assignment found for at most ``streams`` streams; never slower than the other policies', simulated.
+    """The fastest assignment found for at most ``streams`` streams.
 
-    That is, than those of them that fit into the room there is.
+    As simulated, it is never slower than those of the other policies that fit into ``room_bytes``.
 
     Args:
         graph: V ops and E dependencies.
         costs: of each op.
         profile: of the device.
-        streams: the largest number.
+        streams: the largest number of streams.
         pinned: ops that must be on stream 0.
-        seconds: effort: that of ``seconds * EVENTS_PER_S / (V + E)`` simulations, or of fewer, ``/ (2 V + E)``, where
-            room is limited, shared by the numbers of streams.
-            Where these are too few to try all of these numbers, ``streams`` alone is tried.
+        seconds: effort: ``seconds * EVENTS_PER_S / (V + E)`` simulations for all numbers of streams together, or
+            ``seconds * EVENTS_PER_S / (2 V + E)`` with a limit on memory. If these are too few for all numbers,
+            ``streams`` alone is searched.
         seed: of the random choices.
-        captured: whether the result is to run as a CUDA graph, or launched op by op.
-        room_bytes: what may be in use at a time, as simulated where launches use up their slack; the result needs more
-            only if nothing was found that does not.
+        captured: whether the result will run as a CUDA graph, or launched op by op.
+        room_bytes: the most memory in use at a time, as simulated with launches that use up their slack; the result
+            needs more only if no schedule was found that does not.
 
     Example:
         >>> from autostream.ir import Op, OpCost
@@ -130,9 +130,9 @@ def search_by_streams(
     captured: bool = True,
     room_bytes: float = inf,
 ) -> tuple[Assignment, ...]:
-    """What :func:`search` finds for one stream, for two, and so on: each one better than the one before it."""
+    """What :func:`search` finds for one stream, for two, and so on: only those better than the one before."""
     space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured, room_bytes)
-    best = start = space.known(sequential, 1)
+    best = start = space.by_policy(sequential, 1)
     found = [space.assignment(best, _gain(best, start))]
     deadline = time.perf_counter() + seconds
     events = len(graph.ops) + len(graph.dependencies) + (0 if isinf(room_bytes) else len(graph.ops))
@@ -144,16 +144,16 @@ def search_by_streams(
     for count in (count for count in counts if count <= streams):
         pairs = [(best, start)]
         for policy in _POLICIES:
-            known = space.known(policy, count)
-            fitting = list(space.fitting(known)) if left > 0 else []
-            left, owed = left - _FITTING * len(fitting), owed + _FITTING * len(fitting)
-            pairs += ((plan, plan) for plan in (known, *fitting))
-        plan, origin = min(pairs, key=lambda pair: pair[0].price)
+            plan = space.by_policy(policy, count)
+            smaller = list(space.with_less_memory(plan)) if left > 0 else []
+            left, owed = left - _REORDERED * len(smaller), owed + _REORDERED * len(smaller)
+            pairs += ((each, each) for each in (plan, *smaller))
+        plan, origin = min(pairs, key=lambda pair: pair[0].rank)
         if count in steps:
-            own = max(0, min(changes - owed, left))
-            left, owed = left - own, max(0, owed - changes)
-            plan = space.climb(plan, count, own, Random(f"{seed}, {count} streams"), deadline)
-        if plan.price < best.price:
+            effort = max(0, min(changes - owed, left))
+            left, owed = left - effort, max(0, owed - changes)
+            plan = space.climb(plan, count, effort, Random(f"{seed}, {count} streams"), deadline)
+        if plan.rank < best.rank:
             best, start = plan, origin
             found.append(space.assignment(best, _gain(best, start)))
     return tuple(found)
@@ -170,18 +170,18 @@ def variants(
     captured: bool = True,
     room_bytes: float = inf,
 ) -> Iterator[Assignment]:
-    """Assignments that a few changes make of a schedule and that may be faster, each once, for the clock to decide.
+    """Assignments that differ from a schedule in a few changes and may be faster when measured, each once.
 
     Args:
         graph: of the ops.
         costs: of each op.
         profile: of the device.
-        schedule: where to start.
-        streams: the largest number.
+        schedule: the schedule to change.
+        streams: the largest number of streams.
         pinned: ops that must be on stream 0.
         seed: of the random choices.
-        captured: whether the results are to run as CUDA graphs.
-        room_bytes: what may be in use at a time, as for :func:`search`, unless the schedule itself needs more.
+        captured: whether the results will run as CUDA graphs.
+        room_bytes: the most memory in use at a time, as for :func:`search`, unless the schedule itself needs more.
 
     Example:
         >>> from autostream.ir import Op, OpCost
@@ -214,16 +214,16 @@ def variants(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One assignment of chains, and what the simulator says of it.
+    """One assignment of chains, and its simulated run.
 
     Attributes:
-        policy: the policy that it was made by, or that what it was made of was made by.
+        policy: the policy of the assignment that the search started from.
         order, stream: of the chains.
-        by_start: the chains in the order in which they start, which is as good an order.
+        by_start: the chains in the order in which they start, an equally good launch order.
         makespan_us: how long the run takes, µs.
-        waits: how many of them there are.
-        critical: chains whose starts decided the makespan, from the last back, each with what it waited for.
-        excess_bytes: what it needs above the room there is.
+        waits: the number of waits.
+        critical: the chains on the critical path of the run, from the last back, each with the chain it waited for.
+        excess_bytes: the memory that it needs above the limit.
     """
 
     policy: str
@@ -240,19 +240,19 @@ class _Plan:
         return max(self.stream.values(), default=0) + 1
 
     @property
-    def burden(self) -> tuple[float, float]:
-        """What no change may make larger: the excess, and where that is equal the makespan."""
+    def cost(self) -> tuple[float, float]:
+        """What no accepted change makes larger: the excess, then the makespan."""
         return self.excess_bytes, self.makespan_us
 
     @property
-    def price(self) -> tuple[float, float, int]:
-        """What is to be small: the burden, and of equal ones the number of waits."""
-        return *self.burden, self.waits
+    def rank(self) -> tuple[float, float, int]:
+        """What the search minimizes: the cost, then the number of waits."""
+        return *self.cost, self.waits
 
 
 @dataclass(frozen=True)
 class _Space:
-    """The plans that there are for a graph."""
+    """The search space: makes, changes and simulates plans for a graph."""
 
     graph: OpGraph
     costs: Costs
@@ -263,23 +263,23 @@ class _Space:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """Of the ops."""
+        """The memory of the ops."""
         return Footprint(self.graph)
 
     def steps(self) -> Sequence[int]:
-        """The numbers of streams up to the first that gives enough to every policy, whatever is allowed."""
-        coarse = self.coarse
-        given = (coarse.graph, coarse.costs, self.profile, STEPS[-1], coarse.pinned)
-        used = max(policy(*given).streams for policy in _POLICIES)
+        """The numbers of streams up to the most that a policy would use, whatever is allowed."""
+        used = max(self._assigned(policy, STEPS[-1]).streams for policy in _POLICIES)
         return [count for fewer, count in pairwise((1, *STEPS)) if fewer < used]
 
-    def known(self, policy: Callable[..., Assignment], streams: int) -> _Plan:
+    def by_policy(self, policy: Callable[..., Assignment], streams: int) -> _Plan:
         """The plan of another policy."""
-        coarse = self.coarse
-        return self.simulated(policy(coarse.graph, coarse.costs, self.profile, streams, coarse.pinned))
+        return self.simulated(self._assigned(policy, streams))
 
-    def fitting(self, plan: _Plan) -> Iterator[_Plan]:
-        """If a plan needs more than the room there is, the same streams in orders that may need less."""
+    def _assigned(self, policy: Callable[..., Assignment], streams: int) -> Assignment:
+        return policy(self.coarse.graph, self.coarse.costs, self.profile, streams, self.coarse.pinned)
+
+    def with_less_memory(self, plan: _Plan) -> Iterator[_Plan]:
+        """If a plan exceeds the memory limit, plans with the same streams in launch orders that may need less."""
         if plan.excess_bytes > 0:
             schedule, timeline = self.run(Assignment(plan.policy, plan.streams, plan.order, plan.stream))
             edge_us = self.profile.over(plan.streams).cross_stream_edge_us
@@ -287,27 +287,27 @@ class _Space:
                 yield self.plan_of(synchronize(self.graph, late))
 
     def plan_of(self, schedule: Schedule) -> _Plan:
-        """The plan that a schedule of ops is, with chains where their first ops are."""
+        """The plan of a schedule of ops; each chain is where its first op is."""
         stream = {launch.op: launch.stream for launch in schedule.launches if launch.op in self.coarse.chains}
         return self.simulated(Assignment(schedule.policy, schedule.streams, tuple(stream), stream))
 
     def run(self, chains: Assignment) -> tuple[Schedule, Timeline]:
-        """The schedule that an assignment of chains is, and how it runs."""
+        """The schedule of an assignment of chains, and its simulated run."""
         schedule = synchronize(self.graph, expand(self.coarse, chains))
         return schedule, simulate(schedule, self.costs, self.profile, captured=self.captured)
 
     def needed_bytes(self, schedule: Schedule, timeline: Timeline) -> int:
-        """The most that is in use at a time if launches wait for memory as long as they may."""
+        """The most memory in use at a time if launches use up their slack."""
         edge_us = self.profile.over(schedule.streams).cross_stream_edge_us
         return self.footprint.live_bytes(delayed(schedule, timeline, edge_us, MAX_SLACK_SHARE))
 
     def simulated(self, chains: Assignment, worth_us: float = inf) -> _Plan:
-        """The plan that an assignment of chains is; what takes longer than is worth it is taken to need too much."""
+        """The plan of an assignment of chains; its memory is not computed if it takes longer than ``worth_us``."""
         schedule, timeline = self.run(chains)
         excess = inf
         if isinf(self.room_bytes):
             excess = 0.0
-        elif timeline.makespan_us <= worth_us:  # to find out what it needs takes about as long as the simulation
+        elif timeline.makespan_us <= worth_us:  # computing its memory takes about as long as the simulation
             excess = max(0.0, self.needed_bytes(schedule, timeline) - self.room_bytes)
         start = timeline.starts
         by_start = tuple(sorted(chains.order, key=start.__getitem__))
@@ -324,7 +324,7 @@ class _Space:
         )
 
     def climb(self, plan: _Plan, streams: int, changes: int, random: Random, deadline: float) -> _Plan:
-        """The best plan that a number of changes lead to, each of which made the burden no larger."""
+        """The best plan after a number of changes, each accepted if it made the cost no larger."""
         best, seen = plan, {_key(plan.order, plan.stream): plan}
         idle = 0
         for _ in range(changes):
@@ -336,28 +336,28 @@ class _Space:
             if other is None:
                 chains = Assignment(plan.policy, max(stream.values()) + 1, tuple(order), stream)
                 other = seen[key] = self.simulated(chains, inf if plan.excess_bytes else plan.makespan_us)
-            if other.burden <= plan.burden:
+            if other.cost <= plan.cost:
                 plan = other
-            if other.price < best.price:
+            if other.rank < best.rank:
                 best, idle = other, 0
         return best
 
     def changed(self, plan: _Plan, streams: int, random: Random) -> Placement:
-        """What one change makes of a plan."""
+        """The launch order and streams of a plan after one random change."""
         guided = plan.critical and random.random() < 0.5
         one, other = random.choice(plan.critical) if guided else random.choices(plan.order, k=2)
-        change = random.choice((_follow, _lead, _swap, _trade, _shift))
+        change = random.choice((_follow, _lead, _swap, _swap_streams, _shift))
         order, stream = change(plan, self.coarse.graph, one, other, streams, random)
         return order, _without_gaps({**stream, **dict.fromkeys(self.coarse.pinned, 0)})
 
     def assignment(self, plan: _Plan, reason: str) -> Assignment:
-        """A plan as the policy's result. The reasons for each op are gone: they held for what it was made of."""
+        """A plan as the policy's result, with one decision for the whole: reasons for single ops no longer hold."""
         whole = Decision("", f"{plan.streams} stream{'s' * (plan.streams > 1)}", reason)
         return expand(self.coarse, Assignment("search", plan.streams, plan.order, plan.stream, (whole,)))
 
 
 def _gain(plan: _Plan, start: _Plan) -> str:
-    """What a plan is better by than the one that it was made of."""
+    """How much better a plan is than the one that the search started from."""
     if plan.excess_bytes < start.excess_bytes:
         return f"needs less memory than by {start.policy}, which exceeds the budget"
     if (gain_us := round(start.makespan_us - plan.makespan_us, 1)) > 0:
@@ -367,7 +367,7 @@ def _gain(plan: _Plan, start: _Plan) -> str:
 
 
 def _critical(schedule: Schedule, timeline: Timeline, coarse: Coarse) -> Iterator[tuple[str, str]]:
-    """Chains back from the last end, each with the chain that it started behind: that of its last producer to end."""
+    """The critical path of a run, from the last end back: each chain with the one that it waited for last."""
     end = timeline.ends
     before: dict[str, list[str]] = {}
     last: dict[int, str] = {}
@@ -384,36 +384,36 @@ def _critical(schedule: Schedule, timeline: Timeline, coarse: Coarse) -> Iterato
 
 
 def _follow(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
-    """Give a chain another one's stream; any stream, if they have the same."""
+    """Give a chain the stream of another; a random one, if they have the same."""
     same = plan.stream[one] == plan.stream[other]
     return plan.by_start, {**plan.stream, one: random.randrange(streams) if same else plan.stream[other]}
 
 
 def _lead(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
-    """The other way round."""
+    """Give the other chain the stream of the first."""
     return _follow(plan, graph, other, one, streams, random)
 
 
 def _swap(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
-    """Give two chains each other's stream."""
+    """Swap the streams of two chains."""
     return plan.by_start, {**plan.stream, one: plan.stream[other], other: plan.stream[one]}
 
 
-def _trade(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
-    """From a chain on, let its stream and another have each other's chains."""
+def _swap_streams(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
+    """Swap the chains of two streams from some chain on."""
     here, there = plan.stream[one], random.randrange(streams)
     swap = {here: there, there: here}
-    behind = plan.by_start[plan.by_start.index(one) :]
-    return plan.by_start, {**plan.stream, **{name: swap.get(plan.stream[name], plan.stream[name]) for name in behind}}
+    later = plan.by_start[plan.by_start.index(one) :]
+    return plan.by_start, {**plan.stream, **{name: swap.get(plan.stream[name], plan.stream[name]) for name in later}}
 
 
 def _shift(plan: _Plan, graph: OpGraph, one: str, other: str, streams: int, random: Random) -> Placement:
-    """Launch a chain anywhere between the last that it depends on and the first that depends on it."""
+    """Launch a chain at a random position between the last that it depends on and the first that depends on it."""
     rest = [name for name in plan.by_start if name != one]
-    place = {name: at for at, name in enumerate(rest)}
-    after = max((place[name] for name in graph.digraph.predecessors(one)), default=-1)
-    until = min((place[name] for name in graph.digraph.successors(one)), default=len(rest))
-    rest.insert(random.randint(after + 1, until), one)
+    position = {name: at for at, name in enumerate(rest)}
+    last = max((position[name] for name in graph.digraph.predecessors(one)), default=-1)
+    first = min((position[name] for name in graph.digraph.successors(one)), default=len(rest))
+    rest.insert(random.randint(last + 1, first), one)
     return rest, plan.stream
 
 

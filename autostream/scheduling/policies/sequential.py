@@ -1,4 +1,4 @@
-"""Everything on the caller's stream, in program order: the baseline that every other schedule has to beat."""
+"""The baseline: every op on the caller's stream, in program order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autostream.scheduling.synchronize import synchronize
 def sequential(
     graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int, pinned: frozenset[str]
 ) -> Assignment:
-    """Give every op stream 0, in program order, whatever ``costs``, ``profile``, ``streams`` and ``pinned`` are.
+    """Every op on stream 0, in program order; ``costs``, ``profile``, ``streams`` and ``pinned`` are ignored.
 
     Example:
         >>> from autostream.ir import Op
