@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from autostream import cli, pipeline
 from autostream.cli import planning
 from autostream.cli.command import Parser, add
 from autostream.cli.program import COMMANDS
+from autostream.cli.zoo import import_without_compiled_ops
 from autostream.ir import Limit
 from autostream.scheduling.losses import Cause
 from tests.reporting.reports import REPORT
@@ -46,6 +50,7 @@ def test_examples_give_what_they_show(page: Path) -> None:
 
 def test_other_code_runs() -> None:
     """In one namespace, with what its readers have, and on the CPU, which is here."""
+    import_without_compiled_ops("torchvision")  # which transformers imports
     model, batches = nn.Linear(8, 4), [(torch.ones(2, 8), torch.zeros(2, dtype=torch.long))] * 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     given: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "autostream": autostream}
@@ -95,6 +100,16 @@ def test_every_cause_has_its_advice() -> None:
 def test_no_chapter_stands_twice(page: Path) -> None:
     chapters = re.findall(r"^## .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(chapters) == len(set(chapters))
+
+
+def test_the_site_builds_with_every_page_and_link(tmp_path: Path) -> None:
+    """Mkdocs warns of links without a target and pages without a place, and fails at any warning."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (built.returncode, built.stderr) == (0, "")
+    api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert [name for name in autostream.__all__ if f"autostream.{name}" not in api and "Error" not in name] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
