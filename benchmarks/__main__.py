@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from tqdm import tqdm
 
-from autostream.bench import table
-from autostream.bench.changes import Change
-from autostream.bench.isolation import hold_isolated
-from autostream.bench.modes import modes_of
-from autostream.bench.training import training_modes_of
 from autostream.cli.arguments import names, positive, share
+from autostream.cli.changes import Change
 from benchmarks import result
 from benchmarks.compare import changes
+from benchmarks.harness import table
+from benchmarks.harness.isolation import hold_isolated
+from benchmarks.harness.modes import modes_of
+from benchmarks.harness.training import training_modes_of
 from benchmarks.plot import plots
 from benchmarks.result import Result, ResultError
 from benchmarks.stamp import stamp

@@ -1,12 +1,12 @@
-"""What changed between two results, row by row; :mod:`autostream.bench.changes` says what is worse."""
+"""What changed between two results, row by row; :mod:`autostream.cli.changes` says what is worse."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from autostream.bench.changes import Change, row_changes
-from autostream.bench.ratios import Measure
+from autostream.cli.changes import Change, Measure, row_changes
+from benchmarks.harness.table import title
 from benchmarks.result import Result, ResultError, key
 
 
@@ -28,4 +28,4 @@ def changes(before: Result, after: Result, modes: str, baseline: str, measure: M
     news = {key(row): row for row in after["rows"]}
     for old in before["rows"]:
         new: dict[str, Any] = news.get(key(old), {"cells": {}})
-        yield from row_changes(old, new, modes, baseline, measure)
+        yield from row_changes(old, new, modes, baseline, measure, title(old))

@@ -40,16 +40,17 @@ from tabulate import tabulate
 from torch import nn
 
 from autostream import backend
-from autostream.bench import modes, training
-from autostream.bench.clock import FEWEST_RUNS, LATENCIES, ROUND_US, Measured, Times, clock_of
-from autostream.bench.contest import Contest
-from autostream.bench.inference import Inference
-from autostream.bench.modes import Call, Mode
-from autostream.bench.training import Training
+from autostream.cli import modes
 from autostream.cli.arguments import positive
+from autostream.cli.modes import Call, Mode
 from autostream.errors import OptionError, first_line
 from autostream.options import Options
+from autostream.runtime.clock import FEWEST_RUNS, LATENCIES, ROUND_US, Measured, Times, clock_of
 from benchmarks import zoo
+from benchmarks.harness import training
+from benchmarks.harness.contest import Contest
+from benchmarks.harness.inference import Inference
+from benchmarks.harness.training import Training
 from benchmarks.stamp import RESULTS, save, stamp
 from benchmarks.suites import Row, contest_of
 

@@ -27,9 +27,9 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from autostream.bench.training import Step, TrainingSubject, eager, scheduled
 from autostream.cli.arguments import names
 from benchmarks import zoo
+from benchmarks.harness.training import Step, TrainingSubject, eager, scheduled
 from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 
 STEPS, WINDOW = 200, 10

@@ -7,7 +7,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from autostream.bench.table import Row, title
+from autostream.cli.changes import Row
+from benchmarks.harness.table import title
 
 CHOSEN, ONE_STREAM, COMPILED = "autostream", "autostream_inductor_sequential", "compile_reduce_overhead"
 """What is compared: autostream's choice, the same kernels on one stream, and the strongest mode of another tool."""

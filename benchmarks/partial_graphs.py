@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import autostream
-from autostream.bench.clock import clock_of, interleaved
+from autostream.runtime.clock import clock_of, interleaved
 from autostream.runtime.measured_timeline import profiled, share_in_graphs
 from benchmarks.stamp import RESULTS, save, stamp
 

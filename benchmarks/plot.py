@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autostream.bench.ratios import Measure, ratio, spread
-from autostream.bench.table import title
+from autostream.cli.changes import Measure, ratio, spread
+from benchmarks.harness.table import title
 from benchmarks.result import Result
 
 

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import autostream
-from autostream.bench.clock import clock_of
+from autostream.runtime.clock import clock_of
 from benchmarks.stamp import RESULTS, save, stamp
 
 MIB = 2**20

@@ -35,12 +35,12 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from autostream.bench.clock import Clock, clock_of
-from autostream.bench.ratios import spread
+from autostream.cli.changes import spread
 from autostream.errors import CaptureError
 from autostream.frontend.trace import trace
 from autostream.ir import Assignment, Candidate, OpGraph, Role, Schedule
 from autostream.options import Options
+from autostream.runtime.clock import Clock, clock_of
 from autostream.runtime.cuda_graph import CapturedGraph
 from autostream.runtime.restore import Restore, undone
 from autostream.scheduling.releases import place_releases

@@ -19,10 +19,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from autostream.bench.ratios import Measure
-from autostream.bench.table import ratios_table
+from autostream.cli.changes import Measure
 from benchmarks import losses, partial_graphs, predictions, prefetching, random_search
 from benchmarks.compare import changes
+from benchmarks.harness.table import ratios_table
 from benchmarks.memory import memory_table
 from benchmarks.stamp import RESULTS
 from benchmarks.suites import SUITES

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from autostream.bench.modes import modes_of
 from benchmarks import zoo
+from benchmarks.harness.modes import modes_of
 from benchmarks.stamp import RESULTS, save, stamp
 
 MODES = ("compile_reduce_overhead", "autostream")

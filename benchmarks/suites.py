@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from autostream.bench import modes
-from autostream.bench.contest import Contest
-from autostream.bench.inference import Inference
-from autostream.bench.training import Training
 from benchmarks import zoo
+from benchmarks.harness import modes
+from benchmarks.harness.contest import Contest
+from benchmarks.harness.inference import Inference
+from benchmarks.harness.training import Training
 from benchmarks.memory import ONE_STREAM
 
 

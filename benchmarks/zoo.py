@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from autostream.bench.inference import Subject
-from autostream.bench.training import TrainingSubject
 from autostream.cli import zoo
 from autostream.frontend.tree import flatten
 from benchmarks import nets
+from benchmarks.harness.inference import Subject
+from benchmarks.harness.training import TrainingSubject
 
 SEED = zoo.SEED + 1
 """Not the seed of ``zoo.build``, whose weights and these inputs would be the same random numbers."""

@@ -1,9 +1,9 @@
-"""An optimized model against the plain one: the same results for changing inputs, from several streams and threads.
+"""Compares an optimized model with eager: equal results for changing inputs, from several streams and threads.
 
-Kernels that are fused round elsewhere, so results are held against float64, as those of benchmarks are
-(``bench/accuracy.py``): they may be a few times as far from it as the plain model's are, but never more than half of
-the way to the results for other inputs. All are looked at when all calls are made: a later call must not change what an
-earlier one returned.
+Fused kernels round differently, so results are compared with float64, as those of benchmarks are
+(``harness/accuracy.py``): their error may be a few times that of eager, but at most half of the distance to the
+results for other inputs. Results are compared after all calls, so that no call may change what an earlier one
+returned.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autostream.bench.accuracy import allowed_error, dtype_of, reference, relative_error
+from autostream.cli.modes import relative_error
+from benchmarks.harness.accuracy import allowed_error, dtype_of, reference
 from tests.threads import in_threads
 
 Call = Callable[..., Any]
 
 Lane = Callable[[], AbstractContextManager[Any]]
-"""Makes a stream the current one."""
+"""Makes a stream current."""
 
 TURNS = 3
-"""How often all inputs are gone through on each stream and in each thread."""
+"""How often all inputs are used on each stream and in each thread."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a model must return for some arguments.
+    """The expected outputs of a model for some arguments.
 
     Attributes:
         args: its arguments.
         expected: its output tensors in float64.
-        allowed: how far from these other outputs may be.
+        allowed: the largest relative error.
     """
 
     args: tuple[Tensor, ...]
@@ -44,14 +45,14 @@ class Example:
     allowed: float
 
     def check(self, outputs: Any) -> None:
-        """See that these are the outputs."""
+        """Assert that these are the outputs."""
         error = relative_error(outputs, self.expected)
         assert error <= self.allowed, f"the error is {error:.1e}, and {self.allowed:.1e} is allowed"
 
 
 @torch.no_grad()
 def examples_of(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Example]:
-    """Examples that the plain model gets right, and whose outputs differ."""
+    """Examples that eager gets right, and whose outputs differ from each other."""
     found = [reference(model, args) for args in inputs]
     examples = []
     for args, expected in zip(inputs, found, strict=True):
@@ -65,12 +66,12 @@ def examples_of(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[
 
 
 def _apart(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """How far outputs are from what is expected, in the tensor that is nearest."""
+    """The smallest error of an output."""
     return min(relative_error(ours, [theirs]) for ours, theirs in zip(outputs, expected, strict=True))
 
 
 def lanes(device: torch.device, count: int) -> list[Lane]:
-    """So many streams, none of them the default one; the CPU has none."""
+    """New streams; on a CPU, nothing."""
     if device.type == "cpu":
         return [nullcontext] * count
     return [partial(torch.cuda.stream, torch.cuda.Stream(device)) for _ in range(count)]
@@ -82,7 +83,7 @@ def check_calls(call: Call, examples: Sequence[Example]) -> None:
 
 
 def check_streams(call: Call, examples: Sequence[Example], streams: Sequence[Lane]) -> None:
-    """Each call with other inputs than the one before, and on another stream; nobody waits in between."""
+    """Each call with other inputs than the one before and on another stream, without synchronization."""
     turns = [
         (example, streams[(at + turn) % len(streams)])
         for turn in range(TURNS * len(streams))
@@ -93,7 +94,7 @@ def check_streams(call: Call, examples: Sequence[Example], streams: Sequence[Lan
 
 
 def check_threads(call: Call, examples: Sequence[Example], streams: Sequence[Lane]) -> None:
-    """As many threads as there are streams, each on its own, all at once, at each moment with different inputs."""
+    """A thread for each stream, all at once, with different inputs at each moment."""
 
     def work(at: int) -> tuple[list[Example], list[Any]]:
         return _outputs(call, [(example, streams[at]) for example in [*examples[at:], *examples[:at]] * TURNS])
@@ -105,7 +106,7 @@ def check_threads(call: Call, examples: Sequence[Example], streams: Sequence[Lan
 
 @torch.no_grad()
 def _outputs(call: Call, turns: Sequence[tuple[Example, Lane]]) -> tuple[list[Example], list[Any]]:
-    """What is asked, and what is answered."""
+    """All calls in order: their examples and their outputs."""
     outputs = []
     for example, lane in turns:
         with lane():

@@ -35,8 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream.bench.accuracy import relative_error
-from autostream.bench.modes import tensors_in
+from autostream.cli.modes import relative_error, tensors_in
 from autostream.runtime.capture import clear_cublas_workspaces
 from autostream.scheduling.policies import POLICIES
 from benchmarks.stamp import stamp

@@ -21,7 +21,7 @@ FLOORS = {
     2: {"frontend", "fusion", "analysis", "costs", "runtime", "reporting"},
     3: {"pipeline", "tuning", "dispatch"},
     4: {"api", "explaining", "backend", "training", "parallel", "prefetching"},
-    5: {"bench", "cli", "__main__", "__init__"},
+    5: {"cli", "__main__", "__init__"},
 }
 """Rooms by floor; a room is a package or a module of its own."""
 
@@ -106,7 +106,7 @@ def test_estimates_plans_and_reports_need_no_torch(module: str) -> None:
     assert not [name for name in names if name.partition(".")[0] == "torch"]
 
 
-BASELINES = {"bench.clock", "bench.modes"}
+BASELINES = {"runtime.clock", "cli.modes"}
 """What autostream is compared with, and the clock."""
 
 ONLY_IN = [
@@ -170,10 +170,9 @@ ONLY_IN = [
     # reads what others may have written
     (
         r"\bjson\.loads?\(",
-        {"cli.timing", "costs.records", "runtime.measured_timeline", "store", "fusion.kernel_json"},
+        {"cli.compare", "costs.records", "runtime.measured_timeline", "store", "fusion.kernel_json"},
     ),
-    # reads, but for one that sets where compilers put what they make
-    (r"os\.(environ|getenv)", {"options", "bench.isolation"}),
+    (r"os\.(environ|getenv)", {"options"}),
 ]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import autostream
-from autostream.bench.contest import hold
-from autostream.bench.inference import Inference, subject_of
+from benchmarks.harness.contest import hold
+from benchmarks.harness.inference import Inference, subject_of
 from tests.captures import Captures
 from tests.wearing import WEARING, batch, check_calls, check_given, plain_step, steps, worn
 
@@ -69,8 +69,8 @@ def test_so_it_is_where_graphs_are_captured_again(name: str, monkeypatch: pytest
 @pytest.mark.parametrize("name", WEARING)
 def test_modes_are_timed_on_the_state_that_there_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one call left, and there is after the contest."""
-    monkeypatch.setattr("autostream.bench.clock.ROUNDS", 9)
-    monkeypatch.setattr("autostream.bench.clock.ROUND_US", 1.0)
+    monkeypatch.setattr("autostream.runtime.clock.ROUNDS", 9)
+    monkeypatch.setattr("autostream.runtime.clock.ROUND_US", 1.0)
     model = worn(name, 1).eval()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     contest = Inference(subject_of(model, (batch(0),)))

@@ -40,12 +40,12 @@ def _profile(arguments: argparse.Namespace) -> int:
     require_writable(arguments.out)
     try:
         with progress(f"measuring {device}"):
-            measured, remarks = profile_anew(str(device))
+            measured, notes = profile_anew(str(device))
     except RuntimeError as error:
         raise TargetError(
             f"--device {device}: it could not be measured: {first_line(error)}; free it and try again"
         ) from error
-    for each in remarks:
+    for each in notes:
         remark(f"{each.choice}: {each.reason}")
     if arguments.out:
         context = context_of(str(device), profile_of(str(device)), METHOD)

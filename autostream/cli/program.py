@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autostream.cli.bench import BENCH
 from autostream.cli.command import Command, Parser, add
+from autostream.cli.compare import COMPARE
+from autostream.cli.demo import DEMO
 from autostream.cli.machine import ENV, PROFILE
 from autostream.cli.planning import EXPLAIN, INSPECT, REPORT, SCHEDULE, TRACE
 from autostream.cli.terminal import remark
-from autostream.cli.timing import BENCH, COMPARE, DEMO
 from autostream.errors import AutostreamError
 from autostream.version import VERSION
 

@@ -5,6 +5,7 @@ Colours are for terminals, and for users who have not set ``NO_COLOR`` (https://
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,11 @@ def show(text: str, out: Path | None = None, *, report: bool = False) -> None:
         return
     with _writing(f"--out {out}"):
         out.write_text(f"{text}\n", encoding="utf-8")
+
+
+def dumped(value: object) -> str:
+    """An answer as JSON, which has no NaN and no infinity."""
+    return json.dumps(value, indent=1, allow_nan=False)
 
 
 def require_writable(out: Path | None) -> None:

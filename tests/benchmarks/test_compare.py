@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autostream.bench.changes import Change
+from autostream.cli.changes import Change
 from benchmarks.compare import changes
 from benchmarks.result import ResultError
 from tests.benchmarks.results import cell, result, row

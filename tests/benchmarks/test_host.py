@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from autostream.bench import modes, training
-from autostream.bench.clock import Measured
+from autostream.cli import modes
 from autostream.errors import OptionError
 from autostream.options import Options
+from autostream.runtime.clock import Measured
 from benchmarks import host
+from benchmarks.harness import training
 from benchmarks.host import PLAIN, ROWS, WORKLOADS, BusyClock, Pace, main, measured, order, table, unavailable
 from benchmarks.suites import contest_of
 

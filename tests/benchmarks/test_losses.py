@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autostream.bench.training import Step, TrainingSubject, eager
 from benchmarks import losses, zoo
+from benchmarks.harness.training import Step, TrainingSubject, eager
 from benchmarks.losses import AUTOCAST, PARTS, PRECISIONS, STEPS, WINDOW, distance, in_parts, main, row, spread, table
 
 TINY = zoo.TrainingWorkload(

@@ -16,10 +16,10 @@ import pytest
 import torch
 import tqdm.std
 
-from autostream.bench.contest import Cell, Contest
-from autostream.bench.isolation import Outcome
 from benchmarks import __main__ as command
 from benchmarks import result
+from benchmarks.harness.contest import Cell, Contest
+from benchmarks.harness.isolation import Outcome
 from benchmarks.suites import SUITES, Row, contest_of
 from tests.benchmarks.results import LATER, OTHER_GPU, STAMP, cell, check, failed, row
 from tests.benchmarks.results import result as made

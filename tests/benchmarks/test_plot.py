@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.axes import Axes
 
-from autostream.bench.ratios import Measure
+from autostream.cli.changes import Measure
 from benchmarks import plot
 from tests.benchmarks.results import cell, failed, result, row
 

@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autostream
-from autostream.bench.clock import clock_of
 from autostream.errors import CaptureError, ScheduleError
 from autostream.ir import Assignment, OpGraph, Schedule
 from autostream.options import Options
+from autostream.runtime.clock import clock_of
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify

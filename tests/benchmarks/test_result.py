@@ -14,9 +14,9 @@ from typing import Any, get_args
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from autostream.bench.contest import Cell, Status
 from autostream.options import PolicyName
 from benchmarks import result
+from benchmarks.harness.contest import Cell, Status
 from benchmarks.result import ResultError
 from benchmarks.stamp import LIBRARIES, RESULTS, stamp
 from benchmarks.suites import Row

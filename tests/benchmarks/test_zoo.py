@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.bench.inference import Subject
-from autostream.bench.training import TrainingSubject
 from autostream.frontend.tree import flatten
+from benchmarks.harness.inference import Subject
+from benchmarks.harness.training import TrainingSubject
 from benchmarks.zoo import (
     INFERENCE,
     OPTIMIZERS,

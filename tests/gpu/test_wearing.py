@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import autostream
-from autostream.bench.contest import hold
-from autostream.bench.inference import Inference, subject_of
+from benchmarks.harness.contest import hold
+from benchmarks.harness.inference import Inference, subject_of
 from tests.alone import alone
 from tests.wearing import WEARING, batch, check_calls, check_given, plain_step, steps, worn
 

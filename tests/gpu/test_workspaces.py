@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autostream.bench.modes import captured
+from autostream.cli.modes import captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops")]
 

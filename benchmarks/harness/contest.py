@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
 from typing import Any, Literal, Protocol
 
 import torch
 
-from autostream.bench.clock import Clock, Times, clock_of, interleaved
 from autostream.errors import first_line
 from autostream.reporting.report import Report
 from autostream.runtime.capture import clear_cublas_workspaces
+from autostream.runtime.clock import Clock, Times, clock_of, interleaved
 from autostream.scheduling.peak import given_bytes
 
 Status = Literal["ok", "wrong", "failed", "crashed", "timed out"]
@@ -74,8 +73,8 @@ class Cell:
         allocated_bytes, reserved_bytes: the most that a run needs above what there was before the mode, as the
             caching allocator counts it. It does not see what a replay does inside of its graph's pool, so for graphs,
             what is reserved is the number to look at.
-        call_us, device_us: of each round; see :mod:`autostream.bench.clock`. What cannot be queued in all rounds has no
-            ``device_us``.
+        call_us, device_us: of each round; see :mod:`autostream.runtime.clock`. A mode that cannot be queued in all
+            rounds has no ``device_us``.
         host_us, latency_us: quartiles, and the 99th percentile of the latency.
         schedule: what autostream chose, with the bytes that its plan allocates, and those of weights and inputs, and
             the seconds that preparing it took, by stage.
@@ -127,7 +126,8 @@ def _held(contest: Contest, modes: Collection[str], note: Callable[[str], None])
     timed = _timed(ready, clock, note)
     _check(contest, ready, cells, "after it was timed")
     for mode in ready:
-        _enter(cells[mode], timed[mode])
+        for name, us in timed[mode].dump().items():
+            setattr(cells[mode], name, us)
     return cells
 
 
@@ -179,21 +179,6 @@ def _timed(ready: dict[str, Contender], clock: Clock, note: Callable[[str], None
         return interleaved({mode: contender.call for mode, contender in ready.items()}, clock, note)
     finally:
         gc.enable()
-
-
-def _enter(cell: Cell, times: Times) -> None:
-    cell.call_us = [round(us, 2) for us in times.call_us]
-    if len(times.device_us) == len(times.call_us):  # those of one round stand at one place
-        cell.device_us = [round(us, 2) for us in times.device_us]
-    cell.host_us = _quartiles(times.host_us)
-    cell.latency_us = _quartiles(times.latency_us) | {
-        "p99": round(quantiles(times.latency_us, n=100, method="inclusive")[98], 2)
-    }
-
-
-def _quartiles(values: list[float]) -> dict[str, float]:
-    low, _, high = quantiles(values, n=4)
-    return {"q1": round(low, 2), "median": round(median(values), 2), "q3": round(high, 2)}
 
 
 def _schedule(reports: tuple[Report, ...]) -> dict[str, Any]:

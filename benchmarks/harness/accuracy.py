@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autostream.bench.modes import tensors_in
+from autostream.cli.modes import tensors_in
 from autostream.errors import TargetError
 
 TIMES_EAGER = 4.0
@@ -46,35 +46,6 @@ def reference(model: nn.Module, args: Sequence[Any]) -> list[Tensor]:
 
 def _outputs(model: nn.Module, args: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
     return tensors_in(copy.deepcopy(model).to(dtype)(*_cast(args, dtype)))
-
-
-def relative_error(outputs: Any, expected: Sequence[Tensor]) -> float:
-    """The distance of outputs from what is expected: the largest ``‖out − ref‖ / ‖ref‖`` of their tensors.
-
-    Each tensor counts for itself: a small one that is all wrong would not show in the norm of all.
-
-    Returns:
-        Infinity where the number of tensors, a shape, an integer or a NaN tells that it is another result altogether.
-
-    Example:
-        >>> relative_error((torch.tensor([3.0, 4.5]),), [torch.tensor([3.0, 4.0])])
-        0.1
-        >>> relative_error(torch.tensor([1, 2]), [torch.tensor([1, 3])])
-        inf
-    """
-    found = tensors_in(outputs)
-    if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
-        return float("inf")
-    return max(map(_distance, found, expected), default=0.0)
-
-
-def _distance(ours: Tensor, theirs: Tensor) -> float:
-    if not (theirs.is_floating_point() or theirs.is_complex()):
-        return 0.0 if torch.equal(ours, theirs) else float("inf")
-    exact = torch.complex128 if theirs.is_complex() else torch.float64
-    difference, norm = (ours.to(exact) - theirs.to(exact)).norm().item(), theirs.to(exact).norm().item()
-    error = difference / norm if norm else difference
-    return error if error == error else float("inf")  # NaN is no distance
 
 
 def allowed_error(eager_error: float, dtype: torch.dtype) -> float:

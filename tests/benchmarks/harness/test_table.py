@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autostream.bench.ratios import Measure
-from autostream.bench.table import FORMATS, cells_table, ratios_table, title
+from autostream.cli.changes import Measure
+from benchmarks.harness.table import FORMATS, cells_table, ratios_table, title
 
 Row = dict[str, Any]
 

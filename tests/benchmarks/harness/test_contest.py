@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 import autostream
-from autostream.bench import contest
-from autostream.bench.clock import HostClock, Times
-from autostream.bench.contest import Cell, Contender, hold
 from autostream.ir import Decision
 from autostream.reporting.report import Report
+from autostream.runtime.clock import HostClock, Times
+from benchmarks.harness.contest import Cell, Contender, hold
 
 CPU = torch.device("cpu")
 
@@ -71,20 +70,6 @@ def test_what_is_right_is_timed_in_all_rounds() -> None:
     assert cell.latency_us == {"q1": 9.5, "median": 16.0, "q3": 22.5, "p99": 27.76}
     assert cell.first_s is not None
     assert cell.first_s >= 0
-
-
-def test_device_times_that_some_rounds_lack_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = HostClock.measure
-
-    def without_the_third(self: HostClock, call: Callable[[], object], times: Times, runs: int) -> None:
-        measure(self, call, times, runs)
-        if len(times.call_us) == 3:
-            times.device_us.pop()
-
-    monkeypatch.setattr(HostClock, "measure", without_the_third)
-    cell = hold(ByHand({"a": 0.0}), ["a"])["a"]
-    assert len(cell.call_us) == 25
-    assert "device_us" not in cell.dump()
 
 
 def test_a_mode_that_fails_leaves_the_others() -> None:
@@ -154,33 +139,11 @@ def test_a_mode_that_breaks_later_has_failed() -> None:
     assert not cells["sour"].call_us
 
 
-def test_a_mode_may_have_a_cheaper_way_to_be_looked_at_again() -> None:
-    class Costly(ByHand):
-        def contender(self, mode: str) -> Contender:
-            errors = iter([0.0])
-            return replace(super().contender(mode), error=lambda: next(errors), late_error=lambda: 0.0)
-
-    assert statuses(hold(Costly({"a": 0.0}), ["a"])) == {"a": "ok"}
-
-
-def test_the_error_that_is_allowed_is_right() -> None:
-    assert hold(ByHand({"a": 0.1}), ["a"])["a"].status == "ok"
-
-
 def test_only_the_modes_that_are_asked_for_are_prepared_in_the_contests_order_and_before_any_is_timed() -> None:
     by_hand, notes = ByHand({"a": 0.0, "b": 0.0, "c": 0.0}), []
     assert list(hold(by_hand, ["c", "a"], notes.append)) == ["a", "c"]
     assert by_hand.log[:5] == ["prepare a", "a", "prepare c", "c", "a"]
     assert notes[:4] == ["a", "c", "a", "c"]
-
-
-def test_whoever_interrupts_is_obeyed() -> None:
-    class Interrupted(ByHand):
-        def contender(self, mode: str) -> Contender:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hold(Interrupted({"a": 0.0}), ["a"])
 
 
 def test_garbage_is_collected_between_turns_only() -> None:
@@ -196,27 +159,7 @@ def test_garbage_is_collected_between_turns_only() -> None:
     assert gc.isenabled()
 
 
-def test_garbage_is_collected_again_after_timing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("lost")
-
-    monkeypatch.setattr(contest, "interleaved", fail)
-    with pytest.raises(RuntimeError, match="lost"):
-        hold(ByHand({"a": 0.0}), ["a"])
-    assert gc.isenabled()
-
-
 # What a cell says
-
-
-def test_a_dump_is_json_without_what_is_not_known() -> None:
-    dump = hold(ByHand({"a": 0.0}), ["a"])["a"].dump()
-    assert json.loads(json.dumps(dump, allow_nan=False)) == dump
-    assert set(dump) == {"status", "error", "first_s", "call_us", "device_us", "host_us", "latency_us"}
-
-
-def test_zero_is_known() -> None:
-    assert Cell("ok", error=0.0, allocated_bytes=0).dump() == {"status": "ok", "error": 0.0, "allocated_bytes": 0}
 
 
 def test_json_has_no_infinity_so_the_reason_has_it() -> None:
@@ -264,11 +207,6 @@ def test_what_autostream_did_is_read_after_the_calls() -> None:
 
     assert hold(Late({"a": 0.0}), ["a"])["a"].schedule == {"mode": "plain"}
     assert hold(ByHand({"a": 0.0}), ["a"])["a"].schedule == {}
-
-
-def test_of_a_cpu_no_memory_is_known() -> None:
-    cell = hold(ByHand({"a": 0.0}), ["a"])["a"]
-    assert (cell.allocated_bytes, cell.reserved_bytes) == (None, None)
 
 
 @pytest.mark.gpu

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from autostream.bench.contest import Cell, Contest, Status, hold
 from autostream.errors import AutostreamError, first_line
+from benchmarks.harness.contest import Cell, Contest, Status, hold
 
 MakeContest = Callable[[], Contest]
 """Picklable: it is called in the process that holds the contest."""

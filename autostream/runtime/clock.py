@@ -19,7 +19,8 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from statistics import median, quantiles
+from typing import Any, Protocol
 
 import torch
 
@@ -46,6 +47,26 @@ class Times:
     device_us: list[float] = field(default_factory=list)
     host_us: list[float] = field(default_factory=list)
     latency_us: list[float] = field(default_factory=list)
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON: rounds as they are, the others as quartiles and the 99th percentile of the latency.
+
+        ``device_us`` is left out if it is not known of all rounds.
+        """
+        rounds = {"call_us": self.call_us}
+        if len(self.device_us) == len(self.call_us):  # numbers at one position are of one round
+            rounds["device_us"] = self.device_us
+        p99 = quantiles(self.latency_us, n=100, method="inclusive")[98]
+        return {
+            **{name: [round(us, 2) for us in values] for name, values in rounds.items()},
+            "host_us": _quartiles(self.host_us),
+            "latency_us": _quartiles(self.latency_us) | {"p99": round(p99, 2)},
+        }
+
+
+def _quartiles(values: list[float]) -> dict[str, float]:
+    low, _, high = quantiles(values, n=4)
+    return {"q1": round(low, 2), "median": round(median(values), 2), "q3": round(high, 2)}
 
 
 class Clock(Protocol):

@@ -10,10 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from autostream.bench.ratios import Measure, Spread, ratio, spread
-
-Row = Mapping[str, Any]
-"""As in the JSON: what was run, and ``cells`` by mode."""
+from autostream.cli.changes import Measure, Row, Spread, ratio, spread
 
 FORMATS = {"terminal": "simple", "github": "github", "csv": ""}
 """Name to the one that tabulate has for it; CSV has bare numbers for a program to read, a ratio's spread beside it."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.bench.accuracy import MOST, allowed_error, relative_error
-from autostream.bench.contest import Contender
-from autostream.bench.modes import captured, tensors_in
+from autostream.cli.modes import captured, relative_error, tensors_in
 from autostream.explaining import reports_of
 from autostream.runtime.capture import clear_cublas_workspaces
 from autostream.training import train_step
+from benchmarks.harness.accuracy import MOST, allowed_error
+from benchmarks.harness.contest import Contender
 
 STEPS = 3
 """Steps after which loss and parameters are compared."""
@@ -92,7 +92,7 @@ def training_modes_of(device: torch.device) -> Mapping[str, Callable[[TrainingSu
 
 
 class Training:
-    """A :class:`~autostream.bench.contest.Contest` of modes of training.
+    """A :class:`~benchmarks.harness.contest.Contest` of modes of training.
 
     A mode is checked in float32, against steps in float64: updates in half precision are mostly rounding, in which an
     error would not show. Right is what brings every loss, every parameter's change and all of the optimizer's state,
