@@ -1,1 +1,54 @@
-"""From a callable to a flat graph of ATen ops, and the guards that say which calls it stands for."""
+"""From a callable to programs of ATen ops, and the guards that say for which calls they may be reused.
+
+Where to look: ``capture.py`` captures a call as one graph, ``guards.py`` says what is guarded, ``breaks.py`` what
+happens at a graph break, ``eager_only.py`` which calls stay eager. ``aten.py`` makes programs of captured graphs,
+``autograd.py`` forward and backward graphs, and ``steps.py`` one program of a whole training step.
+
+The private interfaces of PyTorch that this package uses. All of them were first seen in torch 2.11, and are there in
+2.13; both versions are tested. After a ``TraceError`` the call runs eagerly.
+
+=====================  =================================================  ==============================================
+File                   Interface                                          Where it is missing
+=====================  =================================================  ==============================================
+``capture.py``         ``convert_frame.compile_frame`` and its output     a ``TraceError`` names it
+..                     ``InstructionTranslator.current_tx``: effects      a ``TraceError`` names it
+..                     ``fx.Node._dynamo_source``: origin of an input     a ``TraceError`` names it
+``guards.py``          ``CheckFunctionManager``: builds guards            a ``TraceError`` names it
+..                     ``add_id_match_guard``: identities of weights      a ``TraceError`` names it
+..                     ``mark_tag_safe_root``: guards that are skipped    none is skipped: checks are slower
+..                     ``obj_weakref``, ``TensorWeakRef`` of guards       ``swap_tensors`` refuses the tensors
+``dynamo.py``          ``torch._dynamo.config``                           a setting that is missing is left out
+..                     ``convert_frame.compile_lock``                     no lock: only one thread may compile
+..                     ``dynamo_timed``, ``get_metrics_context``          a ``TraceError`` names it
+..                     names of the loggers that Dynamo writes to         errors are logged; no reason in the report
+``breaks.py``          ``callback`` of Dynamo's contexts                  the lock is held for the whole call
+..                     ``eval_frame._stance``: the user's stance          the lock is held for the whole call
+..                     ``TorchDynamoException``, ``ConvertFrameReturn``   no fallback
+..                     ``compile_subgraph_reason``                        no reason in the report
+``aten.py``            ``FakeTensorMode``, ``ShapeEnv``                   no fallback
+..                     ``fx.Graph._root``: order of placeholders          no fallback
+..                     ``meta_converter``: references to real tensors     ``swap_tensors`` refuses the tensors
+``inputs.py``          ``_dynamo_static_input_type``: marks buffers       buffers are copied in each call
+``autograd.py``        ``aot_module_simplified``, ``TracingContext``      no fallback
+..                     ``bw_donated_idxs``                                ``retain_graph=True`` may be refused
+..                     ``_register_effectful_op``                         no error where a factorization fails
+..                     ``_AnalyzeCustomOpInputOutputMode``                a first call computes in that mode
+``eager_only.py``      ``_len_torch_dispatch_stack`` and its like         no fallback: nothing public says the same
+..                     ``_global_forward_hooks``                          no fallback
+..                     ``forward_ad._current_level``                      no fallback
+..                     ``peek_interpreter_stack`` of functorch            no fallback
+..                     ``is_fx_symbolic_tracing``                         each call searches the Python stack
+..                     ``torch._C._is_tracing``                           ``torch.jit.is_tracing``, which is slower
+..                     ``is_legacy_batchedtensor``                        there are no such tensors
+``settings.py``        getters in ``torch._C``                            the public properties, which are slower
+..                     ``GlobalStateGuard``                               each setting is compared
+..                     ``_fused_sdp_choice``: order of attention          a cached schedule may not be found
+``saved_tensors.py``   ``_top_saved_tensors_default_hooks`` and its like  a ``TraceError`` names it; hooks count as set
+..                     ``_get_current_graph_task_keep_graph``             another backward is expected after each
+``decompositions.py``  kernels by dispatch key: ``OpOverload._op_dk``     no fallback
+``optimizers.py``      ``torch.compiler._is_compiling_flag``              no fallback
+..                     hooks of optimizers, ``_wrapped_by_lr_sched``      no fallback
+``parameters.py``      ``Tensor._backward_hooks`` and its like            no fallback
+``averages.py``        ``Module._non_persistent_buffers_set``             no fallback
+=====================  =================================================  ==============================================
+"""

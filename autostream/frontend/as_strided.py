@@ -1,7 +1,7 @@
-"""Memory around a program's arguments, which ``as_strided`` reaches and nothing else does.
+"""Checks that ``as_strided`` reads no memory between or beyond the elements of an argument.
 
-A strided input has gaps, and behind an input its storage may go on. Whoever copies arguments, as a captured graph does
-and whoever puts back what a trial run has written, copies their elements. What lies between or beyond stays behind.
+A strided input has gaps, and its storage may be larger than the input. A captured graph copies only the elements of
+its inputs, and so does the code that undoes the writes of a trial run: the memory around them is not copied.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from autostream.utils.storages import has_gaps, span_of, storage_of
 
 aten = torch.ops.aten
 
-_LAYING_OUT = frozenset({aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default})
+_AS_STRIDED = frozenset({aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default})
 
 
-def check_reach(graph: fx.Graph) -> None:
-    """Refuse a graph that lays out memory of its arguments anew, unless one of them fills all that it then covers.
+def check_as_strided(graph: fx.Graph) -> None:
+    """Refuse ``as_strided`` of an argument, unless an argument without gaps covers all memory that the result has.
 
     Raises:
-        TraceError: which line does.
+        TraceError: the message has the user's line.
 
     Example:
         >>> graph = fx.Graph()
         >>> x = graph.placeholder("x")
         >>> x.meta["val"] = torch.empty(8)[::2]
         >>> pairs = graph.call_function(aten.as_strided.default, (x, [4, 2], [2, 1]))
-        >>> check_reach(graph)
+        >>> check_as_strided(graph)
         Traceback (most recent call last):
         autostream.errors.TraceError: as_strided reaches memory of an argument between or behind its elements
     """
@@ -41,29 +41,29 @@ def check_reach(graph: fx.Graph) -> None:
         if isinstance(value := node.meta.get("val"), Tensor):
             arguments.setdefault(storage_of(value), []).append(value)
     for node in graph.nodes:
-        if node.target in _LAYING_OUT:
-            given = node.args[0].meta["val"]
-            around = arguments.get(storage_of(given), [])
-            filled = [argument for argument in around if not has_gaps(argument)]
-            if around and not any(_within(_reached(node, given), argument) for argument in filled):
+        if node.target in _AS_STRIDED:
+            base = node.args[0].meta["val"]
+            sharing = arguments.get(storage_of(base), [])
+            dense = [argument for argument in sharing if not has_gaps(argument)]
+            if sharing and not any(_within(_bytes_read(node, base), argument) for argument in dense):
                 line = user_line(node.stack_trace)
                 raise TraceError(
                     "as_strided reaches memory of an argument between or behind its elements" + (line and f": {line}")
                 )
 
 
-def _reached(node: fx.Node, given: Tensor) -> tuple[int, int]:
-    """First byte and the byte after the last, in the storage of ``given``, of what a call lays out."""
+def _bytes_read(node: fx.Node, base: Tensor) -> tuple[int, int]:
+    """The range of bytes in the storage of ``base`` that a call's result covers, end excluded."""
     size: Any
     stride: Any
     size, stride = node.args[1:3]
     offset: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
     if not all(isinstance(number, int) for number in (*size, *stride, offset or 0)):
-        return 0, sys.maxsize  # it depends on data
+        return 0, sys.maxsize  # it depends on values of tensors
     with torch.no_grad():
-        return span_of(given.as_strided(size, stride, offset))
+        return span_of(base.as_strided(size, stride, offset))
 
 
-def _within(reached: tuple[int, int], argument: Tensor) -> bool:
+def _within(span: tuple[int, int], argument: Tensor) -> bool:
     start, end = span_of(argument)
-    return start <= reached[0] and reached[1] <= end
+    return start <= span[0] and span[1] <= end

@@ -1,9 +1,9 @@
-"""A captured graph as a program of ATen ops.
+"""From a captured graph to a program of ATen ops, traced on fake tensors.
 
     graph of torch ops ──make_fx on fake tensors──▶ graph of ATen ops ──▶ Program
 
-Nothing is computed, ops in place stay in place, and values that share memory have fake tensors that share a storage.
-Ops that PyTorch composes of others (``aten.linear``, ``aten.conv2d``) stay whole where no gradients are recorded.
+Nothing is computed. In-place ops stay in place, and values that share memory have fake tensors that share a storage.
+Composite ops (``aten.linear``, ``aten.conv2d``) are not decomposed where no gradients are recorded.
 """
 
 from __future__ import annotations
@@ -22,21 +22,35 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import AutostreamError, TraceError, first_line
-from autostream.frontend.as_strided import check_reach
-from autostream.frontend.capture import compile_lock
-from autostream.frontend.fakes import forget
+from autostream.frontend.as_strided import check_as_strided
+from autostream.frontend.dynamo import compile_lock
 from autostream.ir import Placeholder, Program, Role
 from autostream.utils.storages import storage_of
 
 aten = torch.ops.aten
 
-Given = tuple[Role, str, Tensor]
-"""What an input of a graph is: whose, by which name, and the tensor itself."""
+GraphInput = tuple[Role, str, Tensor]
+"""An input of a graph: its role, its name, and the tensor itself."""
+
+
+def mode_of(module: fx.GraphModule) -> Any:
+    """The fake tensor mode of the values in a graph of Dynamo's, or ``None``."""
+    values = (node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder"))
+    return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+
+
+def drop_weak_references(mode: Any) -> None:
+    """Let a fake tensor mode drop its weak references to real tensors: ``torch.utils.swap_tensors`` refuses those.
+
+    Private to PyTorch; in a version that keeps them elsewhere, the references stay.
+    """
+    with suppress(AttributeError):
+        mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 def program_of(
     module: fx.GraphModule,
-    given: Sequence[Given],
+    inputs: Sequence[GraphInput],
     *,
     device: str | None = None,
     decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
@@ -45,13 +59,13 @@ def program_of(
 
     Args:
         module: takes flat tensors and returns a tuple of tensors.
-        given: what it takes.
-        device: what to say that the ops run on, to plan for a device that is not here.
-        decompositions: by which ops are replaced. Where there are some, composed ops are taken apart as well.
+        inputs: its inputs.
+        device: the device that the program is for, to plan for one that this machine lacks.
+        decompositions: by op. With any, composite ops are decomposed too.
 
     Returns:
-        A program whose placeholders are those of ``given`` that it uses, all inputs among them, then constants that
-        the graph makes; and these constants by name.
+        A program, whose placeholders are the weights and constants that it uses, then all inputs; and the constants
+        that the graph itself makes, by name.
 
     Raises:
         TraceError: it cannot be traced; the message says why.
@@ -64,33 +78,29 @@ def program_of(
         >>> program.module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
         [add]
     """
-    return as_program(aten_graph(module, [tensor for *_, tensor in given], decompositions), given, device)
+    return as_program(_aten_graph(module, [tensor for *_, tensor in inputs], decompositions), inputs, device)
 
 
 def as_program(
-    traced: fx.GraphModule, given: Sequence[Given], device: str | None = None
+    traced: fx.GraphModule, inputs: Sequence[GraphInput], device: str | None = None
 ) -> tuple[Program, dict[str, Tensor]]:
-    """What :func:`program_of` returns, of a graph of ATen ops that was traced with these."""
-    placeholders, constants = _tidied(traced, given)
-    if device is not None and torch.device(device).type != torch.device(devices_of(traced)[0]).type:
+    """The same as :func:`program_of`, from a graph of ATen ops that was traced with these inputs."""
+    placeholders, constants = _normalized(traced, inputs)
+    if device is not None and torch.device(device).type != torch.device(_devices_of(traced)[0]).type:
         _relocate(traced, torch.device(device))
     return _program(traced, placeholders), constants
 
 
-def aten_graph(
+def _aten_graph(
     module: fx.GraphModule,
     tensors: Sequence[Tensor],
     decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
-    """The ATen ops of a graph, each with its value (``meta["val"]``) and the user's stack (``meta["stack_trace"]``).
-
-    Raises:
-        TraceError: it cannot be traced; the message says why.
-    """
+    """A graph as ATen ops, each with a fake value (``meta["val"]``) and the user's stack (``meta["stack_trace"]``)."""
     if setters := [node for node in module.graph.nodes if node.target in _SETTERS]:
         raise TraceError(f"it sets {setters[0].name.removeprefix('set_')}, which its ATen ops would not")
     if decompositions is None and not _casts(module):
-        with suppress(TraceError):  # what composed ops are made of may be traced
+        with suppress(TraceError):  # below, after composite ops are decomposed, the graph may be traced after all
             return traced_on_fakes(fx.Interpreter(module).run, tensors, None, pre_dispatch=True)
     return traced_on_fakes(fx.Interpreter(module).run, tensors, dict(decompositions or {}))
 
@@ -98,22 +108,22 @@ def aten_graph(
 def traced_on_fakes(
     run: Callable[..., Any], tensors: Sequence[Tensor], table: Any, *, pre_dispatch: bool = False
 ) -> fx.GraphModule:
-    """The graph of what a function dispatches on fake tensors in the place of these.
+    """The graph of the ops that a function dispatches, called with fake tensors like these.
 
     Raises:
         TraceError: it cannot be traced; the message says why.
     """
     mode = FakeTensorMode(shape_env=_shape_env(), allow_non_fake_inputs=True)
-    recorded = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled()
     try:
         with (
-            compile_lock(),  # while Dynamo traces in another thread, it takes back what a tracer has patched
+            compile_lock(),  # Dynamo in another thread would undo what this tracer patches
             torch.inference_mode(False),
-            torch.set_grad_enabled(recorded),
+            torch.set_grad_enabled(grad_enabled),
             preserve_node_meta(),
             catch_warnings(),
         ):
-            filterwarnings("ignore", "The .grad attribute of a Tensor")  # every tensor is asked for it
+            filterwarnings("ignore", "The .grad attribute of a Tensor")  # the tracer reads it of every tensor
             fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
             tracer = make_fx(run, table, "fake", _allow_non_fake_inputs=True, pre_dispatch=pre_dispatch)
             traced: fx.GraphModule = tracer(*fakes)
@@ -122,7 +132,7 @@ def traced_on_fakes(
     except Exception as error:
         raise TraceError(f"its graph has no ATen ops: {first_line(error)}") from error
     finally:
-        forget(mode)
+        drop_weak_references(mode)
     constants = (getattr(traced, str(node.target), None) for node in traced.graph.find_nodes(op="get_attr"))
     if any(isinstance(constant, FakeTensor) for constant in constants):
         raise TraceError("it has a constant whose value is not known when it is traced")
@@ -130,14 +140,14 @@ def traced_on_fakes(
 
 
 def _casts(module: fx.GraphModule) -> bool:
-    """Whether autocast is on, or switched by the graph: what it casts is then recorded as ops of their own."""
+    """Whether autocast is on, or the graph switches it: then the casts have to be recorded as ops."""
     graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
     switches = any(node.target in _SWITCHES for graph in graphs for node in graph.nodes)
     return switches or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
 _SETTERS = {torch.set_default_dtype, torch.set_rng_state, torch.random.set_rng_state}
-"""What Dynamo leaves in a graph, and takes effect when that is run."""
+"""Setters of global state that Dynamo leaves in a graph."""
 
 _SWITCHES = {torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast}
 
@@ -148,15 +158,21 @@ def _shape_env() -> Any:
     return ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
 
 
-def _tidied(module: fx.GraphModule, given: Sequence[Given]) -> tuple[tuple[Placeholder, ...], dict[str, Tensor]]:
-    """What the placeholders of a graph are, once it is rid of what nobody needs; constants become placeholders."""
+def _normalized(
+    module: fx.GraphModule, inputs: Sequence[GraphInput]
+) -> tuple[tuple[Placeholder, ...], dict[str, Tensor]]:
+    """Remove dead code, turn constants into placeholders, and name and sort the placeholders.
+
+    Returns:
+        The placeholders, and the constants by name.
+    """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.dropout.default):
         _, probability, train = node.args
         if not train or probability == 0:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not _is_idle(node))
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not _is_removable(node))
     taken = {node.name for node in graph.nodes}
     placeholders: list[Placeholder] = []
     owners: dict[int, str] = {}
@@ -174,25 +190,25 @@ def _tidied(module: fx.GraphModule, given: Sequence[Given]) -> tuple[tuple[Place
         if isinstance(constant, Tensor):
             constants[str(node.target)] = constant
     nodes = graph.find_nodes(op="placeholder")
-    own, inputs = [], []
-    for node, item in zip(nodes, given, strict=True):
+    static, copied = [], []
+    for node, item in zip(nodes, inputs, strict=True):
         if item[0] is Role.INPUT:
-            inputs.append((node, item))
+            copied.append((node, item))
         elif node.users:
-            own.append((node, item))
+            static.append((node, item))
         else:
             graph.erase_node(node)
-    own += [(_lift(graph, name), (Role.CONSTANT, name, constant)) for name, constant in constants.items()]
-    for node, _ in reversed([*own, *inputs]):
-        graph._root.append(node)  # to the front: what stays in place comes before what is copied
-    for node, item in (*own, *inputs):
+    static += [(_lift(graph, name), (Role.CONSTANT, name, constant)) for name, constant in constants.items()]
+    for node, _ in reversed([*static, *copied]):
+        graph._root.append(node)  # to the front of the graph
+    for node, item in (*static, *copied):
         add(node, *item)
     module.recompile()
     return tuple(placeholders), constants
 
 
 def _lift(graph: fx.Graph, name: str) -> fx.Node:
-    """Make a placeholder of a constant."""
+    """Replace a constant by a placeholder."""
     first, *others = [node for node in graph.find_nodes(op="get_attr") if node.target == name]
     with graph.inserting_before(next(iter(graph.nodes))):
         placeholder = graph.placeholder(name)
@@ -203,8 +219,8 @@ def _lift(graph: fx.Graph, name: str) -> fx.Node:
     return placeholder
 
 
-def _is_idle(node: fx.Node) -> bool:
-    """Whether a node only looks at what it is given, takes memory, or checks what guards have checked."""
+def _is_removable(node: fx.Node) -> bool:
+    """Whether a node is a view, an allocation, a query of a size, or a check that guards have made already."""
     target = node.target
     if target is operator.getitem or target is aten._assert_tensor_metadata.default or target in _NUMBERS:
         return True
@@ -216,7 +232,7 @@ _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 
 
 def _relocate(module: fx.GraphModule, device: torch.device) -> None:
-    """Say of all values that they are on another device."""
+    """Set the device of all fake values."""
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             for value in tensors_in(node.meta.get("val")):
@@ -225,13 +241,13 @@ def _relocate(module: fx.GraphModule, device: torch.device) -> None:
 
 
 def _program(module: fx.GraphModule, placeholders: tuple[Placeholder, ...]) -> Program:
-    """The program that a flat graph of ATen ops is.
+    """The program of a flat graph of ATen ops.
 
     Raises:
-        TraceError: it uses memory that is no argument's and that it does not take itself, or returns what is no tensor.
+        TraceError: it reads memory of an argument beyond its elements, or returns a value that is not a tensor.
     """
-    check_reach(module.graph)
-    device, *peers = devices_of(module)
+    check_as_strided(module.graph)
+    device, *peers = _devices_of(module)
     results: Any = module.graph.output_node().args[0]
     if not all(isinstance(result, fx.Node) for result in results):
         raise TraceError("its graph returns what is no tensor")
@@ -245,8 +261,8 @@ def _program(module: fx.GraphModule, placeholders: tuple[Placeholder, ...]) -> P
     )
 
 
-def devices_of(module: fx.GraphModule) -> tuple[str, ...]:
-    """The devices that a program runs on, sorted by name; the host, if there is none."""
+def _devices_of(module: fx.GraphModule) -> tuple[str, ...]:
+    """The devices that a program runs on, sorted by name; ``("cpu",)`` if there are none."""
     values = (value for node in module.graph.nodes for value in tensors_in(node.meta.get("val")))
     devices = {str(value.device) for value in values} - {"cpu", "meta"}
     return tuple(sorted(devices)) or ("cpu",)

@@ -1,14 +1,12 @@
-"""A graph that records gradients, as a forward and a backward by AOTAutograd.
+"""Graphs whose calls record gradients: AOTAutograd makes a forward and a backward graph of them.
 
-    graph of torch ops ──AOTAutograd──┬─▶ forward: outputs and what the backward needs
-                                      └─▶ backward: from that and the outputs' gradients, the inputs' gradients
+    graph of torch ops ──AOTAutograd──┬─▶ forward: the outputs and the saved activations
+                                      └─▶ backward: the inputs' gradients, from both and the outputs' gradients
 
-AOTAutograd owns what PyTorch's autograd sees: aliases, mutations, saved tensors, hooks and errors. What the backward
-needs stays in the memory of the forward's CUDA graph until another call comes (``runtime/saved_activations.py``).
+AOTAutograd handles all that PyTorch's autograd sees: aliases, mutations, saved tensors, hooks and errors. Saved
+activations stay in the memory of the forward's CUDA graph until its next call (``runtime/saved_activations.py``).
 
-Private to PyTorch (seen in torch 2.11 and 2.13): ``aot_module_simplified``, the front door of AOTAutograd for backends,
-its list of saved tensors that a backward may write to (``bw_donated_idxs``), its register of ops with effects, and the
-mode that looks on at the first call.
+Private interfaces of AOTAutograd are listed in ``frontend/__init__.py``.
 """
 
 from __future__ import annotations
@@ -25,59 +23,65 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from autostream.errors import TraceError, first_line
-from autostream.frontend.capture import compile_lock
-from autostream.frontend.convolutions import GRADIENTS_APART
+from autostream.frontend.aten import drop_weak_references, mode_of
+from autostream.frontend.attention_masks import simplify_masks
+from autostream.frontend.decompositions import SPLIT_CONVOLUTIONS
+from autostream.frontend.dynamo import compile_lock
 from autostream.frontend.eager_only import unusual_memory
-from autostream.frontend.fakes import forget, mode_of
 from autostream.frontend.inputs import names_like
 from autostream.ir import Role
-from autostream.runtime.saved_activations import Lending
+from autostream.runtime.saved_activations import SavedActivations
 from autostream.utils.storages import storage_of
 
 
 class Run(Protocol):
-    """Runs a graph without gradients, by a schedule."""
+    """Runs a graph by a schedule, without recording gradients."""
 
     def __call__(self, *values: Any) -> Sequence[Any]:
-        """What the graph returns."""
+        """The outputs of the graph."""
 
-    def lend(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
-        """Hand out outputs at these places where a captured graph computes them; says which of them are."""
+    def share_outputs(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
+        """Return the outputs at these positions as they lie in the captured graph's memory, from the next call on.
+
+        Returns:
+            The positions for which that is possible.
+        """
 
 
 class Make(Protocol):
-    """Makes what runs a graph."""
+    """Makes a :class:`Run` of a graph."""
 
     def __call__(self, module: GraphModule, names: Sequence[tuple[Role, str]], *, half: str = "") -> Run:
-        """From the graph and what its inputs are.
+        """Take the graph, and the roles and names of its inputs.
 
-        Where gradients are recorded, ``half`` is ``"forward"``, which computes where no other graph does, for it lends
-        what it saves; or ``"backward"``.
+        Where gradients are recorded, ``half`` is ``"forward"`` or ``"backward"``. A forward has a memory pool of its
+        own, where its saved activations stay.
         """
 
 
 def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) -> Callable[..., Any]:
-    """What runs a graph that a backend of ``torch.compile`` is given.
+    """What a backend of ``torch.compile`` returns for a graph.
 
     Args:
-        module: of torch ops.
-        example_inputs: tensors like those that it will take.
+        module: a graph of torch ops.
+        example_inputs: tensors like its inputs.
         make: makes what runs a graph without gradients.
     """
+    simplify_masks(module)
     names = names_like(example_inputs)
     run: Callable[..., Any]
     if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs):
         run = differentiable(module, example_inputs, names, make)
     else:
         run = make(module, names)
-    forget(mode_of(module))
+    drop_weak_references(mode_of(module))
     return run
 
 
 def op_by_op(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The same without any schedule.
+    """The same without a schedule: the graph runs op by op.
 
-    What is checkpointed in it Dynamo leaves to AOTAutograd, which puts the generators' states back in the backward.
+    Activation checkpoints in it need AOTAutograd, which restores the states of random generators in the backward.
     """
     graphs = (graph for graph in module.modules() if isinstance(graph, GraphModule))
     if not any("tag_activation_checkpoint(" in graph.code for graph in graphs):
@@ -89,23 +93,23 @@ def op_by_op(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[...
 def differentiable(
     module: GraphModule, tensors: Sequence[Any], names: Sequence[tuple[Role, str]], make: Make
 ) -> Callable[..., Any]:
-    """What runs a graph whose calls record gradients: to autograd, its forward and backward are one node.
+    """What runs a graph whose calls record gradients, as one node of autograd's graph.
 
     Args:
-        module: of torch ops.
-        tensors: what it is called with now.
-        names: what its inputs are.
-        make: makes what runs a graph without gradients; it is called for the forward, then for the backward.
+        module: a graph of torch ops.
+        tensors: its inputs now.
+        names: the roles and names of its inputs.
+        make: makes what runs the forward, and later what runs the backward.
 
     Raises:
-        TraceError: its backward would lack something, or fail.
+        TraceError: the backward cannot be traced, or would fail.
     """
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    state = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
-    halves = _Halves(make, state)
+    static = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
+    halves = _Halves(make, static)
     context = TracingContext.try_get() or TracingContext(mode_of(module))
-    with compile_lock(), tracing(context), _checks_kept():
+    with compile_lock(), tracing(context), _error_checks_kept():
         try:
             run: Callable[..., Any] = aot_module_simplified(
                 module,
@@ -114,11 +118,11 @@ def differentiable(
                 bw_compiler=halves.backward,  # type: ignore[arg-type]
                 inference_compiler=halves.inference,  # type: ignore[arg-type]
                 partition_fn=halves.partition,
-                decompositions=dict(GRADIENTS_APART),
+                decompositions=dict(SPLIT_CONVOLUTIONS),
                 keep_inference_input_mutations=True,
             )
         except RuntimeError as error:
-            if _OVERWRITTEN in str(error):  # the model's own fault, which only those notice who go back
+            if _OVERWRITTEN in str(error):  # an error of the model's, which eager would raise in the backward only
                 raise TraceError(f"its backward fails: {first_line(error)}") from error
             raise
     return run
@@ -128,13 +132,13 @@ _OVERWRITTEN = "modified by an inplace operation"
 
 
 @contextmanager
-def _checks_kept() -> Iterator[None]:
-    """Let AOTAutograd keep what raises where a factorization failed: torch 2.11 takes it for unused, 2.13 does not."""
+def _error_checks_kept() -> Iterator[None]:
+    """Let AOTAutograd keep the op that raises if a factorization failed: torch 2.11 removes it as unused."""
     try:
         from torch._higher_order_ops.effects import _EffectType, _get_effect, _register_effectful_op
 
         known = _get_effect(_CHECK) is not None
-    except (ImportError, AttributeError):  # nobody knows of effects, in a version not seen
+    except (ImportError, AttributeError):  # this version of PyTorch has no register of effects
         known = True
     if known:
         yield
@@ -149,11 +153,14 @@ def _checks_kept() -> Iterator[None]:
 _CHECK = "aten::_linalg_check_errors"
 
 
-_ONE_WAY = torch.ops.aten.mkldnn_rnn_layer.default
+_MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 
 
-def _keep_what_is_saved() -> None:
-    """Let a backward be gone through again: nothing writes to what is saved, so nobody need be told not to."""
+def _allow_second_backward() -> None:
+    """Clear the list of saved tensors that a backward may write to: ours never write to them.
+
+    With such tensors, AOTAutograd refuses ``retain_graph=True``.
+    """
     context = TracingContext.try_get()
     donated = getattr(context and context.fw_metadata, "bw_donated_idxs", None)
     if donated:
@@ -161,74 +168,74 @@ def _keep_what_is_saved() -> None:
 
 
 class _Halves:
-    """The halves of one graph, and what they share.
+    """Compiles the forward and the backward of one graph, and passes saved activations between them.
 
-    What the backward needs of the forward stays in the memory of the forward's captured graph. The next call of the
-    forward moves it away first, if somebody may still go back from the last one.
+    Saved activations stay in the memory of the forward's captured graph. The next call of the forward copies them to
+    other memory first, if the last call may still get a backward.
 
     Args:
         make: makes what runs a graph.
-        state: the storages of what stays where it is from call to call.
+        static: the storages of static inputs, such as weights.
     """
 
-    def __init__(self, make: Make, state: set[int]) -> None:
-        self._make, self._state = make, state
-        self._taken: set[str] = set()
+    def __init__(self, make: Make, static: set[int]) -> None:
+        self._make, self._static = make, static
+        self._backward_inputs: set[str] = set()
         self._outputs: dict[str, int] = {}
         self._saved: frozenset[int] = frozenset()
-        self._lending: Lending | None = None
+        self._activations: SavedActivations | None = None
         self._memory: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
     def partition(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        """The halves of a joint graph. The forward runs before the backward is compiled, when somebody goes back."""
+        """Split a joint graph. The backward is compiled in its first call only, after the forward has run."""
         from functorch.compile import default_partition  # type: ignore[import-untyped]
 
         forward, backward = default_partition(*args, **kwargs)
-        self._taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
+        self._backward_inputs = {node.name for node in backward.graph.find_nodes(op="placeholder")}
         return forward, backward
 
     def inference(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What runs a graph of which nothing requires gradients after all."""
+        """What runs a graph without a backward: nothing in it requires gradients after all."""
 
         def run(values: list[Any]) -> Sequence[Any]:
-            taken = _emptied(values)
-            return made.of(taken)(*taken)
+            inputs = _taken_from(values)
+            return lazy.get(inputs)(*inputs)
 
-        made = _Made(lambda values: self._make(module, self._names(values)))
+        lazy = _Lazy(lambda values: self._make(module, self._names(values)))
         return _boxed(run)
 
     def forward(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs the forward.
 
         Raises:
-            TraceError: PyTorch's kernel saves nothing for a backward.
+            TraceError: a kernel saves nothing for the backward.
         """
-        if module.graph.find_nodes(op="call_function", target=_ONE_WAY):
+        if module.graph.find_nodes(op="call_function", target=_MKLDNN_RNN):
             raise TraceError("MKLDNN's LSTM leaves its backward nothing, for it is traced without gradients")
-        _keep_what_is_saved()
+        _allow_second_backward()
         results: Any = module.graph.output_node().args[0]
         self._outputs = {node.name: at for at, node in enumerate(results) if isinstance(node, torch.fx.Node)}
-        self._saved = frozenset(at for name, at in self._outputs.items() if name in self._taken)
+        self._saved = frozenset(at for name, at in self._outputs.items() if name in self._backward_inputs)
 
         def run(values: list[Any]) -> Sequence[Any]:
-            taken = _emptied(values)
-            half = made.of(taken)
+            inputs = _taken_from(values)
+            forward = lazy.get(inputs)
             with self._lock:
-                lent = half.lend(taken, self._saved)
-                if self._lending is not None:
-                    self._lending.recall()
+                shared = forward.share_outputs(inputs, self._saved)
+                if self._activations is not None:
+                    self._activations.preserve()
                 self._memory = {}
-                if not lent:
-                    return half(*taken)
-                self._lending = self._lending or Lending(_device_of(taken))
-                outputs = list(half(*taken))
-                self._memory = {at: outputs[at] for at in sorted(lent)}
-                for at, tensor in zip(self._memory, self._lending.lend([*self._memory.values()]), strict=True):
+                if not shared:
+                    return forward(*inputs)
+                self._activations = self._activations or SavedActivations(_device_of(inputs))
+                outputs = list(forward(*inputs))
+                self._memory = {at: outputs[at] for at in sorted(shared)}
+                for at, tensor in zip(self._memory, self._activations.alias([*self._memory.values()]), strict=True):
                     outputs[at] = tensor
                 return outputs
 
-        made = _Made(lambda values: self._make(module, self._names(values), half="forward"))
+        lazy = _Lazy(lambda values: self._make(module, self._names(values), half="forward"))
         return _boxed(run)
 
     def backward(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -237,59 +244,61 @@ class _Halves:
         saved = {at: self._outputs[name] for at, name in enumerate(names) if name in self._outputs}
 
         def run(values: list[Any]) -> Sequence[Any]:
-            taken = _emptied(values)
-            if any(isinstance(value, Tensor) and unusual_memory(value) for value in taken):  # such as many gradients
-                plain: Sequence[Any] = module.forward(*taken)
-                return plain
+            inputs = _taken_from(values)
+            if any(
+                isinstance(value, Tensor) and unusual_memory(value) for value in inputs
+            ):  # such as gradients in vmap
+                outputs: Sequence[Any] = module.forward(*inputs)
+                return outputs
             with self._lock:
-                memory, lending = self._memory, self._lending
-                lent = {at: memory[place] for at, place in saved.items() if place in memory}
-                if lending is not None:
-                    lending.put_back([taken[at] for at in lent], [*lent.values()])
-                    for at, tensor in lent.items():
-                        taken[at] = tensor
-                return made.of(taken, frozenset(lent))(*taken)
+                memory, activations = self._memory, self._activations
+                shared = {at: memory[output] for at, output in saved.items() if output in memory}
+                if activations is not None:
+                    activations.restore([inputs[at] for at in shared], [*shared.values()])
+                    for at, tensor in shared.items():
+                        inputs[at] = tensor
+                return lazy.get(inputs, frozenset(shared))(*inputs)
 
-        made = _Made(lambda values, lent: self._make(module, self._names(values, lent), half="backward"))
+        lazy = _Lazy(lambda values, shared: self._make(module, self._names(values, shared), half="backward"))
         return _boxed(run)
 
-    def _names(self, values: Sequence[Any], lent: frozenset[int] = frozenset()) -> list[tuple[Role, str]]:
-        """What the inputs of a half are: lent memory stays where it is, as weights do."""
-        return [(Role.BUFFER if at in lent else self._role(value), str(at)) for at, value in enumerate(values)]
+    def _names(self, values: Sequence[Any], shared: frozenset[int] = frozenset()) -> list[tuple[Role, str]]:
+        """Roles and names of inputs: activations in the forward's memory are static inputs, as weights are."""
+        return [(Role.BUFFER if at in shared else self._role(value), str(at)) for at, value in enumerate(values)]
 
     def _role(self, value: Any) -> Role:
-        return Role.PARAMETER if isinstance(value, Tensor) and storage_of(value) in self._state else Role.INPUT
+        return Role.PARAMETER if isinstance(value, Tensor) and storage_of(value) in self._static else Role.INPUT
 
 
-class _Made:
-    """What runs a half, made in its first call: only then is it known which of its inputs are the model's own."""
+class _Lazy:
+    """A :class:`Run` that is made in its first call: only then is it known which inputs are static."""
 
     def __init__(self, make: Callable[..., Run]) -> None:
-        self._make, self._run = make, dict[tuple[Any, ...], Run]()
+        self._make, self._runs = make, dict[tuple[Any, ...], Run]()
 
-    def of(self, values: Sequence[Any], *lent: frozenset[int]) -> Run:
-        """What runs it with these values."""
-        if lent not in self._run:
-            self._run[lent] = self._make(values, *lent)
-        return self._run[lent]
+    def get(self, values: Sequence[Any], *shared: frozenset[int]) -> Run:
+        """What runs the graph with these values."""
+        if shared not in self._runs:
+            self._runs[shared] = self._make(values, *shared)
+        return self._runs[shared]
 
 
-def _emptied(values: list[Any]) -> list[Any]:
-    """What a boxed call was given, which it is to let go of."""
-    taken = list(values)
+def _taken_from(values: list[Any]) -> list[Any]:
+    """The arguments of a boxed call, which empties the list that it gets."""
+    inputs = list(values)
     values.clear()
-    return taken
+    return inputs
 
 
 def _boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., Any]:
-    """As AOTAutograd calls what it was given: with a list, to be emptied.
+    """A function with AOTAutograd's calling convention: it takes a list, and empties it.
 
-    It looks on at the ops of a first call, to find custom ops that return what they were given. In that call a schedule
-    is made, which is no part of it.
+    AOTAutograd watches the ops of the first call in a dispatch mode, to find custom ops that return their inputs. That
+    mode is off while ``run`` runs, because the first call makes a schedule.
     """
 
     def boxed(values: list[Any]) -> Sequence[Any]:
-        if torch._C._len_torch_dispatch_stack() and type(_get_current_dispatch_mode()).__name__ == _ONLOOKER:
+        if torch._C._len_torch_dispatch_stack() and type(_get_current_dispatch_mode()).__name__ == _ANALYSIS_MODE:
             with _pop_mode_temporarily():
                 return run(values)
         return run(values)
@@ -298,7 +307,7 @@ def _boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., Any]:
     return boxed
 
 
-_ONLOOKER = "_AnalyzeCustomOpInputOutputMode"
+_ANALYSIS_MODE = "_AnalyzeCustomOpInputOutputMode"
 
 
 def _device_of(values: Sequence[Any]) -> torch.device:

@@ -1,4 +1,4 @@
-"""A moving average that follows a model: tensors of the same name belong together."""
+"""A moving average of a model's weights, matched by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autostream.errors import TargetError
 
 
 def check_average(average: nn.Module, model: nn.Module) -> None:
-    """See that an average can follow its model: it has the same parameters, and a place for each of the buffers.
+    """Check that an average has the model's parameters, and a module for each buffer that it lacks.
 
     Raises:
-        TargetError: it cannot.
+        TargetError: the two differ in something else.
 
     Example:
         >>> check_average(nn.Sequential(nn.ReLU()), nn.Sequential(nn.Linear(2, 1)))
@@ -22,19 +22,19 @@ def check_average(average: nn.Module, model: nn.Module) -> None:
             ...
         autostream.errors.TargetError: the average and the model differ in 0.weight, 0.bias...
     """
-    found = _differing(average.named_parameters(), model.named_parameters())
+    differing = _differing(average.named_parameters(), model.named_parameters())
     if names := differing_buffers(average, model):
-        mine, its = ({name for name, _ in module.named_modules()} for module in (average, model))
-        found += [name for name in names if name.rpartition(".")[0] not in mine & its]
-    if found:
+        ours, theirs = ({name for name, _ in module.named_modules()} for module in (average, model))
+        differing += [name for name in names if name.rpartition(".")[0] not in ours & theirs]
+    if differing:
         raise TargetError(
-            f"the average and the model differ in {', '.join(found[:3])}: the model has changed since the average was "
-            "made; make a new one, copy.deepcopy(model), and a new train_step with it"
+            f"the average and the model differ in {', '.join(differing[:3])}: the model has changed since the average "
+            "was made; make a new one, copy.deepcopy(model), and a new train_step with it"
         )
 
 
 def differing_buffers(average: nn.Module, model: nn.Module) -> list[str]:
-    """The names of buffers that only one of the two has, or that have other shapes.
+    """The names of buffers that only one of the two has, or that differ in shape.
 
     Example:
         >>> model, average = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
@@ -46,33 +46,33 @@ def differing_buffers(average: nn.Module, model: nn.Module) -> list[str]:
 
 
 def _differing(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tensor]]) -> list[str]:
-    mine, its = ({name: tensor.shape for name, tensor in named} for named in (one, other))
-    return [name for name in mine | its if mine.get(name) != its.get(name)]
+    shapes, others = ({name: tensor.shape for name, tensor in named} for named in (one, other))
+    return [name for name in shapes | others if shapes.get(name) != others.get(name)]
 
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Of tensors of an average and those that they follow."""
+"""Tensors of an average, each with the model's tensor that it follows."""
 
 
 def pairs_of(average: nn.Module, model: nn.Module) -> tuple[Pairs, Pairs]:
     """The parameters of an average and the model's, and the buffers that both have."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     return (
-        [(own, parameters[name]) for name, own in average.named_parameters()],
-        [(own, buffers[name]) for name, own in average.named_buffers()],
+        [(averaged, parameters[name]) for name, averaged in average.named_parameters()],
+        [(averaged, buffers[name]) for name, averaged in average.named_buffers()],
     )
 
 
 @torch.no_grad()
 def follow(average: nn.Module, model: nn.Module, decay: float) -> None:
-    """Let an average's parameters come nearer to those of its model, and its buffers be copies of the model's.
+    """Update an average: its parameters move towards the model's, and its buffers become copies of the model's.
 
-    Buffers that are there in one of them alone, or in other shapes, come to be as the model has them.
+    Buffers that one of the two lacks, or that differ in shape, are added, removed or replaced.
 
     Args:
-        average: what follows; :func:`check_average` finds no fault with it.
-        model: what it follows.
-        decay: the share of the average that stays.
+        average: the average; :func:`check_average` accepts it.
+        model: the model.
+        decay: the weight of the average's old value, from 0 to 1.
 
     Example:
         >>> model, average = nn.Linear(1, 1), nn.Linear(1, 1)
@@ -92,8 +92,8 @@ def follow(average: nn.Module, model: nn.Module, decay: float) -> None:
 
 
 def follow_tensors(parameters: Pairs, buffers: Pairs, decay: float) -> None:
-    """Let tensors follow others, buffers at once."""
-    for own, leading in parameters:
-        own.lerp_(leading, 1 - decay)
-    for own, leading in buffers:
-        own.copy_(leading)
+    """Update the tensors of an average."""
+    for averaged, current in parameters:
+        averaged.lerp_(current, 1 - decay)
+    for averaged, current in buffers:
+        averaged.copy_(current)

@@ -1,4 +1,4 @@
-"""A batch in parts, and what a loss function returns for each."""
+"""Microbatches: splitting a batch, and joining what the loss function returned for each part."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from autostream.errors import TargetError, TraceError
 from autostream.frontend.tree import flatten, map_tensors, unflatten
 
 Batch = tuple[Any, ...]
-"""What a step is called with."""
+"""The arguments of a training step."""
 
 
 def parts_of(batch: Batch, count: int) -> list[Batch]:
-    """A batch in equal parts along the first dimension of its tensors; what has not as many rows is part of all.
+    """Split a batch into equal parts along the first dimension of its tensors.
+
+    Tensors with another number of rows, and all other values, are the same in each part.
 
     Raises:
-        TargetError: there are no equal parts, or the batch has an object that cannot be opened.
+        TargetError: there are no equal parts, or the batch has an object that is not a known container.
 
     Example:
         >>> import torch
@@ -41,13 +43,13 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
 
 
 def divided(tensors: Sequence[Tensor]) -> list[bool]:
-    """Which tensors of a batch are taken apart: those with as many rows as the first that has rows."""
+    """Which tensors of a batch are split: those with as many rows as the first tensor that has rows."""
     rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
     return [tensor.dim() > 0 and len(tensor) == rows for tensor in tensors]
 
 
 def split(tensors: Sequence[Tensor], divided: Sequence[bool], count: int) -> list[list[Tensor]]:
-    """For each of so many equal parts its tensors; those that are not divided are part of all.
+    """The tensors of each of ``count`` equal parts; those that are not divided are the same in each.
 
     Example:
         >>> import torch
@@ -57,16 +59,17 @@ def split(tensors: Sequence[Tensor], divided: Sequence[bool], count: int) -> lis
     if count == 1:
         return [list(tensors)]
     columns = [
-        tensor.chunk(count) if apart else [tensor] * count for tensor, apart in zip(tensors, divided, strict=True)
+        tensor.chunk(count) if is_divided else [tensor] * count
+        for tensor, is_divided in zip(tensors, divided, strict=True)
     ]
     return [[column[at] for column in columns] for at in range(count)]
 
 
 def loss_in(result: Any) -> Tensor:
-    """The loss in what a loss function returned: that itself, or the first of a tuple.
+    """The loss from the result of a loss function: the result itself, or the first item of a tuple.
 
     Raises:
-        TargetError: it is no tensor, or no scalar.
+        TargetError: it is not a scalar tensor.
 
     Example:
         >>> import torch
@@ -86,15 +89,15 @@ def loss_in(result: Any) -> Tensor:
 
 
 def detached(result: Any) -> Any:
-    """What a loss function returned, without gradients."""
+    """The result of a loss function, detached from autograd's graph."""
     try:
         return map_tensors(Tensor.detach, result)
-    except TraceError:  # it contains itself, and stays as it is
+    except TraceError:  # it contains itself
         return result
 
 
 def summed(results: Sequence[Any]) -> Any:
-    """The result of a step from those of its parts: the sum of their losses, or what a single one returned.
+    """The result of a step: the sum of the parts' losses, or the result of a single part.
 
     Example:
         >>> summed([0.5, 0.25]), summed([("loss", "outputs")])

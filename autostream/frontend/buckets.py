@@ -1,7 +1,7 @@
-"""Dimensions that may be padded: in which arguments, to which sizes, and where outputs are cut back.
+"""Padding: which dimensions of arguments may be padded, to which sizes, and where outputs are cut back.
 
-dynamic ──▶ places ──and a call's arguments──▶ spans ──▶ padded arguments
-                                                 └── shapes of outputs, as they are and padded ──▶ cuts ──▶ cut outputs
+dynamic ──▶ dynamic dims ──and a call's arguments──▶ spans ──▶ padded arguments
+└─ shapes of outputs, with and without padding ─▶ cuts
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from autostream.errors import OptionError, shown
 class Bucket:
     """A dimension whose length differs between calls, and the sizes that it may be padded to.
 
-    Buckets of one name are one dimension: whatever has it, has it in the same length.
+    Buckets with the same name are one dimension, with the same length wherever it occurs in a call.
 
     Args:
         name: of the dimension.
-        sizes: in any order; a number stands for the powers of two below it and itself.
-        value: what an argument is filled up with; it has to be one of its dtype.
+        sizes: in any order; a single number stands for itself and the powers of two below it.
+        value: what arguments are padded with; their dtype has to have it.
 
     Attributes:
         name: as given.
@@ -37,7 +37,7 @@ class Bucket:
         value: as given.
 
     Raises:
-        OptionError: the name is empty, a size is no whole number from 1, or there is none.
+        OptionError: the name is empty, a size is not a positive integer, or there are no sizes.
 
     Example:
         >>> Bucket("length", 12)
@@ -53,14 +53,14 @@ class Bucket:
     def __init__(self, name: str, sizes: int | Iterable[int], value: float = 0) -> None:
         if not isinstance(name, str) or not name:
             raise OptionError(f"name={name!r} is not allowed: use what the dimension is called, such as 'length'")
-        given = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
-        if not given or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in given):
+        listed = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
+        if not listed or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in listed):
             allowed = "the largest size, such as 512, or all of them, such as (64, 256, 512)"
             raise OptionError(f"sizes={shown(sizes)} is not allowed: use {allowed}")
         if not isinstance(value, int | float):
             raise OptionError(f"value={shown(value)} is not allowed: use a number, True or False")
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "sizes", _powers_of_two(given[0]) if isinstance(sizes, int) else _ascending(given))
+        object.__setattr__(self, "sizes", _powers_of_two(listed[0]) if isinstance(sizes, int) else _ascending(listed))
         object.__setattr__(self, "value", value)
 
 
@@ -68,18 +68,18 @@ Dynamic = Mapping[str, Mapping[int, Bucket]]
 """By argument, the dimensions that may be padded."""
 
 
-class Place(NamedTuple):
+class DynamicDim(NamedTuple):
     """A dimension of an argument that may be padded."""
 
     argument: str
     position: int | None
-    """Among the positional arguments; ``None`` where it can only be named."""
+    """Among the positional arguments; ``None`` for a keyword-only argument."""
     dim: int
     bucket: Bucket
 
 
 class Span(NamedTuple):
-    """What a dimension is padded from, and to."""
+    """The length of a dimension without padding, and with it."""
 
     length: int
     size: int
@@ -91,32 +91,32 @@ class Cut(NamedTuple):
     shape: tuple[int, ...]
     """With padding."""
     dims: tuple[tuple[int, str], ...]
-    """Those that are cut, and their names."""
+    """The dimensions that are cut, each with the name of its bucket."""
 
 
 Cuts = tuple[Cut, ...]
 """One for each output."""
 
 
-class Unfit(Exception):  # noqa: N818 - a notice between modules, not an error
+class NotPaddable(Exception):  # noqa: N818 - control flow between modules, not an error
     """A call cannot be padded; the message says why."""
 
 
-def places_of(dynamic: object, parameters: Mapping[str, Parameter]) -> tuple[Place, ...]:
-    """The dimensions that a user declares to be safe to pad.
+def dynamic_dims_of(dynamic: object, parameters: Mapping[str, Parameter]) -> tuple[DynamicDim, ...]:
+    """The dimensions that the user declares safe to pad.
 
     Args:
         dynamic: by argument and dimension, the :class:`Bucket` of each.
-        parameters: those of the model's ``forward``.
+        parameters: of the model's ``forward``.
 
     Raises:
-        OptionError: it is something else, names an argument that there is not, or gives a dimension two lists of sizes.
+        OptionError: ``dynamic`` has another type, names an unknown argument, or has two lists of sizes for one name.
 
     Example:
         >>> length = Bucket("length", 4)
         >>> parameters = {"tokens": Parameter("tokens", Parameter.POSITIONAL_OR_KEYWORD)}
-        >>> [place] = places_of({"tokens": {1: length}}, parameters)
-        >>> place.argument, place.position, place.dim, place.bucket is length
+        >>> [dynamic_dim] = dynamic_dims_of({"tokens": {1: length}}, parameters)
+        >>> dynamic_dim.argument, dynamic_dim.position, dynamic_dim.dim, dynamic_dim.bucket is length
         ('tokens', 0, 1, True)
     """
     if not _is_dynamic(dynamic):
@@ -136,72 +136,72 @@ def places_of(dynamic: object, parameters: Mapping[str, Parameter]) -> tuple[Pla
             if sizes.setdefault(bucket.name, bucket.sizes) != bucket.sizes:
                 raise OptionError(f"dynamic: {bucket.name!r} has two lists of sizes: use one, or another name")
     return tuple(
-        Place(argument, positions.get(argument), dim, bucket)
+        DynamicDim(argument, positions.get(argument), dim, bucket)
         for argument, dims in dynamic.items()
         for dim, bucket in dims.items()
     )
 
 
-def spans_of(places: Sequence[Place], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Span]:
-    """What a call's dimensions are padded from and to, by name; without those that fill a bucket.
+def spans_of(dynamic_dims: Sequence[DynamicDim], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Span]:
+    """The spans of a call's dimensions by name, without those that have the size of a bucket.
 
     Raises:
-        Unfit: it cannot be padded.
+        NotPaddable: the call cannot be padded.
 
     Example:
         >>> import torch
-        >>> spans_of([Place("x", 0, 1, Bucket("length", 8))], [torch.ones(2, 5)], {})
+        >>> spans_of([DynamicDim("x", 0, 1, Bucket("length", 8))], [torch.ones(2, 5)], {})
         {'length': Span(length=5, size=8)}
     """
     spans: dict[str, Span] = {}
     seen: dict[tuple[str, int], int] = {}
-    for argument, position, dim, bucket in places:
+    for argument, position, dim, bucket in dynamic_dims:
         tensor = _argument(argument, position, args, kwargs)
-        if tensor is None:  # an argument that may be left out
+        if tensor is None:  # an optional argument
             continue
         if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
-            raise Unfit(f"{argument} has no dimension {dim}")
+            raise NotPaddable(f"{argument} has no dimension {dim}")
         if (other := seen.setdefault((argument, dim % tensor.ndim), dim)) != dim:
-            raise Unfit(f"dimensions {other} and {dim} of {argument} are one: use one of them")
+            raise NotPaddable(f"dimensions {other} and {dim} of {argument} are one: use one of them")
         if not _is_value(bucket.value, tensor.dtype):
-            raise Unfit(f"{bucket.value} is no value of {argument}, which is {tensor.dtype}")
+            raise NotPaddable(f"{bucket.value} is no value of {argument}, which is {tensor.dtype}")
         length = tensor.shape[dim]
         size = next((size for size in bucket.sizes if size >= length), None)
         if size is None:
-            raise Unfit(f"{bucket.name} is longer than its largest bucket, {bucket.sizes[-1]}")
+            raise NotPaddable(f"{bucket.name} is longer than its largest bucket, {bucket.sizes[-1]}")
         if spans.setdefault(bucket.name, Span(length, size)).length != length:
-            raise Unfit(f"{bucket.name} has two lengths, one of them in {argument}")
+            raise NotPaddable(f"{bucket.name} has two lengths, one of them in {argument}")
     return {name: span for name, span in spans.items() if span.length < span.size}
 
 
 def padded(
-    places: Sequence[Place], spans: Mapping[str, Span], args: Sequence[Any], kwargs: Mapping[str, Any]
+    dynamic_dims: Sequence[DynamicDim], spans: Mapping[str, Span], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, filled up.
+    """The arguments of a call, padded.
 
     Example:
         >>> import torch
-        >>> place = Place("x", 0, 0, Bucket("length", 4, value=7))
-        >>> padded([place], {"length": Span(3, 4)}, [torch.ones(3)], {})
+        >>> dynamic_dim = DynamicDim("x", 0, 0, Bucket("length", 4, value=7))
+        >>> padded([dynamic_dim], {"length": Span(3, 4)}, [torch.ones(3)], {})
         ((tensor([1., 1., 1., 7.]),), {})
     """
 
-    def filled(tensor: Tensor, dim: int, span: Span, value: float) -> Tensor:
+    def pad(tensor: Tensor, dim: int, span: Span, value: float) -> Tensor:
         behind = tensor.ndim - 1 - dim % tensor.ndim
         return F.pad(tensor, [0, 0] * behind + [0, span.size - span.length], value=value)
 
-    return _changed(places, spans, args, kwargs, filled)
+    return _changed(dynamic_dims, spans, args, kwargs, pad)
 
 
 def _changed(
-    places: Sequence[Place],
+    dynamic_dims: Sequence[DynamicDim],
     spans: Mapping[str, Span],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     change: Callable[[Tensor, int, Span, float], Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positional, named = list(args), dict(kwargs)
-    for argument, position, dim, bucket in places:
+    for argument, position, dim, bucket in dynamic_dims:
         tensor = _argument(argument, position, positional, named)
         if tensor is None or bucket.name not in spans:
             continue
@@ -214,15 +214,15 @@ def _changed(
     return tuple(positional), named
 
 
-def shorter(places: Sequence[Place], spans: Mapping[str, Span]) -> Iterator[dict[str, Span]]:
-    """The same spans, with one of them in turn as short as its bucket gets, where that is shorter.
+def shorter(dynamic_dims: Sequence[DynamicDim], spans: Mapping[str, Span]) -> Iterator[dict[str, Span]]:
+    """The same spans, but one of them with the shortest length that is padded to its size; for each span in turn.
 
     Example:
-        >>> place = Place("x", 0, 1, Bucket("length", (4, 8)))
-        >>> list(shorter([place], {"length": Span(7, 8)}))
+        >>> dynamic_dim = DynamicDim("x", 0, 1, Bucket("length", (4, 8)))
+        >>> list(shorter([dynamic_dim], {"length": Span(7, 8)}))
         [{'length': Span(length=5, size=8)}]
     """
-    sizes = {bucket.name: bucket.sizes for *_, bucket in places}
+    sizes = {bucket.name: bucket.sizes for *_, bucket in dynamic_dims}
     for name, (length, size) in spans.items():
         shortest = Span(1 + max([below for below in sizes[name] if below < size], default=0), size)
         if shortest.length < length and shortest not in spans.values():
@@ -230,30 +230,30 @@ def shorter(places: Sequence[Place], spans: Mapping[str, Span]) -> Iterator[dict
 
 
 def narrowed(
-    places: Sequence[Place], spans: Mapping[str, Span], args: Sequence[Any], kwargs: Mapping[str, Any]
+    dynamic_dims: Sequence[DynamicDim], spans: Mapping[str, Span], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, no longer than these spans are without padding.
+    """The arguments of a call, cut to the lengths of these spans.
 
     Example:
         >>> import torch
-        >>> narrowed([Place("x", 0, 0, Bucket("length", 4))], {"length": Span(3, 4)}, [torch.arange(4)], {})
+        >>> narrowed([DynamicDim("x", 0, 0, Bucket("length", 4))], {"length": Span(3, 4)}, [torch.arange(4)], {})
         ((tensor([0, 1, 2]),), {})
     """
-    return _changed(places, spans, args, kwargs, lambda tensor, dim, span, _: tensor.narrow(dim, 0, span.length))
+    return _changed(dynamic_dims, spans, args, kwargs, lambda tensor, dim, span, _: tensor.narrow(dim, 0, span.length))
 
 
 def cuts_of(plain: Sequence[Tensor], filled: Sequence[Tensor], spans: Mapping[str, Span]) -> Cuts:
-    """Where outputs have the dimensions that were padded, told from what they are without padding and with it.
+    """Which dimensions of outputs were padded, from the outputs without padding and with it.
 
-    A size that grows up to some length only may have both this one and the bucket's: another length tells.
+    That may be wrong for a size that stops growing at some length; calls of other lengths (:func:`shorter`) show it.
 
     Args:
         plain: the outputs without padding.
-        filled: those with it.
-        spans: of the call, no two the same.
+        filled: the outputs with padding.
+        spans: of the call, no two of them equal.
 
     Raises:
-        Unfit: an output's size depends on a length, and is another.
+        NotPaddable: a size of an output depends on a length, but is not equal to it.
 
     Example:
         >>> import torch
@@ -264,28 +264,28 @@ def cuts_of(plain: Sequence[Tensor], filled: Sequence[Tensor], spans: Mapping[st
     cuts = []
     for at, (short, long) in enumerate(zip(plain, filled, strict=True)):
         if short.ndim != long.ndim:
-            raise Unfit(f"output {at} has another number of dimensions with padding")
+            raise NotPaddable(f"output {at} has another number of dimensions with padding")
         changed = {dim: Span(*both) for dim, both in enumerate(zip(short.shape, long.shape, strict=True))}
         changed = {dim: both for dim, both in changed.items() if both.length != both.size}
         if odd := [dim for dim, both in changed.items() if both not in names]:
-            raise Unfit(f"dimension {odd[0]} of output {at} depends on {' and '.join(spans)}, and is not as long")
+            raise NotPaddable(f"dimension {odd[0]} of output {at} depends on {' and '.join(spans)}, and is not as long")
         cuts.append(Cut(tuple(long.shape), tuple((dim, names[both]) for dim, both in changed.items())))
     return tuple(cuts)
 
 
 def can_cut(tensors: Sequence[Tensor], cuts: Sequence[Cut]) -> bool:
-    """Whether outputs are as many, and as long with padding, as those that the cuts were found for.
+    """Whether padded outputs have the shapes for which the cuts were made.
 
     Example:
         >>> import torch
         >>> [can_cut([torch.ones(size)], [Cut((4,), ((0, "length"),))]) for size in (4, 8)]
         [True, False]
     """
-    return [tuple(tensor.shape) for tensor in tensors] == [own.shape for own in cuts]
+    return [tuple(tensor.shape) for tensor in tensors] == [expected.shape for expected in cuts]
 
 
 def cut(tensors: Sequence[Tensor], cuts: Sequence[Cut], spans: Mapping[str, Span]) -> list[Tensor]:
-    """Outputs as long as they are without padding, and as dense.
+    """Padded outputs, cut to the lengths without padding, and contiguous as without padding.
 
     Example:
         >>> import torch
@@ -293,8 +293,8 @@ def cut(tensors: Sequence[Tensor], cuts: Sequence[Cut], spans: Mapping[str, Span
         [tensor([0, 1, 2])]
     """
     return [
-        _cut(tensor, [(dim, spans[name].length) for dim, name in own.dims])
-        for tensor, own in zip(tensors, cuts, strict=True)
+        _cut(tensor, [(dim, spans[name].length) for dim, name in each.dims])
+        for tensor, each in zip(tensors, cuts, strict=True)
     ]
 
 
@@ -302,7 +302,7 @@ def _cut(tensor: Tensor, lengths: Iterable[tuple[int, int]]) -> Tensor:
     whole = tensor
     for dim, length in lengths:
         tensor = tensor.narrow(dim, 0, length)
-    # Callers may take a view of an output that cannot be had of a part of one.
+    # A caller may view an output in a way that needs contiguous memory.
     return tensor if tensor is whole or tensor.is_contiguous() else tensor.clone()
 
 
@@ -314,12 +314,12 @@ def _argument(name: str, position: int | None, args: Sequence[Any], kwargs: Mapp
 
 @cache
 def _is_value(number: float, dtype: torch.dtype) -> bool:
-    """Whether tensors of a dtype may be filled up with a number."""
-    if number % 1 and not (dtype.is_floating_point or dtype.is_complex):  # for what is infinite, this is NaN
+    """Whether tensors of a dtype can be padded with a number."""
+    if number % 1 and not (dtype.is_floating_point or dtype.is_complex):  # infinity % 1 is NaN, and so true
         return False
     try:
         F.pad(torch.zeros(1, dtype=dtype), [0, 1], value=number)
-    except (RuntimeError, OverflowError):  # beyond what there is
+    except (RuntimeError, OverflowError):  # out of the dtype's range
         return False
     return True
 

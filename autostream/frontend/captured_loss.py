@@ -1,4 +1,4 @@
-"""A loss as a graph: when that stands for a step, what it takes, and how what the loss returns is put together."""
+"""A training step's loss, captured by Dynamo: its guards, its inputs, and how to rebuild what ``loss_fn`` returned."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from autostream.frontend.tree import TENSOR, Structure, flatten, shares_containe
 
 
 class CapturedLoss:
-    """A loss captured with its gradients recorded.
+    """A loss, captured with gradients recorded.
 
     Args:
         loss: the loss.
-        batch: such as it will be called with.
-        parts: into which a batch is taken apart; the graph is of one of them.
+        batch: an example.
+        parts: the number of microbatches; the graph is for one of them.
 
     Attributes:
-        captured: by Dynamo, with the tensors of this call until :meth:`let_go`.
+        captured: the capture, with the tensors of this call until :meth:`let_go`.
         takes: for each input of the graph, the position of the batch's tensor that it is, or is a part of; ``None`` for
-            those that are no part of a batch.
+            inputs that are not from the batch.
 
     Raises:
-        TargetError: a batch has no equal parts, or what is returned for one is more than the loss.
-        TraceError: it cannot be captured.
+        TargetError: the batch has no equal parts, or with several parts ``loss_fn`` returns more than the loss.
+        TraceError: the loss cannot be captured.
 
     Example:
         >>> loss = Loss(torch.nn.MSELoss(), torch.nn.Linear(2, 2))
@@ -61,52 +61,52 @@ class CapturedLoss:
             raise TraceError("the loss takes a tensor of the batch from an object that cannot be opened")
         self._outputs: Sequence[Tensor | None] = ()
         self._restored = captured.restored(lambda *_: self._outputs)
-        self._returned = None if captured.effects else self._found(part)
+        self._returned = None if captured.effects else self._result_structure(part)
         if captured.effects:
             self._check_first()
 
     @property
     def held(self) -> list[Tensor]:
-        """The tensors that it took when it was captured, and that are no part of the batch."""
-        return [own for own, at in zip(self.captured.tensors, self.takes, strict=True) if at is None]
+        """The inputs of the graph that are not from the batch, such as weights, when it was captured."""
+        return [tensor for tensor, at in zip(self.captured.tensors, self.takes, strict=True) if at is None]
 
     def held_now(self, batch: Batch) -> list[Tensor]:
-        """Those that it takes now, where :meth:`stands_for` holds of a batch."""
+        """The same inputs now; :meth:`stands_for` is true for the batch."""
         with torch.enable_grad():
-            given = self.captured.given(self._loss, self.part(batch), {})
-        return [own for own, at in zip(given, self.takes, strict=True) if at is None]
+            inputs = self.captured.graph_inputs(self._loss, self.part(batch), {})
+        return [tensor for tensor, at in zip(inputs, self.takes, strict=True) if at is None]
 
     def stands_for(self, batch: Batch) -> bool:
-        """Whether all is as it was captured, as far as Dynamo can see."""
+        """Whether the graph may be reused for this batch: checks Dynamo's guards."""
         with torch.enable_grad():
             return self.captured.guards(self._loss, self.part(batch), {})
 
     def failed(self, batch: Batch) -> str:
-        """The guard that does not hold, as Dynamo writes it."""
+        """The guard that fails, as Dynamo writes it."""
         with torch.enable_grad():
             return self.captured.guards.failed(self._loss, self.part(batch), {}).strip()
 
     def part(self, batch: Batch) -> Batch:
-        """The first of the parts of a batch.
+        """The first microbatch of a batch.
 
         Raises:
-            TargetError: it has no equal parts.
+            TargetError: the batch has no equal parts.
         """
         return batch if self._parts == 1 else parts_of(batch, self._parts)[0]
 
     def result(self, outputs: Sequence[Tensor | None], batch: Batch) -> Any:
-        """What the loss returns beside its value, of what the graph has; with all that it does to Python's objects."""
+        """What ``loss_fn`` returns, rebuilt from the graph's outputs; side effects on Python objects are applied."""
         if self._returned is not None:
             structure, sources = self._returned
             return outputs[0] if structure is TENSOR else unflatten(structure, [outputs[at] for at in sources])
-        return detached(self._put_together(outputs, self.part(batch))[1])
+        return detached(self._restore(outputs, self.part(batch))[1])
 
     def let_go(self) -> None:
-        """Keep no tensor of the call that was captured."""
+        """Release the tensors of the captured call."""
         self.captured = replace(self.captured, tensors=())
 
-    def _put_together(self, outputs: Sequence[Tensor | None], part: Batch) -> tuple[Any, Any]:
-        """The loss and what is returned, by Dynamo's bytecode."""
+    def _restore(self, outputs: Sequence[Tensor | None], part: Batch) -> tuple[Any, Any]:
+        """The loss and the result of ``loss_fn``, by Dynamo's bytecode."""
         self._outputs = outputs
         try:
             with torch.enable_grad():
@@ -115,16 +115,17 @@ class CapturedLoss:
         finally:
             self._outputs = ()
 
-    def _found(self, part: Batch) -> tuple[Structure, list[int]] | None:
-        """How what the loss returns is made of outputs of the graph; ``None`` where only Dynamo's bytecode can make it.
+    def _result_structure(self, part: Batch) -> tuple[Structure, list[int]] | None:
+        """The structure of what ``loss_fn`` returns, and which outputs of the graph are its tensors.
 
-        Found by that, with stand-ins for the outputs. What it computes of their numbers is another the second time.
+        ``None`` where only Dynamo's bytecode can rebuild it. The bytecode is run twice on placeholder outputs: a value
+        that it computes from their numbers differs between the two runs.
         """
         results: Any = self.captured.module.graph.output_node().args[0]
-        found = list[tuple[Any, Structure, list[int]]]()
+        runs = list[tuple[Any, Structure, list[int]]]()
         for number in range(2):
             outputs = [torch.full((), number) for _ in results]
-            loss, result = self._put_together(outputs, part)
+            loss, result = self._restore(outputs, part)
             if loss is not outputs[0]:
                 raise TraceError(_WHICH)
             if self._parts > 1 and result is not loss:
@@ -134,14 +135,14 @@ class CapturedLoss:
             except TraceError:
                 return None
             positions = {id(output): at for at, output in enumerate(outputs)}
-            found.append((result, structure, [positions.get(id(tensor), -1) for tensor in tensors]))
-        (result, structure, sources), (again, *others) = found
+            runs.append((result, structure, [positions.get(id(tensor), -1) for tensor in tensors]))
+        (result, structure, sources), (again, *others) = runs
         if others != [structure, sources] or -1 in sources or shares_containers(result, again):
             return None
         return structure, sources
 
     def _check_first(self) -> None:
-        """See that the first output may be the loss, where that cannot be tried: it would have effects."""
+        """Check that the first output may be the loss, where the bytecode cannot be run without its side effects."""
         results: Any = self.captured.module.graph.output_node().args[0]
         value = results[0].meta.get("example_value")
         if self._parts > 1:

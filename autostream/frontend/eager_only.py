@@ -1,4 +1,7 @@
-"""Calls that must reach the plain model, because a graph traced from ordinary ones would not do the same."""
+"""Which calls stay eager: those for which a captured graph would not do what the model does.
+
+Modes that observe single ops, function transforms, unusual tensors, TorchScript, and callers that are tracing.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +21,26 @@ _DEVICES = {"cpu", "cuda"}
 
 _FX_TRACE = inspect.unwrap(torch.fx.Tracer.trace).__code__
 _fx_flag = getattr(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: True)
-"""Private to PyTorch (seen in 2.11 and 2.13); where a version lacks it, each call that is not like the last looks."""
+"""Private to PyTorch; without it, the Python stack is searched in each call."""
 
 _traced_by_jit = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
-"""Private to PyTorch (seen in 2.11 and 2.13): its public relative also asks what is constant outside of TorchScript."""
+"""Private to PyTorch: the public ``torch.jit.is_tracing`` is slower."""
 
 
 def exporting() -> bool:
     """Whether ``torch.export`` is tracing this call, as part of another model."""
-    # The flag is set for all threads, dispatch modes are one thread's own.
+    # The flag is visible in all threads, dispatch modes are thread-local.
     return torch.compiler.is_exporting() and torch._C._len_torch_dispatch_stack() > 0
 
 
 def traced_by_fx() -> bool:
     """Whether ``torch.fx`` is tracing this call, as part of another model."""
-    # The flag is set for all threads, the stack is one thread's own.
+    # The flag is visible in all threads.
     return _fx_flag() and any(frame.f_code is _FX_TRACE for frame, _ in walk_stack(None))
 
 
 def unusual_call() -> str:
-    """Why the circumstances of this call are not ordinary, or ``""``."""
+    """Why this call has to run eagerly, whatever its arguments; or ``""``."""
     if _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
         return "hooks of all modules are registered, which a graph would not call"
     if reason := watched_call():
@@ -48,7 +51,7 @@ def unusual_call() -> str:
 
 
 def watched_call() -> str:
-    """Who looks on at the single ops of this call, such as a tracer, or ``""``."""
+    """Which mode or tracer observes the single ops of this call; or ``""``."""
     if _traced_by_jit():
         return "torch.jit is tracing the call"
     if torch._C._len_torch_dispatch_stack() > 0:
@@ -63,20 +66,20 @@ def watched_call() -> str:
 
 
 def _only_devices() -> bool:
-    """Whether all function modes are default devices, which are part of a signature."""
+    """Whether all function modes are default devices: those are part of a signature."""
     modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return all(isinstance(mode, DeviceContext) for mode in modes)
 
 
-def anomalies_sought() -> str:
-    """Why a graph would not do what the caller asks of each op of a backward, or ``""``.
+def anomaly_detection() -> str:
+    """Why anomaly detection makes a backward run eagerly; or ``""``.
 
-    Without ``check_nan``, all that anomaly detection does is to say which line an op comes from that raises, and those
-    of a graph raise nothing; tracers themselves have it on so, for all threads.
+    Without ``check_nan``, anomaly detection only reports the source line of a backward op that raises, and the ops of a
+    graph do not raise. Tracers switch that on themselves, visibly for all threads.
 
     Example:
         >>> with torch.autograd.set_detect_anomaly(True):
-        ...     anomalies_sought()
+        ...     anomaly_detection()
         'anomaly detection looks for NaN behind each op of a backward, and would not see those of a graph'
     """
     sought = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
@@ -87,12 +90,12 @@ _ANOMALIES = "anomaly detection looks for NaN behind each op of a backward, and 
 
 
 def has_torchscript(model: nn.Module) -> bool:
-    """Whether a module or one of its parts is TorchScript, whose tensors cannot be exchanged for a call."""
+    """Whether a module or one of its submodules is TorchScript."""
     return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
 
 
 def unusual_tensor(tensors: Sequence[Tensor]) -> str:
-    """Why one of these tensors is not an ordinary strided one, or ``""``.
+    """Which of these tensors is not an ordinary strided tensor, and why; or ``""``.
 
     Example:
         >>> unusual_tensor([torch.ones(2), torch.ones(2).to_sparse()])
@@ -104,22 +107,22 @@ def unusual_tensor(tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def transformed(tensor: Tensor) -> bool:
-    """Whether a tensor stands for another in a function transform, or for a batch (``is_grads_batched=True``)."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or bool(_stands_for_a_batch(tensor))
+def _is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor is a wrapper of a function transform, or of batched gradients (``is_grads_batched=True``)."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or bool(_is_batched(tensor))
 
 
-_stands_for_a_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
-"""Private to PyTorch (seen in 2.11 and 2.13); a version that lacks it has no such tensors either."""
+_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
+"""Private to PyTorch; a version without it has no such tensors."""
 
 
 def unusual(tensor: Tensor) -> str:
-    """What a tensor is or has that an ordinary strided one does not, or ``""``."""
+    """Why a tensor is not an ordinary strided tensor; or ``""``."""
     return unusual_memory(tensor) if type(tensor) in _ORDINARY else f"is a {type(tensor).__name__}"
 
 
 def unusual_memory(tensor: Tensor) -> str:
-    """Why what is in a tensor's memory, if it has any, is not simply its elements; or ``""``.
+    """Why a tensor's memory does not simply hold its elements; or ``""``.
 
     Example:
         >>> unusual_memory(torch.ones(2, dtype=torch.complex64).conj())
@@ -133,6 +136,6 @@ def unusual_memory(tensor: Tensor) -> str:
         return f"is on {tensor.device}"
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return "is quantized, conjugated or negated lazily"
-    if transformed(tensor):
+    if _is_transformed(tensor):
         return "belongs to a function transform (vmap, grad, …)"
     return ""

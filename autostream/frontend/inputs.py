@@ -1,24 +1,25 @@
-"""What the inputs of a captured graph are called, and whose they are."""
+"""The inputs of a captured graph: their roles and names, their shapes, and which of them share memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autostream.frontend.capture import Capture
 from autostream.ir import Role
+from autostream.utils.storages import byte_offset, storage_of
 
 
 def names_of(captured: Capture, model: nn.Module) -> list[tuple[Role, str]]:
-    """For each input of a captured graph its role and a name, which no other has.
+    """For each input of a captured graph its role and a unique name.
 
-    Parameters and buffers have the names that the model has for them; arguments are numbered; all else is called as
-    Dynamo does.
+    Parameters and buffers have the names that they have in the model, arguments are numbered, and all other inputs
+    have the names of their sources in Dynamo.
 
     Example:
-        >>> import torch
         >>> from autostream.frontend.capture import capture
         >>> linear = nn.Linear(2, 3)
         >>> [(role.value, name) for role, name in names_of(capture(linear, (torch.ones(1, 2),), {}), linear)]
@@ -40,10 +41,10 @@ def names_of(captured: Capture, model: nn.Module) -> list[tuple[Role, str]]:
 
 
 def names_like(values: Sequence[Any]) -> list[tuple[Role, str]]:
-    """The same for a graph that a backend of ``torch.compile`` is given with these example inputs.
+    """The same for the example inputs that ``torch.compile`` gives a backend.
 
-    Dynamo marks buffers with an attribute of its own (seen in 2.11 and 2.13). Where a version does not, they count as
-    inputs like any other and are copied at each call: slower, and as right.
+    Dynamo marks buffers with a private attribute. Without that mark they count as inputs and are copied in each call:
+    slower, but correct.
     """
     return [(_role(value), str(at)) for at, value in enumerate(values)]
 
@@ -53,3 +54,39 @@ def _role(value: Any) -> Role:
         return Role.PARAMETER
     static = isinstance(value, Tensor) and getattr(value, "_dynamo_static_input_type", None) is not None
     return Role.BUFFER if static else Role.INPUT
+
+
+def described(tensors: Sequence[Tensor], device: str | None = None) -> str:
+    """The shapes, dtypes and devices of tensors, as text.
+
+    Args:
+        tensors: any.
+        device: the device to name instead of their own, unless one of them is on a device of this type.
+
+    Example:
+        >>> described([torch.ones(2, 3), torch.tensor(1)])
+        '2x3:float32 on cpu, scalar:int64 on cpu'
+    """
+    moved = None if device is None else torch.device(device)
+    if moved is not None and any(tensor.device.type == moved.type for tensor in tensors):
+        moved = None
+    readable = ", ".join(
+        f"{'x'.join(map(str, t.shape)) or 'scalar'}:{str(t.dtype).removeprefix('torch.')} on {moved or t.device}"
+        for t in tensors
+    )
+    return readable or "no tensors"
+
+
+def aliases_of(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Which tensors share memory: ``()`` if none do.
+
+    Otherwise, for each, the position of the first tensor in the same storage, and its offset from that one in bytes.
+    """
+    storages = [storage_of(t) for t in tensors]
+    if len(set(storages)) == len(storages):
+        return ()
+    # Offsets count from the tensor that is shared with: where a tensor lies in its storage does not matter otherwise.
+    firsts = [storages.index(storage) for storage in storages]
+    return tuple(
+        (first, byte_offset(t) - byte_offset(tensors[first])) for first, t in zip(firsts, tensors, strict=True)
+    )

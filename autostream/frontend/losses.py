@@ -1,6 +1,6 @@
-"""What a training step differentiates, as one callable of a batch: what TorchDynamo captures of a step.
+"""Loss functions of training steps, as one callable of a batch that Dynamo captures.
 
-loss_fn(model, *batch), or of PyTorch's own: loss_fn(model(*inputs), target) ──▶ (loss, result)
+loss_fn(model, *batch), or a loss of PyTorch's: loss_fn(model(*inputs), target) ──▶ (loss, result)
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from autostream.errors import TargetError
 from autostream.frontend.batches import loss_in
+from autostream.frontend.modules import referred_to
 
 
 class Loss:
-    """A loss of a model and a batch.
+    """The loss of a model for a batch.
 
     Args:
-        loss_fn: of PyTorch's own, which compare the model's outputs with the last of a batch; or a function of the
-            model and a batch that returns the loss, or a tuple that begins with it.
+        loss_fn: a loss of PyTorch's, called with the model's outputs and the last item of the batch; or a function of
+            the model and a batch that returns the loss, or a tuple that begins with it.
         model: the model.
 
     Example:
@@ -36,10 +37,10 @@ class Loss:
         self.compares = _is_criterion(loss_fn)
 
     def __call__(self, *batch: Any) -> tuple[Tensor, Any]:
-        """The loss, and what is returned: the same, or what it is in.
+        """The loss, and what ``loss_fn`` returned.
 
         Raises:
-            TargetError: the loss is no scalar.
+            TargetError: the loss is not a scalar.
         """
         if self.compares:
             *inputs, target = batch
@@ -49,7 +50,7 @@ class Loss:
         return loss_in(result), result
 
     def check(self, count: int) -> None:
-        """See that a loss takes a model and a batch of so many.
+        """Check that ``loss_fn`` takes a batch with so many items.
 
         Raises:
             TargetError: it does not, by its signature.
@@ -81,12 +82,12 @@ target): where it takes the model's outputs, use lambda model, x, y: loss_fn(mod
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except (TypeError, ValueError):  # it has none that Python knows
+    except (TypeError, ValueError):  # Python cannot tell, such as for functions in C
         return None
 
 
 def _is_criterion(function: Any) -> bool:
-    """Whether a loss is one of PyTorch's: a module or one derived from it, a function, or such with some arguments."""
+    """Whether a loss is PyTorch's: a loss module or a subclass, a function, or a ``partial`` of one."""
     if isinstance(function, partial):
         return _is_criterion(function.func)
     if isinstance(function, nn.Module):
@@ -95,46 +96,33 @@ def _is_criterion(function: Any) -> bool:
 
 
 def modules_in(function: object) -> list[nn.Module]:
-    """The modules that a loss refers to, as far as a look tells: to know whose the parameters of an optimizer may be.
+    """The modules that a loss function refers to, as far as can be seen: an optimizer may have their parameters.
 
     Example:
         >>> layer = nn.Linear(1, 1)
         >>> modules_in(lambda model, x: layer(model(x)))
         [Linear(in_features=1, out_features=1, bias=True)]
     """
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     pending, seen = [function], dict[int, object]()
-    while pending and len(seen) < _MOST:
+    while pending and len(seen) < _MOST_OBJECTS:
         value = pending.pop()
         if id(value) in seen or isinstance(value, (type, ModuleType, Tensor)):
             continue
         seen[id(value)] = value
         if isinstance(value, nn.Module):
-            found.append(value)
+            modules.append(value)
         else:
             pending += _referred_to(value)
-    return found
+    return modules
 
 
-_MOST = 10_000
-
-
-def _contents(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # it is empty
-        return []
+_MOST_OBJECTS = 10_000
 
 
 def _referred_to(value: Any) -> list[Any]:
-    if isinstance(value, FunctionType):
-        cells = [found for cell in value.__closure__ or () for found in _contents(cell)]
-        read = (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
-        return [*cells, *read, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (FunctionType, MethodType, partial)):
+        return [referred for _, referred in referred_to(value)]
     if isinstance(value, Mapping):
         return [*value.values()]
     if isinstance(value, (list, tuple, set)):

@@ -1,12 +1,10 @@
-"""``torch.optim``'s own update rules as parts of a graph.
+"""Optimizer updates in a graph: ``torch.optim``'s own code, run on the tensors of a trace.
 
-An optimizer steps on a twin of itself, whose parameters, gradients and state are those of a trace::
+    optimizer ──▶ shallow copy: the same groups, other tensors ──▶ step() ──▶ in-place ops on these tensors
 
-    optimizer ──▶ twin: the same groups, other tensors ──▶ step() ──▶ in-place ops on these tensors
-
-What it would ask the host for, such as the number of steps so far, stays a tensor there: that is what ``capturable``
-means, and what PyTorch does when it compiles. Ops on lists of tensors are taken apart, so that the update of a weight
-depends on its own gradient alone.
+Numbers that an eager step reads on the host, such as the count of steps, stay tensors: ``capturable=True``, and what
+PyTorch does when it compiles. Learning rates are inputs of the graph, and so are hyperparameters that were seen to
+change; all others are constants.
 """
 
 from __future__ import annotations
@@ -16,14 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
@@ -32,10 +29,10 @@ from autostream.errors import TraceError
 from autostream.frontend.tree import Constant, Structure, flatten
 
 TRACED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad)
-"""Optimizers whose step can be part of a graph; not their subclasses, which may do anything."""
+"""Optimizers whose step can be part of a graph; not their subclasses, whose code may differ."""
 
 Group = Mapping[str, Any]
-"""The hyperparameters of a group of parameters, by name."""
+"""The hyperparameters of a parameter group, by name."""
 
 
 def obstacle(optimizer: Optimizer) -> str:
@@ -50,13 +47,13 @@ def obstacle(optimizer: Optimizer) -> str:
         return f"{name} is none of {', '.join(kind.__name__ for kind in TRACED)}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has hooks on its step, which a graph would not call"
-    if not all(map(_is_our_own, (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()))):
+    if not all(map(_is_autostreams, (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()))):
         return "there are hooks on the steps of all optimizers, which a graph would not call"
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"{name} has a step of its own"
     if not _is_pytorchs(type(optimizer).step):
         return f"{name}.step is not PyTorch's own"
-    if clears_itself(optimizer):
+    if has_own_zero_grad(optimizer):
         return f"{name} has a zero_grad of its own"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
@@ -66,14 +63,14 @@ def obstacle(optimizer: Optimizer) -> str:
     return ""
 
 
-def clears_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has a ``zero_grad`` of its own, which may do more than to leave no gradients.
+def has_own_zero_grad(optimizer: Optimizer) -> bool:
+    """Whether ``zero_grad`` is overridden: it may do more than to clear gradients.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.ones(1)])
-        >>> before = clears_itself(optimizer)
+        >>> before = has_own_zero_grad(optimizer)
         >>> optimizer.zero_grad = lambda: print("cleared")
-        >>> before, clears_itself(optimizer)
+        >>> before, has_own_zero_grad(optimizer)
         (False, True)
     """
     return (
@@ -85,7 +82,7 @@ def clears_itself(optimizer: Optimizer) -> bool:
 
 @lru_cache(maxsize=64)
 def _is_pytorchs(method: Callable[..., Any]) -> bool:
-    """Whether a method is as PyTorch wrote it, and wrapped it: somebody may have put another into the class."""
+    """Whether a method and the function that it wraps are PyTorch's: user code may have replaced it in the class."""
     inner = getattr(method, "__wrapped__", None)
     module = str(getattr(method, "__globals__", {}).get("__name__"))
     return module.partition(".")[0] == "torch" and (inner is None or _is_pytorchs(inner))
@@ -96,7 +93,7 @@ def _on_gpus(parameters: Sequence[Tensor]) -> bool:
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer asks for the loss itself, as often as it likes.
+    """Whether an optimizer's step needs a closure that computes the loss, as LBFGS does.
 
     Example:
         >>> weights = [torch.ones(1)]
@@ -107,49 +104,49 @@ def takes_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def _is_our_own(hook: object) -> bool:
-    """Whether a hook is one of autostream's, which notes what optimizers write outside of graphs."""
+def _is_autostreams(hook: object) -> bool:
+    """Whether a hook is autostream's: it records that an optimizer has stepped outside of graphs."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Input(Constant):
-    """Stands for a number that is an input of an update, and may be another in each step.
+    """Placeholder of a hyperparameter that is an input of the graph, and may change with each step.
 
     Attributes:
-        positive: whether it is one above zero in all of them: rules ask.
+        positive: whether it is above zero in every step: update rules branch on that.
     """
 
     positive: bool
 
 
 def values(optimizer: Optimizer) -> list[Any]:
-    """What each group is updated with, one number at a time; what schedulers keep there for themselves is not.
+    """The hyperparameters of all groups as a flat list, without the entries that schedulers add.
 
     Example:
         >>> values(SGD([torch.ones(2)], lr=0.1, momentum=0.9))[:2], values(Adam([torch.ones(2)], lr=0.1))[:3]
         ([0.1, 0.9], [0.1, 0.9, 0.999])
     """
     names = tuple(optimizer.defaults)
-    found: list[Any] = []
+    flat: list[Any] = []
     for group in optimizer.param_groups:
         for name in names:
             value = group.get(name)
             if isinstance(value, (tuple, list)):
-                found += value
+                flat += value
             else:
-                found.append(value)
-    return found
+                flat.append(value)
+    return flat
 
 
 def names(optimizer: Optimizer) -> list[str]:
-    """What each of the :func:`values` is called.
+    """The names of the :func:`values`.
 
     Example:
         >>> names(Adam([torch.ones(2)]))[:4]
         ['lr', 'betas[0]', 'betas[1]', 'eps']
     """
-    return [own for group in optimizer.param_groups for name in optimizer.defaults for own in _names(name, group)]
+    return [each for group in optimizer.param_groups for name in optimizer.defaults for each in _names(name, group)]
 
 
 def _names(name: str, group: Group) -> list[str]:
@@ -158,30 +155,30 @@ def _names(name: str, group: Group) -> list[str]:
 
 
 def inputs(optimizer: Optimizer, varying: Set[str] = frozenset()) -> dict[int, Input]:
-    """Which of the :func:`values` are inputs of an update: learning rates, tensors, and what varies and is above zero.
+    """Which of the :func:`values` are inputs of the graph: learning rates, tensors, and those that vary above zero.
 
-    Update rules leave out what belongs to a number that is zero, so one that becomes zero is another rule's; not so a
-    learning rate, which schedules begin and end with.
+    Update rules skip the ops of a hyperparameter that is zero, so one that becomes zero needs another graph. A learning
+    rate is different: rules do not branch on it, and schedules start and end at zero.
 
     Args:
         optimizer: the optimizer.
-        varying: the :func:`names` of those that vary.
+        varying: the :func:`names` of those that were seen to change.
 
     Example:
         >>> optimizer = SGD([{"params": [torch.ones(2)], "momentum": 0.9}], lr=0.1)
         >>> inputs(optimizer, {"lr", "momentum", "dampening"})
         {0: Input(positive=False), 1: Input(positive=True)}
     """
-    found = {}
+    inputs = {}
     for at, (name, value) in enumerate(zip(names(optimizer), values(optimizer), strict=True)):
         varies = name != "lr" and name in varying and is_positive(value)
         if varies or name == "lr" or isinstance(value, Tensor):
-            found[at] = Input(positive=varies)
-    return found
+            inputs[at] = Input(positive=varies)
+    return inputs
 
 
 def unfit(optimizer: Optimizer, inputs: Mapping[int, Input]) -> str:
-    """Why one of the :func:`values` cannot be an input of an update, or ``""``.
+    """Why one of the :func:`values` cannot be an input of a graph, or ``""``.
 
     Example:
         >>> from fractions import Fraction
@@ -200,7 +197,7 @@ def unfit(optimizer: Optimizer, inputs: Mapping[int, Input]) -> str:
 
 
 def groups_of(optimizer: Optimizer, inputs: Mapping[int, Input]) -> tuple[Group, ...]:
-    """The groups of an optimizer's hyperparameters, with inputs in the place of some.
+    """The hyperparameters of each group, with an :class:`Input` in place of each that is one.
 
     Example:
         >>> optimizer = SGD([{"params": [torch.ones(2)], "momentum": 0.9}], lr=0.1)
@@ -208,16 +205,16 @@ def groups_of(optimizer: Optimizer, inputs: Mapping[int, Input]) -> tuple[Group,
         >>> group["lr"], group["momentum"]
         (Input(positive=False), 0.9)
     """
-    left = (inputs.get(at, value) for at, value in enumerate(values(optimizer)))
+    flat = (inputs.get(at, value) for at, value in enumerate(values(optimizer)))
 
-    def taken(value: Any) -> Any:
-        return type(value)([next(left) for _ in value]) if isinstance(value, (tuple, list)) else next(left)
+    def replaced(value: Any) -> Any:
+        return type(value)([next(flat) for _ in value]) if isinstance(value, (tuple, list)) else next(flat)
 
-    return tuple({name: taken(group.get(name)) for name in optimizer.defaults} for group in optimizer.param_groups)
+    return tuple({name: replaced(group.get(name)) for name in optimizer.defaults} for group in optimizer.param_groups)
 
 
 def is_number(value: object) -> bool:
-    """Whether a hyperparameter is a number of Python's; switches are none.
+    """Whether a hyperparameter is a Python number; a ``bool`` is not.
 
     Example:
         >>> is_number(0.9), is_number(True)
@@ -227,7 +224,7 @@ def is_number(value: object) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a hyperparameter is a number of Python's above zero.
+    """Whether a hyperparameter is a Python number above zero.
 
     Example:
         >>> is_positive(0.9), is_positive(0.0), is_positive(torch.ones(()))
@@ -237,18 +234,18 @@ def is_positive(value: Any) -> bool:
 
 
 class Hyperparameters:
-    """An optimizer's, from step to step: most of them are constants of a graph, some are its inputs.
+    """The hyperparameters of an optimizer from step to step: which are inputs of a graph, and whether others changed.
 
     Args:
         optimizer: the optimizer.
 
     Attributes:
-        inputs: those that are inputs, by place among the :func:`values`.
+        inputs: those that are inputs, by position in :func:`values`.
 
     Example:
         >>> optimizer = SGD([torch.ones(2)], lr=0.1, momentum=0.9)
         >>> hyperparameters = Hyperparameters(optimizer)
-        >>> _, refusal = hyperparameters.look()
+        >>> _, refusal = hyperparameters.refresh()
         >>> hyperparameters.numbers(torch.device("cpu"))
         tensor([0.1000], dtype=torch.float64)
         >>> optimizer.param_groups[0]["lr"] = 0.2
@@ -265,18 +262,18 @@ class Hyperparameters:
         self._varying: set[str] = set()
         self._values = values(optimizer)
         self._entries: list[Any] = []
-        self._settled = False
+        self._immutable = False
         self._as_tensor = Numbers()
 
-    def look(self) -> tuple[Structure | None, str]:
-        """The hyperparameters now, with an :class:`Input` for each that is one, and why no graph can use them.
+    def refresh(self) -> tuple[Structure | None, str]:
+        """Read the hyperparameters. Numbers that changed since the last call become inputs, from now on.
 
-        Numbers that are not what they were at the last look are inputs from now on: when they change again, that needs
-        no other graph.
+        Returns:
+            Their structure, with an :class:`Input` for each that is one; or ``None``, and why no graph can use them.
         """
         optimizer, now = self._optimizer, values(self._optimizer)
-        found = zip(names(optimizer), self._values, now, strict=False)
-        self._varying |= {name for name, then, own in found if is_number(then) and is_number(own) and then != own}
+        pairs = zip(names(optimizer), self._values, now, strict=False)
+        self._varying |= {name for name, old, new in pairs if is_number(old) and is_number(new) and old != new}
         self.inputs = inputs(optimizer, self._varying)
         self._note(now, _entries(optimizer))
         if refusal := unfit(optimizer, self.inputs):
@@ -287,48 +284,48 @@ class Hyperparameters:
             return None, f"a hyperparameter of {type(optimizer).__name__}: {error}"
 
     def same(self) -> bool:
-        """Whether they are what they were at the last look, but for the values of inputs."""
+        """Whether all but the values of inputs are what they were at the last call of :meth:`refresh`."""
         entries = _entries(self._optimizer)
-        if self._settled and len(entries) == len(self._entries) and all(map(is_, entries, self._entries)):
+        if self._immutable and len(entries) == len(self._entries) and all(map(is_, entries, self._entries)):
             return True
         now = values(self._optimizer)
         if len(now) != len(self._values):
             return False
         for at, (value, before) in enumerate(zip(now, self._values, strict=True)):
-            own = self.inputs.get(at)
-            if own is None:
+            item = self.inputs.get(at)
+            if item is None:
                 if value is not before and (type(value) is not type(before) or value != before):
                     return False
             elif isinstance(value, Tensor) or isinstance(before, Tensor):
                 if type(value) is not type(before):
                     return False
-            elif not (is_positive(value) if own.positive else is_number(value)):
+            elif not (is_positive(value) if item.positive else is_number(value)):
                 return False
         self._note(now, entries)
         return True
 
     def _note(self, now: list[Any], entries: list[Any]) -> None:
         self._values, self._entries = now, entries
-        # Lists may be written to, and so may tensors: then each step looks.
-        self._settled = not any(isinstance(entry, (list, Tensor)) for entry in _plain(self._optimizer))
+        # A list or a tensor may change in place.
+        self._immutable = not any(
+            isinstance(value, (list, Tensor))
+            for group in self._optimizer.param_groups
+            for name, value in group.items()
+            if name != "params"
+        )
 
     def numbers(self, device: torch.device) -> Tensor:
-        """The inputs as they were when they were last found to be the same, in one tensor."""
+        """The inputs as :meth:`refresh` or :meth:`same` last read them, in one tensor."""
         return self._as_tensor([self._values[at] for at in self.inputs], device)
 
 
 def _entries(optimizer: Optimizer) -> list[Any]:
-    """All that groups hold, one look at which is the quickest."""
+    """The values of all groups."""
     return list(chain.from_iterable(map(dict.values, optimizer.param_groups)))
 
 
-def _plain(optimizer: Optimizer) -> list[Any]:
-    """What groups hold besides parameters."""
-    return [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
-
-
 class Numbers:
-    """The inputs of an update in one tensor, float64 as Python's numbers are, where the parameters are.
+    """Puts the inputs of an update into one float64 tensor on the parameters' device.
 
     Example:
         >>> numbers = Numbers()
@@ -340,27 +337,27 @@ class Numbers:
     """
 
     def __init__(self) -> None:
-        self._known: tuple[list[float | Tensor], Tensor] | None = None
+        self._last: tuple[list[float | Tensor], Tensor] | None = None
 
     def __call__(self, numbers: list[float | Tensor], device: torch.device) -> Tensor:
-        """These numbers as they are now."""
-        if any(isinstance(number, Tensor) for number in numbers):  # the user's own, who may write to it
+        """The numbers as a tensor; the last one, if they have not changed."""
+        if any(isinstance(number, Tensor) for number in numbers):  # the user's tensor may have changed in place
             return torch.stack([_scalar(number, device) for number in numbers])
-        if self._known is None or self._known[0] != numbers or self._known[1].device != device:
-            # A new tensor each time: the last one may still be on its way to the device.
-            self._known = numbers, torch.stack([_scalar(number, device) for number in numbers])
-        return self._known[1]
+        if self._last is None or self._last[0] != numbers or self._last[1].device != device:
+            # A new tensor: kernels of the last step may still read the old one.
+            self._last = numbers, torch.stack([_scalar(number, device) for number in numbers])
+        return self._last[1]
 
 
 def _scalar(number: float | Tensor, device: torch.device) -> Tensor:
-    """A number as a tensor, made where it is needed: nothing is copied there from the host."""
+    """A number as a tensor, made by a kernel on the device instead of a copy from the host."""
     if isinstance(number, Tensor):
         return number.detach().reshape(()).to(device, torch.float64)
     return torch.full((), number, dtype=torch.float64, device=device)
 
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
-"""Of each parameter that has some, the optimizer's tensors by name."""
+"""By parameter, the tensors of the optimizer's state by name."""
 
 
 def update(
@@ -370,17 +367,17 @@ def update(
     parameters: Sequence[Sequence[Tensor]],
     state: State,
 ) -> None:
-    """Let an optimizer step on other tensors than its own, in ops that ask no number of the host.
+    """Run an optimizer's step on other tensors than its own, without reading a tensor's value on the host.
 
     Args:
-        optimizer: the optimizer; it stays as it is.
-        groups: the hyperparameters to use, with an :class:`Input` for each of these numbers.
-        numbers: the inputs, in the order of these.
-        parameters: by group, in the order of the optimizer's own; those with a ``grad`` are written in place.
+        optimizer: the optimizer; it does not change.
+        groups: the hyperparameters, with an :class:`Input` for each that is one.
+        numbers: the values of these inputs, in order.
+        parameters: by group, in the optimizer's order; those with a ``grad`` are written in place.
         state: of these parameters; written in place.
 
     Raises:
-        TraceError: a parameter with a ``grad`` lacks state, which its first step makes.
+        TraceError: a parameter with a ``grad`` has no state yet.
 
     Example:
         >>> optimizer = SGD([torch.ones(2)], lr=0.1)
@@ -391,18 +388,18 @@ def update(
         tensor([0.9000, 0.9000])
     """
     widened = {parameter: _widened(values) for parameter, values in state.items()}
-    twin = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    twin.state = defaultdict(dict, {parameter: dict(values) for parameter, values in widened.items()})
+    copied = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    copied.state = defaultdict(dict, {parameter: dict(values) for parameter, values in widened.items()})
     inputs = _Inputs(numbers)
-    twin.param_groups = [
-        {**inputs.filled(group), **{name: value for name, value in _MODE.items() if name in group}, "params": [*its]}
-        for group, its in zip(groups, parameters, strict=True)
+    copied.param_groups = [
+        {**inputs.filled(group), **{name: value for name, value in _MODE.items() if name in group}, "params": [*params]}
+        for group, params in zip(groups, parameters, strict=True)
     ]
-    with torch.no_grad(), _compiling(), inputs:  # takes numbers for what only a device knows, as for a compiler
-        inspect.unwrap(type(optimizer).step)(twin)
+    with torch.no_grad(), _compiling(), inputs:
+        inspect.unwrap(type(optimizer).step)(copied)
     with torch.no_grad():
-        for parameter, values in twin.state.items():
+        for parameter, values in copied.state.items():
             if any(value is not widened.get(parameter, {}).get(name) for name, value in values.items()):
                 raise TraceError("the optimizer makes its state in the first step of each parameter")
         for parameter, values in state.items():
@@ -412,9 +409,12 @@ def update(
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Let update rules be told that they are compiled: then they leave to the device what it knows.
+    """Set ``torch.compiler.is_compiling()``, so that update rules keep numbers as tensors, on a CPU too.
 
-    Private to PyTorch (seen in 2.11 and 2.13), whose own exporter sets this flag.
+    Private to PyTorch; ``torch.export`` sets the same flag. It is a global of a module, so other threads see it too,
+    and PyTorch has no thread-local one: in 2.11 and 2.13 ``is_compiling`` returns that global, and in 2.13 Dynamo sets
+    it for each compilation (``_compile_session_context``), as visibly. ``is_dynamo_compiling`` is always false outside
+    of Dynamo's tracer. Steps are traced with Dynamo's lock held, so Dynamo in another thread does not interfere.
     """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
@@ -425,10 +425,10 @@ def _compiling() -> Iterator[None]:
 
 
 class _Inputs(TorchFunctionMode):
-    """Lets ``torch.optim`` take tensors where it is written for numbers of the host's.
+    """Lets ``torch.optim`` use tensors where its code expects Python numbers.
 
-    A rule asks whether one is above zero: what is known to be is. Ops on lists of tensors take most numbers as tensors
-    too; the others are put otherwise here, so that they round as they do with numbers.
+    Comparisons with zero are true for inputs that are always positive. Most ops on lists of tensors accept a tensor for
+    a number; calls of the others are rewritten, so that they round as they do with numbers.
 
     Args:
         numbers: the inputs, in one tensor.
@@ -440,7 +440,7 @@ class _Inputs(TorchFunctionMode):
         self._positive: list[Tensor] = []
 
     def filled(self, group: Group) -> dict[str, Any]:
-        """A group with the next numbers in the place of its inputs."""
+        """A group with the next numbers in place of its inputs."""
         return {name: self._filled(value) for name, value in group.items()}
 
     def _filled(self, value: Any) -> Any:
@@ -454,12 +454,12 @@ class _Inputs(TorchFunctionMode):
         return number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function."""
+        """Call a function of PyTorch's."""
         kwargs = kwargs or {}
         if func in _COMPARISONS and any(args[0] is number for number in self._positive) and args[1] == 0:
             return True
-        if func in _WITH_TENSORS and (put := _WITH_TENSORS[func](*args, **kwargs)) is not None:
-            args, kwargs = put
+        if func in _WITH_TENSORS and (rewritten := _WITH_TENSORS[func](*args, **kwargs)) is not None:
+            args, kwargs = rewritten
         if func is torch._foreach_pow and isinstance(args[0], Tensor):
             return [torch.pow(args[0], exponent) for exponent in args[1]]
         return func(*args, **kwargs)
@@ -468,61 +468,39 @@ class _Inputs(TorchFunctionMode):
 _COMPARISONS = {Tensor.ne, Tensor.gt, Tensor.__ne__, Tensor.__gt__}
 
 
-def _added(tensors: Sequence[Tensor], others: Any, *, alpha: Any = 1) -> Any:
-    """Arguments of an addition of a number, or of others that are multiplied by one."""
+def _add(tensors: Sequence[Tensor], others: Any, *, alpha: Any = 1) -> Any:
+    """Arguments of ``_foreach_add``, with a tensor for the number that is added, or for ``alpha``."""
     if isinstance(others, Tensor):
         return (tensors, [others] * len(tensors)), {"alpha": alpha}
     return ((tensors, torch._foreach_mul(others, alpha)), {}) if isinstance(alpha, Tensor) else None
 
 
-def _valued(tensors: Sequence[Tensor], one: Any, other: Any, value: Any = 1) -> Any:
-    """Arguments of an addition of products that are multiplied by a number."""
+def _addcmul(tensors: Sequence[Tensor], one: Any, other: Any, value: Any = 1) -> Any:
+    """Arguments of ``_foreach_addcmul``, with a tensor for ``value``."""
     return ((tensors, torch._foreach_mul(one, value), other), {}) if isinstance(value, Tensor) else None
 
 
-def _weighted(tensors: Sequence[Tensor], ends: Any, weight: Any) -> Any:
-    """Arguments of an interpolation, whose weights have to have the dtype of what they weigh."""
+def _lerp(tensors: Sequence[Tensor], ends: Any, weight: Any) -> Any:
+    """Arguments of ``_foreach_lerp``, with a tensor for ``weight``, which needs the dtype of each tensor."""
     weights = [weight.to(tensor.dtype) for tensor in tensors] if isinstance(weight, Tensor) else None
     return weights and ((tensors, ends, weights), {})
 
 
 _WITH_TENSORS: Mapping[Any, Callable[..., Any]] = {
-    **dict.fromkeys((torch._foreach_add, torch._foreach_add_), _added),
-    **dict.fromkeys((torch._foreach_addcmul, torch._foreach_addcmul_), _valued),
-    **dict.fromkeys((torch._foreach_lerp, torch._foreach_lerp_), _weighted),
+    **dict.fromkeys((torch._foreach_add, torch._foreach_add_), _add),
+    **dict.fromkeys((torch._foreach_addcmul, torch._foreach_addcmul_), _addcmul),
+    **dict.fromkeys((torch._foreach_lerp, torch._foreach_lerp_), _lerp),
 }
-"""For functions that take a number of the host's alone: the same call, with a tensor for it."""
+"""For functions that take a Python number only: the arguments of an equivalent call with a tensor."""
 
 
 _MODE = {"foreach": True, "fused": False, "capturable": True}
-"""The ways of ``torch.optim`` that take tensors for numbers."""
+"""The implementations of ``torch.optim`` that accept tensors for numbers."""
 
 
 def _widened(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State whose counter of steps is float64, as Python computes with it.
+    """State with a float64 step counter, because an eager step computes with Python's float64.
 
-    In float32, the small numbers that are left of ``1 - beta ** step`` at first would be off by up to 1e-4 of them.
+    In float32, ``1 - beta ** step`` has a relative error of up to 1e-4 in the first steps.
     """
     return {name: value.double() if name == "step" else value for name, value in values.items()}
-
-
-@cache
-def lists_apart() -> Mapping[OpOverload, Callable[..., Any]]:
-    """Decompositions of ops on lists of tensors into ops on one, by the kernels that PyTorch has for other devices.
-
-    Private to PyTorch (seen in 2.11 and 2.13): how a kernel is called by its dispatch key.
-
-    Example:
-        >>> torch.ops.aten._foreach_add.List in lists_apart()
-        True
-    """
-    key = torch._C.DispatchKey.CompositeExplicitAutograd
-    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::_foreach_"))
-    ops = (_overload(name) for name in names)
-    return {op: partial(op._op_dk, key) for op in ops if op.has_kernel_for_dispatch_key(key)}
-
-
-def _overload(name: str) -> OpOverload:
-    packet, _, overload = name.removeprefix("aten::").partition(".")
-    found: OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    return found

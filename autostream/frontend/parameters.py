@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, their gradients, and their state."""
+"""An optimizer's parameters, their gradients, and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PARAMETERS = operator.itemgetter("params")
 
 
 def have_hooks(parameters: Sequence[Tensor]) -> bool:
-    """Whether something else happens when one of these gets a gradient.
+    """Whether hooks are registered that run when one of these gets a gradient.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -43,24 +43,24 @@ _HOOKS = operator.attrgetter("_backward_hooks")
 _LATER_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
-def strangers(optimizer: Optimizer, known: Iterable[Tensor]) -> str:
-    """What to say of parameters of an optimizer that are none of those known; ``""`` where all are."""
-    ours, parameters = set(map(id, known)), parameters_of(optimizer)
-    if not (found := [parameter for parameter in parameters if id(parameter) not in ours]):
+def foreign_parameters(optimizer: Optimizer, known: Iterable[Tensor]) -> str:
+    """The error message if an optimizer has parameters that are not among those known; otherwise ``""``."""
+    known_ids, parameters = set(map(id, known)), parameters_of(optimizer)
+    if not (foreign := [parameter for parameter in parameters if id(parameter) not in known_ids]):
         return ""
-    shapes = ", ".join("x".join(map(str, stranger.shape)) or "scalar" for stranger in found[:3])
+    shapes = ", ".join("x".join(map(str, parameter.shape)) or "scalar" for parameter in foreign[:3])
     return (
-        f"{len(found)} of the optimizer's {len(parameters)} parameters (of shape {shapes}) are not the model's: make "
+        f"{len(foreign)} of the optimizer's {len(parameters)} parameters (of shape {shapes}) are not the model's: make "
         "the optimizer of model.parameters(), and loss_fn a module where it has parameters too"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """An optimizer's state, in which a graph writes.
+    """An optimizer's state, which a graph writes in place.
 
     Attributes:
-        names: of each tensor, the position of its parameter and its own name.
+        names: of each tensor, the position of its parameter and its key in that parameter's state.
         tensors: the tensors.
     """
 
@@ -71,7 +71,7 @@ class State:
 def state_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> State | str:
     """The state as it is now, or why it cannot be part of a graph.
 
-    Counters that the optimizer keeps on the host go to the device, where a graph needs them.
+    Step counters that the optimizer keeps on the CPU are moved to the parameters' device.
 
     Example:
         >>> parameter = torch.nn.Parameter(torch.ones(2))
@@ -81,20 +81,20 @@ def state_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> State | str:
         >>> state_of(optimizer, [parameter])
         State(names=((0, 'momentum_buffer'),), tensors=[tensor([1., 1.])])
     """
-    found: dict[tuple[int, str], Tensor] = {}
+    state: dict[tuple[int, str], Tensor] = {}
     for at, parameter in enumerate(parameters):
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[at, name] = value
+                state[at, name] = value
             elif value is not None:
                 return f"the optimizer's state has a {type(value).__name__} ({name}), and a graph takes tensors"
-    if share_bytes(own for own in (*parameters, *found.values()) if not unusual(own)):
+    if share_bytes(tensor for tensor in (*parameters, *state.values()) if not unusual(tensor)):
         return _OVERLAPPING
-    for (at, name), value in found.items():  # what was shared would be so no longer
+    for (at, name), value in state.items():  # after the check above: tensors that are moved share nothing any more
         device = parameters[at].device
         if value.device != device:
-            found[at, name] = optimizer.state[parameters[at]][name] = value.to(device)
-    return State(tuple(found), [*found.values()])
+            state[at, name] = optimizer.state[parameters[at]][name] = value.to(device)
+    return State(tuple(state), [*state.values()])
 
 
 _OVERLAPPING = (
@@ -105,7 +105,7 @@ _OVERLAPPING = (
 
 @contextmanager
 def set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """No parameter has a gradient inside at first; afterwards each has what it had before."""
+    """Set gradients to ``None``, and restore them afterwards."""
     before = {parameter: parameter.grad for parameter in parameters}
     clear_gradients(before)
     try:
@@ -116,8 +116,8 @@ def set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def take_gradients(parameters: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Give parameters their gradients, as they are; what they have is added to, as in a backward."""
-    for parameter, gradient in dict(zip(parameters, gradients, strict=True)).items():  # one may be there twice
+    """Accumulate gradients into parameters, as a backward does; a first gradient is not copied."""
+    for parameter, gradient in dict(zip(parameters, gradients, strict=True)).items():  # a parameter may occur twice
         if parameter.grad is None:
             parameter.grad = gradient
         elif gradient is not None:
@@ -125,13 +125,13 @@ def take_gradients(parameters: Iterable[Tensor], gradients: Sequence[Tensor | No
 
 
 def clear_gradients(parameters: Iterable[Tensor]) -> None:
-    """Leave no gradient."""
+    """Set gradients to ``None``."""
     for parameter in parameters:
         parameter.grad = None
 
 
 def leave_no_gradients(parameters: Sequence[Tensor]) -> None:
-    """The same, where there are most often none."""
+    """The same, faster where there are usually none."""
     if list(map(_GRADIENT, parameters)).count(None) < len(parameters):
         clear_gradients(parameters)
 
@@ -140,20 +140,21 @@ _GRADIENT = operator.attrgetter("grad")
 
 
 def stateless(optimizer: Optimizer) -> frozenset[int]:
-    """The identities of parameters that require gradients and have no state now; nothing is looked up for it."""
+    """The ids of parameters that require gradients and have no state yet."""
     state = optimizer.state
-    return frozenset(id(own) for own in parameters_of(optimizer) if own.requires_grad and not state.get(own))
+    parameters = parameters_of(optimizer)
+    return frozenset(id(parameter) for parameter in parameters if parameter.requires_grad and not state.get(parameter))
 
 
 def set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], taken: set[int]) -> None:
-    """Give parameters their gradients, each in memory of its own that lies as the parameter's, as autograd does.
+    """Set the gradients of parameters, each in its own storage with the parameter's layout, as autograd does.
 
-    What comes after writes to them: two may be one tensor, or a number that is seen as many.
+    Clipping and the optimizer write to them, so gradients that share memory or are expanded are copied.
 
     Args:
         parameters: the parameters.
         gradients: of each, or ``None``.
-        taken: storages that none may share; those of the gradients are added.
+        taken: storages that no gradient may share; those of the gradients are added.
 
     Raises:
         TraceError: a gradient is sparse.

@@ -1,6 +1,6 @@
-"""What autograd saves: hooks of it (``torch.autograd.graph.saved_tensors_hooks``), what these raise, how long it stays.
+"""Hooks on the tensors that autograd saves (``torch.autograd.graph.saved_tensors_hooks``): disable, detect, call them.
 
-Private to PyTorch (seen in 2.11 and 2.13): its public relatives can add hooks, but none can take them away.
+Private to PyTorch; see the table in ``frontend/__init__.py``. Public functions can add hooks, but not remove them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NEEDED = (
 
 @contextmanager
 def hooks_set_aside() -> Iterator[None]:
-    """Keep the caller's hooks from seeing fake tensors.
+    """Disable the caller's hooks, which must not get fake tensors.
 
     Raises:
-        TraceError: this version of PyTorch has no way to.
+        TraceError: this version of PyTorch cannot do so.
 
     Example:
         >>> def packed(tensor):
@@ -53,9 +53,9 @@ def hooks_set_aside() -> Iterator[None]:
 
 
 def hooks_are_set() -> bool:
-    """Whether somebody looks at what autograd saves, such as a checkpoint, which compares it with what it saves later.
+    """Whether hooks are set, such as a checkpoint's, which compares what is saved with what is saved at recomputation.
 
-    Where this version of PyTorch does not tell, somebody may.
+    ``True`` where this version of PyTorch does not tell.
 
     Example:
         >>> with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
@@ -68,17 +68,17 @@ def hooks_are_set() -> bool:
 
 
 keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-"""Whether what is saved stays after the backward that is running, which may be run again (``retain_graph=True``).
+"""Whether saved tensors stay after the backward that is running (``retain_graph=True``).
 
-Where a version of PyTorch does not tell, it may.
+``True`` where this version of PyTorch does not tell.
 """
 
 
 def apply(function: type[Function], *args: Any) -> Any:
-    """What a function of autograd returns, or what a hook raises that is given the tensors which it saves.
+    """Call a function of autograd; an exception of a hook on the tensors that it saves comes through.
 
-    A checkpoint's hook raises to end what is computed once more as soon as it has all. PyTorch 2.11 can lose that on
-    its way, and raises a ``SystemError`` that says ``returned NULL without setting an exception`` (pytorch#179536).
+    A checkpoint's hook raises to stop recomputing as soon as it has all tensors. PyTorch 2.11 can lose that exception,
+    and raises a ``SystemError`` that says ``returned NULL without setting an exception`` (pytorch#179536).
 
     Example:
         >>> class Exp(Function):
@@ -96,7 +96,7 @@ def apply(function: type[Function], *args: Any) -> Any:
     pack, unpack = pair
     raised: list[BaseException] = []
 
-    def noted(tensor: Any) -> Any:
+    def recording_pack(tensor: Any) -> Any:
         try:
             return pack(tensor)
         except BaseException as error:
@@ -104,16 +104,16 @@ def apply(function: type[Function], *args: Any) -> Any:
             raise
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(recording_pack, unpack):
             return function.apply(*args)  # type: ignore[no-untyped-call]
     except SystemError:
         if raised:
             raise raised[-1] from None
         raise
     finally:
-        raised.clear()  # an error has the frames that it came through, and these have this list
+        raised.clear()  # breaks a cycle: the traceback of an exception refers to this frame
 
 
 def _top() -> Any:
-    """What gives the pair of hooks that was set last, or nothing where this version of PyTorch has no such thing."""
+    """PyTorch's function for the innermost pair of hooks; ``None`` where this version has none."""
     return getattr(getattr(torch._C, "_autograd", None), _NEEDED[0], None)

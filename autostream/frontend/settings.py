@@ -1,8 +1,7 @@
-"""Settings of the process and the thread that change what kernels compute.
+"""Global settings that are guarded because they change what kernels compute: autocast, precisions, determinism.
 
-Read at every call, so by the functions in C that PyTorch's public properties read them by (the properties would take
-three times as long), and, where a yes is enough, by the guard that TorchDynamo looks at them with. Private to PyTorch
-(seen in 2.11 and 2.13); where a version lacks one, its public relative is read.
+They are read in every call, so with the C functions behind PyTorch's public properties, in a third of the time, or
+with Dynamo's guard on global state. These are private to PyTorch; without one, the public property is read.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ def _c(name: str, public: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _precision(operation: str) -> Callable[[], Any]:
-    """What the ``fp32_precision`` properties of ``torch.backends`` are made of. The public fall-back raises where
-    somebody used the newer settings as well as the older.
+    """The getter behind ``fp32_precision`` of ``torch.backends``.
+
+    Its public replacement raises if the process uses both the older and the newer settings of precision.
     """
     precision = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: torch.get_float32_matmul_precision())
     return partial(precision, "cuda", operation)
@@ -45,7 +45,7 @@ _GUARDED = (
     ),
     torch.is_deterministic_algorithms_warn_only_enabled,
 )
-"""What ``GlobalStateGuard`` sees too, as it does that autocast is off (but not which dtype it casts to)."""
+"""Settings that ``GlobalStateGuard`` checks too. Of autocast it checks whether it is on, but not its dtype."""
 
 _UNGUARDED = (
     _precision("conv"),
@@ -54,7 +54,7 @@ _UNGUARDED = (
     _c("_get_cudnn_deterministic", lambda: torch.backends.cudnn.deterministic),
     _c("_get_cudnn_benchmark", lambda: torch.backends.cudnn.benchmark),
     torch.backends.mha.get_fastpath_enabled,
-    # What torch.nn.attention.sdpa_kernel chooses from; a captured graph has the choice that was made for it.
+    # The settings of torch.nn.attention.sdpa_kernel: a captured graph contains the attention kernel chosen by them.
     _c("_get_flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled),
     _c("_get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled),
     _c("_get_cudnn_sdp_enabled", torch.backends.cuda.cudnn_sdp_enabled),
@@ -66,9 +66,9 @@ _UNGUARDED = (
 
 
 def _order_attention() -> None:
-    """Let PyTorch put its attention kernels in order now, as it does when somebody first attends on a GPU.
+    """Let PyTorch choose the order of attention kernels now, as it does in the first attention on a GPU.
 
-    On some GPUs cuDNN's comes first then: what was looked up before would not be found afterwards.
+    On some GPUs that changes the order, and with it the key under which schedules are cached.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _order_attention_once()
@@ -76,13 +76,13 @@ def _order_attention() -> None:
 
 @cache
 def _order_attention_once() -> None:
-    with suppress(RuntimeError, AttributeError):  # all kernels are switched off, or there is no such function
+    with suppress(RuntimeError, AttributeError):  # all kernels are disabled, or PyTorch has no such function
         query = torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.float16)
         torch._fused_sdp_choice(query, query, query)
 
 
 def numerics() -> Hashable:
-    """Autocast, default dtype and device, precisions, determinism and attention kernels, as they are now.
+    """All of these settings as they are now: part of the key under which schedules are cached.
 
     Example:
         >>> before = numerics()
@@ -100,7 +100,7 @@ def numerics() -> Hashable:
 
 
 def watch_numerics() -> Callable[[], bool]:
-    """A quick look at whether :func:`numerics` are what they are now; it may say no where they are.
+    """A fast check whether :func:`numerics` is what it is now; it may return ``False`` although it is.
 
     Example:
         >>> same = watch_numerics()
@@ -112,12 +112,12 @@ def watch_numerics() -> Callable[[], bool]:
     if guard is None:
         then = numerics()
         return lambda: numerics() == then
-    unguarded = list(map(call, _UNGUARDED))
-    return lambda: guard() and not torch._C._len_torch_function_stack() and list(map(call, _UNGUARDED)) == unguarded
+    unguarded = watch_unguarded()
+    return lambda: guard() and not torch._C._len_torch_function_stack() and unguarded()
 
 
 def watch_unguarded() -> Callable[[], bool]:
-    """Whether those settings that TorchDynamo does not guard are what they are now.
+    """A check whether the settings that Dynamo does not guard are what they are now.
 
     Example:
         >>> same = watch_unguarded()
@@ -130,7 +130,7 @@ def watch_unguarded() -> Callable[[], bool]:
 
 
 def _guard() -> Callable[[], bool] | None:
-    """TorchDynamo's look at modes, where it sees what numerics are made of."""
+    """Dynamo's guard on global state; ``None`` where it does not cover all settings that are on."""
     guard: Any = getattr(getattr(torch._C._dynamo, "guards", None), "GlobalStateGuard", None)
     if guard is None or any(_autocast()) or torch._C._len_torch_function_stack():
         return None

@@ -1,4 +1,4 @@
-"""A call of a model as one program, for those who plan, draw or measure it: nothing is run.
+"""A call of a model as one program, to plan, draw or measure it without running it.
 
 model, args, kwargs ──capture──▶ graph of torch ops ──aten──▶ Program ─▶ Traced
 """
@@ -25,24 +25,24 @@ class Traced:
 
     Attributes:
         program: of the call.
-        captured: what it was made of.
-        places: for each of its placeholders, which of the tensors that was captured with; ``None`` for constants.
-        constants: that the graph makes, by target.
+        captured: the capture that it was made of.
+        sources: for each placeholder, the position of the captured graph's input; ``None`` for constants.
+        constants: tensors that the graph itself makes, by target.
     """
 
     program: Program
     captured: Capture
-    places: tuple[int | None, ...]
+    sources: tuple[int | None, ...]
     constants: Mapping[str, Tensor]
 
     def arguments(
         self, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None = None
     ) -> list[Tensor]:
-        """What the program takes in a call: the model's own tensors as they are now, and these inputs'."""
-        values = self.captured.given(model, tuple(args), dict(kwargs or {}))
+        """The program's arguments in a call: the model's tensors as they are now, and those of these inputs."""
+        values = self.captured.graph_inputs(model, tuple(args), dict(kwargs or {}))
         return [
             self.constants[placeholder.target] if at is None else values[at]
-            for placeholder, at in zip(self.program.placeholders, self.places, strict=True)
+            for placeholder, at in zip(self.program.placeholders, self.sources, strict=True)
         ]
 
 
@@ -53,17 +53,17 @@ def trace(
     *,
     device: str | None = None,
 ) -> Traced:
-    """Capture a call without gradients as one program. Nothing is computed, and nothing of the model's changes.
+    """Capture a call without gradients as one program. Nothing is computed, and the model does not change.
 
     Args:
         model: any module.
         args: positional example inputs.
         kwargs: keyword example inputs.
-        device: what to say that the ops run on, if that is another kind of device than the tensors are on: to plan for
-            one that is not here.
+        device: the device that the program is for, if that is another type of device than the tensors are on: to plan
+            for one that this machine lacks.
 
     Raises:
-        TraceError: it is no one program; the message has Dynamo's reason, and the user's line where it says which.
+        TraceError: it is not one graph; the message has Dynamo's reason, and the user's line where it is known.
 
     Example:
         >>> traced = trace(nn.Linear(3, 4), [torch.ones(2, 3)])
@@ -78,8 +78,8 @@ def trace(
         if captured is None:
             raise TraceError(f"{name_of(model)} computes nothing with tensors")
         names = names_of(captured, model)
-        given = [(*name, tensor) for name, tensor in zip(names, captured.tensors, strict=True)]
-        program, constants = program_of(captured.module, given, device=device)
+        inputs = [(*name, tensor) for name, tensor in zip(names, captured.tensors, strict=True)]
+        program, constants = program_of(captured.module, inputs, device=device)
     known = {name: at for at, name in enumerate(names)}
-    places = tuple(known.get((placeholder.role, placeholder.target)) for placeholder in program.placeholders)
-    return Traced(program, captured, places, constants)
+    sources = tuple(known.get((placeholder.role, placeholder.target)) for placeholder in program.placeholders)
+    return Traced(program, captured, sources, constants)

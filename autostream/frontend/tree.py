@@ -1,8 +1,7 @@
-"""Nested values to flat tensors and back.
+"""Flattening: nested values to flat lists of tensors and back.
 
-``torch.utils._pytree`` does this for the containers that it knows or that somebody registered, for the whole process. A
-library must not register its user's dataclasses behind their back, so containers are opened here; types that are
-registered there are opened as registered.
+``torch.utils._pytree`` does so for types that are registered for the whole process. A library must not register its
+user's dataclasses for them, so this module flattens containers itself; registered types are flattened as registered.
 
 A :class:`Structure` is hashable: two values with equal structures differ in their tensors only.
 """
@@ -16,7 +15,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import repeat
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from autostream.errors import TraceError
-from autostream.utils.operators import is_unknown, symbols_of
+from autostream.utils.operators import is_unknown
 
 _CONSTANTS = {
     type(None), type(...), bool, int, float, complex, str, bytes, range,
@@ -33,12 +32,12 @@ _CONSTANTS = {
 
 
 class Structure(NamedTuple):
-    """A nested value without its tensors: a tuple, because it is hashed and compared at each call.
+    """A nested value without its tensors. A tuple, because it is hashed and compared in each call.
 
     Attributes:
         kind: the container's type, the constant's type, or ``Tensor``.
-        context: what else is needed to rebuild it: keys, field names, or the constant (floats by their bits).
-        children: structures of what it contains; ``None`` for what contains nothing: constants and tensors.
+        context: what else is needed to rebuild the value: keys, field names, or the constant (floats by their bits).
+        children: the structures of its items; ``None`` for constants and tensors.
     """
 
     kind: type
@@ -49,44 +48,20 @@ class Structure(NamedTuple):
 TENSOR = Structure(Tensor)
 
 
-class UnknownNumberError(TraceError):
-    """Python gets a number that only a run tells.
-
-    Attributes:
-        symbols: the names of what it is computed from.
-    """
-
-    def __init__(self, number: Any) -> None:
-        super().__init__("the number of a tensor goes to Python: return the tensor instead")
-        self.symbols = symbols_of(number)
-
-
 class Constant:
-    """An immutable value that is a constant as it is: hashable, and equal to what no program can tell from it."""
+    """Base class of values that count as constants: immutable, hashable, and equal only if interchangeable."""
 
     __slots__ = ()
 
-    def unlike(self, other: Self) -> Iterator[str]:
-        """What of it differs from another, by names that tell users something."""
-        yield from ()
-
-
-def constants_of(structure: Structure) -> Iterator[Constant]:
-    """The constants of our own that a structure holds, in order."""
-    if isinstance(structure.context, Constant):
-        yield structure.context
-    for child in structure.children or ():
-        yield from constants_of(child)
-
 
 def flatten(value: object) -> tuple[list[Tensor], Structure]:
-    """Take a nested value apart.
+    """Flatten a nested value.
 
     Returns:
-        Its tensors in order (one that occurs twice stands there twice), and its structure.
+        Its tensors in order (twice, if one occurs twice), and its structure.
 
     Raises:
-        TraceError: it contains an object that is neither a container known here nor a constant, or itself.
+        TraceError: it contains an object that is neither a known container nor a constant, or it contains itself.
 
     Example:
         >>> tensors, structure = flatten({"x": torch.ones(2), "n": 3})
@@ -103,9 +78,9 @@ def flatten(value: object) -> tuple[list[Tensor], Structure]:
 
 
 def tensors_like(structure: Structure, value: object) -> list[Tensor] | None:
-    """The tensors of a value of this structure, in a third of the time that :func:`flatten` takes.
+    """The tensors of a value with this structure: a fast path, in a third of the time of :func:`flatten`.
 
-    ``None`` where it has another structure, or one that takes longer to compare than tuples, lists and dictionaries.
+    ``None`` if the value has another structure, or one with other containers than tuples, lists and dictionaries.
 
     Example:
         >>> _, structure = flatten((torch.ones(2), {"n": 3}))
@@ -137,16 +112,16 @@ def _gather(structure: Structure, value: Any, tensors: list[Tensor]) -> bool:
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
-    """Put a nested value together again; the inverse of :func:`flatten`."""
+    """The inverse of :func:`flatten`."""
     return _unflatten(structure, iter(tensors))
 
 
 def shares_containers(value: Any, again: Any) -> bool:
-    """Whether two values have a container in common, which neither was made anew for.
+    """Whether two values contain the same container object at the same position.
 
     Example:
-        >>> kept = [1]
-        >>> shares_containers((kept, 2), (kept, 2)), shares_containers((1, [2]), (1, [2]))
+        >>> shared = [1]
+        >>> shares_containers((shared, 2), (shared, 2)), shares_containers((1, [2]), (1, [2]))
         (True, False)
     """
     if isinstance(value, Tensor) or not isinstance(value, list | tuple | dict):
@@ -158,10 +133,10 @@ def shares_containers(value: Any, again: Any) -> bool:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same nested value with what ``function`` makes of each tensor.
+    """Apply a function to each tensor of a nested value.
 
-    Mappings and sequences of other types are opened, too. What is no container stays as it is, and so do keys of
-    dictionaries, whatever they are, and the batch sizes of a ``PackedSequence``: the host's.
+    Unlike :func:`flatten`, this maps the items of any mapping or sequence, and leaves unknown objects as they are. Keys
+    of dictionaries are not mapped, nor are the batch sizes of a ``PackedSequence``, which have to stay on the CPU.
 
     Raises:
         TraceError: it contains itself.
@@ -180,44 +155,44 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, UserDict):  # such as the batches of tokenizers
-        twin = copy.copy(value)
-        twin.data = _map_tensors(function, value.data)
-        return twin
+        mapped = copy.copy(value)
+        mapped.data = _map_tensors(function, value.data)
+        return mapped
     opened = _open(value)
     if opened is None:
         return _map_other(function, value)
     context, children = opened
-    stays = value.batch_sizes if isinstance(value, PackedSequence) else None
-    twins = [child if child is stays else _map_tensors(function, child) for child in children]
-    return _close(type(value), context, twins)
+    unmapped = value.batch_sizes if isinstance(value, PackedSequence) else None
+    mapped = [child if child is unmapped else _map_tensors(function, child) for child in children]
+    return _close(type(value), context, mapped)
 
 
 def _map_other(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Containers of the user's own: any mapping or sequence, as PyTorch's loaders open them when they pin tensors.
+    """Map the items of an unknown mapping or sequence, as PyTorch's data loaders do to pin tensors.
 
-    What comes back is of the same type, or a plain container where that cannot be made of other items. Nothing is
-    written to the user's own, nor to a copy of theirs that may share memory with it.
+    The result has the same type, or is a plain container where that type cannot be made of other items. The user's
+    container is not written, and neither is a copy that may share memory with it.
     """
-    places = _places(value)
-    if places is None:
+    keys = _keys_of_items(value)
+    if keys is None:
         return value
-    children = [value[place] for place in places]
-    twins = [_map_tensors(function, child) for child in children]
-    holds = any(twin is not child or isinstance(child, Tensor) for twin, child in zip(twins, children, strict=True))
-    if isinstance(value, tuple) and not holds:
+    children = [value[key] for key in keys]
+    mapped = [_map_tensors(function, child) for child in children]
+    has_tensors = any(new is not old or isinstance(old, Tensor) for new, old in zip(mapped, children, strict=True))
+    if isinstance(value, tuple) and not has_tensors:
         return value
-    items = dict(zip(places, twins, strict=True))
-    plain = items if isinstance(value, Mapping) else tuple(twins) if isinstance(value, tuple) else twins
-    for remade in (_copied, _constructed):
-        with suppress(Exception):  # of code of theirs, which may refuse in any way
-            twin = remade(value, items, plain)
-            if len(twin) == len(twins) and all(twin[place] is items[place] for place in places):
-                return twin
-    return plain if holds else value
+    items = dict(zip(keys, mapped, strict=True))
+    plain = items if isinstance(value, Mapping) else tuple(mapped) if isinstance(value, tuple) else mapped
+    for rebuild in (_copied, _constructed):
+        with suppress(Exception):  # user code, which may raise anything
+            rebuilt = rebuild(value, items, plain)
+            if len(rebuilt) == len(mapped) and all(rebuilt[key] is items[key] for key in keys):
+                return rebuilt
+    return plain if has_tensors else value
 
 
-def _places(value: Any) -> Sequence[Any] | None:
-    """Where a container of the user's own has its items; ``None`` for what is none."""
+def _keys_of_items(value: Any) -> Sequence[Any] | None:
+    """The keys or indices of a mapping or sequence; ``None`` for other objects."""
     if isinstance(value, Mapping):
         return list(value)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview | range):
@@ -226,23 +201,23 @@ def _places(value: Any) -> Sequence[Any] | None:
 
 
 def _copied(value: Any, items: Mapping[Any, Any], plain: Any) -> Any:
-    """With all that it knows besides its items, if it has those where no copy shares them.
+    """A copy with other items, and the same attributes.
 
     Raises:
-        TypeError: they may be shared.
+        TypeError: a shallow copy might share the items with the original.
     """
     if isinstance(value, tuple):
-        twin: Any = tuple.__new__(type(value), plain)
+        rebuilt: Any = tuple.__new__(type(value), plain)
         if hasattr(value, "__dict__"):
-            vars(twin).update(vars(value))
-        return twin
+            vars(rebuilt).update(vars(value))
+        return rebuilt
     if not isinstance(value, dict | list | UserList):
         raise TypeError(f"a copy of {type(value).__qualname__} may share its items")
-    twin = copy.copy(value)
-    if twin is not value:
-        for place, item in items.items():
-            twin[place] = item
-    return twin
+    rebuilt = copy.copy(value)
+    if rebuilt is not value:
+        for key, item in items.items():
+            rebuilt[key] = item
+    return rebuilt
 
 
 def _constructed(value: Any, items: Mapping[Any, Any], plain: Any) -> Any:
@@ -263,7 +238,7 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
         return Structure(kind, exact(value))
     opened = _open(value)
     if is_unknown(value):
-        raise UnknownNumberError(value)
+        raise TraceError("the number of a tensor goes to Python: return the tensor instead")
     if opened is None:
         raise TraceError(
             f"a value of type {kind.__module__}.{kind.__qualname__} is neither a tensor, a constant nor "
@@ -284,9 +259,9 @@ def _unflatten(structure: Structure, tensors: Iterator[Tensor | None]) -> Any:
 
 
 def exact(value: Any) -> Hashable:
-    """A constant so that only constants of its type that no program can tell apart are equal.
+    """A key for a constant, equal for two constants of one type only if they are interchangeable.
 
-    For 0.0 == -0.0, and nan != nan.
+    Needed because 0.0 == -0.0, and nan != nan.
 
     Example:
         >>> exact(0.0) == exact(-0.0), exact(float("nan")) == exact(float("nan"))
@@ -311,7 +286,7 @@ def _constant(kind: type, exact: Any) -> Any:
 
 
 def _open(value: Any) -> tuple[Any, Sequence[object]] | None:
-    """What else a container is rebuilt from, and its children; ``None`` for what is no known container."""
+    """A container's context (keys, names of fields, …) and its children; ``None`` for other objects."""
     kind: type[Any] = type(value)
     if kind in (list, tuple):
         return None, value
@@ -327,7 +302,7 @@ def _open(value: Any) -> tuple[Any, Sequence[object]] | None:
     if issubclass(kind, tuple) and (hasattr(kind, "_fields") or kind.__module__ == _RESULTS):
         return None, value
     if is_dataclass(kind) and not issubclass(kind, _BUILT_IN):
-        # Attributes that are no fields belong to the object too.
+        # Attributes that are not fields belong to the object too.
         names = [field.name for field in fields(kind) if hasattr(value, field.name)]
         names = list(dict.fromkeys([*names, *getattr(value, "__dict__", ())]))
         return tuple(names), [getattr(value, name) for name in names]
@@ -335,10 +310,10 @@ def _open(value: Any) -> tuple[Any, Sequence[object]] | None:
 
 
 _BUILT_IN = (list, tuple, dict, set, frozenset, int, float, complex, str, bytes)
-"""What a dataclass that inherits from them contains besides its attributes is not known here."""
+"""A dataclass that inherits from these has contents besides its attributes, and is not flattened."""
 
 _RESULTS = "torch.return_types"
-"""Where the tuples are from that ops return; others of their making, such as ``os.stat_result``, have more fields."""
+"""The module of the tuples that ops return; other struct sequences, such as ``os.stat_result``, have hidden fields."""
 
 
 def _close(kind: Any, context: Any, children: list[Any]) -> Any:
@@ -357,7 +332,7 @@ def _close(kind: Any, context: Any, children: list[Any]) -> Any:
         return tuple.__new__(kind, children)
     if kind.__module__ == _RESULTS:
         return kind(children)
-    # The fields are those of an object that was already initialised: running __init__ again could change them.
+    # Without __init__, which could change the values of fields.
     value = object.__new__(kind)
     for name, child in zip(context, children, strict=True):
         object.__setattr__(value, name, child)
@@ -365,10 +340,10 @@ def _close(kind: Any, context: Any, children: list[Any]) -> Any:
 
 
 def _comparable(kind: type, context: Any) -> Hashable:
-    """A container's context so that it can be hashed, and is equal only where no program can tell two apart.
+    """A container's context as a hashable key, equal only for interchangeable contexts.
 
     Raises:
-        TraceError: a key is no constant, nor made of constants, or a registered container cannot be compared.
+        TraceError: a key is not a constant or made of constants, or a registered container cannot be compared.
     """
     if kind in (dict, OrderedDict):
         return _keys(context)
@@ -385,13 +360,13 @@ def _original(kind: type, context: Any) -> Any:
 
 
 def _keys(value: Iterable[Any]) -> tuple[str, ...] | Structure:
-    """The keys of a dictionary; as a structure unless all are strings, to tell 1 from True."""
+    """The keys of a dictionary; as a structure unless all are strings, to distinguish 1 from True."""
     keys = tuple(value)
     return keys if all(type(key) is str for key in keys) else _without_tensors(keys)
 
 
 def _has_keys(value: dict[Any, Any], keys: Hashable) -> bool:
-    """Whether a dictionary has these keys, which :func:`_keys` has found, in this order."""
+    """Whether a dictionary has these keys, as :func:`_keys` returns them, in this order."""
     try:
         return _keys(value) == keys
     except TraceError:
@@ -406,7 +381,7 @@ def _without_tensors(value: object) -> Structure:
 
 
 def _registered(kind: type, context: Any) -> Structure:
-    """The context of a registered container as a structure; what is no constant in there counts as it compares."""
+    """The context of a registered container as a structure, or as it is where it is not made of constants."""
     try:
         return _without_tensors(context)
     except TraceError:

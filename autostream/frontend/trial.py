@@ -1,11 +1,11 @@
-"""What a model does with some inputs, found out by calling a copy of it with copies of them.
+"""Trial calls: calling a copy of a model with copies of its inputs, to see whether it fails and what it returns.
 
-Does it take its example inputs at all? That is asked where no schedule can be made for them: either the model cannot be
-captured, and runs all the same, or the inputs are wrong. Only the model itself knows which.
+If no schedule can be made for example inputs, a trial call tells whether the model merely cannot be captured, or the
+inputs are wrong.
 
-A copy is one of all that the model holds: tensors, attributes, and what functions among these refer to. Random
-generators of the process are put back. What cannot be copied is not tried. What the methods of the model's classes
-change beyond it, such as a global counter, stays changed.
+The copy includes all that the model holds: tensors, attributes, and what functions among these refer to. The states of
+random generators are restored. A model that cannot be copied is not called. Changes that methods make elsewhere, such
+as to a global counter, are not undone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import copy
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,14 +32,14 @@ from autostream.frontend.tree import Structure, flatten, unflatten
 
 
 def check_devices(model: nn.Module, inputs: object) -> None:
-    """See that inputs are where a model's state is.
+    """Check that inputs are on a device of the model's.
 
     Args:
         model: the module.
-        inputs: anything with tensors in it.
+        inputs: a nested value.
 
     Raises:
-        TargetError: one is elsewhere.
+        TargetError: an input is on another device.
 
     Example:
         >>> check_devices(nn.Linear(1, 1), [torch.ones(1, device="meta")])
@@ -47,25 +47,25 @@ def check_devices(model: nn.Module, inputs: object) -> None:
         ...
         autostream.errors.TargetError: example input 0 is on meta, the model on cpu: use .to('cpu')
     """
-    homes = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
     try:
         tensors, _ = flatten(inputs)
     except TraceError:
         return
     for index, tensor in enumerate(tensors):
-        if homes and tensor.device not in homes:
-            home = min(map(str, homes))
+        if devices and tensor.device not in devices:
+            home = min(map(str, devices))
             raise TargetError(f"example input {index} is on {tensor.device}, the model on {home}: use .to({home!r})")
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What a call did.
+    """The result of a trial call.
 
     Attributes:
-        outputs: what it returned.
-        inputs: the flat copies of its inputs, as they are afterwards.
-        state: the copies of the model's parameters and buffers by name, as they are afterwards.
+        outputs: what the model returned.
+        inputs: the flat copies of its inputs, after the call.
+        state: the copies of the model's parameters and buffers by name, after the call.
     """
 
     outputs: Any
@@ -74,7 +74,7 @@ class Tried:
 
 
 def tried(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tried:
-    """Call a copy of a model with copies of all tensors, recording no gradients. Whatever it raises comes through.
+    """Call a copy of a model with copies of all tensors, without gradients. Errors of the model are not caught.
 
     Raises:
         TraceError: the model, or an argument, cannot be copied.
@@ -85,21 +85,22 @@ def tried(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
         [tensor([0., 0.])]
     """
     try:
-        twin, inputs, structure = _copies(model, args, kwargs)
+        copied, inputs, structure = _copies(model, args, kwargs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise TraceError(f"it cannot be copied, to be tried without being changed ({first_line(error)})") from error
     with _undisturbed(model, inputs), torch.no_grad():
-        outputs = twin(*unflatten(structure, inputs)[0], **unflatten(structure, inputs)[1])
-    return Tried(outputs, inputs, dict(chain(twin.named_parameters(), twin.named_buffers())))
+        copied_args, copied_kwargs = unflatten(structure, inputs)
+        outputs = copied(*copied_args, **copied_kwargs)
+    return Tried(outputs, inputs, dict(chain(copied.named_parameters(), copied.named_buffers())))
 
 
 def check_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """See that a model can be called with these arguments, in some mode, by calling a copy with copies of all tensors.
+    """Check that a model can be called with these arguments: without gradients, with them, or in inference mode.
 
     Raises:
-        TargetError: it fails.
+        TargetError: it fails in all three modes.
 
     Example:
         >>> check_call(nn.Linear(3, 4), [torch.ones(2, 5)], {})
@@ -116,19 +117,19 @@ def check_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _failure(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception | None:
-    """What the model raises; ``None`` where it works in some mode, or could not be tried."""
+    """The error that the model raises; ``None`` if it works in some mode, or cannot be copied."""
     error: Exception | None = None
     if has_torchscript(model):
         return None
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         try:
-            twin, inputs, structure = _copies(model, args, kwargs)
-        except Exception:  # it cannot be copied, or there is no memory for that
+            copied, inputs, structure = _copies(model, args, kwargs)
+        except Exception:  # it cannot be copied, or there is too little memory
             return None
         with _undisturbed(model, inputs), mode():
             try:
-                given, named = unflatten(structure, inputs)
-                twin(*given, **named)
+                copied_args, copied_kwargs = unflatten(structure, inputs)
+                copied(*copied_args, **copied_kwargs)
             except Exception as raised:
                 error = raised
             else:
@@ -139,7 +140,7 @@ def _failure(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> E
 def _copies(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[nn.Module, list[Tensor], Structure]:
-    """Copies of the model and of the flat inputs, and the structure of these."""
+    """Copies of the model and of the flat inputs, and the structure of the inputs."""
     tensors, structure = flatten((tuple(args), dict(kwargs)))
     with torch.inference_mode(False), torch.no_grad():
         memo: dict[int, Any] = {}
@@ -154,7 +155,10 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _copy_function(value: Any, memo: dict[int, Any]) -> None:
-    """Let copies of a function have copies of what it refers to itself, where Python's would share that."""
+    """Put a copy of a function, and of what it refers to, into the memo of a deep copy.
+
+    ``copy.deepcopy`` itself returns the same function.
+    """
     if isinstance(value, partial):
         _copy_function(value.func, memo)
     elif isinstance(value, MethodType):
@@ -162,21 +166,21 @@ def _copy_function(value: Any, memo: dict[int, Any]) -> None:
     if not isinstance(value, FunctionType) or id(value) in memo:
         return
     cells = tuple(CellType() for _ in value.__closure__ or ())
-    twin = FunctionType(value.__code__, {**value.__globals__}, value.__name__, None, cells or None)
-    memo[id(value)] = twin  # before the rest, which may well refer to it
-    twin.__dict__.update(value.__dict__)
-    twin.__qualname__ = value.__qualname__
-    twin.__defaults__ = copy.deepcopy(value.__defaults__, memo)
-    twin.__kwdefaults__ = copy.deepcopy(value.__kwdefaults__, memo)
-    for cell, own in zip(cells, value.__closure__ or (), strict=True):
+    copied = FunctionType(value.__code__, {**value.__globals__}, value.__name__, None, cells or None)
+    memo[id(value)] = copied  # before the values below, which may refer to the function
+    copied.__dict__.update(value.__dict__)
+    copied.__qualname__ = value.__qualname__
+    copied.__defaults__ = copy.deepcopy(value.__defaults__, memo)
+    copied.__kwdefaults__ = copy.deepcopy(value.__kwdefaults__, memo)
+    for cell, original in zip(cells, value.__closure__ or (), strict=True):
         try:
-            contents = own.cell_contents
-        except ValueError:  # nothing is in it yet
+            contents = original.cell_contents
+        except ValueError:  # the variable has no value yet
             continue
         cell.cell_contents = _duplicate(contents, memo)
     for name in value.__code__.co_names:
         if name in value.__globals__:
-            twin.__globals__[name] = _duplicate(value.__globals__[name], memo)
+            copied.__globals__[name] = _duplicate(value.__globals__[name], memo)
 
 
 def _duplicate(value: Any, memo: dict[int, Any]) -> Any:
@@ -188,15 +192,13 @@ def _duplicate(value: Any, memo: dict[int, Any]) -> Any:
 
 @contextmanager
 def _undisturbed(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """No warnings, and random generators of the process put back afterwards."""
+    """Ignore warnings, and restore the states of random generators afterwards."""
     tensors = chain(model.parameters(), model.buffers(), inputs)
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    put_back: list[Callable[[], None]] = [partial(random.setstate, random.getstate())]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        put_back.append(partial(numpy.random.set_state, numpy.random.get_state()))
     with ExitStack() as stack:
-        for put in put_back:
-            stack.callback(put)
+        stack.callback(random.setstate, random.getstate())
+        if (numpy := sys.modules.get("numpy")) is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

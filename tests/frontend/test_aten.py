@@ -1,4 +1,4 @@
-"""Graphs of torch ops as programs of ATen ops."""
+"""Captured graphs as programs of ATen ops, and the fake tensors that they are traced with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 
 from autostream.errors import TraceError
-from autostream.frontend.aten import program_of
+from autostream.frontend.aten import drop_weak_references, mode_of, program_of
 from autostream.frontend.capture import capture
 from autostream.ir import Program, Role
 
@@ -18,14 +19,14 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def program(function: Callable[..., Any], *args: Tensor, **options: Any) -> tuple[Program, dict[str, Tensor]]:
-    """What is made of a captured call; all that is no argument is a buffer."""
+    """The program of a captured call; inputs that are not arguments are buffers."""
     captured = capture(function, args, {})
     assert captured is not None
-    given = [
-        (Role.INPUT if source.is_argument else Role.BUFFER, str(at), tensor)
-        for at, (source, tensor) in enumerate(zip(captured.inputs, captured.tensors, strict=True))
+    inputs = [
+        (Role.INPUT if item.is_argument else Role.BUFFER, str(at), tensor)
+        for at, (item, tensor) in enumerate(zip(captured.inputs, captured.tensors, strict=True))
     ]
-    return program_of(captured.module, given, **options)
+    return program_of(captured.module, inputs, **options)
 
 
 def targets(made: Program) -> list[str]:
@@ -35,9 +36,10 @@ def targets(made: Program) -> list[str]:
 
 
 @torch.no_grad()
-def test_ops_in_place_stay_in_place_and_composed_ones_whole() -> None:
+def test_in_place_ops_stay_in_place_and_composite_ops_whole() -> None:
+    """Weights come before inputs, dropouts that do nothing are removed, and nodes keep the user's lines."""
     cache, position = torch.zeros(8, 4), torch.zeros(1, dtype=torch.long)
-    layer = nn.Linear(4, 4)
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
 
     def step(x: Tensor) -> Tensor:
         cache.index_copy_(0, position, layer(x))
@@ -46,34 +48,26 @@ def test_ops_in_place_stay_in_place_and_composed_ones_whole() -> None:
 
     made, _ = program(step, torch.ones(1, 4))
     assert targets(made) == ["linear.default", "index_copy_.default", "add_.Tensor", "sum.default"]
+    assert [p.role for p in made.placeholders] == [*[Role.BUFFER] * 4, Role.INPUT]
+    (linear,) = made.module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert "cache.index_copy_(0, position, layer(x))" in linear.meta["stack_trace"]
 
 
 @torch.no_grad()
-def test_what_stays_in_place_comes_before_what_is_copied() -> None:
-    layer = nn.Linear(4, 4)
-    made, _ = program(lambda x, y: layer(x) + y, torch.ones(1, 4), torch.ones(4))
-    assert [p.role for p in made.placeholders] == [Role.BUFFER, Role.BUFFER, Role.INPUT, Role.INPUT]
-
-
-@torch.no_grad()
-def test_constants_become_placeholders() -> None:
-    made, constants = program(lambda x: x + torch.tensor([1.0, 2.0]), torch.ones(2))
-    (constant,) = (p for p in made.placeholders if p.role is Role.CONSTANT)
-    torch.testing.assert_close(constants[constant.target], torch.tensor([1.0, 2.0]))
-
-
-@torch.no_grad()
-def test_views_of_one_storage_have_one_owner() -> None:
+def test_constants_become_placeholders_and_views_of_one_storage_have_one_owner() -> None:
     base = torch.ones(4)
-    made, _ = program(lambda x, y: x + y, base[:2], base[2:])
-    first, second = made.placeholders
+    made, constants = program(lambda x, y: x + y + torch.tensor([1.0, 2.0]), base[:2], base[2:], device="cuda:0")
+    constant, first, second = made.placeholders
+    assert constant.role is Role.CONSTANT
+    torch.testing.assert_close(constants[constant.target], torch.tensor([1.0, 2.0]))
     assert first.storage == second.storage == first.name
+    assert made.device == "cuda:0"
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("inside", [False, True])
 def test_casts_of_autocast_are_ops(inside: bool) -> None:
-    """So that a program computes the same whatever is on when it runs."""
+    """A program computes the same whatever is on when it runs."""
     layer = nn.Linear(4, 4)
 
     def cast(x: Tensor) -> Tensor:
@@ -82,38 +76,18 @@ def test_casts_of_autocast_are_ops(inside: bool) -> None:
 
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         made, _ = program(cast if inside else layer, torch.ones(1, 4))
-    found = targets(made)
-    assert "_to_copy.default" in found
-    assert not any("autocast" in target for target in found)
+    assert "_to_copy.default" in targets(made)
+    assert not any("autocast" in target for target in targets(made))
 
 
 @torch.no_grad()
-def test_dropouts_with_nothing_to_do_are_no_ops() -> None:
-    made, _ = program(nn.Sequential(nn.Dropout(0.5), nn.ReLU()).eval(), torch.ones(2))
-    assert targets(made) == ["relu.default"]
-
-
-@torch.no_grad()
-def test_nodes_keep_the_users_lines() -> None:
-    made, _ = program(lambda x: x.sin(), torch.ones(2))
-    (sin,) = made.module.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
-    assert "test_aten.py" in sin.meta["stack_trace"]
-
-
-@torch.no_grad()
-def test_a_program_may_be_told_to_run_elsewhere() -> None:
-    made, _ = program(lambda x: x.sin(), torch.ones(2), device="cuda:0")
-    assert made.device == "cuda:0"
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("sizes", [(3,), (0,)])
-def test_other_shapes_are_traced_anew(sizes: tuple[int, ...]) -> None:
+def test_a_program_can_be_traced_at_other_shapes() -> None:
     """As sections are, whose inputs may depend on data."""
     made, _ = program(lambda x: x * 2, torch.ones(5))
-    again, _ = program_of(made.module, [(Role.INPUT, "0", torch.ones(sizes))])
-    (value,) = (node.meta["val"] for node in again.module.graph.find_nodes(op="placeholder"))
-    assert tuple(value.shape) == sizes
+    for size in (3, 0):
+        again, _ = program_of(made.module, [(Role.INPUT, "0", torch.ones(size))])
+        (value,) = (node.meta["val"] for node in again.module.graph.find_nodes(op="placeholder"))
+        assert tuple(value.shape) == (size,)
 
 
 def test_a_graph_that_sets_a_default_is_refused() -> None:
@@ -123,3 +97,40 @@ def test_a_graph_that_sets_a_default_is_refused() -> None:
     graph.output((x,))
     with pytest.raises(TraceError, match="it sets default_dtype"):
         program_of(fx.GraphModule(nn.Module(), graph), [(Role.INPUT, "0", torch.ones(2))])
+
+
+# Fake tensors
+
+
+def graph_of(*examples: object) -> fx.GraphModule:
+    """A graph whose placeholders have these example values; ``None`` for none."""
+    graph = fx.Graph()
+    for at, example in enumerate(examples):
+        node = graph.placeholder(f"x{at}")
+        if example is not None:
+            node.meta["example_value"] = example
+    graph.output(())
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_the_mode_of_a_graph_is_that_of_its_first_fake_input() -> None:
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(torch.ones(2))
+    assert mode_of(graph_of(None, 3, torch.ones(2), fake, FakeTensorMode().from_tensor(torch.ones(2)))) is mode
+    assert mode_of(graph_of(None, 3, torch.ones(2))) is None
+    graph = fx.symbolic_trace(lambda x: x.sin())
+    (node,) = graph.graph.find_nodes(op="call_method", target="sin")
+    node.meta["example_value"] = fake
+    assert mode_of(graph) is None, "it is no input"
+
+
+def test_traced_tensors_may_be_swapped_once_weak_references_are_dropped() -> None:
+    mode, parameter = FakeTensorMode(), nn.Parameter(torch.zeros(2))
+    mode.from_tensor(parameter)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(2)))
+    drop_weak_references(mode)
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(2)))
+    assert parameter.tolist() == [1, 1]
+    assert mode.from_tensor(parameter).shape == (2,), "the mode may still be used"
+    drop_weak_references(None)

@@ -1,8 +1,10 @@
-"""Calls as graphs: what a capture takes, what it stands for, and what comes of a call besides what is computed."""
+"""Capture of a call as one graph: its inputs, when it may be reused, its side effects, and why it fails."""
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 import warnings
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autostream
 from autostream.errors import FastPathError, TraceError
-from autostream.frontend.capture import SETTINGS, Capture, capture, compiling
+from autostream.frontend.capture import Capture, capture
+from autostream.frontend.dynamo import SETTINGS, compiling, errors_not_logged
 from tests.semantics import Model
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -24,72 +28,60 @@ def captured_of(model: Any, *args: Any, **kwargs: Any) -> Capture:
 
 
 @torch.no_grad()
-def test_inputs_say_whether_they_come_with_a_call() -> None:
+def test_inputs_say_whether_they_are_arguments() -> None:
     layer, table = nn.Linear(2, 3), torch.ones(3)
     captured = captured_of(lambda pair, plus: layer(pair[0]) * table + plus, (torch.ones(1, 2), 3), plus=torch.ones(3))
-    own = {id(tensor): item for item, tensor in zip(captured.inputs, captured.tensors, strict=True)}
+    by_id = {id(tensor): item for item, tensor in zip(captured.inputs, captured.tensors, strict=True)}
     assert [item.is_argument for item in captured.inputs].count(True) == 2
-    assert not any(own[id(tensor)].is_argument for tensor in (layer.weight, layer.bias, table))
-    assert own[id(layer.weight)].source.endswith("._parameters['weight']")
+    assert not any(by_id[id(tensor)].is_argument for tensor in (layer.weight, layer.bias, table))
+    assert by_id[id(layer.weight)].source.endswith("._parameters['weight']")
     assert [item.name for item in captured.inputs] == [
         node.name for node in captured.module.graph.find_nodes(op="placeholder")
     ]
 
 
 @torch.no_grad()
-def test_it_stands_for_calls_with_others_of_a_kind_and_tells_why_not_for_more() -> None:
+def test_guards_hold_for_inputs_with_the_same_metadata_and_weights_say_which_one_fails() -> None:
     layer = nn.Linear(2, 3)
     captured = captured_of(layer, torch.ones(1, 2))
-    for args, said in [((torch.zeros(1, 2),), ""), ((torch.ones(5, 2),), "size"), ((torch.ones(1, 2).double(),), "")]:
-        holds = captured.guards(layer, args, {})
-        assert holds is (args[0].shape == (1, 2) and args[0].dtype is torch.float32)
-        failed = captured.guards.failed(layer, args, {})
+    for x, holds, message in [
+        (torch.zeros(1, 2), True, ""),
+        (torch.ones(5, 2), False, "size"),
+        (torch.ones(1, 2).double(), False, ""),
+    ]:
+        assert captured.guards(layer, (x,), {}) is holds
+        failed = captured.guards.failed(layer, (x,), {})
         assert bool(failed) is not holds
-        assert said in failed
+        assert message in failed
     layer.weight = nn.Parameter(layer.weight.clone())
     assert not captured.guards(layer, (torch.ones(1, 2),), {})
     assert "is the tensor that was captured" in captured.guards.failed(layer, (torch.ones(1, 2),), {})
 
 
 @torch.no_grad()
-def test_what_a_graph_is_given_in_a_call_is_known_without_a_run() -> None:
-    def function(s: Model, x: Tensor) -> Tensor:
-        s.calls = 7
-        return x * s.weight
-
-    model, other = Model(function, weight=nn.Parameter(torch.ones(2)), calls=0), torch.zeros(2)
-    captured = captured_of(model, torch.ones(2))
-    given = captured.given(model, (other,), {})
-    assert {id(value) for value in given} == {id(other), id(model.weight)}
-    assert model.calls == 0
-
-
-@torch.no_grad()
-def test_what_is_restored_does_what_the_model_does_with_other_outputs() -> None:
+def test_bytecode_passes_inputs_to_any_graph_and_builds_its_outputs_and_side_effects() -> None:
     def function(s: Model, x: Tensor) -> dict[str, Any]:
         s.seen.append(len(s.seen))
-        return {"y": x + 1, "x": x, "name": "a name"}
+        return {"y": x * s.weight, "x": x, "name": "a name"}
 
-    model = Model(function, seen=[])
+    model, x = Model(function, seen=[], weight=nn.Parameter(torch.ones(2))), torch.zeros(2)
     captured = captured_of(model, torch.ones(2))
-    assert model.seen == [], "nothing has been run"
-    given: list[Any] = []
+    assert {id(value) for value in captured.graph_inputs(model, (x,), {})} == {id(x), id(model.weight)}
+    assert model.seen == [], "nothing has run"
+    inputs: list[Any] = []
 
     def run(*values: Tensor) -> list[Tensor]:
-        given.extend(values)
+        inputs.extend(values)
         return [torch.full((2,), 5.0)]
 
-    x = torch.zeros(2)
     result = captured.restored(run)(model, (x,), {})
-    assert given == [x]
-    assert result["y"].tolist() == [5, 5]
-    assert result["x"] is x
-    assert result["name"] == "a name"
+    assert {id(value) for value in inputs} == {id(x), id(model.weight)}
+    assert (result["y"].tolist(), result["x"] is x, result["name"]) == ([5, 5], True, "a name")
     assert model.seen == [0]
 
 
 @torch.no_grad()
-def test_constants_that_a_call_leaves_are_known_and_more_is_an_effect() -> None:
+def test_constants_assigned_to_attributes_are_known_and_all_else_is_an_effect() -> None:
     def stores(s: Model, x: Tensor) -> Tensor:
         s.calls = 7
         return x + 1
@@ -106,15 +98,9 @@ def test_constants_that_a_call_leaves_are_known_and_more_is_an_effect() -> None:
     captured = captured_of(model, torch.ones(2))
     ((owner, name, value),) = captured.stores
     assert (owner is model, name, value, captured.effects, model.calls) == (True, "calls", 7, False, 0)
-    for other in (Model(appends, seen=[]), Model(keeps, last=None)):
+    for other, effects in ((Model(appends, seen=[]), True), (Model(keeps, last=None), True), (nn.ReLU(), False)):
         captured = captured_of(other, torch.ones(2))
-        assert (captured.stores, captured.effects) == ((), True)
-    captured = captured_of(nn.ReLU(), torch.ones(2))
-    assert (captured.stores, captured.effects) == ((), False)
-
-
-def draws(x: Tensor) -> Tensor:
-    return x * random.uniform(0, 1)
+        assert (captured.stores, captured.effects) == ((), effects)
 
 
 def prints(x: Tensor) -> Tensor:
@@ -123,16 +109,38 @@ def prints(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def test_what_cannot_be_captured_says_why_in_one_line() -> None:
+def test_a_call_that_cannot_be_captured_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FastPathError, match="random numbers from a generator of Python's"):
-        capture(draws, (torch.ones(2),), {})
+        capture(lambda x: x * random.uniform(0, 1), (torch.ones(2),), {})
     with pytest.raises(TraceError, match=r'test_capture.py:\d+: print\(end=""\)') as raised:
         capture(prints, (torch.ones(2),), {})
     assert "\n" not in str(raised.value)
     assert capture(lambda x: len(x), ([1, 2],), {}) is None
 
 
-def test_settings_hold_within_and_are_the_users_again_behind() -> None:
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "convert_frame.compile_frame",
+        "guards.CheckFunctionManager",
+        "symbolic_convert.InstructionTranslator",
+        "utils.dynamo_timed",
+    ],
+)
+def test_a_private_interface_that_pytorch_lacks_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autostream.frontend import guards
+
+    guards._manager_type.cache_clear()
+    monkeypatch.delattr(f"torch._dynamo.{name}")
+    with pytest.raises(TraceError, match=name.rpartition(".")[2]):
+        capture(nn.ReLU(), (torch.ones(2),), {})
+
+
+# How Dynamo is run
+
+
+def test_settings_hold_inside_and_are_restored() -> None:
     config: Any = torch._dynamo.config
     before = {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)}
     with pytest.raises(KeyError), compiling(recompile_limit=3, no_such_setting=1):
@@ -142,3 +150,31 @@ def test_settings_hold_within_and_are_the_users_again_behind() -> None:
         raise KeyError
     assert {name: getattr(config, name) for name in before} == before
     assert config.recompile_limit != 3
+
+
+def fail(name: str) -> None:
+    try:
+        raise ValueError("no way\nand so on")
+    except ValueError:
+        logging.getLogger(name).exception("it failed")
+
+
+def test_errors_of_this_thread_are_not_logged_but_reported(caplog: pytest.LogCaptureFixture) -> None:
+    reasons: list[str] = []
+    with errors_not_logged(reasons.append):
+        fail("torch._dynamo.convert_frame")
+        fail("torch._subclasses.fake_tensor")
+        logging.getLogger("torch._dynamo.convert_frame").warning("no error")
+        other = threading.Thread(target=fail, args=("torch._dynamo.convert_frame",))
+        other.start()
+        other.join()
+    assert reasons == ["ValueError: no way"]
+    assert caplog.messages == ["no error", "it failed"]
+    fail("torch._dynamo.convert_frame")
+    assert caplog.messages == ["no error", "it failed", "it failed"]
+
+
+def test_inputs_of_a_wrong_shape_raise_the_models_own_error_and_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), torch.no_grad():
+        autostream.optimize(nn.Linear(3, 4))(torch.ones(2, 5))
+    assert not [record for record in caplog.records if record.exc_info]

@@ -1,4 +1,4 @@
-"""What the inputs of captured graphs are called, and whose they are."""
+"""Inputs of captured graphs: roles, names, descriptions and shared memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.frontend.capture import capture
-from autostream.frontend.inputs import names_like, names_of
+from autostream.frontend.inputs import aliases_of, described, names_like, names_of
 from autostream.ir import Role
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 @torch.no_grad()
-def test_the_models_own_tensors_go_by_its_names_and_arguments_by_number() -> None:
+def test_weights_have_the_models_names_and_arguments_numbers() -> None:
     model = Net()
     captured = capture(model, (torch.ones(1, 2),), {"y": torch.ones(2)})
     assert captured is not None
@@ -37,11 +37,31 @@ def test_the_models_own_tensors_go_by_its_names_and_arguments_by_number() -> Non
     assert (Role.BUFFER, "shift") in names
     assert [name for role, name in names if role is Role.CONSTANT] == ["L['model'].plain"]
     assert sum(role is Role.INPUT for role, _ in names) == 2
+    values = [nn.Parameter(torch.ones(2)), torch.ones(2), 3]
+    assert [role for role, _ in names_like(values)] == [Role.PARAMETER, Role.INPUT, Role.INPUT]
+    assert described([torch.ones(2, 3)], "cuda:0") == "2x3:float32 on cuda:0"
+    assert described([torch.ones(2, 3)], "cpu:0") == "2x3:float32 on cpu"
+    assert described([]) == "no tensors"
 
 
-def test_a_backend_knows_weights_by_their_type() -> None:
-    assert [role for role, _ in names_like([nn.Parameter(torch.ones(2)), torch.ones(2), 3])] == [
-        Role.PARAMETER,
-        Role.INPUT,
-        Role.INPUT,
-    ]
+def test_tensors_share_memory_at_an_offset_in_bytes() -> None:
+    """Pairs of tensors in a row of eight::
+
+    apart    [. .]  elsewhere [. .]
+    same     [. .]
+             [. .]
+    behind   [. .]
+                 [. .]
+    before       [. .]
+             [. .]
+    """
+    row, a, b = torch.arange(8.0), torch.ones(2), torch.ones(2)
+    assert aliases_of([row[0:2].clone(), row[0:2].clone()]) == ()
+    assert aliases_of([row[0:2], row[0:2]]) == ((0, 0), (0, 0))
+    assert aliases_of([row[0:2], row[2:4]]) == ((0, 0), (0, 8))
+    assert aliases_of([row[2:4], row[0:2]]) == ((0, 0), (0, -8))
+    assert aliases_of([row[0:2], row[1:3]]) == aliases_of([row[4:6], row[5:7]]), "where both lie does not matter"
+    assert aliases_of([a, b, a]) == ((0, 0), (1, 0), (0, 0)) != aliases_of([a, a, b])
+    halves = row.view(torch.float16)  # element 2 of the floats is element 4 of the halves
+    assert aliases_of([row[2:4], halves[4:8]]) == aliases_of([row[0:2], halves[0:4]])
+    assert aliases_of([row[2:4], halves[4:8]]) != aliases_of([row[0:2], halves[2:6]])

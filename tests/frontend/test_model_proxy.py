@@ -1,4 +1,4 @@
-"""What stands in for a model: it is all that the model is, and its calls lead elsewhere."""
+"""Proxies of models: all is the model's, except that calls are redirected."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.frontend.model_proxy import stand_in
+from autostream.frontend.model_proxy import proxy_of
 
 X = torch.tensor([[-1.0, 1.0]])
 
 
 class Net(nn.Sequential):
-    """With a method, an attribute and a hook."""
+    """With a method and an attribute."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 2), nn.Tanh())
@@ -28,114 +28,88 @@ class Net(nn.Sequential):
         return self[0](x) * self.scale  # type: ignore[no-any-return]
 
 
-def test_calls_lead_elsewhere_and_all_else_is_the_models() -> None:
-    model = Net()
-
-    def run(x: Tensor) -> Tensor:
-        return model(x) + 1  # type: ignore[no-any-return]
-
-    found: Any = stand_in(model, run)
-    assert isinstance(found, Net)
-    assert torch.equal(found(X), model(X) + 1)
-    assert torch.equal(found.encode(X), model.encode(X))
-    assert found[0] is model[0]
-    assert [*found] == [*model]
-    assert len(found) == 2
-    assert (repr(found), type(found).__name__, found.__class__) == (repr(model), "Net", Net)
-    found.scale = 3.0
-    found.append(nn.ReLU())
-    assert (model.scale, len(model)) == (3.0, 3)
-    assert all(map(lambda one, other: one is other, found.parameters(), model.parameters()))
-    found.train(False)
-    assert not model.training
+def unused(x: Tensor) -> Tensor:
+    raise AssertionError(x)
 
 
-def test_hooks_are_the_business_of_what_calls_lead_to() -> None:
+def test_calls_are_redirected_and_all_else_is_the_models() -> None:
     model, called = Net(), list[str]()
     model.register_forward_hook(lambda *_: called.append("hook"))
 
     def run(x: Tensor) -> Tensor:
-        return model(x)  # type: ignore[no-any-return]
+        return model(x) + 1  # type: ignore[no-any-return]
 
-    stand_in(model, run)(X)  # type: ignore[misc]
-    assert called == ["hook"]
-
-
-def pickled(found: Any) -> Any:
-    return pickle.loads(pickle.dumps(found))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, copy.copy])
-def test_a_copy_is_one_of_the_model(copied: Any) -> None:
-    model = Net()
-
-    def run(x: Tensor) -> Tensor:
-        raise AssertionError(x)
-
-    other = copied(stand_in(model, run))
-    assert type(other) is Net
-    assert torch.equal(other(X), model(X))
-    if copied is not copy.copy:
-        with torch.no_grad():
-            other[0].weight.zero_()
-        assert not torch.equal(other(X), model(X))
-
-
-def constructed(found: Any) -> Any:
-    return type(found)()
-
-
-def bare(found: Any) -> Any:
-    """As users write methods that copy."""
-    other = type(found).__new__(type(found))
-    vars(other).update(copy.deepcopy(vars(found)))
-    return other
-
-
-def test_it_may_become_another_class() -> None:
-    """As modules do that are parametrized."""
+    proxy: Any = proxy_of(model, run)
+    assert isinstance(proxy, Net)
+    assert torch.equal(proxy(X), model(X) + 1)
+    assert called == ["hook"] * 2, "no hook of the proxy's"
+    assert torch.equal(proxy.encode(X), model.encode(X))
+    assert ([*proxy], len(proxy)) == ([*model], 2)
+    assert (repr(proxy), type(proxy).__name__, proxy.__class__) == (repr(model), "Net", Net)
+    proxy.scale = 3.0
+    proxy.append(nn.ReLU())
+    assert (model.scale, len(model)) == (3.0, 3)
+    assert all(map(lambda one, other: one is other, proxy.parameters(), model.parameters()))
+    proxy.train(False)
+    assert not model.training
 
     class Deeper(Net):
         pass
 
-    found: Any = stand_in(Net(), len)
-    found.__class__ = Deeper
-    assert (type(found), found.__class__) == (Deeper, Deeper)
+    proxy.__class__ = Deeper  # as parametrizations do
+    assert (type(proxy), proxy.__class__) == (Deeper, Deeper)
 
 
-@pytest.mark.parametrize("made", [constructed, bare])
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def itself(proxy: Any) -> Any:
+    return proxy
+
+
+def constructed(proxy: Any) -> Any:
+    return type(proxy)()
+
+
+def bare(proxy: Any) -> Any:
+    """As users' methods copy."""
+    other = type(proxy).__new__(type(proxy))
+    vars(other).update(copy.deepcopy(vars(proxy)))
+    return other
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, copy.copy])
-def test_what_else_is_made_of_its_class_is_copied_as_a_model_of_its_own(made: Any, copied: Any) -> None:
-    """One that leads to itself, as a copy of it does."""
+@pytest.mark.parametrize("make", [itself, constructed, bare])
+def test_copies_are_plain_models(make: Any, copied: Any) -> None:
+    """Of the proxy, and of other instances of its class, also where an attribute refers to the copied object."""
     model = Net()
-
-    def run(x: Tensor) -> Tensor:
-        raise AssertionError(x)
-
-    found = made(stand_in(model, run))
-    found.scale, found.known = 3.0, [found]
-    other = copied(found)
+    proxy = proxy_of(model, unused)
+    original = make(proxy)
+    if original is proxy:
+        plain = model
+    else:
+        plain = original
+        original.scale, original.known = 3.0, [original]
+    other = copied(original)
     assert type(other) is Net
-    assert other is not found
-    assert torch.equal(other(X), found(X))
-    assert (other.scale, model.scale) == (3.0, 2.0)
-    other.scale = 4.0
-    assert found.scale == 3.0
-    assert (other[0].weight is found[0].weight) == (copied is copy.copy)
-    assert other.known[0] is (found if copied is copy.copy else other)
+    assert other is not original
+    assert torch.equal(other(X), plain(X))
+    assert (other[0].weight is original[0].weight) == (copied is copy.copy)
+    if original is not proxy:
+        assert (other.scale, model.scale) == (3.0, 2.0)
+        other.scale = 4.0
+        assert original.scale == 3.0
+        assert other.known[0] is (original if copied is copy.copy else other)
 
 
-def test_nothing_of_it_keeps_the_model_alive() -> None:
+def test_a_proxy_does_not_keep_the_model_alive() -> None:
     model = Net()
-
-    def run(x: Tensor) -> Tensor:
-        return x
-
-    found: Any = stand_in(model, run)
+    proxy: Any = proxy_of(model, unused)
     weight = weakref.ref(model[0].weight)
     gc.disable()
     try:
-        del model, found
+        del model, proxy
         assert weight() is None
     finally:
         gc.enable()
@@ -145,17 +119,17 @@ class Slotted(nn.Module):
     __slots__ = ("extra",)
 
 
-class Ending(nn.Module):
+class Deleting(nn.Module):
     def __del__(self) -> None:
         pass
 
 
-class Last(nn.Module):
+class Final(nn.Module):
     def __init_subclass__(cls) -> None:
         raise TypeError("nobody derives from this")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("make", [Slotted, Ending, Last, lambda: torch.jit.script(nn.ReLU())])
-def test_some_models_have_none(make: Any) -> None:
-    assert stand_in(make(), len) is None
+def test_some_models_have_no_proxy() -> None:
+    for model in (Slotted(), Deleting(), Final(), torch.jit.script(nn.ReLU())):
+        assert proxy_of(model, len) is None

@@ -1,4 +1,4 @@
-"""Hooks of what autograd saves see nothing while they are set aside, and everything afterwards."""
+"""Hooks on saved tensors: disabled while tracing, detected, and called with their errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from autostream.errors import TraceError
-from autostream.frontend import saved_tensors
 from autostream.frontend.saved_tensors import apply, hooks_are_set, hooks_set_aside
 
 
@@ -22,7 +21,7 @@ def saves() -> None:
 
 
 class Hooks(saved_tensors_hooks):
-    """Notes which pair of hooks packs and unpacks."""
+    """Records which pair of hooks packs and unpacks."""
 
     def __init__(self, name: str, seen: list[str]) -> None:
         def pack(tensor: Tensor) -> Tensor:
@@ -36,7 +35,8 @@ class Hooks(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-def test_they_see_nothing_inside_and_come_back_in_their_order() -> None:
+def test_hooks_are_disabled_inside_and_come_back_in_their_order() -> None:
+    """Also after an error."""
     seen: list[str] = []
     with Hooks("outer", seen), Hooks("inner", seen):
         with hooks_set_aside():
@@ -45,42 +45,30 @@ def test_they_see_nothing_inside_and_come_back_in_their_order() -> None:
         saves()
         assert seen == ["inner packs", "inner unpacks"]
     with Hooks("outer", seen):
-        with hooks_set_aside(), Hooks("own", seen):
+        with pytest.raises(KeyError), hooks_set_aside(), Hooks("own", seen):
             saves()
+            raise KeyError
         saves()
     assert seen[2:] == ["own packs", "own unpacks", "outer packs", "outer unpacks"]
 
 
-def test_they_come_back_after_an_error() -> None:
-    seen: list[str] = []
-    with Hooks("outer", seen), pytest.raises(KeyError), hooks_set_aside():
-        raise KeyError
-    with Hooks("outer", seen):
-        with pytest.raises(KeyError), hooks_set_aside():
-            raise KeyError
-        saves()
-    assert seen == ["outer packs", "outer unpacks"]
-
-
-def test_a_version_that_cannot_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed: Any = [*saved_tensors._NEEDED, "_nothing_of_this_name"]
-    monkeypatch.setattr(saved_tensors, "_NEEDED", needed)
-    with pytest.raises(TraceError, match=r"^torch .* has no _nothing_of_this_name, which sets"), hooks_set_aside():
-        raise AssertionError("it began")
-
-
-def test_they_are_set_where_somebody_looks_or_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     with Hooks("outer", []):
         assert hooks_are_set()
         with hooks_set_aside():
             assert not hooks_are_set()
     assert not hooks_are_set()
     monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    assert hooks_are_set(), "nobody can tell"
+    assert hooks_are_set(), "this version of PyTorch does not tell"
+    with (
+        pytest.raises(TraceError, match=r"^torch .* has no _top_saved_tensors_default_hooks, which sets"),
+        hooks_set_aside(),
+    ):
+        raise AssertionError("it began")
 
 
 class Exp(Function):
-    """Saves what it computes."""
+    """Saves its output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -95,7 +83,7 @@ class Exp(Function):
 
 
 class EndsEarlyError(Exception):
-    """What a hook raises."""
+    """Raised by a hook."""
 
 
 def refusing(tensor: Tensor) -> Tensor:
@@ -103,7 +91,7 @@ def refusing(tensor: Tensor) -> Tensor:
 
 
 def loses_errors(*args: Any) -> Tensor:
-    """``Exp.apply`` where PyTorch loses what a hook raises."""
+    """``Exp.apply`` where PyTorch loses the error of a hook."""
     try:
         return Function.__dict__["apply"].__get__(None, Exp)(*args)  # type: ignore[no-any-return]
     except EndsEarlyError:
@@ -111,8 +99,8 @@ def loses_errors(*args: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_what_a_hook_raises_is_raised(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes with the frames that it came through: nothing is left for the garbage collector."""
+def test_the_error_of_a_hook_is_raised(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves no reference cycles to the garbage collector."""
     if lost:
         monkeypatch.setattr(Exp, "apply", loses_errors)
     x = torch.ones(2, requires_grad=True)
@@ -130,16 +118,7 @@ def test_what_a_hook_raises_is_raised(lost: bool, monkeypatch: pytest.MonkeyPatc
         gc.enable()
 
 
-def test_an_error_that_is_no_hooks_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> Tensor:
-        raise SystemError("another")
-
-    monkeypatch.setattr(Exp, "apply", fail)
-    with Hooks("outer", []), pytest.raises(SystemError, match="another"):
-        apply(Exp, torch.ones(2, requires_grad=True))
-
-
-def test_hooks_see_what_is_applied_and_stay() -> None:
+def test_hooks_are_called_and_stay_and_other_errors_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     x = torch.ones(2, requires_grad=True)
     with Hooks("outer", seen):
@@ -149,3 +128,10 @@ def test_hooks_see_what_is_applied_and_stay() -> None:
     torch.testing.assert_close(x.grad, torch.ones(2).exp())
     apply(Exp, x)
     assert len(seen) == 4
+
+    def fail(*args: Any) -> Tensor:
+        raise SystemError("another")
+
+    monkeypatch.setattr(Exp, "apply", fail)
+    with Hooks("outer", []), pytest.raises(SystemError, match="another"):
+        apply(Exp, torch.ones(2, requires_grad=True))

@@ -1,4 +1,4 @@
-"""Settings that change what kernels compute: each is seen, in full and at a quick look."""
+"""Global settings that change what kernels compute: every change is seen, by value and by the fast check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def calling(function: Callable[[Any], None], value: object, back: object) -> Ite
 
 
 def setting(owner: object, name: str, value: object) -> AbstractContextManager[None]:
-    """As ``monkeypatch`` does, which deletes what is in no dictionary; of some owners, C++ keeps the settings."""
+    """Not by ``monkeypatch``, which would delete attributes that are in no dictionary, because C++ has them."""
     return calling(partial(setattr, owner, name), value, getattr(owner, name))
 
 
@@ -49,35 +49,27 @@ CHANGES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(params=["guard", "no guard"])
-def guard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PyTorch's guard, and with a version that has none."""
-    if request.param == "no guard":
-        monkeypatch.setattr(torch._C._dynamo, "guards", object())
-
-
-@pytest.mark.usefixtures("guard")
+@pytest.mark.parametrize("has_guard", [True, False])
 @pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
-def test_every_change_is_seen(changed: Callable[[], Any]) -> None:
+def test_a_change_and_a_change_back_are_seen(
+    changed: Callable[[], Any], has_guard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a version of PyTorch without the guard of Dynamo's."""
+    if not has_guard:
+        monkeypatch.setattr(torch._C._dynamo, "guards", object())
     before, same = numerics(), watch_numerics()
     assert same()
     with changed():
         assert numerics() != before
         assert not same()
+        same_inside = watch_numerics()
+        assert same_inside()
     assert numerics() == before
     assert same()
+    assert not same_inside()
 
 
-@pytest.mark.usefixtures("guard")
-@pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
-def test_every_change_back_is_seen(changed: Callable[[], Any]) -> None:
-    with changed():
-        same = watch_numerics()
-        assert same()
-    assert not same()
-
-
-def test_autocast_dtypes_are_told_apart() -> None:
+def test_dtypes_of_autocast_are_distinguished() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         one, same = numerics(), watch_numerics()
     with torch.autocast("cpu", dtype=torch.float16):
@@ -86,8 +78,8 @@ def test_autocast_dtypes_are_told_apart() -> None:
 
 
 @pytest.mark.gpu
-def test_attention_that_is_in_order_changes_nothing() -> None:
-    """Only the first in a process might."""
+def test_the_first_attention_on_a_gpu_changes_nothing() -> None:
+    """In a new process: PyTorch chooses the order of attention kernels in the first one."""
     check = """
 import torch
 from autostream.frontend.settings import numerics

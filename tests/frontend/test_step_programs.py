@@ -1,4 +1,4 @@
-"""Programs of training steps: what is in them, in which order, and what becomes of them below fusion."""
+"""Programs of training steps: their placeholders, their ops, what they compute, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autostream.dispatch.step_graphs import Refused
 from autostream.dispatch.steps import Step
 from autostream.errors import TraceError
 from autostream.fusion import inductor
@@ -22,7 +21,7 @@ from tests.steps import program_of, run, step_of, traced
 
 
 class Net(nn.Module):
-    """A tied weight, a norm that learns, an in-place op, a dropout, and a layer that is not used."""
+    """A tied weight, a norm with weights, an in-place op, a dropout, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,10 +31,10 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.calm(x), 0.5)
+        return F.dropout(self.without_dropout(x), 0.5)
 
-    def calm(self, x: Tensor) -> Tensor:
-        """What comes before the dropout."""
+    def without_dropout(self, x: Tensor) -> Tensor:
+        """Everything before the dropout."""
         return self.norm(self.second(self.first(x))).relu_()  # type: ignore[no-any-return]
 
 
@@ -46,14 +45,9 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 BATCH = (torch.randn(4, 3), torch.randn(4, 3))
 
 
-def momentum(model: nn.Module, **rates: float) -> torch.optim.Optimizer:
-    """SGD that has state."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, **{"momentum": 0.9, **rates})
-
-
-def second(model: nn.Module, loss: Callable[..., Any] = loss_fn, **rates: float) -> Step:
+def second(model: nn.Module, loss: Callable[..., Any] = loss_fn, **rates: Any) -> Step:
     """A step of SGD with momentum that has its state."""
-    step = step_of(model, momentum(model, **rates), loss)
+    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1, **{"momentum": 0.9, **rates}), loss)
     run(step, BATCH)
     return step
 
@@ -75,48 +69,49 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def test_placeholders_are_weights_then_buffers_then_the_optimizers_state_then_inputs_and_the_rate() -> None:
+def test_placeholders_and_ops_of_a_step() -> None:
+    """Ops are those of an eager step in its order, without dead code, and keep the user's lines."""
     program, _ = traced(second(Net()), BATCH)
     roles = [(p.role, p.target) for p in program.placeholders]
     parameters = ["model.first.weight", "model.norm.weight", "model.norm.bias"]
     statistics = [f"model.norm.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
     momenta = [f"state.momentum_buffer_{at}" for at in (0, 3, 4)]
-    assert [target for role, target in roles if role is Role.PARAMETER] == parameters
-    assert [target for role, target in roles if role is Role.BUFFER] == [*statistics, *momenta]
-    assert [target for role, target in roles if role is Role.INPUT] == ["0", "1", "2"]
-    assert [role for role, _ in roles] == sorted((role for role, _ in roles), key=list(Role).index)
-
-
-def test_placeholders_have_names_that_tell() -> None:
-    program, _ = traced(second(Net()), BATCH)
+    assert roles == [
+        *((Role.PARAMETER, name) for name in parameters),
+        *((Role.BUFFER, name) for name in (*statistics, *momenta)),
+        *((Role.INPUT, name) for name in ("0", "1", "2")),
+    ]
     names = [node.name for node in program.module.graph.find_nodes(op="placeholder")]
-    assert names[0] == "parameter_model_first_weight"
-    assert names[-1] == "input_2"
+    assert (names[0], names[-1]) == ("parameter_model_first_weight", "input_2")
     assert names == [p.name for p in program.placeholders]
+    order = ["aten::native_batch_norm", "aten::bernoulli_", "aten::mse_loss", "aten::mse_loss_backward"]
+    order += ["aten::native_batch_norm_backward", "aten::mul_"]
+    assert [name for name in dict.fromkeys(targets(program)) if name in order] == order
+    assert not [name for name in targets(program) if "foreach" in name or name.endswith("::empty")]
+    assert {node.name for node in ops(program) if not node.users} <= {n.name for n in ops(program) if _writes(n)}
+    for op in ("mse_loss", "mse_loss_backward"):
+        (node,) = program.module.graph.find_nodes(op="call_function", target=getattr(torch.ops.aten, op).default)
+        assert "return F.mse_loss(model(x), y)" in node.meta["stack_trace"]
 
 
-def test_names_that_would_be_the_same_are_told_apart() -> None:
+def test_names_that_would_collide_are_distinct() -> None:
     model = nn.Sequential()
-    model.add_module("a", nn.Sequential())
-    model.a.add_module("b_c", nn.Linear(3, 3, bias=False))  # type: ignore[union-attr]
-    model.add_module("a_b", nn.Sequential())
-    model.a_b.add_module("c", nn.Linear(3, 3, bias=False))  # type: ignore[union-attr]
+    for path, name in (("a", "b_c"), ("a_b", "c")):
+        model.add_module(path, nn.Sequential())
+        model.get_submodule(path).add_module(name, nn.Linear(3, 3, bias=False))
     program, _ = traced(second(model), BATCH)
     assert len({p.name for p in program.placeholders}) == len(program.placeholders)
 
 
-def test_ops_are_those_of_an_eager_step_in_its_order() -> None:
-    found = targets(traced(second(Net()), BATCH)[0])
-    order = ["aten::native_batch_norm", "aten::bernoulli_", "aten::mse_loss", "aten::mse_loss_backward"]
-    order += ["aten::native_batch_norm_backward", "aten::mul_", "aten::add_"]
-    assert [name for name in dict.fromkeys(found) if name in order and name != "aten::add_"] == order[:-1]
-    assert not [name for name in found if "foreach" in name]
-
-
-def test_a_program_computes_what_the_step_does() -> None:
+def test_a_program_computes_what_the_step_does_and_tracing_changes_nothing() -> None:
     ours = second(Net())
-    theirs = copy.deepcopy(ours)
+    theirs, generator = copy.deepcopy(ours), torch.get_rng_state()
+    own = list(state(ours).values())
     program, tensors = traced(ours, BATCH)
+    assert all(map(torch.equal, state(ours).values(), state(theirs).values()))
+    assert all(mine is earlier for mine, earlier in zip(state(ours).values(), own, strict=True))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [parameter.grad for parameter in ours.model.parameters()] == [None] * 5
     for seed in range(3):
         with torch.no_grad():
             torch.manual_seed(seed)
@@ -127,26 +122,7 @@ def test_a_program_computes_what_the_step_does() -> None:
         torch.testing.assert_close(mine, other)
 
 
-def test_tracing_leaves_everything_as_it_was() -> None:
-    step = second(Net())
-    before, generator = copy.deepcopy(state(step)), torch.get_rng_state()
-    tensors = list(state(step).values())
-    traced(step, BATCH)
-    assert all(map(torch.equal, state(step).values(), before.values()))
-    assert all(mine is earlier for mine, earlier in zip(state(step).values(), tensors, strict=True))
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert [parameter.grad for parameter in step.model.parameters()] == [None] * 5
-
-
-def test_what_nobody_needs_is_left_out() -> None:
-    program, _ = traced(second(Net()), BATCH)
-    unused = [node.name for node in ops(program) if not node.users]
-    written = [node.name for node in ops(program) if _writes(node)]
-    assert set(unused) <= set(written)
-    assert not [name for name in targets(program) if name.endswith("::empty")]
-
-
-def test_gradients_that_are_one_tensor_get_memory_of_their_own() -> None:
+def test_gradients_that_are_one_tensor_are_copied_as_autograd_does() -> None:
     class Biases(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -156,11 +132,10 @@ def test_gradients_that_are_one_tensor_get_memory_of_their_own() -> None:
             return x + self.first + self.second
 
     program, _ = traced(second(Biases(), nesterov=True), BATCH)
-    # Eager autograd copies one of them as well.
     assert targets(program).count("aten::copy_") == 1
 
 
-def test_forward_and_backward_alone_return_gradients() -> None:
+def test_without_an_update_a_program_returns_gradients() -> None:
     step = second(Net())
     program, tensors = traced(step, BATCH, whole=False)
     before = copy.deepcopy(dict(step.model.named_parameters()))
@@ -176,7 +151,7 @@ def test_forward_and_backward_alone_return_gradients() -> None:
     assert all(map(torch.equal, step.model.parameters(), before.values()))
 
 
-class Chooses(nn.Module):
+class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)
@@ -187,18 +162,12 @@ class Chooses(nn.Module):
 
 def test_a_refusal_names_the_users_line() -> None:
     with pytest.raises(TraceError) as caught:
-        traced(second(Chooses()), BATCH)
+        traced(second(Branching()), BATCH)
     assert "return self.layer(x) if x.sum() > -1e9 else x" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_that_requires_gradients_is_refused() -> None:
-    x, y = BATCH
-    with pytest.raises(Refused, match="a tensor of the batch requires gradients"):
-        traced(second(Net()), (x.clone().requires_grad_(), y))
-
-
-def test_a_loss_that_knows_the_model_by_another_way_trains_it() -> None:
+def test_a_loss_that_refers_to_the_model_itself_trains_it() -> None:
     model = nn.Linear(3, 3)
     step = step_of(model, torch.optim.SGD(model.parameters()), lambda _, x, y: F.mse_loss(model(x), y))
     program, _ = traced(step, BATCH)
@@ -208,7 +177,7 @@ def test_a_loss_that_knows_the_model_by_another_way_trains_it() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Computes a part of itself once more in the backward."""
+    """Has a checkpoint, which is recomputed in the backward."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -220,29 +189,28 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize(("p", "times"), [(0.0, 2), (0.5, 1)])
-def test_what_is_checkpointed_is_computed_once_more_where_it_draws_nothing(p: float, times: int) -> None:
-    """Drawn again, random numbers would be others."""
+def test_checkpoints_are_recomputed_unless_they_have_random_ops(p: float, times: int) -> None:
     assert targets(traced(second(Checkpointed(p)), BATCH)[0]).count("aten::tanh") == times
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_below_fusion_it_is_functional_and_copies_what_it_writes_at_the_end(optimizer: Callable[..., Any]) -> None:
-    """What Inductor is given: see ``inductor.fuse``. On a CPU dropouts are of another kind than on a GPU."""
+def test_for_inductor_it_is_functional_with_writes_at_the_end(optimizer: Callable[..., Any]) -> None:
+    """See ``inductor.fuse``. Without dropout, which has other ops on a CPU than on a GPU."""
     importlib.import_module("torch._inductor.lowering")
     model = Net()
 
-    def calm(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(model.calm(x), y)
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(model.without_dropout(x), y)
 
-    program, tensors = program_of(model, optimizer(model.parameters(), lr=0.1), calm, BATCH)
+    program, tensors = program_of(model, optimizer(model.parameters(), lr=0.1), loss, BATCH)
     functional = inductor._functional(program)
     ours, theirs = ([tensor.detach().clone() for tensor in tensors] for _ in range(2))
     with torch.no_grad():
         torch.manual_seed(0)
-        (loss,) = functional(*ours)
+        (found,) = functional(*ours)
         torch.manual_seed(0)
         (expected,) = program.module(*theirs)
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, expected)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
     written = [node for node in functional.graph.nodes if node.op == "call_function" and _writes(node)]

@@ -1,0 +1,97 @@
+"""How Dynamo is run here: its settings, its lock, its timers, and what it logs.
+
+Private to PyTorch; see the table in ``frontend/__init__.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from autostream.errors import first_line
+
+SETTINGS: Mapping[str, Any] = {
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,  # another size is another graph
+    "specialize_float": True,
+    "capture_scalar_outputs": True,
+    "capture_dynamic_output_shape_ops": True,
+    "trace_autograd_ops": True,
+    "allow_rnn": True,
+    "skip_nnmodule_hook_guards": False,  # a hook that is registered later must take effect
+    "use_recursive_dict_tags_for_guards": False,  # guards.py says which guards may be skipped
+    "error_on_nested_fx_trace": False,
+    "trace_numpy": False,  # traced, NumPy's functions give other random numbers, and arrays instead of scalars
+    "suppress_errors": False,
+}
+"""Dynamo's settings during capture. Those that this version of PyTorch lacks are left out."""
+
+_CONVERT_FRAME = "torch._dynamo.convert_frame"
+_FAKE_TENSORS = "torch._subclasses.fake_tensor"
+
+
+@contextmanager
+def compiling(**settings: Any) -> Iterator[None]:
+    """Hold Dynamo's lock, with :data:`SETTINGS` and these on top of them, and without PyTorch's own warnings."""
+    with ExitStack() as stack:
+        stack.enter_context(compile_lock())
+        stack.enter_context(configured(**settings))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\.")  # what Dynamo refuses is reported with its reason
+        yield
+
+
+def configured(**settings: Any) -> AbstractContextManager[Any]:
+    """Patch Dynamo's settings only."""
+    from torch._dynamo import config
+
+    known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
+    patched: AbstractContextManager[Any] = config.patch(known)
+    return patched
+
+
+def compile_lock() -> AbstractContextManager[Any]:
+    """Dynamo's lock: Dynamo, its tracers and Inductor change state that all threads see."""
+    lock: AbstractContextManager[Any] = getattr(torch._dynamo.convert_frame, "compile_lock", None) or nullcontext()
+    return lock
+
+
+@contextmanager
+def timed() -> Iterator[None]:
+    """Enter the metrics contexts that Dynamo's entry points enter, and that its internals rely on."""
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    with get_metrics_context(), dynamo_timed("autostream.capture", log_pt2_compile_event=True):
+        yield
+
+
+@contextmanager
+def errors_not_logged(on_skip: Callable[[str], None]) -> Iterator[None]:
+    """Keep errors with tracebacks out of PyTorch's logs, in this thread only: the caller gets them as exceptions.
+
+    Args:
+        on_skip: gets the reason for which Dynamo skips a frame, and so runs it eagerly.
+    """
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        if record.thread != thread or not record.exc_info:
+            return True
+        if record.name == _CONVERT_FRAME and isinstance(record.exc_info[1], Exception):
+            on_skip(first_line(record.exc_info[1]))
+        return False
+
+    loggers = [logging.getLogger(name) for name in (_CONVERT_FRAME, _FAKE_TENSORS)]
+    for logger in loggers:
+        logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(passes)

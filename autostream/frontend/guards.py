@@ -1,0 +1,254 @@
+"""Guards: what is checked before a captured graph is reused for a call, and which checks may be skipped.
+
+Dynamo builds and checks the guards, in C++. Three things are added to what it guards:
+
+- the identity of every tensor that is not an argument (:func:`guard_identities`): Dynamo's bytecode fetches weights
+  anew in each call, but a CUDA graph holds their addresses;
+- the class of every module, and the ``forward`` of the model's class (:class:`Guards`);
+- the settings of libraries, such as cuDNN's; those are in ``settings.py``.
+
+Private to PyTorch; see the table in ``frontend/__init__.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+from torch.utils.weak import TensorWeakRef
+
+from autostream.frontend.dynamo import configured, timed
+
+GUARDS_SKIP_WEIGHTS = TorchVersion(torch.__version__) < TorchVersion("2.13")
+"""Whether Dynamo skips guards of weights as long as the dictionary that holds them has not been written.
+
+So it does up to torch 2.11, although a weight can change its size or ``requires_grad`` without such a write. Code that
+relies on guards checks weights itself then.
+"""
+
+_CHECK_INTERVAL = 256
+"""In one of so many calls it is checked whether guards have become slow."""
+
+_MOST_BUILDS = 8
+"""How often guards are built at most: a model that keeps writing dictionaries keeps making them slow."""
+
+
+class Guards:
+    """Whether a captured graph may be reused for a call.
+
+    For a module that has not changed, Dynamo compares the versions of its dictionaries only. Once one of them is
+    written, even with the same value, it checks each guard again, from then on. So guards that hold but have become
+    slow are built anew. No dictionary holds a module's class, so classes are compared separately.
+
+    Args:
+        build: builds Dynamo's guard manager for the locals of a call for which the guards hold.
+        scope: the locals of the captured call.
+    """
+
+    def __init__(self, build: Callable[[dict[str, Any]], Any], scope: dict[str, Any]) -> None:
+        self._build = build
+        self._forward = getattr(type(scope["model"]), "forward", None)
+        self._classes = [type(module) for module in _modules_of(scope["model"])]
+        self._modules: list[nn.Module] | None = None
+        self._calls = self._builds = 0
+        self._rebuild(scope)
+
+    def __call__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Check all guards, in C++."""
+        scope = {"model": model, "args": args, "kwargs": kwargs}
+        if not self._check(scope) or self._manager.lost or not self._has_same_classes(model):
+            self._modules = None  # the model may have other modules now
+            return False
+        self._calls += 1
+        if self._calls % _CHECK_INTERVAL == 0 and self._builds < _MOST_BUILDS and any(map(_is_slow, self._roots)):
+            self._rebuild(scope)
+        return True
+
+    def failed(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The guard that fails for a call, as Dynamo writes it; ``""`` where none does."""
+        if self._manager.lost:
+            return f"{self._manager.lost} is gone"
+        checked = self._manager.guard_manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
+        if checked.result:
+            return "" if self._has_same_classes(model) else "a module is of another class now, or its class has changed"
+        return "; ".join(part.partition("#")[0].strip() for part in checked.verbose_code_parts)
+
+    def _has_same_classes(self, model: Callable[..., Any]) -> bool:
+        """Whether all modules have the classes that they had when they were captured.
+
+        Dynamo does not notice another ``forward`` in the model's class either: to it that is another code object.
+        """
+        if self._modules is None:
+            self._modules = _modules_of(model)
+        return [*map(type, self._modules)] == self._classes and getattr(type(model), "forward", None) is self._forward
+
+    def _rebuild(self, scope: dict[str, Any]) -> None:
+        self._builds += 1
+        self._manager = self._build(scope)
+        self._check: Callable[[dict[str, Any]], bool] = self._manager.guard_manager.check
+        self._roots = [node for node in _subtree(self._manager.guard_manager.root) if _is_root(node)]
+
+
+def _modules_of(model: Callable[..., Any]) -> list[nn.Module]:
+    return list(model.modules()) if isinstance(model, nn.Module) else []
+
+
+def guards_of(graph_output: Any, code: CodeType, scope: dict[str, Any]) -> Guards:
+    """The guards of a trace.
+
+    Args:
+        graph_output: Dynamo's ``GraphCaptureOutput``.
+        code: what was traced.
+        scope: its locals.
+    """
+    state = graph_output.output_graph
+
+    def build(scope: dict[str, Any]) -> Any:
+        state.local_scope = scope
+        try:
+            with timed(), configured():
+                manager = _manager_type()(code, state)
+            _mark_skippable(manager.guard_manager.root)
+            manager.guard_manager.check(scope)  # records the versions of dictionaries; raises if a guard fails
+            return manager
+        finally:
+            state.local_scope = {}  # it would keep the arguments alive
+            _drop_weak_references(state.guards)
+
+    return Guards(build, scope)
+
+
+@cache
+def _manager_type() -> Any:
+    from torch._dynamo.guards import CheckFunctionManager
+
+    class Manager(CheckFunctionManager):
+        """Builds guards, and records when an object that is guarded by identity is deleted: ids are used again."""
+
+        lost = ""
+
+        def invalidate(self, obj_str: str) -> None:
+            self.lost = obj_str
+
+    return Manager
+
+
+def source_name(source: Any) -> str:
+    """A source as Dynamo writes it: ``name`` is a property in torch 2.13, a method in 2.11."""
+    return str(source.name() if callable(source.name) else source.name)
+
+
+def guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
+    """Guard which object each of these sources is, with the C++ guard that ``ID_MATCH`` uses.
+
+    ``ID_MATCH`` itself does not serve. In 2.11 it formats the object into its message, which for a tensor prints the
+    values. It also holds a weak reference, for which ``torch.utils.swap_tensors`` refuses the tensor. Without that, a
+    new tensor may get the id of one that is gone. Then it passes all other guards too, and its address is checked when
+    the graph runs.
+    """
+
+    def identity(builder: Any, guard: Any) -> None:
+        message = [f"{source_name(guard.originating_source)} is the tensor that was captured"]
+        builder.get_guard_manager(guard).add_id_match_guard(id(builder.get(guard)), message, guard.user_stack)
+
+    guards = graph_output.output_graph.guards
+    for source in sources:
+        guards.add(source.make_guard(identity))
+
+
+def _drop_weak_references(guards: Any) -> None:
+    """Let guards, which are kept to be built again, drop their weak references to tensors."""
+    for guard in guards:
+        guard.obj_weakref = None
+        create = guard.create_fn
+        if isinstance(create, partial) and isinstance(create.keywords.get("value"), TensorWeakRef):
+            guard.create_fn = partial(create.func)  # without a value, it looks the tensor up in the scope
+
+
+def _mark_skippable(root: Any) -> None:
+    """Let Dynamo skip a module's guards while no dictionary below it has been written ("recursive dict tags").
+
+    Dynamo's own choice (``find_tag_safe_roots``) skips too much: the methods of a list and guards on its items,
+    attributes that a weight is guarded not to have, closures and defaults of functions. It also skips too little: in
+    torch 2.11 modules that iterate over an ``nn.Sequential``, and in any version guards on the code of a class's
+    method.
+    """
+    if not hasattr(root, "mark_tag_safe_root"):
+        return
+
+    def mark(node: Any) -> bool:
+        inner = [mark(child) for child in _children(node)]  # a list: every child has to be marked
+        if skippable := all(inner) and _is_skippable(node):
+            node.mark_tag_safe()
+        return skippable
+
+    def mark_roots(node: Any) -> None:
+        if node.is_tag_safe() and issubclass(node.get_type_of_guarded_value(), nn.Module):
+            node.mark_tag_safe_root()
+            return
+        for child in _children(node):
+            mark_roots(child)
+
+    mark(root)
+    mark_roots(root)
+
+
+def _is_skippable(node: Any) -> bool:
+    """Whether what this node guards can change only with a dictionary's version, if that holds for all nodes below."""
+    kind = node.get_type_of_guarded_value()
+    if hasattr(node, "get_key_value_managers"):
+        return True
+    if issubclass(kind, Tensor):
+        absent = any(type(guard).__name__ == "NO_HASATTR" for guard in node.get_leaf_guards())
+        return bool(node.has_no_accessors()) and not node.has_object_aliasing_guard() and not absent
+    if node.is_guarded_value_immutable():
+        return True
+    return all(
+        _is_skippable_access(kind, node.get_source(), type(accessor).__name__, child)
+        for accessor, child in zip(node.get_accessors(), node.get_child_managers(), strict=True)
+    ) and issubclass(kind, (dict, nn.Module, type, *_FUNCTIONS, tuple))
+
+
+def _is_skippable_access(kind: type, source: str, accessor: str, child: Any) -> bool:
+    """Whether the step from a value of this type to what is guarded below it goes through a dictionary or a class."""
+    if issubclass(kind, dict):
+        return accessor == "DictGetItemGuardAccessor"
+    if issubclass(kind, nn.Module):
+        has_no_guards = not child.get_leaf_guards() and not child.get_child_managers()  # such as for ``__iter__``
+        return accessor in ("GetGenericDictGuardAccessor", "TypeGuardAccessor") or has_no_guards
+    if issubclass(kind, type):
+        method = issubclass(child.get_type_of_guarded_value(), (type, *_FUNCTIONS))
+        return accessor in ("TypeDictGuardAccessor", "TypeMROGuardAccessor") or method
+    if issubclass(kind, _FUNCTIONS):
+        return accessor == "CodeGuardAccessor"
+    return accessor == "TupleGetItemGuardAccessor" and source.endswith("__mro__")
+
+
+_FUNCTIONS = (FunctionType, MethodType, staticmethod, classmethod)
+
+
+def _subtree(node: Any) -> Iterator[Any]:
+    """A node of the guard tree, and all below it."""
+    yield node
+    for child in _children(node):
+        yield from _subtree(child)
+
+
+def _children(node: Any) -> list[Any]:
+    children = list(node.get_child_managers())
+    if hasattr(node, "get_key_value_managers"):
+        children += [child for pair in node.get_key_value_managers().values() for child in pair if child is not None]
+    return children
+
+
+def _is_root(node: Any) -> bool:
+    return bool(getattr(node, "is_tag_safe_root", bool)()) and hasattr(node, "is_recursive_dict_tag_matching_disabled")
+
+
+def _is_slow(root: Any) -> bool:
+    return bool(root.is_recursive_dict_tag_matching_disabled())
