@@ -1,1 +1,1 @@
-"""Faces of a report: text for people, JSON for programs, DOT for Graphviz. They decide nothing."""
+"""What is known of one signature, and its output as text, JSON, DOT, a trace and an HTML page. No decisions here."""

@@ -1,4 +1,4 @@
-"""What to try, by rules from the numbers: each says what to do and why it may help, or that nothing will."""
+"""Advice on what to try next, by rules on a report's numbers; each says what to do and why it may help."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
 _LARGE = 0.25
-"""A part of the time that is worth doing something about."""
+"""Share of the time above which a loss is worth fixing."""
 
 _WORTH = 0.1
-"""A part of the time that is worth an option."""
+"""Share of the time above which an option is worth trying."""
 
 _SOME = 0.02
-"""A part of the time that can be told from none."""
+"""Share of the time above which a difference is not noise."""
 
 _FULL = 0.7
-"""Who is so busy has little left for others."""
+"""Utilization above which a resource leaves little room for concurrent ops."""
 
 
 def advise(
     report: Report, numbers: Summary, chain: Chain, parts: Breakdown | None, sequential_us: float, most: float | None
 ) -> tuple[str, ...]:
-    """What to try, the most promising first; or how little is left to gain.
+    """What to try, the most promising first, or that little is left to gain.
 
     Args:
         report: of a signature that was scheduled.
         numbers: of its graph.
         chain: its longest chain.
-        parts: where the time of the schedule over several streams that is explained goes, if there is one.
+        parts: where the time of the explained schedule goes, if there is one.
         sequential_us: the time of one stream, µs.
         most: how many times faster than one stream any schedule can be; ``None`` where nothing is known to bound it.
     """
-    found = (
+    advice = (
         *_capture(report),
         *_fuse(report, numbers, sequential_us),
         *_lighten(report, numbers),
@@ -53,19 +53,19 @@ def advise(
         *_measure(report),
         *_calibrate(report),
     )
-    return found or tuple(_nothing(report, sequential_us, most))
+    return advice or tuple(_nothing(report, sequential_us, most))
 
 
 def _capture(report: Report) -> Iterator[str]:
-    """Ops that a CUDA graph cannot hold cost all others their place in it."""
-    hindering = [refusal for refusal in report.refusals if refusal.choice == "not captured" and refusal.op]
-    if hindering:
-        more = f" (and {len(hindering) - 1} more like it)" if len(hindering) > 1 else ""
-        yield f"take {hindering[0].op}{more} out of the model, so that it can be captured: {hindering[0].reason}"
+    """One op that cannot be captured keeps all ops out of the CUDA graph."""
+    uncapturable = [refusal for refusal in report.refusals if refusal.choice == "not captured" and refusal.op]
+    if uncapturable:
+        more = f" (and {len(uncapturable) - 1} more like it)" if len(uncapturable) > 1 else ""
+        yield f"take {uncapturable[0].op}{more} out of the model, so that it can be captured: {uncapturable[0].reason}"
 
 
 def _fuse(report: Report, numbers: Summary, sequential_us: float) -> Iterator[str]:
-    """Kernels that Inductor fused are fewer, and it was not tried."""
+    """Fused kernels leave fewer gaps, where they were not tried."""
     assert report.graph is not None
     assert report.profile is not None
     assert report.chosen is not None
@@ -80,7 +80,7 @@ def _fuse(report: Report, numbers: Summary, sequential_us: float) -> Iterator[st
 
 
 def _lighten(report: Report, numbers: Summary) -> Iterator[str]:
-    """Where the device has no time to spare, only less work helps."""
+    """On a busy device only less work helps."""
     if numbers.work_us <= 0:
         return
     assert report.graph is not None
@@ -89,17 +89,17 @@ def _lighten(report: Report, numbers: Summary) -> Iterator[str]:
     busy, what = max((numbers.sm_us, units), (numbers.bandwidth_us, "memory bandwidth"))
     if busy < _FULL * numbers.work_us:
         return
-    ways = [
+    remedies = [
         *(["float16 or bfloat16"] if on_gpu and any(op.dtype == "float32" for op in ops) else []),
         *(["fused kernels"] if on_gpu and report.level == "aten" else []),
         "a smaller model",
     ]
     use = f"one after the other, the ops use {busy / numbers.work_us:.0%} of the {what}"
-    yield f"less work rather than more streams, by {' or '.join(ways)}: {use}"
+    yield f"less work rather than more streams, by {' or '.join(remedies)}: {use}"
 
 
 def _widen(numbers: Summary, chain: Chain, parts: Breakdown | None) -> Iterator[str]:
-    """A chain leaves room for what does not depend on it."""
+    """A long chain of dependent ops leaves the device idle; independent work fills it."""
     lost = parts is None or parts.share(Cause.CHAIN) > 0.5
     if chain.us <= 0 or not lost:
         return
@@ -112,7 +112,7 @@ def _widen(numbers: Summary, chain: Chain, parts: Breakdown | None) -> Iterator[
 
 
 def _spread_out(report: Report, numbers: Summary, parts: Breakdown | None) -> Iterator[str]:
-    """More streams, where all that were allowed are in use and ops still wait for their turn."""
+    """More streams, where all that were allowed are used and ops still wait for one."""
     most = max((candidate.schedule.streams for candidate in report.candidates), default=1)
     streams = min(numbers.width, MAX_STREAMS)
     used = report.chosen.schedule.streams if report.chosen else 1
@@ -121,7 +121,7 @@ def _spread_out(report: Report, numbers: Summary, parts: Breakdown | None) -> It
 
 
 def _free(report: Report) -> Iterator[str]:
-    """A schedule over several streams holds more at once, and some did not fit."""
+    """A faster schedule did not fit into the device's memory."""
     refused = [candidate for candidate in report.candidates if candidate.limit is Limit.DEVICE]
     best = min(refused, key=lambda candidate: candidate.predicted_us, default=None)
     if best and report.chosen and best.predicted_us < report.chosen.predicted_us:
@@ -130,7 +130,7 @@ def _free(report: Report) -> Iterator[str]:
 
 
 def _allow(report: Report) -> Iterator[str]:
-    """The memory budget is the user's to raise, where that shows."""
+    """A larger memory budget, where it allows a faster schedule."""
     best = kept_out(report)
     if best and best.cost_us > _SOME * best.within_us:
         needed = "at least that" if best.incomplete else "that"
@@ -144,7 +144,7 @@ def _measure(report: Report) -> Iterator[str]:
 
 
 def _calibrate(report: Report) -> Iterator[str]:
-    """Shares of a time that is far from the real one are no more than a hint."""
+    """Measured costs, where the estimates are far off."""
     chosen, estimated = report.chosen, any(cost.source == "roofline" for cost in report.costs.values())
     if chosen and chosen.measured_us and estimated:
         times = chosen.measured_us / chosen.predicted_us if chosen.predicted_us > 0 else 1.0

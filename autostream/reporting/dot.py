@@ -1,4 +1,4 @@
-"""A scheduled graph as DOT text for Graphviz: ``autostream inspect NAME --dot | dot -Tsvg``."""
+"""A schedule as DOT text for Graphviz: ``autostream inspect NAME --dot | dot -Tsvg``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def render(graph: OpGraph, schedule: Schedule, costs: Costs, profile: DeviceProf
     r"""Draw ops as boxes, coloured by stream, and hazards as arrows; the critical path is red and thick.
 
     Dashed arrows are hazards that an event wait covers, solid ones those that the order within a stream covers or
-    that follow from other waits. Hazards other than read after write carry their name. Fork and join are the two
-    ends of the caller's stream, drawn where a side stream waits for them.
+    that follow from other waits. Hazards other than read after write are labelled. Fork and join are drawn where a
+    stream waits for them.
 
     Example:
         >>> from autostream.ir import Launch, Op, OpCost
@@ -54,15 +54,15 @@ def _node(graph: OpGraph, name: str, stream: int, costs: Costs, critical: bool) 
 
 
 def _ends(waits: set[tuple[str, str]]) -> Iterator[str]:
-    mentioned = {name for wait in waits for name in wait}
+    waited = {name for wait in waits for name in wait}
     for end, label in ((FORK, "fork"), (JOIN, "join")):
-        if end in mentioned:
+        if end in waited:
             yield f'{_quoted(end)} [label="{label}" shape=ellipse fillcolor="white"]'
 
 
 def _edges(graph: OpGraph, waits: set[tuple[str, str]], critical: frozenset[tuple[str, str]]) -> Iterator[str]:
     hazards = _hazards(graph)
-    # A wait may cover hazards by transitivity and so join two ops that have none of their own.
+    # A wait may cover other hazards by transitivity, between two ops that have none themselves.
     for before, after in [*hazards, *sorted(waits - hazards.keys())]:
         kinds = hazards.get((before, after), ())
         named = [kind.name for kind in kinds if kind is not Hazard.RAW]
@@ -81,11 +81,11 @@ def _hazards(graph: OpGraph) -> Mapping[tuple[str, str], tuple[Hazard, ...]]:
     kinds: dict[tuple[str, str], dict[Hazard, None]] = {}
     for dependency in graph.dependencies:
         kinds.setdefault((dependency.before, dependency.after), {})[dependency.hazard] = None
-    return {pair: tuple(found) for pair, found in kinds.items()}
+    return {pair: tuple(hazards) for pair, hazards in kinds.items()}
 
 
 def _quoted(text: str) -> str:
-    """A DOT string; Graphviz gives meaning to backslashes within labels, so the text's own are doubled."""
+    """A DOT string. Backslashes are doubled, since Graphviz interprets them."""
     printable = "".join(c if c.isprintable() or c == "\n" else " " for c in text)
     escaped = printable.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

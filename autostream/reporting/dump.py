@@ -1,4 +1,4 @@
-"""A report as JSON: everything in it, and the numbers that follow from it."""
+"""A report as JSON: its fields, and the numbers derived from them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
 SCHEMA = 2
-"""Grows when a key changes its name or meaning or goes; new keys may come without that."""
+"""Incremented when a key is renamed, removed or changes its meaning; not for new keys."""
 
 
 def dump(report: Report) -> dict[str, Any]:
-    """Turn a report into dicts, lists, strings, numbers and ``None``: what :func:`json.dumps` takes and gives back.
+    """Turn a report into dicts, lists, strings, numbers and ``None``, for :func:`json.dumps`.
 
-    The keys are the fields of :class:`autostream.reporting.report.Report`, and so on inward; sets become sorted lists,
-    enum members their values, numbers that are not finite ``None``. Added are ``schema``; ``summary``, with the fields
-    of :class:`autostream.reporting.summary.Summary`, or ``None`` where nothing was priced; and ``explanation``, with
-    those of :class:`autostream.reporting.explanation.Explanation`, or ``None`` where nothing was scheduled; and
-    ``captured_share``, of the time of a model's pieces, or ``None`` where it has none that are timed.
+    The keys are the fields of :class:`autostream.reporting.report.Report` and, recursively, of its values. Sets become
+    sorted lists, enum members their values, and numbers that are not finite ``None``. These keys are added:
+
+    - ``schema``
+    - ``summary``: a :class:`autostream.reporting.summary.Summary`; ``None`` where nothing was priced.
+    - ``explanation``: an :class:`autostream.reporting.explanation.Explanation`; ``None`` where nothing was scheduled.
+    - ``captured_share``: of the time of a model's parts; ``None`` where none of them is timed.
 
     Example:
         >>> from autostream.reporting.report import Report

@@ -1,12 +1,12 @@
-"""What a report answers, as values: every face of it says the same.
+"""Explanation of a report as values, which text, JSON and the HTML page show alike.
 
-how much faster, against what      Gain, Spread
-the most that streams could give   Ceiling
-why not more                       Reason, with its share of the lost time
-what runs beside what              Company
-why on this stream                 placements
-what holds the memory              Memory
-what the memory budget costs       KeptOut, and a Reason
+speedup, and against what          Gain, Spread
+upper bounds of the speedup        Ceiling
+where the time is lost             Reason, with its share of the lost time
+which ops overlap                  Overlap
+why an op is on its stream         placements
+peak memory                        Memory
+cost of the memory budget          KeptOut, and a Reason
 what to try                        advice
 """
 
@@ -24,7 +24,7 @@ from autostream.reporting.memory import KeptOut, Memory, best_kept_out, kept_out
 from autostream.reporting.placements import placements
 from autostream.reporting.summary import Summary, baselines, gain, named
 from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, gap_us, wait_us
-from autostream.scheduling.overlap import Company, companies, concurrency
+from autostream.scheduling.overlap import Overlap, concurrency, longest_overlaps
 from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import replay_us, run_us
 
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
 FULL = 0.95
-"""An op with this share of the multiprocessors leaves no room for another."""
+"""An op with this share of the multiprocessors leaves no room for a concurrent one."""
 
 ERRORS = {"measured": 0.10, "roofline": 0.35}
-"""How far predictions are off, by the source of the costs: four of five workloads of the inference suite stayed within
-this on an H200 (``docs/cost-model.md``)."""
+"""Relative error of predictions by the source of the costs: four of five workloads of the inference suite were within
+it on an H200 (``docs/cost-model.md``)."""
 
 REALIZED = {"measured": 0.6, "roofline": 0.4}
-"""How much of a predicted gain over one stream, of what it is above 1×, comes true at least: likewise. Ops disturb each
-other more than the model knows."""
+"""The least share of a predicted gain over one stream (of what exceeds 1×) that was measured, likewise. Concurrent ops
+slow each other down more than the model predicts."""
 
 _COMPANIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times faster than another way to run the same.
+    """Speedup of the chosen schedule over another candidate.
 
     Attributes:
-        against: that way.
-        times: its time over ours.
-        own_us: our time, µs.
-        other_us: its time, µs.
-        measured: whether a clock has shown both, or the simulator.
+        against: the other one.
+        times: the speedup.
+        own_us: time of the chosen schedule, µs.
+        other_us: time of the other one, µs.
+        measured: whether both were measured; else both are simulated.
     """
 
     against: str
@@ -66,15 +66,15 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What a prediction comes to if what it is made of is less or more than was estimated.
+    """The range of a prediction, given the errors of the estimates.
 
     Attributes:
-        error: by this share less or more.
-        costs: where the ops' times and their room on the device are from.
-        edges: where the times of edges, forks, joins, launches and replays are from; measured ones are not varied.
-        realized: the share of the gain over one stream that comes true at least.
-        us: the least and the most time, µs.
-        times: the least and the most gain over one stream; ``None`` where one stream is what was chosen.
+        error: the relative error.
+        costs: source of the ops' costs.
+        edges: source of the times of edges, forks, joins, launches and replays; measured ones are not varied.
+        realized: the least share of the gain over one stream that is realized.
+        us: the least and the largest time, µs.
+        times: the least and the largest speedup over one stream; ``None`` where one stream was chosen.
     """
 
     error: float
@@ -87,12 +87,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """A reason why no schedule can be faster than so much.
+    """An upper bound of the speedup of any schedule.
 
     Attributes:
-        why: what it is.
-        us: what that takes at least, µs; what a replay takes besides is no part of it.
-        times: how many times faster than one stream a run would then be.
+        why: the reason.
+        us: lower bound of the time, µs, without the constant cost of a replay.
+        times: the speedup over one stream at that time.
     """
 
     why: str
@@ -102,12 +102,12 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A part of what keeps K streams from being K times as fast as one.
+    """One cause of the time by which a schedule over K streams exceeds 1/K of the time of one.
 
     Attributes:
-        cause: what it is.
-        us: what it adds, µs; below 0 where the device is faster than predicted.
-        share: of all that is lost.
+        cause: its name.
+        us: the time that it adds, µs; negative where the device is faster than predicted.
+        share: of all lost time.
         why: which ops, and how many.
     """
 
@@ -119,23 +119,23 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The answers to what users ask.
+    """The explanation of one report.
 
     Attributes:
-        gains: how much faster the chosen schedule is, against what; measured ones first.
-        spread: how far the prediction may be off; ``None`` where the chosen schedule was measured.
-        ceilings: the most that streams could give, the tightest first.
-        explained: the schedule that the reasons are about: a faster one that the memory budget does not allow, if there
-            is one; else the chosen one, or the best over several streams where one stream was chosen; ``None`` where
-            there is none.
-        ideal_us: what that schedule would take if nothing was lost: all its streams always busy, µs.
-        reasons: why it takes longer, the greatest first; their sum and ``ideal_us`` make up its time. Where the memory
-            budget does not allow it, that is one of them: they make up the time of what runs instead.
-        concurrency: µs of the chosen schedule's simulated time by the number of ops that run at once.
-        companies: which of its ops run beside which, those that do longest.
-        placements: why each op is on its stream, by name; empty where there is one stream.
-        memory: what the chosen schedule allocates, and what for.
-        kept_out: a faster schedule that the memory budget does not allow, if there is one.
+        gains: speedups of the chosen schedule over the sequential ones; measured ones first.
+        spread: range of the prediction; ``None`` where the chosen schedule was measured.
+        ceilings: upper bounds of the speedup, the tightest first.
+        explained: the schedule that the reasons are about: a faster one that the memory budget excludes, if there is
+            one; else the chosen one, or the best over several streams where one stream was chosen; ``None`` where there
+            is none.
+        ideal_us: time of that schedule if all its streams were always busy, µs.
+        reasons: why it takes longer, the greatest first; with ``ideal_us`` they add up to its time. Where the memory
+            budget excludes it, the budget is one of them, and they add up to the time of what runs instead.
+        concurrency: simulated µs by the number of ops that run at once.
+        companies: the ops that overlap the longest, and with which.
+        placements: why each op is on its stream, by name; empty for one stream.
+        memory: peak memory of the chosen schedule.
+        kept_out: a faster schedule that the memory budget excludes, if there is one.
         advice: what to try, the most promising first.
     """
 
@@ -146,7 +146,7 @@ class Explanation:
     ideal_us: float | None
     reasons: tuple[Reason, ...]
     concurrency: Mapping[int, float]
-    companies: tuple[Company, ...]
+    companies: tuple[Overlap, ...]
     placements: Mapping[str, str]
     memory: Memory
     kept_out: KeptOut | None
@@ -154,7 +154,7 @@ class Explanation:
 
 
 def explanation_of(report: Report, numbers: Summary | None) -> Explanation | None:
-    """Answer for a report; ``None`` where nothing was scheduled.
+    """Explain a report; ``None`` where nothing was scheduled.
 
     Args:
         report: of one signature.
@@ -178,7 +178,7 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
         ideal_us=parts.ideal_us if parts else None,
         reasons=_reasons(report, explained, parts, chain, numbers) if explained and parts else (),
         concurrency=concurrency(report.timeline) if report.timeline else {},
-        companies=companies(report.timeline, _COMPANIES) if report.timeline else (),
+        companies=longest_overlaps(report.timeline, _COMPANIES) if report.timeline else (),
         placements=placements(graph, chosen, report.timeline),
         memory=memory_of(report, graph, chosen),
         kept_out=kept_out(report),
@@ -187,7 +187,7 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
 
 
 def best_rival(report: Report, chosen: Candidate) -> Candidate | None:
-    """The best candidate over several streams that is captured like the chosen one."""
+    """The best candidate over several streams, captured if the chosen one is, uncaptured if not."""
     rivals = [c for c in report.candidates if c.schedule.streams > 1 and c.captured == chosen.captured]
     return max(rivals, key=lambda candidate: gain(candidate, chosen), default=None)
 
@@ -202,9 +202,9 @@ def _gains(report: Report, chosen: Candidate) -> Iterator[Gain]:
 
 
 def _spread(chosen: Candidate, alone: Schedule, costs: Costs, profile: DeviceProfile) -> Spread | None:
-    """By simulation with all costs scaled: errors of an estimate are alike for all ops, and do not cancel out.
+    """By simulation with all costs scaled alike: errors of estimates are systematic and do not cancel out.
 
-    The edges of a profile that was looked up are estimates as well: mostly they were measured on another GPU.
+    Edges of a profile that was not measured here are estimates as well.
     """
     if chosen.measured_us is not None or not costs:
         return None
@@ -214,7 +214,7 @@ def _spread(chosen: Candidate, alone: Schedule, costs: Costs, profile: DevicePro
     off = (1 - error, 1 + error)
     edges = (1.0,) if profile.source == "measured" else off
     corners = [
-        (costs, profile),  # for on some schedules both less and more work take longer (Graham 1966)
+        (costs, profile),  # a schedule may take longer with less work as well as with more (Graham 1966)
         *((_scaled(costs, time, room), _slowed(profile, edge)) for time, room, edge in product(off, off, edges)),
     ]
     own_us, one_us = (
@@ -240,7 +240,7 @@ def _scaled(costs: Costs, time: float, room: float) -> Costs:
 
 
 def _slowed(profile: DeviceProfile, times: float) -> DeviceProfile:
-    """The device with edges, forks, joins, launches and replays that take so many times as long."""
+    """The device with the times of edges, forks, joins, launches and replays scaled."""
     return replace(
         profile,
         same_stream_edge_us=profile.same_stream_edge_us * times,
@@ -257,15 +257,15 @@ def _slowed(profile: DeviceProfile, times: float) -> DeviceProfile:
 def _ceilings(
     numbers: Summary, chain: Chain, sequential_us: float, profile: DeviceProfile, captured: bool
 ) -> tuple[Ceiling, ...]:
-    """Each is a floor under the time of any schedule; ops that fill the device gain nothing from company."""
+    """From lower bounds of the time of any schedule."""
     if numbers.work_us <= 0:
         return ()
-    ops, always_us = len(numbers.slack_us), replay_us(profile, captured)
+    ops, constant_us = len(numbers.slack_us), replay_us(profile, captured)
     if numbers.width <= 1:
         why = "the ops form a chain (width 1): nothing can run beside anything else"
-        return (Ceiling(why, sequential_us - always_us, 1.0),)
+        return (Ceiling(why, sequential_us - constant_us, 1.0),)
     launch_us = profile.dispatch_us if captured else profile.launch_us
-    # So many chains hold all ops (Dilworth), and there is no gap between the end of one and the start of the next.
+    # ``width`` chains cover all ops (Dilworth); gaps are within chains only.
     chains_us = numbers.work_us + (ops - numbers.width) * gap_us(profile)
     in_line = f"{count(len(chain.ops), 'op')} are in line, each of which needs the one before"
     floors = {
@@ -276,7 +276,7 @@ def _ceilings(
         f"{count(ops, 'kernel')} start one after the other, {launch_us:.2f} µs apart": (ops - 1) * launch_us,
     }
     ceilings = (
-        Ceiling(why, floor_us, sequential_us / (floor_us + always_us))
+        Ceiling(why, floor_us, sequential_us / (floor_us + constant_us))
         for why, floor_us in floors.items()
         if floor_us > 0
     )
@@ -286,19 +286,22 @@ def _ceilings(
 def _reasons(
     report: Report, explained: Candidate, parts: Breakdown, chain: Chain, numbers: Summary
 ) -> tuple[Reason, ...]:
-    """What the budget costs is told as if it was one more step of ``losses``, before all others: what they add, the
-    schedule that it keeps out would lose as well. Predictions are compared, for what is too large is not measured.
+    """The losses of the explained schedule, and the cost of the memory budget as one more.
+
+    That cost is a difference of predictions: schedules above the budget are not measured.
     """
-    found = {cause.value: (parts.losses_us[cause], why) for cause, why in _whys(report, explained, chain, numbers)}
+    losses = {cause.value: (parts.losses_us[cause], why) for cause, why in _whys(report, explained, chain, numbers)}
     runs, predicted_us = explained, parts.predicted_us
     if (budget := kept_out(report)) and report.chosen:
         instead = f"the best within it takes {us(budget.within_us)} instead of {us(budget.predicted_us)}, as predicted"
-        found[Limit.BUDGET.value] = budget.cost_us, f"{budget.why}: {instead}"
+        losses[Limit.BUDGET.value] = budget.cost_us, f"{budget.why}: {instead}"
         runs, predicted_us = report.chosen, predicted_us + budget.cost_us
     if runs.measured_us is not None:
-        found["not explained by the model"] = runs.measured_us - predicted_us, "measured less predicted"
-    lost_us = sum(us for us, _ in found.values())
-    reasons = (Reason(cause, us, us / lost_us if lost_us > 0 else 0.0, why) for cause, (us, why) in found.items() if us)
+        losses["not explained by the model"] = runs.measured_us - predicted_us, "measured less predicted"
+    lost_us = sum(us for us, _ in losses.values())
+    reasons = (
+        Reason(cause, us, us / lost_us if lost_us > 0 else 0.0, why) for cause, (us, why) in losses.items() if us
+    )
     return tuple(sorted(reasons, key=lambda reason: -reason.us))
 
 

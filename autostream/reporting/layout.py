@@ -1,4 +1,4 @@
-"""How numbers, names and tables look in text for people."""
+"""Formatting of numbers, names and tables in text output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right:
 
 
 def pairs(lines: Iterable[tuple[str, str]]) -> str:
-    """Keys and values, a line for each; a key that comes several times in a row stands once.
+    """Keys and values, one pair a line; a key is not repeated on consecutive lines.
 
     Example:
         >>> print(pairs([("bound", "one"), ("bound", "two")]))
@@ -47,7 +47,7 @@ def us(time_us: float) -> str:
 
 
 def size(memory_bytes: float) -> str:
-    """An amount of memory, in the unit that fits.
+    """A number of bytes, in the largest unit that fits.
 
     Example:
         >>> size(13_100_000), size(4096), size(512)
@@ -60,7 +60,7 @@ def size(memory_bytes: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """So many of something.
+    """A number with its noun.
 
     Example:
         >>> count(1, "op"), count(2, "op")
@@ -70,7 +70,7 @@ def count(number: int, noun: str) -> str:
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are.
+    """The first names, and the number of the others.
 
     Example:
         >>> few("abcde")
@@ -81,7 +81,7 @@ def few(names: Sequence[str], most: int = 3) -> str:
 
 
 def line(text: str) -> str:
-    r"""On one line, without characters that would move the cursor: names and source lines are the model's to choose.
+    r"""Text on one line without control characters, which names and source lines of a model may contain.
 
     Example:
         >>> line("a\r\n  b")
@@ -91,7 +91,7 @@ def line(text: str) -> str:
 
 
 def source(text: str) -> str:
-    """A source line without the directories of its file, cut to fit into a table.
+    """A source line without the directories of its file, truncated to fit into a table.
 
     Example:
         >>> source("/home/me/net.py:3: y = f(x)")

@@ -1,4 +1,4 @@
-"""What a schedule holds when it holds most, and what the memory budget costs."""
+"""Peak memory of a schedule, the storages that make it up, and what the memory budget costs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
 _HOPPER = ("H100", "H200", "H800", "H20")
-"""What the names of such GPUs have in them."""
+"""Substrings of the names of Hopper GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A storage that is there when most of its pool is in use.
+    """A storage that is live at the peak of its memory pool.
 
     Attributes:
         storage: its name.
         bytes: its size.
-        pool: ``"stream 1"``, whose memory it is, or ``"arena"``, in which all streams have theirs.
-        op: what makes it; of memory that is taken before the first op, its name again.
-        source: the user's line of that op, or ``""``.
+        pool: ``"stream 1"``, or ``"arena"``, which all streams share.
+        op: the op that allocates it; the storage's name again if it exists before the first op.
+        source: the user's source line of that op, or ``""``.
     """
 
     storage: str
@@ -38,14 +38,14 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the chosen schedule allocates.
+    """Memory of the chosen schedule.
 
     Attributes:
-        bytes: the most, by its plan.
-        sequential_bytes: the same of one stream; ``None`` where that is what was chosen.
-        workspace_bytes: what cuBLAS takes besides, if it is used on every stream. No budget counts it.
-        holders: what is there when most is in use, the largest first. An arena has gaps, and streams need not be at
-            their peaks at once: the sum may differ from ``bytes``.
+        bytes: its planned peak.
+        sequential_bytes: the same of the sequential schedule; ``None`` where that was chosen.
+        workspace_bytes: of cuBLAS, if it is used on every stream. The memory budget does not include it.
+        holders: the storages live at the peak, the largest first. Their sum may differ from ``bytes``: an arena has
+            gaps, and streams may peak at different times.
     """
 
     bytes: int
@@ -56,16 +56,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class KeptOut:
-    """The best schedule that exceeds the memory budget, where it is predicted to be faster than all within it.
+    """The best schedule that exceeds the memory budget, if it is predicted to be faster than all within it.
 
     Attributes:
-        schedule: which it is.
+        schedule: its name.
         predicted_us: its time, µs.
         within_us: the time of the best within the budget, µs.
-        why: what it needs, and what there is.
-        budget: the least ratio to one stream, weights and inputs included, that would let it in, to two digits; bytes
-            where that takes nothing.
-        incomplete: whether it may need still more.
+        why: what it needs, and what the budget is.
+        budget: the smallest budget that allows it: a ratio to one stream, weights and inputs included, to two digits;
+            bytes where one stream takes none.
+        incomplete: whether it may need more than that.
     """
 
     schedule: str
@@ -82,7 +82,7 @@ class KeptOut:
 
 
 def memory_of(report: Report, graph: OpGraph, chosen: Candidate) -> Memory:
-    """What the chosen candidate of a report allocates, and what for."""
+    """The memory of the chosen candidate of a report."""
     schedule = chosen.schedule
     sequential = next(iter(baselines(report)), None)
     return Memory(
@@ -94,7 +94,7 @@ def memory_of(report: Report, graph: OpGraph, chosen: Candidate) -> Memory:
 
 
 def is_hopper(profile: DeviceProfile | None) -> bool:
-    """Whether a GPU is of the generation for which PyTorch gives cuBLAS four times as much as for others."""
+    """Whether a GPU is a Hopper one, on which PyTorch gives cuBLAS four times as much workspace."""
     return profile is not None and any(name in profile.name for name in _HOPPER)
 
 
@@ -103,7 +103,7 @@ def _workspace_bytes(profile: DeviceProfile | None) -> int:
 
 
 def holders(graph: OpGraph, schedule: Schedule) -> tuple[Holder, ...]:
-    """What is there when most of each pool is in use, the largest first.
+    """The storages live at the peak of each memory pool, the largest first.
 
     Example:
         >>> from autostream.ir import Launch, Op, Role, Storage
@@ -113,17 +113,17 @@ def holders(graph: OpGraph, schedule: Schedule) -> tuple[Holder, ...]:
         (Holder(storage='a', bytes=512, pool='stream 0', op='a', source='net.py:3: y = f(x)'),)
     """
     makers = {name: (op.name, op.source) for op in graph.ops.values() for name in op.allocates}
-    found = [
+    live = [
         Holder(name, graph.storages[name].bytes, where, *makers.get(name, (name, "")))
         for pool in pools(graph, schedule)
         for where in ["arena" if pool.stream == ARENA else f"stream {pool.stream}"]
         for name in pool.live
     ]
-    return tuple(sorted(found, key=lambda holder: -holder.bytes))
+    return tuple(sorted(live, key=lambda holder: -holder.bytes))
 
 
 def kept_out(report: Report) -> KeptOut | None:
-    """What the memory budget costs; ``None`` where it costs nothing, by the simulator."""
+    """The schedule that the memory budget excludes, with its cost; ``None`` where it costs nothing, by simulation."""
     best = best_kept_out(report)
     if best is None:
         return None

@@ -1,4 +1,4 @@
-"""A report as a notebook shows it: its summary as a table, in HTML."""
+"""A report in a notebook: its summary as an HTML table."""
 
 from __future__ import annotations
 

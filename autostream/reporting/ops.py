@@ -1,6 +1,6 @@
-"""The ops of a report as a table: which are shown, in which order and columns, and of many, alike ones in one row.
+"""The table of a report's ops: selection, folding of similar ops into one row, sorting and columns.
 
-launches ──stream, critical path, costliest──▶ ops shown ──of many, alike ones──▶ rows ──sort──▶ columns
+launches ──stream, critical path, costliest──▶ ops shown ──fold similar ones──▶ rows ──sort──▶ columns
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
 FOLDED = 40
-"""More ops than this do not fit on a screen: those that are alike share a row, unless a number is asked for."""
+"""More ops than this do not fit on a screen: similar ones share a row, unless a number of ops is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One op, or several that are alike: they call the same from the same line, cost the same and fill as much.
+    """One op, or several similar ones: the same target, source line, cost and utilization.
 
     Attributes:
-        launch: place in launch order, of the first.
+        launch: position of the first in launch order.
         ops: their names, in launch order.
-        target: what they call.
-        streams: where they are.
-        start: when the first starts, µs; ``None`` where nothing was simulated.
+        target: of the call.
+        streams: theirs.
+        start: simulated start of the first, µs; ``None`` without a simulation.
         cost: of each alone, µs.
-        share: of the multiprocessors, of each.
-        waits: what they wait for on other streams.
+        share: of the multiprocessors that each uses.
+        waits: the ops on other streams that they wait for.
         slack: the least of theirs, µs.
         flops: floating-point operations of each.
         bytes: read and written by each.
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column: its heading, what it says, by what it sorts, whether numbers stand in it and the largest go first."""
+    """A column: heading, text, sort key, whether it holds numbers, and whether it sorts in descending order."""
 
     head: str
     said: Callable[[Row], str]
@@ -81,7 +81,7 @@ COLUMNS: Mapping[str, _Column] = {
     "bytes": _Column("kB", lambda row: f"{row.bytes / 1e3:,.1f}", attrgetter("bytes"), falling=True),
     "source": _Column("source", lambda row: source(row.source), attrgetter("source"), number=False),
 }
-"""By the name that a user calls it by."""
+"""By the name on the command line."""
 
 USUAL = tuple(name for name in COLUMNS if name not in ("flops", "bytes"))
 
@@ -91,10 +91,10 @@ class Selection:
     """Which ops are shown, and how.
 
     Attributes:
-        ops: so many, those of longest duration; ``None`` shows all, alike ones in one row if they are many.
+        ops: show this many, the longest; ``None`` shows all, similar ones in one row if they are many.
         stream: only those on this stream.
         critical: only those of the critical path.
-        sort: the column to sort by: costs and shares fall, all else rises.
+        sort: the column to sort by: costs and shares descending, others ascending.
         columns: from left to right.
 
     Raises:
@@ -128,7 +128,7 @@ EVERYTHING = Selection()
 
 
 def selected(report: Report, numbers: Summary | None, selection: Selection) -> frozenset[str]:
-    """The names of the ops that are shown; of equally costly ones, the first in program order.
+    """The names of the ops to show; of equally costly ones, the first in program order.
 
     Raises:
         OptionError: the schedule has no such stream.
@@ -139,11 +139,11 @@ def selected(report: Report, numbers: Summary | None, selection: Selection) -> f
     if selection.stream is not None and selection.stream >= schedule.streams:
         last = f" to {schedule.streams - 1}" if schedule.streams > 1 else " alone"
         raise OptionError(f"there is no stream {selection.stream}: the schedule has 0{last}")
-    line_of_data = frozenset(numbers.critical_path.ops)
+    critical = frozenset(numbers.critical_path.ops)
     names = [
         name
         for name in report.graph.ops
-        if selection.stream in (None, schedule.stream_of[name]) and (not selection.critical or name in line_of_data)
+        if selection.stream in (None, schedule.stream_of[name]) and (not selection.critical or name in critical)
     ]
     if selection.ops is not None:
         names = sorted(names, key=lambda name: -report.costs[name].duration_us)[: max(selection.ops, 0)]
@@ -151,7 +151,7 @@ def selected(report: Report, numbers: Summary | None, selection: Selection) -> f
 
 
 def ops_table(report: Report, numbers: Summary | None, selection: Selection) -> str:
-    """The ops that are selected, in launch order or as sorted; ``""`` if there are none.
+    """The table of the selected ops; ``""`` if there are none.
 
     Raises:
         OptionError: the schedule has no such stream.
@@ -163,7 +163,7 @@ def ops_table(report: Report, numbers: Summary | None, selection: Selection) -> 
     if selection.ops is None and len(rows) > FOLDED:
         rows = _folded(rows)
     by = COLUMNS[selection.sort]
-    # Sorting keeps the launch order of equal ones, either way.
+    # A stable sort: equal ones stay in launch order.
     rows.sort(key=by.key, reverse=by.falling)
     columns = [COLUMNS[name] for name in selection.columns]
     right = " ".join(column.head.split()[0] for column in columns if column.number)
@@ -214,15 +214,15 @@ def _row(report: Report, numbers: Summary, at: int, launch: Launch, start_us: fl
 
 
 def _folded(rows: Sequence[Row]) -> list[Row]:
-    """A row for each kind of op, where the first of its kind is."""
+    """One row for all similar ops, at the position of the first."""
     kinds: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        alike = (row.target, row.source, f"{row.cost:.1f}", f"{row.share:.0%}", row.flops, row.bytes)
-        kinds.setdefault(alike, []).append(row)
-    return [_together(same) for same in kinds.values()]
+        key = (row.target, row.source, f"{row.cost:.1f}", f"{row.share:.0%}", row.flops, row.bytes)
+        kinds.setdefault(key, []).append(row)
+    return [_merged(similar) for similar in kinds.values()]
 
 
-def _together(rows: Sequence[Row]) -> Row:
+def _merged(rows: Sequence[Row]) -> Row:
     return replace(
         rows[0],
         ops=tuple(op for row in rows for op in row.ops),

@@ -1,4 +1,4 @@
-"""Of a model that runs in parts: where they run, how long they take, and how much of that lies in CUDA graphs."""
+"""Devices and times of the parts of a model, and the share of the time that is captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
 
-def devices(piece: Report) -> tuple[str, ...]:
-    """Where the ops of a piece run, but for the host."""
-    ops = piece.graph.ops.values() if piece.graph else ()
+def devices(part: Report) -> tuple[str, ...]:
+    """The devices of a part's ops, without the CPU."""
+    ops = part.graph.ops.values() if part.graph else ()
     return tuple(sorted({op.device for op in ops} - {"cpu"}))
 
 
-def time_us(piece: Report) -> float | None:
-    """What one run of a piece takes, µs: measured where it was, else predicted; ``None`` where it runs as it is."""
-    if piece.chosen is None:
+def time_us(part: Report) -> float | None:
+    """Time of one run of a part, µs: measured if it was, else predicted; ``None`` where it has no schedule."""
+    if part.chosen is None:
         return None
-    return piece.chosen.predicted_us if piece.chosen.measured_us is None else piece.chosen.measured_us
+    return part.chosen.predicted_us if part.chosen.measured_us is None else part.chosen.measured_us
 
 
 def captured_share(report: Report) -> float | None:
-    """The share of its pieces' time that lies in CUDA graphs; ``None`` where none that runs on a GPU is timed.
+    """The share of the parts' time that is captured in CUDA graphs; ``None`` where no part on a GPU is timed.
 
-    Each piece counts once, however often it runs; one that has parts of its own, as these. What runs between pieces at
-    graph breaks is not timed.
+    Each part counts once, however often it runs, and nested parts in place of the part that contains them. Python code
+    between parts is not timed.
 
     Example:
         >>> from autostream.ir import Candidate, OpGraph, Schedule
@@ -37,11 +37,11 @@ def captured_share(report: Report) -> float | None:
         >>> captured_share(Report("Net", "8:float32 on cuda:0", "graph breaks", parts=parts))
         0.75
     """
-    pieces = (piece for part in report.parts for piece in _innermost(part))
-    on_gpu = [piece for piece in pieces if piece.graph is not None and piece.graph.device != "cpu"]
-    timed = [(piece.chosen.captured, time_us(piece) or 0.0) for piece in on_gpu if piece.chosen is not None]
-    total_us = sum(took for _, took in timed)
-    return sum(took for captured, took in timed if captured) / total_us if total_us else None
+    parts = (inner for part in report.parts for inner in _innermost(part))
+    on_gpu = [part for part in parts if part.graph is not None and part.graph.device != "cpu"]
+    timed = [(part.chosen.captured, time_us(part) or 0.0) for part in on_gpu if part.chosen is not None]
+    total_us = sum(us for _, us in timed)
+    return sum(us for captured, us in timed if captured) / total_us if total_us else None
 
 
 def _innermost(report: Report) -> Iterator[Report]:

@@ -1,4 +1,4 @@
-"""What is known of one signature of one model: the value that everything about it is told from."""
+"""The report: everything known about one signature of one model."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Report:
         model: the name of the model's class, or of the function.
         signature: readable, e.g. ``"1x3x224x224:float16 on cuda:0, eval, no_grad"``.
         mode: what a call runs: ``"plain"`` (the model itself), ``"one stream"``, ``"streams"``, ``"threads"`` (streams
-            of a CPU), ``"cuda graph"``, ``"sections"`` (CUDA graphs, and between them the ops that none can hold),
-            ``"graph breaks"`` and ``"forward and backward"`` (see ``parts``), ``"not run yet"`` where the first call
-            will tell, or ``"dry run"`` where nothing was to run.
-        level: what one op is, as in :class:`~autostream.ir.Program`; ``""`` where tracing was refused.
+            of a CPU), ``"cuda graph"``, ``"sections"`` (CUDA graphs, and between them ops that cannot be captured),
+            ``"graph breaks"`` and ``"forward and backward"`` (see ``parts``), ``"not run yet"`` before the first call
+            of a model with graph breaks, or ``"dry run"`` for a plan.
+        level: level of kernels, as in :class:`~autostream.ir.Program`; ``""`` where tracing was refused.
         profile: the device that was planned for.
         graph, costs, chosen, timeline: the stages' results; all ``None`` or empty where tracing was refused.
             ``timeline`` is the simulated run of the chosen candidate.
-        measured: a run of the chosen candidate that a profiler watched; ``None`` where none did.
-        candidates: all that were considered, the chosen one among them.
-        chosen_on: when the chosen candidate won among all that were considered, if that was earlier, mostly in another
-            process: ``candidates`` are then itself and the sequential one. ``""`` where it has won now.
+        measured: a profiled run of the chosen candidate, if there was one.
+        candidates: all that were considered, including the chosen one.
+        chosen_on: the date on which the chosen candidate was selected, if it comes from the cache of choices:
+            ``candidates`` are then itself and the sequential one. ``""`` where it was selected now.
         refusals: what could not be done, and why, in the order in which it was tried.
         seconds: stage name to the wall-clock seconds it took.
         versions: package name to version.
-        parts: of a model that was split at graph breaks, one report for each piece that has run; of one that a CUDA
-            graph cannot hold whole, one for each section and for the ops between two; where gradients are recorded, one
-            for the forward, and one for the backward as soon as it has run.
-        ended: of such a piece, why it ends where it does, with the user's source line; ``""`` where the model returns.
-        half: of a call that records gradients, ``"forward"`` or ``"backward"``; ``""`` of all else.
+        parts: reports of the parts of a model: with graph breaks, one for each graph that has run; with ops that cannot
+            be captured, one for each section and for the ops between two; with gradients, one for the forward, and one
+            for the backward once it has run.
+        ended: why such a part ends, with the user's source line; ``""`` where the model returns.
+        half: ``"forward"`` or ``"backward"`` of a call with gradients; else ``""``.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Report:
     half: str = ""
 
     def to_json(self) -> str:
-        """All that is here and what follows from it, as JSON; :func:`~autostream.reporting.dump.dump` says which keys.
+        """The report as JSON, with the keys of :func:`~autostream.reporting.dump.dump`.
 
         Example:
             >>> json.loads(Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain").to_json())["model"]
@@ -70,7 +70,7 @@ class Report:
         return json.dumps(dump(self), indent=1, allow_nan=False)
 
     def to_html(self) -> str:
-        """The page of ``autostream report``, its pieces included: one file that needs no network.
+        """The page of ``autostream report``: one file that needs no network.
 
         Example:
             >>> page = Report("Net", "1x8:float32 on cpu, eval, no gradients", "plain").to_html()

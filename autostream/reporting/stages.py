@@ -1,4 +1,4 @@
-"""The graph before and after each stage: what one makes is what the next one takes.
+"""The result of each stage as text: ``autostream inspect --before-after``.
 
 traced ──analyze──▶ ops and hazards ──price──▶ costs ──assign, synchronize──▶ launches ──lower──▶ what runs
 """
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from autostream.reporting.report import Report
 
 _MOST = 8
-"""Names in one place of a table."""
+"""Names in one cell of a table."""
 
 
 def render(report: Report, traced: str, lowered: str) -> str:
-    """What each stage made of a model.
+    """The result of each stage.
 
     Args:
-        report: of one signature, planned.
+        report: of one planned signature.
         traced: the code of the program that was traced.
         lowered: the code of the graph that runs.
     """
@@ -52,7 +52,7 @@ def _analyzed(graph: OpGraph) -> str:
 
 
 def _before(graph: OpGraph) -> dict[str, list[str]]:
-    """What each op depends on, with the kind of hazard where that is not a read after a write."""
+    """What each op depends on, with the kind of hazard if it is not RAW."""
     kinds: dict[str, dict[str, dict[str, None]]] = {name: {} for name in graph.ops}
     for each in graph.dependencies:
         kinds[each.after].setdefault(each.before, {})[each.hazard.name] = None

@@ -1,4 +1,4 @@
-"""What every face of a report says about its graph: how much work there is, how much of it in line, how wide it is."""
+"""Numbers of a graph, independent of the schedule: work, critical path, width and slack."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Numbers that follow from a graph and its costs on a device, whatever the schedule.
+    """Numbers of a graph and its costs on a device, independent of the schedule.
 
     Attributes:
-        work_us: duration of all ops one after the other, µs.
+        work_us: sum of the ops' durations, µs.
         critical_path: the longest chain of ops, with the gaps between them: no schedule is shorter.
-        sm_us: what the work would take if every op kept all multiprocessors busy, µs.
+        sm_us: time of the work if every op kept all multiprocessors busy, µs.
         bandwidth_us: the same for the memory bandwidth, µs.
-        width: the most ops that are independent of one another.
-        regions: stretches whose branches are independent.
-        slack_us: op name to how much later it could start without lengthening the critical path, µs.
+        width: the largest number of mutually independent ops.
+        regions: subgraphs with independent branches.
+        slack_us: op name to how much later it could start without a longer critical path, µs.
     """
 
     work_us: float
@@ -38,7 +38,7 @@ class Summary:
 
 
 def summarize(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Summary:
-    """Sum up a graph whose ops are all priced.
+    """Summarize a graph whose ops are all priced.
 
     Example:
         >>> from autostream.ir import Op, OpCost
@@ -49,15 +49,15 @@ def summarize(graph: OpGraph, costs: Costs, profile: DeviceProfile) -> Summary:
         >>> summary.work_us, summary.critical_path, summary.sm_us, summary.width
         (6.0, Chain(ops=('a',), work_us=3.0, us=3.0), 3.0, 2)
     """
-    ours = [costs[name] for name in graph.ops]
+    op_costs = [costs[name] for name in graph.ops]
     return Summary(
-        work_us=sum(cost.duration_us for cost in ours),
+        work_us=sum(cost.duration_us for cost in op_costs),
         critical_path=longest_chain(graph, costs, profile),
-        sm_us=sum(cost.duration_us * cost.sm_share for cost in ours),
-        bandwidth_us=sum(cost.duration_us * cost.bandwidth_share for cost in ours),
+        sm_us=sum(cost.duration_us * cost.sm_share for cost in op_costs),
+        bandwidth_us=sum(cost.duration_us * cost.bandwidth_share for cost in op_costs),
         width=structure.width(graph),
         regions=structure.regions(graph),
-        # Sums in another order differ in the last digit, which must not print as -0.0.
+        # Rounding may leave a slack just below 0, which would print as -0.0.
         slack_us={name: max(us, 0.0) for name, us in structure.slack(graph, with_gaps(costs, profile)).items()},
     )
 
@@ -71,7 +71,7 @@ def summary_of(report: Report) -> Summary | None:
 
 
 def baselines(report: Report) -> tuple[Candidate, ...]:
-    """The sequential candidates that the chosen one is compared with: as captured as itself first."""
+    """The sequential candidates that the chosen one is compared with; first the one that is captured if it is."""
     chosen = report.chosen
     if chosen is None:
         return ()
@@ -80,14 +80,14 @@ def baselines(report: Report) -> tuple[Candidate, ...]:
 
 
 def gain(chosen: Candidate, other: Candidate) -> float:
-    """How many times faster than the other: by the device's clock where both were measured, else by the simulator."""
+    """Speedup over the other candidate: measured where both were, else predicted."""
     if chosen.measured_us is not None and other.measured_us is not None:
         return other.measured_us / chosen.measured_us
     return other.predicted_us / chosen.predicted_us if chosen.predicted_us > 0 else 1.0
 
 
 def named(schedule: Schedule) -> str:
-    """A schedule in a few words.
+    """A short name of a schedule.
 
     Example:
         >>> named(Schedule("sequential", 1, ()))

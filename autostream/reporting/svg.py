@@ -1,4 +1,4 @@
-"""DOT text as a drawing, by Graphviz's ``dot``, where that is installed."""
+"""Rendering of DOT text to SVG with Graphviz's ``dot``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def render(drawing: str) -> str:
     """An SVG of a graph in DOT.
 
     Raises:
-        OptionError: Graphviz is not installed, or does not draw it.
+        OptionError: Graphviz is not installed, or fails.
     """
     program = shutil.which("dot")
     if program is None:
@@ -20,8 +20,8 @@ def render(drawing: str) -> str:
             "SVG is drawn by Graphviz, whose dot is not installed: install it (Debian: apt install graphviz, macOS: "
             "brew install graphviz, conda: graphviz), or take DOT (--dot) and draw it elsewhere"
         )
-    drawn = subprocess.run([program, "-Tsvg"], input=drawing, capture_output=True, text=True, encoding="utf-8")
-    if drawn.returncode:
-        reason = first_line(RuntimeError(drawn.stderr)).removeprefix("RuntimeError: ")
+    result = subprocess.run([program, "-Tsvg"], input=drawing, capture_output=True, text=True, encoding="utf-8")
+    if result.returncode:
+        reason = first_line(RuntimeError(result.stderr)).removeprefix("RuntimeError: ")
         raise OptionError(f"Graphviz does not draw this graph ({reason}): take DOT (--dot) and try another layout")
-    return drawn.stdout
+    return result.stdout

@@ -1,9 +1,9 @@
-"""A report as text for a terminal. A time that no clock has shown is called predicted.
+"""A report as text for a terminal. Times are called predicted unless they were measured.
 
 summary    what runs, and how fast; ``lines`` are the same as values
-answers    that, why it is not faster, what runs beside what and why, and what to try: ``autostream.explain``
-render     that, and all candidates and ops in tables: ``autostream inspect``
-profile    what is known of a device: ``autostream profile``
+answers    also where time is lost, which ops overlap, why, and what to try: ``autostream.explain``
+render     also all candidates and ops in tables: ``autostream inspect``
+profile    a device profile: ``autostream profile``
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ _BESIDE = 5
 _HOLDERS = 5
 _REASONS = 10
 _WORTH = 0.005
-"""Shares that would be shown as 0 % are not."""
+"""Smaller shares, which would read 0 %, are left out."""
 
 
 def summary(report: Report) -> str:
-    """Say the main things in a few lines: what runs, how fast, and why not faster."""
-    return _summary(report, *_facts(report))
+    """A few lines: what runs, how fast, and the bounds of the speedup."""
+    return _summary(report, *_derived(report))
 
 
 def lines(report: Report) -> Iterator[tuple[str, str]]:
-    """The lines of the summary as (key, value); a key may come several times."""
-    return _lines(report, *_facts(report))
+    """The lines of the summary as (key, value); keys may repeat."""
+    return _lines(report, *_derived(report))
 
 
 def answers(report: Report, selection: Selection = EVERYTHING) -> str:
-    """Say what users ask: how much faster, why not more, what runs beside what and why, and what to try.
+    """Speedup, lost time, overlapping ops, reasons for streams, and what to try.
 
     Args:
         report: of one signature of one model.
-        selection: the ops of which to say why they are on their streams.
+        selection: the ops whose streams are explained.
 
     Raises:
         OptionError: the schedule has no such stream.
@@ -79,7 +79,7 @@ def answers(report: Report, selection: Selection = EVERYTHING) -> str:
         runs as    the plain model
         refused    not traced: forward branches on the value of a tensor
     """
-    numbers, explanation = _facts(report)
+    numbers, explanation = _derived(report)
     parts = (
         _summary(report, numbers, explanation),
         _pieces(report),
@@ -90,16 +90,16 @@ def answers(report: Report, selection: Selection = EVERYTHING) -> str:
 
 
 def render(report: Report, selection: Selection = EVERYTHING) -> str:
-    """Say all that is known: the answers, then the candidates and the ops.
+    """The answers, then all candidates and ops.
 
     Args:
         report: of one signature of one model.
-        selection: the ops that are shown, and how. Of more than fit on a screen, the reasons of the costliest are.
+        selection: the ops to show. If they are more than fit on a screen, streams are explained for the costliest.
 
     Raises:
         OptionError: the schedule has no such stream.
     """
-    numbers, explanation = _facts(report)
+    numbers, explanation = _derived(report)
     shown = selected(report, numbers, selection)
     if selection.ops is None and len(shown) > FOLDED:
         shown = selected(report, numbers, replace(selection, ops=_REASONS))
@@ -115,7 +115,7 @@ def render(report: Report, selection: Selection = EVERYTHING) -> str:
 
 
 def profile(device: DeviceProfile) -> str:
-    """Say what the cost model knows of a device.
+    """What the cost model knows of a device.
 
     Example:
         >>> edges = {"same_stream_edge_us": 0.9, "cross_stream_edge_us": 1.6, "fork_us": 1.2, "join_us": 1.1}
@@ -147,7 +147,7 @@ def profile(device: DeviceProfile) -> str:
     )
 
 
-def _facts(report: Report) -> tuple[Summary | None, Explanation | None]:
+def _derived(report: Report) -> tuple[Summary | None, Explanation | None]:
     numbers = summary_of(report)
     return numbers, explanation_of(report, numbers)
 
@@ -186,7 +186,7 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
 
 
 def _pieces(report: Report) -> str:
-    """What a model was split into."""
+    """The parts of a model that was split."""
     pieces = [part for part in report.parts if not part.half]
     if not pieces:
         return ""
@@ -207,7 +207,7 @@ def _name(part: Report, number: int) -> str:
 
 
 def _halves(report: Report) -> Iterator[tuple[str, str]]:
-    """What the forward and the backward of a call that records gradients are."""
+    """The forward and the backward of a call with gradients."""
     halves = [part for part in report.parts if part.half]
     yield from ((part.half, _half(part)) for part in halves)
     if halves and all(part.half != "backward" for part in halves):
@@ -230,7 +230,7 @@ def _captured(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _answers(report: Report, explanation: Explanation | None, shown: frozenset[str]) -> Iterator[str]:
-    """The sections that explain, in the order in which users ask."""
+    """The sections of the explanation."""
     if explanation is None:
         return
     yield from _why_not_more(explanation)
@@ -323,7 +323,7 @@ def _compared(own_us: float, gains: Sequence[Gain]) -> str:
 
 
 def _no_gain(report: Report, chosen: Candidate) -> str:
-    """One stream was kept: the number that the best of several streams came to."""
+    """Why one stream was chosen: the speed of the best schedule over several."""
     best = best_rival(report, chosen)
     if report.graph and not report.graph.ops:
         return "none: the model launches nothing, so there is nothing to schedule"
@@ -341,7 +341,7 @@ def _graph(report: Report, graph: OpGraph, numbers: Summary) -> str:
     ops = f"{count(len(graph.ops), 'op')} ({_LEVELS[report.level]})" if report.level else count(len(graph.ops), "op")
     facts = [ops, f"width {numbers.width}"]
     branches = max((len(region.branches) for region in numbers.regions), default=0)
-    if branches >= numbers.width > 1:  # fewer, where branches meet one by one, would say less than the width
+    if branches >= numbers.width > 1:  # fewer branches than the width would say less
         facts.append(f"{count(len(numbers.regions), 'region')} of up to {branches} independent branches")
     if report.chosen:
         schedule = report.chosen.schedule
@@ -357,11 +357,11 @@ def _work(costs: Costs, numbers: Summary) -> str:
 
 
 LESS_WORKSPACE = "; CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 in the environment makes that a quarter"
-"""What PyTorch takes on GPUs before Hopper. It is read once, before the first product."""
+"""The workspace of GPUs before Hopper. PyTorch reads the variable once, before the first matrix product."""
 
 
 _PIECES = 2 * 2**20, 20 * 2**20
-"""What PyTorch's allocator takes from a GPU at a time: for what is up to 1 MiB, and for what is up to 10 MiB."""
+"""Segments that PyTorch's allocator takes from a GPU: for blocks up to 1 MiB, and up to 10 MiB."""
 
 
 def _memory(memory: Memory, streams: int, hopper: bool) -> Iterator[str]:
@@ -383,7 +383,7 @@ def _cost_of_budget(best: KeptOut) -> str:
 
 
 def _refusals(report: Report) -> Iterator[str]:
-    """Each kind by its first few: what hinders one op often hinders hundreds."""
+    """The first few of each kind: one reason often holds for hundreds of ops."""
     for choice, group in groupby(sorted(report.refusals, key=lambda r: r.choice), key=lambda r: r.choice):
         refusals = list(group)
         yield from (_refusal(report, refusal) for refusal in refusals[:_REFUSALS])
@@ -422,7 +422,7 @@ def _candidate(candidate: Candidate, report: Report) -> tuple[str, ...]:
 
 
 def _placements(report: Report, explanation: Explanation, shown: frozenset[str]) -> Iterator[str]:
-    """Why on which stream: what is about the whole first, then the ops shown, in launch order."""
+    """Reasons for streams: of the whole schedule first, then of the ops shown, in launch order."""
     if not explanation.placements:
         return  # there is one stream
     assert report.chosen is not None

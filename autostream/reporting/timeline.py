@@ -1,10 +1,10 @@
-"""When each op runs, for a trace viewer: ``autostream trace``, to be opened in Perfetto or ``chrome://tracing``.
+"""Timelines as a Chrome trace, for Perfetto or ``chrome://tracing``: ``autostream trace``.
 
 process "predicted"   stream 0        ▐── a ──▌     ▐── c ──▌      a lane for each stream;
                       stream 1             ╰─▸▐── b ──▌╯           arrows are waits;
-                      critical path   ▐── a ──▌     ▐── c ──▌      what must be in line, at the same times;
-                      counters        memory in use, and how much of the device is asked for
-process "measured"    the same of a run that a profiler watched, if one did
+                      critical path   ▐── a ──▌     ▐── c ──▌      its ops once more;
+                      counters        memory in use, and utilization of the device
+process "measured"    the same for a profiled run, if there was one
 
 The format is Chrome's (Duca & Sinclair 2016, "Trace Event Format"): times are µs, names and arguments are data.
 """
@@ -28,14 +28,14 @@ Event = dict[str, Any]
 """One entry of ``traceEvents``."""
 
 _ARROW_US = 0.003
-"""An arrow leaves a slice so long before its end: at the end itself viewers look for the next one, and those that cut
-times to whole ns take start and duration for up to 1 ns less each."""
+"""An arrow starts this long before the end of its slice: at the end itself viewers find the next slice. Viewers that
+truncate to whole ns take start and duration up to 1 ns too short each."""
 
 _MARKS = {FORK: "fork", JOIN: "join"}
 
 
 def render(report: Report) -> str:
-    """A report's timelines as a trace file; without events where nothing was scheduled.
+    """A report's timelines as a trace file, which has no events where nothing was scheduled.
 
     Example:
         >>> from autostream.reporting.report import Report
@@ -49,7 +49,7 @@ def render(report: Report) -> str:
 
 
 def events(report: Report) -> Iterator[Event]:
-    """What is in the file: metadata, slices, arrows, marks and counters of each timeline."""
+    """The events of the file: metadata, slices, arrows, marks and counters of each timeline."""
     graph, chosen, profile = report.graph, report.chosen, report.profile
     if graph is None or chosen is None or profile is None:
         return
@@ -62,10 +62,10 @@ def events(report: Report) -> Iterator[Event]:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One timeline.
+    """One timeline, as a process of the trace.
 
     Attributes:
-        number: 0 or 1, which keeps it and its arrows apart from the other one and its arrows.
+        number: 0 or 1; makes the ids of processes, lanes and arrows unique.
         critical: the ops of the longest chain, in order.
     """
 
@@ -77,7 +77,7 @@ class _Process:
     critical: tuple[str, ...]
 
     def events(self, name: str) -> Iterator[Event]:
-        """All of them, lane by lane; a slice comes before the arrows that start and end in it."""
+        """All events; a slice comes before the arrows that start and end in it."""
         path = self.schedule.streams
         yield self._metadata("process_name", 0, name=name)
         yield self._metadata("process_sort_index", 0, sort_index=self.number)
@@ -106,7 +106,7 @@ class _Process:
         return self._event("X", piece.op, lane, start_us, cat=category, dur=_dur_us(start_us, end_us), args=args)
 
     def _mark(self, piece: Slice) -> Event:
-        """Fork and join take no time, so they are no slices; and arrows, which need slices, do not show them."""
+        """Fork and join as instant events, since they take no time; arrows need slices, so they have none."""
         return self._event("i", _MARKS[piece.op], piece.stream, piece.start_us, cat="mark", s="t", args={})
 
     def _arrow(self, number: int, before: Slice, after: Slice) -> Iterator[Event]:
@@ -128,16 +128,15 @@ class _Process:
         return self._event("M", kind, lane, 0.0, args=args)
 
     def _event(self, phase: str, name: str, lane: int, at_us: float, **more: Any) -> Event:
-        # Perfetto takes 0 for the idle process of Linux, and a lane's name for that of all lanes of its number.
+        # Perfetto reads 0 as Linux's idle process, and shares a lane's name among all lanes of one number.
         tid = 1 + self.number * (self.schedule.streams + 1) + lane
         return {"ph": phase, "name": name, "pid": self.number + 1, "tid": tid, "ts": round(at_us, 3), **more}
 
 
 def _dur_us(start_us: float, end_us: float) -> float:
-    """How long a slice is drawn, such that no reader sees it end after ``end_us``, where the next one may start.
+    """Duration of a slice, such that no viewer sees it overlap with one that starts at ``end_us``.
 
-    Perfetto drops slices that overlap, and some of its versions multiply and cut, which makes 569 ns of 0.57 µs. So
-    a slice may have to be 1 ns shorter than it was.
+    Perfetto drops overlapping slices, and some versions truncate 0.57 µs to 569 ns, so a slice may be 1 ns shorter.
 
     Args:
         start_us: to three decimals.

@@ -1,1 +1,1 @@
-"""A report as one HTML file that needs nothing else: ``autostream report``."""
+"""The page of a report as one self-contained HTML file: ``autostream report``."""

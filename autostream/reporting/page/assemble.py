@@ -1,13 +1,12 @@
-"""The page from its parts: data, style and scripts, all within one file that asks the network for nothing.
+"""The HTML page of a report: data, style and scripts in one file that makes no network requests.
 
-dump     ──▶ what Report.to_json() has, less what no view shows ─┐
-events   ──▶ the trace, less what is told of the op already     ─┼─▶ JSON within page.html, read by its scripts
-places   ──▶ where ops are drawn                                ─┘
+dump     ──▶ Report.to_json() without what no view shows  ─┐
+events   ──▶ the trace without what the report has        ─┼─▶ JSON within page.html, read by its scripts
+places   ──▶ coordinates of the ops                       ─┘
 
-The pieces of a model that was split are the same again, within it. The page shows one of all these at a time, the one
-that its address asks for, so going to another is following a link.
+The parts of a split model are nested in the same form. The page shows one part at a time, chosen by the address.
 
-Nothing of a report becomes markup: scripts set text only. The page's policy (CSP) lets it run its own scripts, known by
+Nothing of a report becomes markup: scripts set text only. The page's content security policy allows its scripts, by
 their hash, and nothing else.
 """
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 _NAMES = ("data", "text", "canvas", "summary", "timeline", "memory", "graph", "table", "main")
 SCRIPTS = tuple(f"{name}.js" for name in _NAMES)
-"""In the order in which they build on each other."""
+"""In the order in which they depend on each other."""
 
 
 def render(report: Report) -> str:
@@ -50,26 +49,26 @@ def render(report: Report) -> str:
         "script-hash": _hash(script),
         "data": _json(_data(report, dump(report))),
     }
-    # All at once: what is put in is not looked at again, whatever it says.
+    # In one pass: inserted text is not substituted again.
     return re.sub(r"\{\{([\w-]+)\}\}", lambda found: parts[found[1]], _file("page.html"))
 
 
 def _data(report: Report, dumped: dict[str, Any]) -> dict[str, Any]:
-    """What there is to show of a report, and of each of its pieces."""
+    """The data of a report and of each of its parts."""
     return {
         "report": _shown(dumped),
         "trace": [_lean(event) for event in events(report)],
         "places": places(report.graph) if report.graph else {},
-        "pieces": [_data(*piece) for piece in zip(report.parts, dumped["parts"], strict=True)],
+        "pieces": [_data(*part) for part in zip(report.parts, dumped["parts"], strict=True)],
     }
 
 
 _OP = ("target", "source", "flops", "bytes_read", "bytes_written")
-"""What views say of an op."""
+"""Fields of an op that views show."""
 
 
 def _shown(dumped: dict[str, Any]) -> dict[str, Any]:
-    """The report without what is large and in no view, without the timelines, which the trace has, and its pieces."""
+    """The report without large fields that no view shows, without timelines, which the trace has, and without parts."""
     graph = dumped["graph"] and {
         "ops": {name: {key: op[key] for key in _OP} for name, op in dumped["graph"]["ops"].items()},
         "dependencies": [(each["before"], each["after"]) for each in dumped["graph"]["dependencies"]],
@@ -95,12 +94,12 @@ def _brief(candidate: Mapping[str, Any], chosen: bool) -> dict[str, Any]:
 
 
 def _lean(event: Event) -> Event:
-    """A trace event without what the report says of the op already."""
+    """A trace event without what the report has of the op."""
     return {**event, "args": {"slowdown": event["args"]["slowdown"]}} if event["ph"] == "X" else event
 
 
 def _json(value: object) -> str:
-    """JSON that can stand within a script element: no character of it opens or closes one."""
+    """JSON that cannot end the script element that it is in."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

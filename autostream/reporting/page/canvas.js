@@ -1,4 +1,4 @@
-/** Drawing surfaces: sharp on any screen, redrawn at most once a frame, moved by pointer, wheel and keys. */
+/** Canvases: sharp on any screen, redrawn at most once a frame, moved by pointer, wheel and keys. */
 
 const GOLDEN = 0.618034;
 const theme = {};
@@ -49,7 +49,7 @@ function surfaceOf(canvas, draw) {
   return surface;
 }
 
-/** Text cut to a width. Names are long and many, so the width of a letter is taken as known. */
+/** Text truncated to a width. A fixed width of a letter is assumed, since measuring thousands of names is slow. */
 const LETTER = 6.7;
 function label(context, text, x, y, room) {
   const letters = Math.floor(room / LETTER);

@@ -1,6 +1,6 @@
 "use strict";
 
-/** From the whole model to what is shown, each a piece of the one before: the address asks for one as ?piece=2 or 2.0. */
+/** From the whole model down to the part that is shown: the address chooses one as ?piece=2 or 2.0. */
 const way = [JSON.parse(document.getElementById("data").textContent)];
 const numbers = []; // of the pieces on the way
 for (const number of (new URLSearchParams(location.search).get("piece") ?? "").split(".").filter(Boolean).map(Number)) {
@@ -10,7 +10,7 @@ for (const number of (new URLSearchParams(location.search).get("piece") ?? "").s
   numbers.push(number);
 }
 
-/** What the page shows, from the JSON beside it: the report, its trace events, where ops are drawn, and its pieces. */
+/** The data of the page, from its JSON: the report, its trace events, coordinates of ops, and its parts. */
 const { report, trace, places, pieces } = way.at(-1);
 const scheduled = Boolean(report.chosen && report.graph && report.summary && trace.length);
 
@@ -64,7 +64,7 @@ const processes = (() => {
 /** From the start of the run to its last end, µs. */
 const makespan = Math.max(0, ...processes.map((p) => p.lanes.reduce((most, lane) => Math.max(most, lane.slices.at(-1)?.end ?? 0), 0)));
 
-/** Ops in launch order, with all that is known of each. */
+/** Ops in launch order, with their data. */
 const ops = !scheduled ? [] : report.chosen.schedule.launches.map((launch, at) => {
   const { target, source, flops, bytes_read, bytes_written } = report.graph.ops[launch.op];
   const cost = report.costs[launch.op];
@@ -84,7 +84,7 @@ if (scheduled) {
   }
 }
 
-/** The op that all views point at; they hear of a change. */
+/** The selected op; views are notified of a change. */
 const selection = { op: null, listeners: [] };
 function select(op, { reveal = true } = {}) {
   selection.op = op;

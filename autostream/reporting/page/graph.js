@@ -1,4 +1,4 @@
-/** The graph, in the layers that were computed for it; only what is in sight is drawn. */
+/** The graph in its precomputed layers; only what is visible is drawn. */
 function showGraph() {
   const canvas = get("drawing");
   const ACROSS = 150, DOWN = 58, WIDE = 132, HIGH = 34;
@@ -40,10 +40,10 @@ function showGraph() {
         if (!chosen(edge) || from.y > bottom || to.y < top || Math.max(from.x, to.x) < near || Math.min(from.x, to.x) > far) continue;
         const x1 = X(from.x), y1 = Y(from.y + HIGH / 2), x2 = X(to.x), y2 = Y(to.y - HIGH / 2);
         if (scale >= 0.2 && within(x1) === x1 && within(x2) === x2) {
-          // An edge over several layers goes round what lies between.
+          // An edge over several layers bypasses the ops between.
           curves.push([x1, y1, x2, y2, to.layer - from.layer > 1 && Math.abs(to.x - from.x) < WIDE ? WIDE * 0.75 * scale : 0]);
         } else {
-          // Straight, and only as far as it is in sight: of wide layers, thousands lie on each other.
+          // Straight, and only as far as it is visible: wide layers have thousands of overlapping edges.
           const at = (x) => y1 + ((within(x) - x1) * (y2 - y1)) / (x2 - x1 || 1);
           const line = [within(x1), at(x1), within(x2), at(x2)];
           lines.set(line.map((end) => Math.round(end / 2)).join(), line);

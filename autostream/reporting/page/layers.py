@@ -1,13 +1,13 @@
-"""Where the ops of a graph are drawn: in layers, so that every arrow points down.
+"""Layout of a graph in layers, so that every edge points down.
 
 layer 0        a
              ╱   ╲
-layer 1     b     c      an op is one layer below the lowest that it depends on, and in its layer
-             ╲   ╱       as near as there is room to the middle of those
+layer 1     b     c      an op is one layer below its lowest predecessor, and as near as
+             ╲   ╱       there is room to the middle of its predecessors
 layer 2        d
 
-The layers are those of Sugiyama, Tagawa & Toda (1981, "Methods for visual understanding of hierarchical system
-structures"), and so is the order within them, by barycentres, in one pass from the top.
+Layers, and the order within them by barycentres in one pass from the top, are those of Sugiyama, Tagawa & Toda (1981,
+"Methods for visual understanding of hierarchical system structures").
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def places(graph: OpGraph) -> Mapping[str, tuple[float, int]]:
 
 
 def _layer_of(graph: OpGraph) -> Mapping[str, int]:
-    """The longest path to each op, in ops; those that depend on nothing stand right above the first that needs them."""
+    """The longest path to each op, in ops; ops without predecessors are right above their first successor."""
     layer: dict[str, int] = {}
     for name in graph.ops:
         layer[name] = max((layer[before] + 1 for before in graph.digraph.predecessors(name)), default=0)
@@ -53,10 +53,10 @@ def _middle(columns: list[float]) -> float:
 
 
 def _spread(wished: Mapping[str, float]) -> Mapping[str, float]:
-    """Columns at least one apart, in the order of the wishes, and on average where they were wished for."""
-    found: dict[str, float] = {}
+    """Columns at least one apart, in the order of the wished ones and with their mean."""
+    columns: dict[str, float] = {}
     last = -float("inf")
     for name in sorted(wished, key=wished.__getitem__):
-        found[name] = last = max(wished[name], last + 1)
-    shift = _middle([wished[name] - column for name, column in found.items()])
-    return {name: round(column + shift, 2) for name, column in found.items()}
+        columns[name] = last = max(wished[name], last + 1)
+    shift = _middle([wished[name] - column for name, column in columns.items()])
+    return {name: round(column + shift, 2) for name, column in columns.items()}

@@ -1,4 +1,4 @@
-/** All views, and what is known of the op that is selected. */
+/** All views, and the details of the selected op. */
 function showDetails(op) {
   get("details").hidden = !op;
   if (!op) return;

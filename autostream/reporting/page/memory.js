@@ -1,4 +1,4 @@
-/** Why what is in use is not what is taken: two numbers that mean different things, and what neither of them counts. */
+/** The difference between memory in use and memory allocated, and what neither includes. */
 function counted(planned, used) {
   const { workspace_bytes: workspaces } = report.explanation.memory;
   return "The area is what ops have made and others still need at the times of the timeline above, outputs to the end: " +
@@ -8,7 +8,7 @@ function counted(planned, used) {
     `${workspaces ? `; those of cuBLAS are ${size(workspaces)} at most` : ""}.`;
 }
 
-/** Memory in use, on the time axis of the timeline, below what is taken for it; and what holds it. */
+/** Memory in use over time, on the time axis of the timeline, and the storages live at the peak. */
 function showMemory() {
   const canvas = get("used");
   const planned = report.explanation.memory.bytes;

@@ -1,4 +1,4 @@
-/** What was gained, why not more, what to try; and where all this was made. */
+/** Speedup, lost time, advice and versions. */
 
 const MODES = {
   plain: "the plain model", "one stream": "one op after another, uncaptured", streams: "ops on CUDA streams, uncaptured",
@@ -90,10 +90,10 @@ function showSummary() {
   }
 }
 
-/** A link to a piece, by the numbers on the way to it; without any, to the whole model. */
+/** A link to a part by its path of numbers; an empty path is the whole model. */
 const linkTo = (place, said) => make("a", { href: place.length ? `?piece=${place.join(".")}` : "?" }, said);
 
-/** Of a piece: links to what it is a piece of, and to the pieces beside it. */
+/** Links of a part to its parents and siblings. */
 function showWay() {
   if (!numbers.length) return;
   const above = numbers.slice(0, -1), number = numbers.at(-1);
@@ -104,7 +104,7 @@ function showWay() {
     ...beside.map((place) => linkTo(place, way.at(-2).pieces[place.at(-1)].report.half || `Piece ${place.join(".")}`)));
 }
 
-/** What a model was split into: why each piece ends where it does, how it runs, and how long; or forward and backward. */
+/** The parts of a model: why each ends, how it runs and how long; or forward and backward. */
 function showPieces() {
   if (!pieces.length) return;
   const halves = report.mode === "forward and backward";

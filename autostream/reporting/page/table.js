@@ -1,4 +1,4 @@
-/** All ops, sorted and filtered; of thousands of rows, those in sight are there. */
+/** All ops, sorted and filtered; only visible rows are in the document. */
 function showTable() {
   const ROW = 28, SPARE = 4; // each row costs layout and paint in every frame of a scroll
   const columns = [

@@ -1,4 +1,4 @@
-/** Numbers and elements. Whatever comes from a model is set as text, never as markup. */
+/** Numbers and elements. Strings of a model are set as text, never as markup. */
 const formats = [0, 1, 2].map((digits) =>
   new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
 const fixed = (number, digits = 1) => (Number.isFinite(number) ? formats[digits].format(number) : "");
@@ -29,7 +29,7 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** Terms and what is said of them, as the children of a <dl>; terms that come again in a row stand once. */
+/** Terms and descriptions, as children of a <dl>; consecutive equal terms appear once. */
 function fill(list, pairs) {
   let last = null;
   list.replaceChildren(...pairs.flatMap(([term, said]) => {

@@ -1,4 +1,4 @@
-/** The stretch of time that timeline and memory show, µs, shared by both. */
+/** The time range that timeline and memory share, µs. */
 const marginOf = (width) => Math.min(122, width / 4); // for the names of lanes
 const range = { from: 0, to: Math.max(makespan, 1e-3), listeners: [] };
 function showRange(from, to) {
@@ -24,7 +24,7 @@ const timeView = (canvas, more) => ({
   ...more,
 });
 
-/** The first of sorted things whose `key` is above a bound. */
+/** The first element of a sorted array whose `key` is above a bound. */
 function firstAbove(things, bound, key) {
   let low = 0, high = things.length;
   while (low < high) {
@@ -51,7 +51,7 @@ function drawAxis(context, width, height) {
   }
 }
 
-/** Values that hold until the next one, as steps; returns nothing. */
+/** Draw values as steps, each up to the next. */
 function drawSteps(context, points, most, top, height, width, colour) {
   const y = (value) => top + height - (value / most) * (height - 4);
   context.fillStyle = colour;
