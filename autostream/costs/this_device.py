@@ -14,9 +14,7 @@ from autostream.costs.records import Measurements, context_of
 from autostream.costs.roofline import price
 from autostream.errors import first_line
 from autostream.ir import Costs, Decision, DeviceProfile, OpGraph, Program
-
-Notes = tuple[Decision, ...]
-"""Problems with measuring, or with reading and writing the cache, for a report."""
+from autostream.store import Notes
 
 
 def profile_here(device: str) -> tuple[DeviceProfile, Notes]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from autostream.errors import first_line
 from autostream.fusion.fingerprint import fingerprint
-from autostream.fusion.inductor import fuse, fused_before, obstacle, with_settings
+from autostream.fusion.inductor import fuse, obstacle, restore_fused, with_settings
 from autostream.fusion.kernel_json import from_json, to_json
 from autostream.ir import Program
 from autostream.store import Notes, Store
@@ -77,11 +77,11 @@ def _key(program: Program, options: Mapping[str, Any]) -> str:
 
 
 def _parse(program: Program, options: Mapping[str, Any], text: str) -> Program:
-    from autostream.fusion.kernel_graph import made_again
+    from autostream.fusion.kernel_graph import kernel_from_recipe
 
     with with_settings(options):
-        kernels = from_json(json.loads(text), program, partial(made_again, device=torch.device(program.device)))
-        return fused_before(program, kernels)
+        kernels = from_json(json.loads(text), program, partial(kernel_from_recipe, device=torch.device(program.device)))
+        return restore_fused(program, kernels)
 
 
 def _write(key: str, fused: Program, program: Program) -> Notes:

@@ -1,16 +1,16 @@
-"""Program → Program below fusion: one op is one kernel of TorchInductor's.
+"""Fuses the ops of a program into kernels by TorchInductor: each op of the result is one kernel.
 
     Program of ATen ops ──▶ functional graph ──▶ Inductor: passes, fusion, code ──▶ wrapper lines ──▶ Program of kernels
 
-Inductor can emit its fused program as an fx graph (``config.fx_wrapper``), here one of calls of our own
-(``kernel_graph.py``). Its reuse of memory is off, for it chains branches that are independent otherwise: what is
-reused is for the schedule to say.
+Inductor can emit its fused program as an fx graph (``config.fx_wrapper``); ``kernel_graph.py`` turns it into calls of
+:class:`~autostream.utils.kernels.Kernel`. Inductor's reuse of buffers is off, because it makes independent branches
+depend on each other; the schedule decides which memory is reused.
 
-Where freezing is asked for, weights become constants, and what depends on constants alone is computed now. Whoever
-runs the program has to look whether these weights are still what they were (:attr:`autostream.ir.Program.frozen`).
+With freezing, weights become constants, and ops that depend on constants alone are computed at compile time. The caller
+must check that these weights have not changed before each run (:attr:`autostream.ir.Program.frozen`).
 
-All that is private to PyTorch is listed in :data:`NEEDED`, and looked for before anything is done. Where a version
-lacks some of it, a :class:`~autostream.errors.FusionError` names it, and ops stay those of ATen.
+The private interfaces of PyTorch that this needs are in :data:`NEEDED`, and are checked first. If a version lacks one,
+a :class:`~autostream.errors.FusionError` names it, and the ops stay those of ATen.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import FusionError, OptionError, first_line
-from autostream.frontend.capture import compile_lock
+from autostream.frontend.dynamo import compile_lock
 from autostream.fusion.channels_last import (
-    Relaid,
-    in_channels_last,
+    LayoutInterpreter,
+    channels_last_decompositions,
     is_channels_last,
     trains_convolutions,
 )
 from autostream.fusion.kernel_values import (
     arguments_of,
     fake_mode_of,
-    kinds,
-    named_as,
+    match_program,
+    output_layouts,
     outputs_of,
-    shared,
+    shared_storages,
 )
-from autostream.fusion.matvec import with_rows
-from autostream.fusion.out_variants import write_into_given_memory
-from autostream.fusion.random_ops import draw_in_order, drawing_as_eager, draws_of
+from autostream.fusion.matvec import matvec_decompositions
+from autostream.fusion.out_variants import use_out_variants
+from autostream.fusion.random_ops import random_decompositions, random_ops_of, restore_random_order
 from autostream.fusion.scalars import compute_once
 from autostream.ir import Program, Role
 from autostream.utils.storages import storage_of
@@ -64,21 +64,21 @@ SETTINGS: Mapping[str, Any] = {
     "fx_wrapper": True,
     "cpp_wrapper": False,
     "triton.cudagraphs": False,
-    # Each would make one chain of independent branches.
+    # Each reuses memory, which makes independent branches depend on each other.
     "allow_buffer_reuse": False,
     "inplace_buffers": False,
     "memory_planning": False,
-    # Lines of Python, which no fx graph can hold; what asserts check is checked once, when the model is traced.
+    # These emit lines of Python, which an fx graph cannot hold. Sizes are checked once, when the model is traced.
     "size_asserts": False,
     "nan_asserts": False,
     "alignment_asserts": False,
     "triton.num_decompose_k_splits": 0,
     "triton.multi_kernel": 0,
     "freezing_discard_parameters": False,  # the weights are the user's
-    "fx_graph_cache": False,  # keeps Python code; kernels are cached on disk all the same
-    "fallback_random": True,  # the numbers that the model draws when it runs plainly
+    "fx_graph_cache": False,  # caches Python code; kernels are cached on disk all the same
+    "fallback_random": True,  # the same random numbers as in eager mode
 }
-"""What every program is compiled with."""
+"""The settings of ``torch._inductor.config`` with which every program is compiled."""
 
 NEEDED: Mapping[str, Sequence[str]] = {
     "torch._functorch.aot_autograd": ["aot_export_module"],
@@ -131,15 +131,15 @@ NEEDED: Mapping[str, Sequence[str]] = {
         "FxConverter._record_allocation",
     ],
 }
-"""What is used and overridden of PyTorch's private parts, by module, as torch 2.11 and 2.13 have it."""
+"""The private interfaces of PyTorch that fusion uses or overrides, by module; torch 2.11 and 2.13 have all of them."""
 
 
 def check_settings(options: Mapping[str, Any]) -> None:
-    """See that Inductor has these settings, that they are the user's to choose, and that switches are on or off.
+    """Check the user's settings of Inductor.
 
     Raises:
-        OptionError: one is unknown, or set already; or a switch is something else, such as ``"False"``, which would
-            turn it on.
+        OptionError: a setting is unknown, or one of :data:`SETTINGS`; or a boolean is not a bool. The string
+            ``"False"`` would turn it on.
     """
     if not options:
         return
@@ -158,15 +158,15 @@ def check_settings(options: Mapping[str, Any]) -> None:
 
 
 def check_level(kernels: str, tensors: Iterable[Tensor] = ()) -> None:
-    """See that fused kernels can be had on this machine, and where a model is, if no others will do.
+    """Check that a model's ops can be fused, if the option ``kernels`` requires it.
 
     Args:
         kernels: the option of that name.
-        tensors: the model's, where they will stay.
+        tensors: the model's tensors, on the devices on which it runs.
 
     Raises:
-        OptionError: there is no GPU, the tensors are all on the CPU, there is no Triton, or this version of PyTorch
-            lacks what fusing builds on.
+        OptionError: there is no GPU, the tensors are all on the CPU, Triton is not installed, or this version of
+            PyTorch lacks an interface that fusion needs.
 
     Example:
         >>> check_level("auto", [torch.ones(1)])
@@ -179,10 +179,10 @@ def check_level(kernels: str, tensors: Iterable[Tensor] = ()) -> None:
 
 
 def obstacle(device: str) -> str:
-    """Why nothing can be fused here, whatever the program, and what to do instead; ``""`` where it can.
+    """Why no program can be fused on this machine, and what to do instead; ``""`` if fusion is available.
 
     Args:
-        device: where the program runs.
+        device: the device on which the program runs.
 
     Example:
         >>> obstacle("cpu")
@@ -199,21 +199,21 @@ def obstacle(device: str) -> str:
 
 
 def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> Program:
-    """Let Inductor fuse a program's ops into kernels.
+    """Fuse a program's ops into kernels of Inductor.
 
     Args:
-        program: of ATen ops, on a CUDA device. It stays as it is.
-        options: of ``torch._inductor.config``, e.g. ``{"max_autotune": True}``.
-        tensors: its arguments, which are looked at only where the options ask for freezing.
+        program: a program of ATen ops, on a CUDA device; it is not changed.
+        options: settings of ``torch._inductor.config``, e.g. ``{"max_autotune": True}``.
+        tensors: its arguments; used only for freezing.
 
     Returns:
         The same function of the same placeholders, at level ``"inductor"``. Its kernels may still be compiling in
-        other processes: the first launch of each waits for it. With ``{"freezing": True}`` it holds on to weights as
-        they are now; ``frozen`` says which.
+        other processes; the first launch of each waits for that. With ``{"freezing": True}`` the values of weights are
+        baked in; ``frozen`` has their positions.
 
     Raises:
-        FusionError: the program is one of the CPU, Triton is not installed, this version of PyTorch lacks what fusing
-            builds on, or Inductor fails.
+        FusionError: the program runs on the CPU, Triton is not installed, this version of PyTorch lacks an interface
+            that fusion needs, or Inductor fails.
     """
     reason = obstacle(program.device)
     if reason:
@@ -222,15 +222,15 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
 
     options = options or {}
     try:
-        AsyncCompile.wakeup()  # until its processes are there, which takes seconds, this one compiles, one by one
-        with with_settings(options), _drawing_nothing(program.device):
-            functional = _functional(program)  # under the user's autocast; what comes out has casts of its own
-            drawn = draws_of(functional.graph)
+        AsyncCompile.wakeup()  # starting its worker processes takes seconds; until then this process would compile
+        with with_settings(options), _preserve_rng(program.device):
+            functional = _functional(program)  # under the user's autocast; the result contains the casts
+            random_ops = random_ops_of(functional.graph)
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
             with torch._C._DisableAutocast():
-                fused = named_as(_compiled(functional, torch.device(program.device), constants), program)
-                draw_in_order(fused.graph, drawn)
-                write_into_given_memory(fused)
+                fused = match_program(_compiled(functional, torch.device(program.device), constants), program)
+                restore_random_order(fused.graph, random_ops)
+                use_out_variants(fused)
         return _checked(program, fused, frozenset(constants))
     except FusionError:
         raise
@@ -238,40 +238,40 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
         raise FusionError(f"TorchInductor cannot fuse it: {first_line(error)}") from error
 
 
-def _drawing_nothing(device: str) -> AbstractContextManager[None]:
-    """Puts back the states of the generators: to see whether padding a product pays, Inductor times random ones."""
+def _preserve_rng(device: str) -> AbstractContextManager[None]:
+    """Restores the states of random generators: to decide on padding, Inductor times products of random matrices."""
     return torch.random.fork_rng([device] if torch.cuda.is_initialized() else [])  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def with_settings(options: Mapping[str, Any]) -> Iterator[None]:
-    """Let Inductor have these settings and those that every program is compiled with; other threads' compilers wait."""
+    """Apply these settings of Inductor and :data:`SETTINGS`, under the lock of all compilations."""
     from torch._inductor import config
 
     with compile_lock(), config.patch({**options, **SETTINGS}):
         yield
 
 
-def fused_before(program: Program, module: fx.GraphModule) -> Program:
-    """A program that was fused before, in another process.
+def restore_fused(program: Program, module: fx.GraphModule) -> Program:
+    """Restore a fused program from the graph that was fused in another process.
 
     Args:
-        program: of ATen ops, on a CUDA device. It stays as it is.
-        module: its kernels, without values: what :func:`fuse` has returned, read back.
+        program: the program of ATen ops, on a CUDA device; it is not changed.
+        module: the graph of kernels that :func:`fuse` returned for it, without values.
 
     Raises:
-        FusionError: they are not the kernels of such a program.
+        FusionError: the graph is not one of this program's kernels.
     """
     with torch._C._DisableAutocast():
-        return _checked(program, named_as(module, program), frozenset())
+        return _checked(program, match_program(module, program), frozenset())
 
 
 def _checked(program: Program, fused: fx.GraphModule, frozen: frozenset[int]) -> Program:
-    if shared(fused) != shared(program.module):
+    if shared_storages(fused) != shared_storages(program.module):
         raise FusionError("fused, outputs would share other memory with arguments or each other than the model's do")
-    if kinds(fused) != kinds(program.module):
+    if output_layouts(fused) != output_layouts(program.module):
         raise FusionError("fused, outputs would have other types, shapes or strides than the model's do")
-    if _hands_out_constants(fused):
+    if _returns_constants(fused):
         raise FusionError(
             "frozen, an output would be a constant, and whoever writes to it would change it for the next call: "
             "leave 'freezing' out of inductor_options"
@@ -283,39 +283,39 @@ def _checked(program: Program, fused: fx.GraphModule, frozen: frozenset[int]) ->
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # something else under its name, which says not where it is from
+    except ValueError:  # a module of this name without a spec was put into sys.modules
         return False
 
 
 def _missing() -> Iterator[str]:
-    """What this version of PyTorch lacks of what is needed."""
+    """The interfaces in :data:`NEEDED` that this version of PyTorch lacks."""
     for module, names in NEEDED.items():
         try:
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
         except ImportError:
             yield module
             continue
-        except Exception as error:  # whatever is wrong with it, ops as they are still run
+        except Exception as error:  # any error of the import only means that ops are not fused
             yield f"{module} that could be imported ({first_line(error)})"
             continue
         for name in names:
             try:
-                attrgetter(name)(found)
+                attrgetter(name)(imported)
             except AttributeError:
                 yield f"{module}.{name}"
 
 
 def _functional(program: Program) -> fx.GraphModule:
-    """A program's graph in the ops that Inductor lowers; what it writes to its arguments it copies there at the end."""
+    """A program's graph in the ops that Inductor lowers; mutated arguments are written by copies at the end."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
 
-    module, table = program.module, with_rows(drawing_as_eager(select_decomp_table()))
+    module, table = program.module, matvec_decompositions(random_decompositions(select_decomp_table()))
     if trains_convolutions(module.graph) and GraphLowering.decide_layout_opt(module, is_inference=False):
         try:
-            return _traced(module, Relaid(module), in_channels_last(table))
-        except Exception as seen:  # whatever an op makes of tensors that lie otherwise, the graph can be had as it is
-            log.debug("convolutions stay as they were traced, not channels-last: %s", first_line(seen))
+            return _traced(module, LayoutInterpreter(module), channels_last_decompositions(table))
+        except Exception as error:  # an op may fail on tensors of another layout; the traced layout always works
+            log.debug("convolutions stay as they were traced, not channels-last: %s", first_line(error))
     return _traced(module, fx.Interpreter(module), table)
 
 
@@ -341,7 +341,7 @@ def _traced(module: fx.GraphModule, run: fx.Interpreter, table: Mapping[Any, Any
 
 
 class _Interpreted(nn.Module):
-    """A graph run node by node, so that what is traced keeps the user's lines."""
+    """Runs a graph by an interpreter, node by node, so that the nodes of a new trace keep the user's lines."""
 
     def __init__(self, interpreter: fx.Interpreter) -> None:
         super().__init__()
@@ -353,37 +353,37 @@ class _Interpreted(nn.Module):
 
 
 def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[int, Tensor]) -> fx.GraphModule:
-    """Inductor's kernels as a graph. Takes Inductor's own steps for inference, but for those of autograd."""
+    """Compile a graph to a graph of kernels, by the steps of Inductor's inference path without AOTAutograd."""
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-    from autostream.fusion.kernel_graph import graphs_of_kernels
+    from autostream.fusion.kernel_graph import capture_kernel_graphs
 
     values = arguments_of(module)
     mode = fake_mode_of(values)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings())
-        for told in _OF_INDUCTORS_OWN:
-            warnings.filterwarnings("ignore", told)
+        for message in _IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", message)
         with tracing(TracingContext(mode)):
             record_original_output_strides(module)
             joint_graph_passes(module, device)
         if constants:
             module = _frozen(module, constants)
         stack.enter_context(tracing(TracingContext(mode)))
-        stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # constants, as Inductor does
-        graphs = stack.enter_context(graphs_of_kernels(device))
+        stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # for constants, like Inductor
+        graphs = stack.enter_context(capture_kernel_graphs(device))
         module.graph.output_node().meta["user_visible_output_idxs"] = range(len(outputs_of(module)))
-        compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=_layouts(module))
+        compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=_layout_opt(module))
     (compiled,) = graphs
     return compiled
 
 
-def _layouts(module: fx.GraphModule) -> bool | None:
-    """Whether Inductor is to lay out convolutions; ``None`` where it may choose.
+def _layout_opt(module: fx.GraphModule) -> bool | None:
+    """The argument ``layout_opt`` of Inductor: whether to convert convolutions to channels-last; ``None``: it decides.
 
-    Forward and backward alike, or gradients would copy what convolutions have written.
+    Forward and backward must agree, else gradients would copy the outputs of convolutions.
     """
     from torch._inductor.graph import GraphLowering
 
@@ -394,32 +394,34 @@ def _layouts(module: fx.GraphModule) -> bool | None:
     return None if GraphLowering.decide_layout_opt(module, is_inference=False) else False
 
 
-_OF_INDUCTORS_OWN = ("TypedStorage is deprecated", "Attempted to insert a get_attr Node")
-"""How what it warns of at every autotuning and every constant begins: as errors, they would keep it from fusing."""
+_IGNORED_WARNINGS = ("TypedStorage is deprecated", "Attempted to insert a get_attr Node")
+"""The beginnings of warnings that Inductor causes itself, for autotuning and for constants. If the user has turned
+warnings into errors, they would make fusion fail."""
 
 
 def _freezable(program: Program, functional: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-    """What a program may hold on to, by position: the model's tensors that it neither writes nor returns.
+    """The tensors of the model that may become constants, by position: those that are neither mutated nor returned.
 
-    Of tensors that were made in inference mode nobody can tell whether they have been changed.
+    Inference tensors are left out: they have no version counter, so changes to them cannot be detected.
     """
     placeholders = functional.graph.find_nodes(op="placeholder")
     written = {node.args[0] for node in functional.graph.find_nodes(op="call_function", target=aten.copy_.default)}
     values = arguments_of(program.module)
-    kept = {storage_of(value) for node, value in zip(placeholders, values, strict=True) if node in written}
-    kept |= {storage_of(node.meta["val"]) for node in outputs_of(program.module)}
+    excluded = {storage_of(value) for node, value in zip(placeholders, values, strict=True) if node in written}
+    excluded |= {storage_of(node.meta["val"]) for node in outputs_of(program.module)}
     return {
         at: tensor
         for at, (item, value, tensor) in enumerate(zip(program.placeholders, values, tensors, strict=True))
-        if item.role is not Role.INPUT and storage_of(value) not in kept and not tensor.is_inference()
+        if item.role is not Role.INPUT and storage_of(value) not in excluded and not tensor.is_inference()
     }
 
 
 def _frozen(module: fx.GraphModule, constants: Mapping[int, Tensor]) -> fx.GraphModule:
-    """A graph with constants in the place of some placeholders, which stay, and what follows from them computed.
+    """A copy of a graph in which constants replace some placeholders, and ops on constants alone are computed.
 
-    A copy, for PyTorch keeps a graph that was exported until the next is, and would keep the constants with it. Takes
-    Inductor's own steps, outside of a ``TracingContext``: in one, Inductor would look there for the parameters.
+    The placeholders stay, without users. The graph is copied because PyTorch holds the last exported graph, and would
+    hold the constants with it. The steps are those of Inductor, outside of a ``TracingContext``: in one, ``freeze``
+    would take the parameters from there.
     """
     from torch._inductor.compile_fx import fake_tensor_prop
     from torch._inductor.freezing import convert_conv_weights_to_channels_last, freeze
@@ -438,12 +440,12 @@ def _frozen(module: fx.GraphModule, constants: Mapping[int, Tensor]) -> fx.Graph
     if GraphLowering.decide_layout_opt(module, is_inference=True):
         fake_tensor_prop(module, values, force_allow_non_fake_inputs=True)
         convert_conv_weights_to_channels_last(module)
-    # What is computed now is an ordinary tensor, whatever the mode of the call that comes first.
+    # The constants must be ordinary tensors, even if the first call is in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         frozen, _ = freeze(module, module, values)
     return frozen
 
 
-def _hands_out_constants(module: fx.GraphModule) -> bool:
+def _returns_constants(module: fx.GraphModule) -> bool:
     constants = {storage_of(node.meta["val"]) for node in module.graph.find_nodes(op="get_attr")}
     return any(storage_of(node.meta["val"]) in constants for node in outputs_of(module))

@@ -1,14 +1,16 @@
-"""Inductor's wrapper lines → a graph of calls of our own.
+"""Converts the lines of Inductor's wrapper code to an fx graph of kernels.
 
-    a buffer is allocated       aten.empty_strided              takes memory
-    it is looked at             inductor._reinterpret_tensor    launches nothing
-    scratch memory is cleared   aten.zero_
-    a Triton kernel is called   Kernel                          Inductor's own launcher launches it
-    an operator is called       the operator                    as Inductor writes it
-    a function is called        Kernel                          one of Inductor's own, where there is no operator
+    line of the wrapper          node of the graph
+    ─────────────────────────    ────────────────────────────────────────────────────────────────────
+    allocate a buffer            aten.empty_strided
+    view a buffer                inductor._reinterpret_tensor, which launches nothing
+    clear scratch memory         aten.zero_
+    call a Triton kernel         Kernel, launched by Inductor's launcher
+    call an operator             the operator
+    call a function              Kernel, for a function of Inductor's that is not an operator
 
-Builds on what is private to PyTorch and imports it at once, which takes seconds: ``inductor.py`` imports this file when
-there is something to fuse, having seen that this PyTorch has all that is used here (``inductor.NEEDED``).
+This module imports private modules of PyTorch, which takes seconds. ``inductor.py`` imports it only when there is
+something to fuse, after checking that this version of PyTorch has them (``inductor.NEEDED``).
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ _REINTERPRET = torch.ops.inductor._reinterpret_tensor.default
 
 
 @contextmanager
-def graphs_of_kernels(device: torch.device) -> Iterator[list[fx.GraphModule]]:
-    """Let Inductor write graphs of our calls, into the list that this yields.
+def capture_kernel_graphs(device: torch.device) -> Iterator[list[fx.GraphModule]]:
+    """Make Inductor produce graphs of kernels, and append them to the list that this yields.
 
     Args:
-        device: the kind of device whose kernels are called in them.
+        device: kernels for devices of this type are affected.
     """
     graphs: list[fx.GraphModule] = []
 
@@ -64,11 +66,11 @@ def graphs_of_kernels(device: torch.device) -> Iterator[list[fx.GraphModule]]:
 
 
 class Wrapper(WrapperFxCodegen):
-    """Inductor's wrapper with our converter."""
+    """Inductor's wrapper code generator, with :class:`Converter` in place of its own converter."""
 
     def _generate(self, is_inference: bool) -> tuple[FileBackedGraphModule, None]:
         self.run_wrapper_ir_passes(is_inference)
-        wrapper: Any = self  # of types that differ from version to version
+        wrapper: Any = self  # its attributes have different types in different versions
         converter = Converter(
             lines=wrapper.lines,
             prologue=f"{wrapper.imports.getvalue()}\n{wrapper.header.getvalue()}",
@@ -81,12 +83,12 @@ class Wrapper(WrapperFxCodegen):
         return FileBackedGraphModule(module, self.compile_graph(module)), None
 
     def make_zero_buffer(self, name: str) -> WrapperLine:
-        """A line of ours in the place of one of Python."""
-        return _Cleared(name)
+        """A line that the converter understands, in place of a line of Python."""
+        return _ClearLine(name)
 
 
-class _Cleared(WrapperLine):
-    """Scratch memory is set to zero."""
+class _ClearLine(WrapperLine):
+    """A line that sets scratch memory to zero."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -96,10 +98,10 @@ class _Cleared(WrapperLine):
 
 
 class Converter(FxConverter):
-    """Inductor's converter with our calls in the place of its own."""
+    """Inductor's converter from wrapper lines to an fx graph, with :class:`Kernel` calls in place of its own calls."""
 
     def generate(self) -> fx.GraphModule:
-        """As in the class that this overrides, but nodes get the user's lines, and no values: kernels have none."""
+        """Convert all lines. Unlike in the base class, nodes get the user's lines, and no values: kernels have none."""
         self._definitions: dict[str, Definition] = {}
         self._generate_graph_inputs()
         self._generate_graph_constants()
@@ -107,15 +109,15 @@ class Converter(FxConverter):
         origin: Any = None
         for line in self.lines:
             if isinstance(line, LineContext):
-                origin = line.context  # of what is fused into the next kernel, the node that comes last
+                origin = line.context  # the last of the nodes that are fused into the next kernel
             elif isinstance(line, WrapperLine):
                 self._convert(line, getattr(origin, "stack_trace", None))
             else:
                 raise NotImplementedError(f"a line of Python: {str(line).strip()}")
         outputs = self._generate_outputs()
-        several = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
-        returned = {output: _as_ordinary_view(output) for output in dict.fromkeys(several)}
-        self.gm.graph.output(tuple(returned[output] for output in several))
+        results = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+        returned = {result: _as_aten_view(result) for result in dict.fromkeys(results)}
+        self.gm.graph.output(tuple(returned[result] for result in results))
         self.gm.recompile()
         return self.gm
 
@@ -143,12 +145,12 @@ class Converter(FxConverter):
         self.gm.graph.call_function(aten.zero_.default, (self.buffer_to_node[line.name],))
 
     def _create_as_strided(self, input_node: fx.Node, size: Any, stride: Any, offset: Any) -> fx.Node:
-        # Relative to where the tensor begins, wherever that is in its storage: arguments may begin anywhere.
+        # The offset of _reinterpret_tensor is relative to that of the input: arguments may have storage offsets.
         args = (input_node, _numbers(size), _numbers(stride), int(offset))
         return self.gm.graph.call_function(_REINTERPRET, args)
 
     def _generate_reinterpret_helper(self, input_buffer: Any, result_buffer: Any, layout: Any) -> None:
-        """As in the class that this overrides, which forgets that a view may read the same bits as another type."""
+        """Convert a view. Unlike in the base class, the view may have another dtype than its input."""
         super()._generate_reinterpret_helper(input_buffer, result_buffer, layout)
         if layout.dtype != input_buffer.get_dtype():
             view = self.buffer_to_node[result_buffer.get_name()]
@@ -159,7 +161,7 @@ class Converter(FxConverter):
         if "user_autotune" in line.kernel_body:
             raise NotImplementedError(f"{line.kernel_name}, which the user wrote: what it writes is not known")
         name = line.kernel_name
-        self.kernels[name], self._definitions[name] = defined(name, self.prologue, line.kernel_body)
+        self.kernels[name], self._definitions[name] = define_triton_kernel(name, self.prologue, line.kernel_body)
 
     def _generate_triton_call(self, line: Any) -> None:
         kernels: dict[str, Any] = self.kernels
@@ -172,12 +174,12 @@ class Converter(FxConverter):
         self.gm.graph.call_function(kernels[name], tuple(map(_number, arguments)))
 
     def _generate_unbacked_symbol_defs(self, line: Any) -> None:
-        """Sizes that only a result tells. Inductor says that there are none of operators that return nothing, too."""
+        """Convert data-dependent sizes. Inductor calls this even for operators that return nothing and have none."""
         if line.unbacked_bindings:
             super()._generate_unbacked_symbol_defs(line)
 
     def _generate_extern_kernel_common(self, kernel: Any, out_ir_node: Any) -> None:
-        """Where Inductor says no operator, it calls a function by name, e.g. ``extern_kernels.bias_addmm``."""
+        """Convert a call of an operator, or of a function by name, e.g. ``extern_kernels.bias_addmm``."""
         if kernel.op_overload is not None:
             super()._generate_extern_kernel_common(kernel, out_ir_node)
             return
@@ -187,18 +189,18 @@ class Converter(FxConverter):
         inputs: Any = kernel.inputs
         arguments = (*map(self._generate_buffer, inputs), *kernel.constant_args)
         kernels: dict[str, Any] = self.kernels
-        called = extern_kernel(name.removeprefix("extern_kernels."), len(arguments), kernel.kwargs)
-        called = kernels.setdefault(repr((name, kernel.kwargs)), called)
-        self.gm.graph.call_function(called, (*arguments, self.buffer_to_node[out_ir_node.codegen_reference()]))
+        target = extern_kernel(name.removeprefix("extern_kernels."), len(arguments), kernel.kwargs)
+        target = kernels.setdefault(repr((name, kernel.kwargs)), target)
+        self.gm.graph.call_function(target, (*arguments, self.buffer_to_node[out_ir_node.codegen_reference()]))
 
 
 def extern_kernel(name: str, inputs: int, kwargs: Mapping[str, Any]) -> Kernel:
-    """A function that Inductor calls where there is no operator, as a kernel that writes its last argument.
+    """A function of Inductor's ``extern_kernels``, as a kernel that writes its last argument.
 
     Args:
-        name: what Inductor calls it, e.g. ``"bias_addmm"``.
+        name: its name there, e.g. ``"bias_addmm"``.
         inputs: how many arguments come before ``out=``.
-        kwargs: what else it is called with.
+        kwargs: its other arguments.
     """
     function = vars(extern_kernels)[name]
 
@@ -210,12 +212,12 @@ def extern_kernel(name: str, inputs: int, kwargs: Mapping[str, Any]) -> Kernel:
 
 
 class Definition(NamedTuple):
-    """What Inductor writes to define a Triton kernel.
+    """The code by which Inductor defines a Triton kernel.
 
     Attributes:
-        prologue: imports.
-        body: an expression, the kernel with its source code.
-        file: where Inductor keeps both.
+        prologue: the imports.
+        body: an expression: the kernel with its source code.
+        file: the file in Inductor's cache that contains both.
     """
 
     prologue: str
@@ -223,13 +225,16 @@ class Definition(NamedTuple):
     file: str
 
 
-def defined(name: str, prologue: str, body: str) -> tuple[Any, Definition]:
-    """A Triton kernel as Inductor launches it, or a future of that. What Triton has on disk is not compiled again.
+def define_triton_kernel(name: str, prologue: str, body: str) -> tuple[Any, Definition]:
+    """Load a Triton kernel's definition. Kernels in Triton's cache on disk are not compiled again.
 
     Args:
-        name: what it is called.
+        name: the name of the kernel.
         prologue: as in :class:`Definition`.
-        body: likewise.
+        body: as in :class:`Definition`.
+
+    Returns:
+        Inductor's launcher of the kernel, or a future of it; and the definition.
     """
     module = PyCodeCache.load(_code(name, prologue, body))
     return getattr(module, name), Definition(prologue, body, str(module.__file__))
@@ -239,35 +244,35 @@ def _code(name: str, prologue: str, body: str) -> str:
     return f"{prologue}\n\n{name} = {body}\n"
 
 
-def _check_kept(name: str, file: str, code: str) -> None:
-    """See that Inductor itself keeps some code: whoever can write nothing but recipes has no code run.
+def _check_file(name: str, file: str, code: str) -> None:
+    """Check that code is in Inductor's own cache: a recipe alone must not be able to run code.
 
     Raises:
         FileNotFoundError: the file is gone.
-        ValueError: it is none of Inductor's, or holds something else.
+        ValueError: the file is not in Inductor's cache, or has other content.
     """
     if not Path(file).resolve().is_relative_to(Path(cache_dir()).resolve()):
         raise ValueError(f"{name}: {file} is not in Inductor's folder, {cache_dir()}")
     try:
-        kept = Path(file).read_text()
+        content = Path(file).read_text()
     except FileNotFoundError:
         raise FileNotFoundError(f"{name}: {file} is gone") from None
-    if kept.strip() != code.strip():
+    if content.strip() != code.strip():
         raise ValueError(f"{name}: {file} holds other code")
 
 
-def made_again(name: str, recipe: Mapping[str, Any], device: torch.device) -> Kernel:
-    """A kernel that another process had.
+def kernel_from_recipe(name: str, recipe: Mapping[str, Any], device: torch.device) -> Kernel:
+    """Make a kernel from the recipe of a kernel in another process.
 
     Args:
-        name: what it is called.
+        name: the name of the kernel.
         recipe: its :attr:`~autostream.utils.kernels.Kernel.recipe`.
-        device: where to launch it.
+        device: the device to launch it on.
 
     Raises:
-        FileNotFoundError: Inductor's file of it is gone, and with it most likely what Triton has compiled of all: many
-            processes compile them sooner than this one, to which it would be left here.
-        ValueError: it is no recipe, or its code is not what Inductor's file holds.
+        FileNotFoundError: Inductor's file of it is gone. Most likely the compiled kernels are gone, too. To fuse again
+            is faster then, since Inductor compiles them in many processes; here this process would compile them all.
+        ValueError: the recipe is invalid, or its code differs from that in Inductor's file.
     """
     match recipe:
         case {"function": str(function), "inputs": int(inputs), "kwargs": dict(kwargs)}:
@@ -279,16 +284,16 @@ def made_again(name: str, recipe: Mapping[str, Any], device: torch.device) -> Ke
             "signature": dict(signature),
             "mutated": list(mutated),
         }:
-            _check_kept(name, file, _code(name, prologue, body))
-            launched, definition = defined(name, prologue, body)
-            return triton_kernel(name, launched, signature, device, definition, mutated)
+            _check_file(name, file, _code(name, prologue, body))
+            compiled, definition = define_triton_kernel(name, prologue, body)
+            return triton_kernel(name, compiled, signature, device, definition, mutated)
     raise ValueError(f"{name}: there is no such recipe")
 
 
 _OUTPUTS, _SCRATCH, _UPDATED = "out_ptr", ("ws_ptr", "sem_ptr"), "in_out_ptr"
 _TEMPLATE = "arg_"
 _POINTERS = ("in_ptr", _OUTPUTS, _UPDATED, *_SCRATCH, _TEMPLATE)
-"""How Inductor's own kernels call what they are given."""
+"""Prefixes of the names of pointer arguments in kernels that Inductor generates."""
 
 
 def triton_kernel(
@@ -299,16 +304,16 @@ def triton_kernel(
     definition: Definition,
     mutated: Collection[int] = (),
 ) -> Kernel:
-    """A Triton kernel, which may still be compiling, as one that says what it writes.
+    """A Triton kernel of Inductor's, which may still be compiling, with the positions of the arguments that it writes.
 
     Args:
-        name: what it is called.
+        name: the name of the kernel.
         compiled: Inductor's launcher of it (a ``CachingAutotuner``), or a future of that.
-        signature: the type of each argument by name; Inductor's names say which are written.
-        device: where to launch it.
+        signature: the type of each argument by name; Inductor's names tell which are written.
+        device: the device to launch it on.
         definition: its source code.
-        mutated: positions of buffers that are written somewhere after they have been made. The names of a template's
-            arguments do not say whether it is there.
+        mutated: positions of buffers that the program mutates somewhere. A template's argument names do not tell
+            whether the template does it, so this is assumed.
     """
     names = list(signature)
     foreign = [name for name in names if signature[name].startswith("*") and not name.startswith(_POINTERS)]
@@ -322,14 +327,14 @@ def triton_kernel(
         _Triton(compiled, device).launch,
         frozenset([*overwritten, *updated]),
         frozenset(overwritten),
-        # Without its name: that has a number, which depends on the kernels before it.
+        # Without its name, which has a number that depends on the kernels before it.
         content=definition.body.replace(name, "kernel"),
         recipe={**definition._asdict(), "signature": dict(signature), "mutated": list(mutated)},
     )
 
 
 class _Triton:
-    """A Triton kernel of Inductor's, which may still be compiling: the first launch waits for it."""
+    """A Triton kernel of Inductor's, which may still be compiling; the first launch waits for that."""
 
     def __init__(self, compiled: Any, device: torch.device) -> None:
         self._compiled = compiled
@@ -342,20 +347,21 @@ class _Triton:
             self._compiled.run(*args, stream=torch.cuda.current_stream(self._device).cuda_stream)
 
 
-def _as_ordinary_view(output: Any) -> Any:
-    """A view of an argument by ops of ATen: made in inference mode, it is an ordinary tensor if the argument is one.
+def _as_aten_view(output: Any) -> Any:
+    """An output by ATen ops, if it is a view of an argument by ``_reinterpret_tensor``.
 
-    What ``_reinterpret_tensor`` makes there is not. Arguments may begin anywhere in their storage, and so may views.
+    In inference mode, views of an ordinary tensor by ATen ops are ordinary tensors; those by ``_reinterpret_tensor``
+    are inference tensors. Both argument and view may have storage offsets.
     """
     if output is None or output.target is not _REINTERPRET or output.args[0].op != "placeholder":
         return output
-    begin, size, stride, offset = output.args
+    base, size, stride, offset = output.args
     call = output.graph.call_function
     if offset:
-        begin = call(aten.slice.Tensor, (call(aten.as_strided.default, (begin, [offset], [1])), 0, offset))
+        base = call(aten.slice.Tensor, (call(aten.as_strided.default, (base, [offset], [1])), 0, offset))
     if not output.users:
         output.graph.erase_node(output)
-    return call(aten.as_strided.default, (begin, size, stride))
+    return call(aten.as_strided.default, (base, size, stride))
 
 
 def _numbers(sizes: Sequence[Any]) -> list[Any]:
@@ -363,5 +369,5 @@ def _numbers(sizes: Sequence[Any]) -> list[Any]:
 
 
 def _number(argument: Any) -> Any:
-    """An argument as fx can hold it: Inductor counts with sympy's numbers."""
+    """An argument as fx accepts it: Inductor's numbers are those of sympy."""
     return argument if isinstance(argument, (fx.Node, int, float, bool, str, type(None))) else int(argument)

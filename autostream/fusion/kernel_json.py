@@ -1,13 +1,13 @@
-"""A graph of kernels ⇄ JSON, and the contents of fx graphs as JSON has them.
+"""Serializes graphs of kernels, and the arguments of fx nodes, to JSON and back.
 
     "kernels"   name and :attr:`~autostream.utils.kernels.Kernel.recipe` of each
-    "calls"     in program order, of a kernel by its place in that list or of an operator by its name
+    "calls"     in program order; the target is a kernel's index in that list, or the name of an operator
     "outputs"   names of the nodes returned
 
-A call has the user's line of an ATen op: which op that is is kept, and not the line, which may be another one by then.
-Values are not kept: they follow from those of the arguments.
+The user's line of a call is that of an ATen op of the program. The index of this op is saved, not the line, which may
+have changed when the graph is loaded. Values are not saved: they are computed again from the arguments.
 
-What is written down holds for the program that was fused, and for none that differs from it (``fingerprint.py``).
+The JSON is only valid for a program with the same fingerprint (``fingerprint.py``).
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from autostream.ir import Program
 from autostream.utils.kernels import Kernel
 
 Json = Any
-"""What ``json`` reads back as it was written."""
+"""Values that ``json`` reads back as they were data."""
 
 
-class Unwritable(Exception):  # noqa: N818 - a notice between modules, not an error
-    """There is no form for something; the message names it."""
+class NotSerializable(Exception):  # noqa: N818 - callers go on without the cache
+    """Something has no JSON form; the message names it."""
 
 
 def to_json(fused: fx.GraphModule, program: Program) -> dict[str, Json]:
-    """A graph of kernels, for :func:`from_json`.
+    """Serialize a graph of kernels.
 
     Args:
         fused: the graph.
-        program: of the ATen ops that were fused into it.
+        program: the program of ATen ops that was fused into it.
 
     Raises:
-        Unwritable: it holds tensors, or a kernel or an operator that cannot be found again by its name.
+        NotSerializable: the graph holds tensors, or a kernel or an operator that cannot be loaded by its name.
     """
     nodes = [node for node in fused.graph.nodes if node.op not in ("placeholder", "output")]
     for node in nodes:
         if node.op != "call_function":
-            raise Unwritable(f"{node.name}, a {node.op}")
+            raise NotSerializable(f"{node.name}, a {node.op}")
     kernels = list(dict.fromkeys(node.target for node in nodes if isinstance(node.target, Kernel)))
     lines = {node.stack_trace: at for at, node in reversed(list(enumerate(program.module.graph.nodes)))}
     return {
@@ -67,12 +67,12 @@ def to_json(fused: fx.GraphModule, program: Program) -> dict[str, Json]:
 def from_json(
     data: Mapping[str, Json], program: Program, kernel: Callable[[str, Mapping[str, Json]], Kernel]
 ) -> fx.GraphModule:
-    """The graph that :func:`to_json` has written down.
+    """Load the graph that :func:`to_json` serialized.
 
     Args:
-        data: what it returned.
-        program: one like that of then, whose arguments and lines these are.
-        kernel: makes a kernel by its name and recipe.
+        data: the result of :func:`to_json`.
+        program: a program with the same fingerprint; it gives the graph its placeholders and lines.
+        kernel: makes a kernel from its name and recipe.
 
     Returns:
         The graph. Its nodes have no values yet.
@@ -80,22 +80,22 @@ def from_json(
     kernels = [kernel(entry["name"], entry["recipe"]) for entry in data["kernels"]]
     originals = list(program.module.graph.nodes)
     graph = fx.Graph()
-    made = {placeholder.name: graph.placeholder(placeholder.name) for placeholder in program.placeholders}
+    nodes = {placeholder.name: graph.placeholder(placeholder.name) for placeholder in program.placeholders}
     for call in data["calls"]:
         target = kernels[call["target"]] if isinstance(call["target"], int) else operator_from_json(call["target"])
-        args, kwargs = argument_from_json(call["args"], made), argument_from_json(call["kwargs"], made)
-        node = made[call["name"]] = graph.call_function(target, args, kwargs)
+        args, kwargs = argument_from_json(call["args"], nodes), argument_from_json(call["kwargs"], nodes)
+        node = nodes[call["name"]] = graph.call_function(target, args, kwargs)
         node.name = call["name"]
         node.stack_trace = None if call["line"] is None else originals[call["line"]].stack_trace
-    graph.output(tuple(made[name] for name in data["outputs"]))
+    graph.output(tuple(nodes[name] for name in data["outputs"]))
     return fx.GraphModule(nn.Module(), graph)
 
 
 def operator_to_json(node: fx.Node) -> str:
-    """What a node calls, by name.
+    """The name of the operator that a node calls.
 
     Raises:
-        Unwritable: it is neither an operator nor ``getitem``.
+        NotSerializable: it calls neither an operator nor ``getitem``.
 
     Example:
         >>> operator_to_json(fx.Graph().call_function(torch.ops.aten.relu.default))
@@ -105,14 +105,14 @@ def operator_to_json(node: fx.Node) -> str:
         return "getitem"
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target)
-    raise Unwritable(f"{node.name}, a call of {node.target}")
+    raise NotSerializable(f"{node.name}, a call of {node.target}")
 
 
 def operator_from_json(name: str) -> Any:
-    """An operator by its name.
+    """Look up an operator by its name.
 
     Raises:
-        ValueError: it is none: what else is found there might load a library.
+        ValueError: the name is not that of an operator. Other attributes of ``torch.ops`` might load a library.
 
     Example:
         >>> operator_from_json("aten.relu.default")
@@ -120,20 +120,20 @@ def operator_from_json(name: str) -> Any:
     """
     if name == "getitem":
         return operator.getitem
-    found = reduce(getattr, name.split("."), torch.ops)
-    if not isinstance(found, torch._ops.OpOverload):
+    target = reduce(getattr, name.split("."), torch.ops)
+    if not isinstance(target, torch._ops.OpOverload):
         raise ValueError(f"{name} is no operator")
-    return found
+    return target
 
 
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def argument_to_json(argument: object) -> Json:
-    """An argument of a call: what JSON has no form for is a dict of one entry.
+    """Serialize an argument of a call; a value of a type that JSON lacks becomes a dict of one entry.
 
     Raises:
-        Unwritable: no form is known for some of it.
+        NotSerializable: some of it has no form.
 
     Example:
         >>> argument_to_json([(2, 3), torch.float16, torch.channels_last, torch.device("cuda", 0), "tanh"])
@@ -154,26 +154,26 @@ def argument_to_json(argument: object) -> Json:
             return {"torch": str(argument).removeprefix("torch.")}
         case torch.device():
             return {"device": str(argument)}
-    raise Unwritable(f"{argument!r}, a {type(argument).__name__}")
+    raise NotSerializable(f"{argument!r}, a {type(argument).__name__}")
 
 
-def argument_from_json(written: Json, nodes: Mapping[str, fx.Node]) -> Any:
-    """What :func:`argument_to_json` wrote.
+def argument_from_json(data: Json, nodes: Mapping[str, fx.Node]) -> Any:
+    """Load the argument that :func:`argument_to_json` serialized.
 
     Args:
-        written: what it returned.
-        nodes: by name.
+        data: the result of :func:`argument_to_json`.
+        nodes: the nodes of the new graph by name.
 
     Raises:
-        ValueError: it names something of PyTorch's that is no dtype, layout or memory format.
+        ValueError: it names an attribute of ``torch`` that is no dtype, layout or memory format.
 
     Example:
         >>> argument_from_json([[2, 3], {"torch": "float16"}], {})
         [[2, 3], torch.float16]
     """
-    match written:
+    match data:
         case list():
-            return [argument_from_json(item, nodes) for item in written]
+            return [argument_from_json(item, nodes) for item in data]
         case {"tuple": list(items)}:
             return tuple(argument_from_json(item, nodes) for item in items)
         case {"dict": dict(items)}:
@@ -181,13 +181,13 @@ def argument_from_json(written: Json, nodes: Mapping[str, fx.Node]) -> Any:
         case {"node": name}:
             return nodes[name]
         case {"torch": str(name)}:
-            found = getattr(torch, name, None)
-            if not isinstance(found, _CONSTANTS):
+            constant = getattr(torch, name, None)
+            if not isinstance(constant, _CONSTANTS):
                 raise ValueError(f"torch.{name} is no constant")
-            return found
+            return constant
         case {"device": name}:
             return torch.device(name)
-    return written
+    return data
 
 
 def _recipe(kernel: Kernel) -> Json:
@@ -196,5 +196,5 @@ def _recipe(kernel: Kernel) -> Json:
     except TypeError:
         same = False
     if not same:
-        raise Unwritable(f"{kernel}, a kernel that nothing makes again")
+        raise NotSerializable(f"{kernel}, a kernel that nothing makes again")
     return kernel.recipe

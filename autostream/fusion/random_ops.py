@@ -1,10 +1,11 @@
-"""Random numbers in fused kernels: the ops that draw them are the model's, in the model's order.
+"""Keeps the random ops of a fused graph the same as the model's and in the model's order.
 
-    model    randn ── rand ──▶ …                     Inductor    rand ── … ── randn: whatever needs it comes first
-    in order                                                     randn ── rand ── …: moved back, it needs nothing
+    model       randn ── rand ──▶ …
+    Inductor    rand ── … ── randn      sorted by dependencies; most random ops have none
+    restored    randn ── rand ── …      moved back, which is possible because they have none
 
-TorchInductor sorts ops by what they need, and most random ops need nothing. Some it takes apart, into ops that draw
-other numbers. What depends on random numbers would differ from the model with the same seed.
+TorchInductor also decomposes some random ops into others that generate different numbers. With either change, results
+would differ from those of the model with the same seed.
 """
 
 from __future__ import annotations
@@ -22,61 +23,63 @@ from autostream.utils import operators
 
 aten = torch.ops.aten
 
-_OF_OTHERS = frozenset({aten.bernoulli, aten.rrelu_with_noise_functional})
-_LIKE_OTHERS = frozenset({aten.rand_like, aten.randn_like, aten.randint_like})
+_DECOMPOSED_DIFFERENTLY = frozenset({aten.bernoulli, aten.rrelu_with_noise_functional})
+_LIKE_OPS = frozenset({aten.rand_like, aten.randn_like, aten.randint_like})
 
 
-def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers.
+def is_random(node: fx.Node) -> bool:
+    """Whether a node generates random numbers.
 
     Example:
         >>> graph = fx.Graph()
-        >>> draws(graph.call_function(aten.rand.default, ([2],)))
+        >>> is_random(graph.call_function(aten.rand.default, ([2],)))
         True
-        >>> draws(graph.call_function(aten.native_dropout.default, (graph.placeholder("x"), 0.5, False)))
+        >>> is_random(graph.call_function(aten.native_dropout.default, (graph.placeholder("x"), 0.5, False)))
         False
     """
     target = node.target
     return isinstance(target, OpOverload) and operators.draws(target, operators.bound_arguments(node, target))
 
 
-def drawing_as_eager(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """A table of decompositions that refuses where a decomposition draws other random numbers than the op itself.
+def random_decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Make the decompositions of a table raise an error if they generate other random numbers than the op itself.
 
-    Numbers that are drawn like a tensor fill memory in order: another layout gives them to other elements.
+    The numbers of ops like ``rand_like`` fill memory in order, so in another layout they go to other elements.
 
     Raises:
-        FusionError: not here, but where an op is to be taken apart that cannot be.
+        FusionError: by a returned decomposition, when it is called for such an op.
 
     Example:
-        >>> drawing_as_eager({aten.bernoulli.default: lambda p: torch.rand_like(p) < p})[aten.bernoulli.default]("p")
+        >>> table = random_decompositions({aten.bernoulli.default: lambda p: torch.rand_like(p) < p})
+        >>> table[aten.bernoulli.default]("p")
         Traceback (most recent call last):
             ...
         autostream.errors.FusionError: TorchInductor would draw other random numbers for aten.bernoulli.default
     """
 
-    def guarded(op: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
-        def apart(like: Any, *args: Any, **kwargs: Any) -> Any:
-            if op.overloadpacket in _OF_OTHERS or not like.is_contiguous():
+    def checked(op: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+        def decompose(like: Any, *args: Any, **kwargs: Any) -> Any:
+            if op.overloadpacket in _DECOMPOSED_DIFFERENTLY or not like.is_contiguous():
                 raise FusionError(f"TorchInductor would draw other random numbers for {op}")
             return decomposition(like, *args, **kwargs)
 
-        return apart
+        return decompose
 
-    drawing = _OF_OTHERS | _LIKE_OTHERS
+    random = _DECOMPOSED_DIFFERENTLY | _LIKE_OPS
     return {
-        op: guarded(op, how) if getattr(op, "overloadpacket", None) in drawing else how for op, how in table.items()
+        op: checked(op, decomposition) if getattr(op, "overloadpacket", None) in random else decomposition
+        for op, decomposition in table.items()
     }
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """One op of a graph that draws random numbers.
+class RandomOp:
+    """A random op of a graph.
 
     Attributes:
         name: of its node.
         target: the operator.
-        layout: of its results: data type, sizes and strides of each.
+        layout: dtype, sizes and strides of each result.
     """
 
     name: str
@@ -84,43 +87,43 @@ class Draw:
     layout: tuple[object, ...]
 
     @staticmethod
-    def of(node: fx.Node, name: str = "") -> Draw:
-        """What a node with a value draws; ``name``, if it is the copy of one of that name."""
+    def of(node: fx.Node, name: str = "") -> RandomOp:
+        """Describe a node that has a value; ``name`` replaces the node's own."""
         value = node.meta["val"]
         results = value if isinstance(value, (list, tuple)) else [value]
         tensors = [result for result in results if isinstance(result, torch.Tensor)]
         layout = tuple((tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors)
-        return Draw(name or node.name, node.target, layout)
+        return RandomOp(name or node.name, node.target, layout)
 
 
-def draws_of(graph: fx.Graph) -> list[Draw]:
-    """What a graph draws, in order."""
-    return [Draw.of(node) for node in graph.nodes if draws(node)]
+def random_ops_of(graph: fx.Graph) -> list[RandomOp]:
+    """The random ops of a graph, in order."""
+    return [RandomOp.of(node) for node in graph.nodes if is_random(node)]
 
 
-def draw_in_order(graph: fx.Graph, expected: Sequence[Draw]) -> None:
-    """Put the ops of a fused graph that draw random numbers into the order that they had before.
+def restore_random_order(graph: fx.Graph, expected: Sequence[RandomOp]) -> None:
+    """Put the random ops of a fused graph into the order that they had before fusion.
 
     Args:
-        graph: fused; ``meta["origins"]`` of a node has the names of those that it was made of.
-        expected: what was drawn before.
+        graph: the fused graph; ``meta["origins"]`` of a node has the names of the nodes that it was made of.
+        expected: the random ops before fusion.
 
     Raises:
-        FusionError: others would be drawn.
+        FusionError: the graph has other random ops, or they cannot be put in order.
     """
-    names = {draw.name: at for at, draw in enumerate(expected)}
-    drawing = [node for node in graph.nodes if draws(node)]
-    origins = [[names[name] for name in node.meta.get("origins", ()) if name in names] for node in drawing]
-    order = sorted(zip(origins, drawing, strict=True), key=lambda pair: pair[0])
-    found = [Draw.of(node, expected[at[0]].name) for at, node in order if len(at) == 1]
-    if found != list(expected):
+    positions = {op.name: at for at, op in enumerate(expected)}
+    nodes = [node for node in graph.nodes if is_random(node)]
+    origins = [[positions[name] for name in node.meta.get("origins", ()) if name in positions] for node in nodes]
+    order = sorted(zip(origins, nodes, strict=True), key=lambda pair: pair[0])
+    actual = [RandomOp.of(node, expected[at[0]].name) for at, node in order if len(at) == 1]
+    if actual != list(expected):
         raise FusionError("TorchInductor would draw other random numbers than the model does")
-    places = {node: at for at, node in enumerate(graph.nodes)}
+    index = {node: at for at, node in enumerate(graph.nodes)}
     later: fx.Node | None = None
     for _, node in reversed(order):
-        if later is not None and places[node] > places[later]:
+        if later is not None and index[node] > index[later]:
             if node.all_input_nodes:
                 raise FusionError("TorchInductor would draw random numbers in another order than the model does")
             later.prepend(node)
-            places[node] = places[later]
+            index[node] = index[later]
         later = node

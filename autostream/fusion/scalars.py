@@ -1,9 +1,9 @@
-"""Scalars that many threads read, computed once.
+"""Makes Inductor compute expensive scalars once, in a kernel of their own, and not in every thread.
 
-Inductor makes one kernel of a scalar and of what is done with it, so each thread computes the scalar again. That is
-quicker than another kernel, but for what takes as long as the kernel does: Adam corrects its averages by powers in
-float64, for each parameter by its own count of steps. What is looked at by its strides has to lie in memory, and so is
-computed before, which needs no gradient::
+Inductor fuses the computation of a scalar into the kernel that uses it, so each thread computes it again. Usually that
+is faster than another kernel, but not for expensive scalars: Adam corrects its averages by powers in float64, for each
+parameter by its own step count. ``as_strided`` requires its input in memory, so the scalar in front of it is computed
+by an earlier kernel::
 
     step ─▶ + 1 ─▶ beta ** … ─▶ 1 - … ─▶ sqrt ─▶ as_strided ─▶ the update of a parameter
 """
@@ -22,19 +22,19 @@ _CHEAP = {
     *(aten.add, aten.sub, aten.rsub, aten.mul, aten.neg, aten.clone, aten._to_copy),
     torch.ops.prims.convert_element_type,
 }
-"""Packets of ops that are an instruction or two, which each thread may as well repeat."""
+"""Packets of ops that take an instruction or two, which each thread may repeat."""
 
 
 def compute_once(graph: fx.Graph) -> None:
-    """Let Inductor keep scalars in memory that take long to compute, and that larger tensors are computed with.
+    """Insert ``as_strided`` behind expensive scalars that non-scalar tensors are computed from.
 
     Args:
-        graph: functional, of ATen ops with values; written in place.
+        graph: a functional graph of ATen ops with values; it is changed in place.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> given = torch.ones(2), torch.ones((), dtype=torch.float64)
-        >>> graph = make_fx(lambda x, step: x * 0.9**step, tracing_mode="fake")(*given).graph
+        >>> args = torch.ones(2), torch.ones((), dtype=torch.float64)
+        >>> graph = make_fx(lambda x, step: x * 0.9**step, tracing_mode="fake")(*args).graph
         >>> compute_once(graph)
         >>> [node.name for node in graph.nodes]
         ['x_1', 'step_1', 'pow_1', 'as_strided_default', 'mul', 'output']
@@ -50,14 +50,14 @@ def compute_once(graph: fx.Graph) -> None:
         users = [user for user in node.users if any(tensor.dim() for tensor in tensors_in(user.meta.get("val")))]
         if users:
             with graph.inserting_after(node):
-                kept = graph.call_function(aten.as_strided.default, (node, [], []))
-            kept.meta = dict(node.meta)
+                in_memory = graph.call_function(aten.as_strided.default, (node, [], []))
+            in_memory.meta = dict(node.meta)
             for user in users:
-                user.replace_input_with(node, kept)
+                user.replace_input_with(node, in_memory)
 
 
 def _is_expensive(node: fx.Node) -> bool:
-    """Whether an op takes long to compute a scalar, and does so from scalars; views compute nothing."""
+    """Whether an op computes a scalar from scalars in float64 and is not cheap; views compute nothing."""
     packet = getattr(node.target, "overloadpacket", node.target)
     if node.op != "call_function" or packet in _CHEAP or node.meta["val"].dtype is not torch.float64:
         return False

@@ -53,7 +53,7 @@ def as_inductor_would(program: Program) -> Program:
     (product,) = (node for node in program.module.graph.nodes if node.op == "call_function")
     memory.stack_trace = call.stack_trace = product.stack_trace
     graph.output((memory,))
-    return inductor.fused_before(program, fx.GraphModule(nn.Module(), graph))
+    return inductor.restore_fused(program, fx.GraphModule(nn.Module(), graph))
 
 
 class Inductor:
@@ -185,7 +185,7 @@ def test_a_program_whose_inductor_files_are_gone_is_fused_again(monkeypatch: pyt
 
     prepared()
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_graph, "made_again", gone)
+        patch.setattr(kernel_graph, "kernel_from_recipe", gone)
         assert prepared()[1:] == (["load", "fuse"], [])
     assert prepared()[1:] == (["load"], [])
 

@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autostream.fusion import inductor
 from autostream.fusion.channels_last import (
-    Relaid,
-    StridesSeen,
-    in_channels_last,
+    LayoutInterpreter,
+    LayoutVisibleError,
+    channels_last_decompositions,
     is_channels_last,
     trains_convolutions,
 )
@@ -85,7 +85,7 @@ def test_a_weight_is_laid_out_once_for_all_that_read_it() -> None:
 
     shapes = (2, 3, 5, 5), (4, 3, 2, 2)
     arguments = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    module = make_fx(run, in_channels_last({}))(*arguments)
+    module = make_fx(run, channels_last_decompositions({}))(*arguments)
     x, weight = module.graph.find_nodes(op="placeholder")
     assert [len([use for use in each.users if use.target is aten.clone.default]) for each in (x, weight)] == [1, 1]
     ((gradients),) = calls(module.graph, GRADIENTS)
@@ -97,7 +97,7 @@ def test_a_weight_is_laid_out_once_for_all_that_read_it() -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 5, 5, 5)])
 def test_convolutions_over_one_or_three_dimensions_stay(shape: tuple[int, ...]) -> None:
     layer = (nn.Conv1d if len(shape) == 3 else nn.Conv3d)(3, 2, 2)
-    graph = make_fx(layer, in_channels_last({}))(torch.randn(shape)).graph
+    graph = make_fx(layer, channels_last_decompositions({}))(torch.randn(shape)).graph
     assert not calls(graph, aten.clone.default)
     assert len(calls(graph, CONVOLUTION)) == 1
 
@@ -109,7 +109,7 @@ def test_what_is_laid_out_goes_by_the_table() -> None:
         return 6 * x
 
     x, weight = torch.ones(1, 3, 2, 2), torch.ones(3, 3, 2, 2)
-    graph = make_fx(lambda x, w: torch.conv2d(x, w), in_channels_last({CONVOLUTION: sixfold}))(x, weight)
+    graph = make_fx(lambda x, w: torch.conv2d(x, w), channels_last_decompositions({CONVOLUTION: sixfold}))(x, weight)
     assert not calls(graph.graph, CONVOLUTION)
     assert graph(x, weight).unique().tolist() == [6.0]
 
@@ -181,8 +181,8 @@ def test_what_may_look_at_strides_sees_those_of_the_trace(between: Callable[[Ten
 
 def test_where_it_would_have_to_be_the_same_memory_nothing_is_laid_out(caplog: pytest.LogCaptureFixture) -> None:
     program, tensors = step_of(written)
-    with pytest.raises(StridesSeen, match="others need that memory"):
-        inductor._traced(program.module, Relaid(program.module), in_channels_last({}))
+    with pytest.raises(LayoutVisibleError, match="others need that memory"):
+        inductor._traced(program.module, LayoutInterpreter(program.module), channels_last_decompositions({}))
     with caplog.at_level("DEBUG", logger="autostream"):
         functional = inductor._functional(program)
     assert "convolutions stay as they were traced" in caplog.text
@@ -195,7 +195,7 @@ def test_whatever_goes_wrong_with_other_strides_the_graph_stays_as_it_was(monkey
     def fails(*_: Any) -> None:
         raise RuntimeError("expected a contiguous tensor")
 
-    monkeypatch.setattr(Relaid, "run_node", fails)
+    monkeypatch.setattr(LayoutInterpreter, "run_node", fails)
     functional = inductor._functional(step_of()[0])
     assert not is_channels_last(functional.graph)
 
@@ -211,8 +211,8 @@ def test_an_output_lies_as_in_the_model(twice: bool) -> None:
 
     arguments = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 2, 2, requires_grad=True)
     module = make_fx(run, tracing_mode="fake")(*arguments)
-    with pytest.raises(StridesSeen) if twice else nullcontext():
-        relaid = inductor._traced(module, Relaid(module), in_channels_last({}))
+    with pytest.raises(LayoutVisibleError) if twice else nullcontext():
+        relaid = inductor._traced(module, LayoutInterpreter(module), channels_last_decompositions({}))
         outputs = relaid.graph.output_node().all_input_nodes
         assert [node.meta["val"].stride() for node in outputs] == [each.stride() for each in run(*arguments)]
         assert is_channels_last(relaid.graph)

@@ -24,7 +24,7 @@ from autostream.frontend.trace import trace
 from autostream.fusion import fingerprint as module
 from autostream.fusion.fingerprint import content_of, fingerprint, settings, surroundings
 from autostream.fusion.inductor import with_settings
-from autostream.fusion.kernel_json import Unwritable
+from autostream.fusion.kernel_json import NotSerializable
 from autostream.ir import Placeholder, Program, Role
 
 aten = torch.ops.aten
@@ -218,7 +218,7 @@ def own_operator() -> Iterator[Any]:
 
 
 def test_an_operator_of_the_users_has_no_key(own_operator: Any) -> None:
-    with pytest.raises(Unwritable, match=r"fingerprints\.own\.default, which is not PyTorch's own"):
+    with pytest.raises(NotSerializable, match=r"fingerprints\.own\.default, which is not PyTorch's own"):
         fingerprint(by_hand(called=own_operator, args=()))
 
 
@@ -234,7 +234,7 @@ def test_an_operator_of_the_users_has_no_key(own_operator: Any) -> None:
     ],
 )
 def test_what_is_not_surely_known_has_no_key(changed: dict[str, Any]) -> None:
-    with pytest.raises(Unwritable):
+    with pytest.raises(NotSerializable):
         content_of(by_hand(**changed))
 
 
@@ -245,7 +245,7 @@ def test_a_tensor_that_is_real_or_held_has_no_key() -> None:
     with held.module.graph.inserting_before(held.module.graph.output_node()):
         held.module.graph.get_attr("constant").meta = {}
     for program in (real, held):
-        with pytest.raises(Unwritable):
+        with pytest.raises(NotSerializable):
             content_of(program)
 
 
@@ -254,7 +254,7 @@ def test_sizes_that_data_tells_have_no_key() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x[x > 0] * 2
 
-    with pytest.raises(Unwritable):
+    with pytest.raises(NotSerializable):
         content_of(traced(Chosen(), torch.ones(4)))
 
 
@@ -266,13 +266,16 @@ def test_settings_that_are_functions_have_no_key() -> None:
 @pytest.mark.parametrize("table", [lowerings, decompositions])
 def test_lowerings_of_the_users_have_no_key(table: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(table, aten.relu.default, foreign)
-    with with_settings({}), pytest.raises(Unwritable, match=r"test_fingerprint\.foreign, which is not PyTorch's own"):
+    with (
+        with_settings({}),
+        pytest.raises(NotSerializable, match=r"test_fingerprint\.foreign, which is not PyTorch's own"),
+    ):
         settings()
 
 
 def test_a_backend_of_the_users_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(common.custom_backend_passes, "cuda", foreign)  # type: ignore[arg-type]
-    with pytest.raises(Unwritable, match="a backend of Inductor's that is not its own"):
+    with pytest.raises(NotSerializable, match="a backend of Inductor's that is not its own"):
         settings()
 
 

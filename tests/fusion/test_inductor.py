@@ -316,7 +316,7 @@ def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkey
     assert second is x
     assert third is fourth is not fifth
     assert {tensor.untyped_storage()._cdata for tensor in (first, third, fifth)} == {x.untyped_storage()._cdata}
-    again = inductor.fused_before(program, fused.module)
+    again = inductor.restore_fused(program, fused.module)
     assert again.outputs == fused.outputs
 
 
@@ -521,7 +521,7 @@ def test_a_slip_of_inductors_is_not_taken_for_the_users(
     def compiles(*args: object, **kwargs: object) -> None:
         warnings.warn(f"{told} …", UserWarning, stacklevel=1)
 
-    monkeypatch.setattr(kernel_graph, "graphs_of_kernels", graphs)
+    monkeypatch.setattr(kernel_graph, "capture_kernel_graphs", graphs)
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compiles)
     assert inductor._compiled(inductor._functional(program), torch.device("cpu"), {}) is program.module
     with pytest.raises(UserWarning, match=told):

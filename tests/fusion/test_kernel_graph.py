@@ -24,9 +24,9 @@ from autostream.fusion.kernel_graph import (
     Converter,
     Definition,
     Wrapper,
+    capture_kernel_graphs,
     extern_kernel,
-    graphs_of_kernels,
-    made_again,
+    kernel_from_recipe,
     triton_kernel,
 )
 from autostream.utils.kernels import Kernel
@@ -286,7 +286,7 @@ def test_an_operator_that_returns_nothing_has_no_sizes_that_only_it_tells(
 def test_inductor_writes_our_graphs_only_meanwhile() -> None:
     common.init_backend_registration()
     before = common.device_codegens["cuda"]
-    with pytest.raises(KeyError), graphs_of_kernels(GPU) as graphs:
+    with pytest.raises(KeyError), capture_kernel_graphs(GPU) as graphs:
         ours = common.device_codegens["cuda"].fx_wrapper_codegen
         assert isinstance(ours, type)
         assert issubclass(ours, Wrapper)
@@ -379,7 +379,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def kept_kernel() -> tuple[Kernel, dict[str, Any]]:
     """A kernel whose code Inductor keeps, and its recipe as another process reads it."""
-    launched, definition = kernel_graph.defined("triton_tem_0", "def triton(source): return source", "triton('x')")
+    launched, definition = kernel_graph.define_triton_kernel(
+        "triton_tem_0", "def triton(source): return source", "triton('x')"
+    )
     assert launched == "x"
     assert definition[:2] == ("def triton(source): return source", "triton('x')")
     types = signature("arg_A", "out_ptr0", "in_out_ptr0", "xnumel")
@@ -390,7 +392,7 @@ def kept_kernel() -> tuple[Kernel, dict[str, Any]]:
 def test_a_kernel_is_made_again_by_its_recipe(folder: Path) -> None:
     kernel, recipe = kept_kernel()
     assert Path(recipe["file"]).is_relative_to(folder)
-    assert told(made_again("triton_tem_0", recipe, GPU)) == told(kernel)
+    assert told(kernel_from_recipe("triton_tem_0", recipe, GPU)) == told(kernel)
     assert kernel.written == {0, 1, 2}
 
 
@@ -412,14 +414,14 @@ def test_code_that_inductor_does_not_keep_is_not_run(where: str, folder: Path, t
         "no file": "/",
     }[where]
     with pytest.raises(ValueError, match=r"triton_tem_0: .* (holds other code|is not in Inductor's folder)"):
-        made_again("triton_tem_0", recipe, GPU)
+        kernel_from_recipe("triton_tem_0", recipe, GPU)
     assert not trace.exists()
 
 
 def test_a_function_is_made_again_by_its_recipe() -> None:
     kernel = extern_kernel("bias_addmm", 3, {"alpha": 2, "beta": 1})
     assert kernel.recipe
-    again = made_again("bias_addmm", json.loads(json.dumps(kernel.recipe)), GPU)
+    again = kernel_from_recipe("bias_addmm", json.loads(json.dumps(kernel.recipe)), GPU)
     assert told(again) == told(kernel)
     bias, one, other, out = torch.randn(3, 4), torch.randn(3, 5), torch.randn(5, 4), torch.empty(3, 4)
     again(bias, one, other, out)
@@ -431,15 +433,15 @@ def test_where_inductors_file_is_gone_nothing_is_made(folder: Path) -> None:
     _, recipe = kept_kernel()
     Path(recipe["file"]).unlink()
     with pytest.raises(FileNotFoundError, match=r"triton_tem_0: .*\.py is gone"):
-        made_again("triton_tem_0", recipe, GPU)
+        kernel_from_recipe("triton_tem_0", recipe, GPU)
 
 
 def test_only_what_inductor_calls_is_found_by_name() -> None:
     with pytest.raises(KeyError):
-        made_again("kernel", {"function": "__class__", "inputs": 1, "kwargs": {}}, GPU)
+        kernel_from_recipe("kernel", {"function": "__class__", "inputs": 1, "kwargs": {}}, GPU)
 
 
 @pytest.mark.parametrize("recipe", [{}, {"function": "mm"}, {"function": "mm", "inputs": "2", "kwargs": {}}])
 def test_what_is_no_recipe_is_refused(recipe: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="triton_0: there is no such recipe"):
-        made_again("triton_0", recipe, GPU)
+        kernel_from_recipe("triton_0", recipe, GPU)

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 from autostream.fusion.kernel_json import (
-    Unwritable,
+    NotSerializable,
     argument_from_json,
     argument_to_json,
     from_json,
@@ -104,21 +104,21 @@ def test_a_program_that_holds_a_tensor_is_not_written() -> None:
     module.register_buffer("constant", torch.ones(3))
     with module.graph.inserting_before(module.graph.output_node()):
         module.graph.get_attr("constant")
-    with pytest.raises(Unwritable, match="constant, a get_attr"):
+    with pytest.raises(NotSerializable, match="constant, a get_attr"):
         to_json(module, program(module))
 
 
 @pytest.mark.parametrize("target", [torch.relu, aten.relu, len])
 def test_what_is_no_operator_is_not_written(target: Any) -> None:
     module = graph_of(target)
-    with pytest.raises(Unwritable, match="a call of"):
+    with pytest.raises(NotSerializable, match="a call of"):
         to_json(module, program(module))
 
 
 @pytest.mark.parametrize("recipe", [None, {"kwargs": {"out_dtype": torch.float32}}, {"kwargs": {"sizes": (1, 2)}}])
 def test_a_kernel_that_json_does_not_give_back_is_not_written(recipe: Any) -> None:
     module = graph_of(Kernel("odd", lambda *args: None, frozenset(), frozenset(), recipe=recipe))
-    with pytest.raises(Unwritable, match="odd, a kernel that nothing makes again"):
+    with pytest.raises(NotSerializable, match="odd, a kernel that nothing makes again"):
         to_json(module, program(module))
 
 
@@ -163,7 +163,7 @@ def test_an_argument_that_is_a_node_is_that_of_the_new_graph() -> None:
 
 @pytest.mark.parametrize("argument", [1j, {1}, slice(0, 1), object()])
 def test_an_argument_without_a_form_is_refused(argument: object) -> None:
-    with pytest.raises(Unwritable):
+    with pytest.raises(NotSerializable):
         argument_to_json([argument])
 
 
@@ -172,7 +172,7 @@ def test_a_symbolic_size_is_refused() -> None:
 
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         size = mode.from_tensor(torch.ones(4).bool()).nonzero().shape[0]
-    with pytest.raises(Unwritable):
+    with pytest.raises(NotSerializable):
         argument_to_json(size)
 
 

@@ -11,10 +11,10 @@ from autostream.fusion.kernel_values import (
     _is_argument,
     arguments_of,
     evaluate,
-    kinds,
-    named_as,
+    match_program,
+    output_layouts,
     outputs_of,
-    shared,
+    shared_storages,
 )
 from autostream.ir import Role
 from autostream.utils.kernels import Kernel
@@ -60,9 +60,9 @@ def test_a_view_begins_where_its_argument_does() -> None:
 
 def test_who_shares_memory_is_told_by_value() -> None:
     case = fused_case()
-    assert shared(case.program.module) == [0, 1, 2, 3, 4]
+    assert shared_storages(case.program.module) == [0, 1, 2, 3, 4]
     program = case_of(lambda x: (x[1:], y := x + 1, y.t()), torch.ones(3, 3)).program
-    assert shared(program.module) == [0, 0, 2, 2]
+    assert shared_storages(program.module) == [0, 0, 2, 2]
 
 
 def test_what_is_written_again_and_again_is_looked_at_once() -> None:
@@ -81,7 +81,7 @@ def test_what_is_written_again_and_again_is_looked_at_once() -> None:
 def test_outputs_are_of_another_kind_if_they_lie_otherwise() -> None:
     """Of dimensions of one element nobody can see the stride."""
     (rows, total), (columns,) = (
-        kinds(case_of(function, torch.ones(2, 3)).program.module)
+        output_layouts(case_of(function, torch.ones(2, 3)).program.module)
         for function in (lambda x: (x + 1, x.sum(1, keepdim=True)), lambda x: (x.t() + 1).contiguous().t())
     )
     assert (rows, columns) == ((torch.float32, (2, 3), (3, 1)), (torch.float32, (2, 3), (1, 2)))
@@ -95,11 +95,11 @@ def test_a_graph_takes_the_names_of_a_program_and_returns_its_views_as_views() -
     graph = fx.Graph()
     x = graph.placeholder("arg0_1")
     graph.output((x, x, graph.call_function(aten.add.Tensor, (x, 1))))
-    module = named_as(fx.GraphModule(nn.Module(), graph), program)
+    module = match_program(fx.GraphModule(nn.Module(), graph), program)
     (argument,) = module.graph.find_nodes(op="placeholder")
     first, second, third = outputs_of(module)
     assert argument.name == argument.target == program.placeholders[0].name
     assert first is argument
     assert second.target is aten.alias.default
     assert [node.meta["val"].shape for node in (first, second, third)] == [(3,)] * 3
-    assert shared(module) == shared(program.module) == [0, 0, 0, 3]
+    assert shared_storages(module) == shared_storages(program.module) == [0, 0, 0, 3]

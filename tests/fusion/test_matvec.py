@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autostream.fusion import matvec
-from autostream.fusion.matvec import with_rows
+from autostream.fusion.matvec import matvec_decompositions
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -18,7 +18,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 def products(function, *tensors: Tensor) -> list[object]:
     """The matrix products that are left in a function's graph."""
-    traced = make_fx(function, decomposition_table=with_rows({}))(*tensors)
+    traced = make_fx(function, decomposition_table=matvec_decompositions({}))(*tensors)
     return [node.target for node in traced.graph.nodes if node.target in PRODUCTS]
 
 
@@ -32,7 +32,7 @@ def test_a_linear_layer_of_one_row_holds_no_product_and_is_as_exact(dtype: torch
     layer, row = nn.Linear(64, 48, bias=bias).to(dtype), torch.randn(1, 64, dtype=dtype)
     with torch.no_grad():
         assert products(layer, row) == []
-        traced = make_fx(layer, decomposition_table=with_rows({}))(row)
+        traced = make_fx(layer, decomposition_table=matvec_decompositions({}))(row)
         result, eager, exact = traced(row), layer(row), nn.Linear.double(layer)(row.double())
     assert result.dtype is dtype
     assert error(result, exact) <= 1.5 * error(eager, exact) + 4 * torch.finfo(dtype).eps
@@ -43,7 +43,7 @@ def test_products_of_any_shape_are_right(rows: int, inner: int, columns: int, tr
     left = torch.randn(rows, inner)
     right = torch.randn(columns, inner).t() if transposed else torch.randn(inner, columns)
     bias = torch.randn(columns)
-    function = make_fx(lambda a, b, c: (a @ b, torch.addmm(c, a, b)), decomposition_table=with_rows({}))
+    function = make_fx(lambda a, b, c: (a @ b, torch.addmm(c, a, b)), decomposition_table=matvec_decompositions({}))
     product, sum_ = function(left, right, bias)(left, right, bias)
     torch.testing.assert_close(product, left @ right)
     torch.testing.assert_close(sum_, torch.addmm(bias, left, right))
@@ -76,6 +76,8 @@ def test_a_scaled_sum_stays_a_product() -> None:
 
 
 def test_the_tables_own_way_is_taken_for_other_products() -> None:
-    table = with_rows({aten.mm.default: lambda a, b: "mm", aten.addmm.default: lambda c, a, b, beta, alpha: "addmm"})
+    table = matvec_decompositions(
+        {aten.mm.default: lambda a, b: "mm", aten.addmm.default: lambda c, a, b, beta, alpha: "addmm"}
+    )
     assert table[aten.mm.default](torch.ones(2, 2), torch.ones(2, 2)) == "mm"
     assert table[aten.addmm.default](torch.ones(2), torch.ones(2, 2), torch.ones(2, 2)) == "addmm"

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from autostream.analysis.dependencies import analyze
 from autostream.fusion import out_variants
 from autostream.fusion.kernel_values import evaluate
-from autostream.fusion.out_variants import write_into_given_memory
+from autostream.fusion.out_variants import use_out_variants
 from tests.kernel_graphs.recordings import program_of, read
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def test_memory_is_taken_and_written() -> None:
     module = convolving(*PLAIN)
     (before,) = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
     name, value = before.name, before.meta["val"]
-    write_into_given_memory(module)
+    use_out_variants(module)
     module.graph.lint()
     assert convolutions(module) == ["aten.cudnn_convolution.out"]
     (memory,) = module.graph.find_nodes(op="call_function", target=aten.empty_strided.default)
@@ -70,7 +70,7 @@ def test_the_same_is_computed(groups: int) -> None:
     module = convolving(*PLAIN[:-1], groups, weight=(6, 4 // groups, 3, 3))
     x, w = torch.randn(2, 4, 8, 8), torch.randn(6, 4 // groups, 3, 3)
     (expected,) = module(x, w)
-    write_into_given_memory(module)
+    use_out_variants(module)
 
     def stand_in(
         x: Tensor, w: Tensor, padding: Any, stride: Any, dilation: Any, groups: int, *settings: bool, out: Tensor
@@ -96,7 +96,7 @@ def test_the_same_is_computed(groups: int) -> None:
 def test_others_stay(build: Callable[[], fx.GraphModule]) -> None:
     module = build()
     code = module.code
-    write_into_given_memory(module)
+    use_out_variants(module)
     assert module.code == code
 
 
@@ -105,14 +105,14 @@ def test_one_with_a_bias_stays() -> None:
     module = convolving(*PLAIN)
     (conv,) = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
     conv.args = (*conv.args[:2], conv.args[1], *conv.args[3:])
-    write_into_given_memory(module)
+    use_out_variants(module)
     assert convolutions(module) == ["aten.convolution.default"]
 
 
 def test_what_another_library_computes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.CudaDepthwise2d)
     module = convolving(*PLAIN)
-    write_into_given_memory(module)
+    use_out_variants(module)
     assert convolutions(module) == ["aten.convolution.default"]
 
 
@@ -120,7 +120,7 @@ def test_what_another_library_computes_stays(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_result_in_another_format_than_cudnn_s_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", lambda *_, **__: torch.channels_last)
     module = convolving(*PLAIN)
-    write_into_given_memory(module)
+    use_out_variants(module)
     assert convolutions(module) == ["aten.convolution.default"]
 
 
@@ -129,7 +129,7 @@ def test_a_result_in_another_format_than_cudnn_s_stays(monkeypatch: pytest.Monke
 def test_where_pytorch_lacks_what_is_private_all_stay(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module = convolving(*PLAIN)
     monkeypatch.delattr(torch._C, name)
-    write_into_given_memory(module)
+    use_out_variants(module)
     assert convolutions(module) == ["aten.convolution.default"]
 
 
@@ -137,7 +137,7 @@ def test_where_pytorch_lacks_what_is_private_all_stay(monkeypatch: pytest.Monkey
 def test_cudnn_is_asked_for_what_is_set_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_variants, "_cudnn_settings", lambda: (True, True, False))
     module = convolving(*PLAIN)
-    write_into_given_memory(module)
+    use_out_variants(module)
     (call,) = module.graph.find_nodes(op="call_function", target=aten.cudnn_convolution.out)
     assert call.args[-3:] == (True, True, False)
 
@@ -146,7 +146,7 @@ def test_cudnn_is_asked_for_what_is_set_now(monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_the_settings_contradict_each_other_all_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_variants, "_cudnn_settings", lambda: None)
     module = convolving(*PLAIN)
-    write_into_given_memory(module)
+    use_out_variants(module)
     assert convolutions(module) == ["aten.convolution.default"]
 
 
@@ -163,7 +163,7 @@ def test_all_convolutions_of_a_recorded_model_write_where_the_schedule_says(monk
     monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", lambda *_, **__: torch.channels_last)
     program = program_of(read("inception"))
     before = analyze(program)
-    write_into_given_memory(program.module)
+    use_out_variants(program.module)
     after = analyze(program)
     assert {str(op.target) for op in after.ops.values()} >= {"aten.cudnn_convolution.out"}
     inner = {name for name, storage in after.storages.items() if storage.role.value == "intermediate"}
@@ -187,7 +187,7 @@ def test_cudnn_computes_the_same_into_given_memory(dtype: torch.dtype, channels_
     with FakeTensorMode() as mode:
         evaluate(module, [mode.from_tensor(tensor) for tensor in (x, w)])
     (expected,) = module(x, w)
-    write_into_given_memory(module)
+    use_out_variants(module)
     assert convolutions(module) == ["aten.cudnn_convolution.out"]
     (result,) = module(x, w)
     assert torch.equal(result, expected)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autostream.errors import FusionError
-from autostream.fusion.random_ops import draw_in_order, drawing_as_eager, draws, draws_of
+from autostream.fusion.random_ops import is_random, random_decompositions, random_ops_of, restore_random_order
 
 aten = torch.ops.aten
 X = torch.ones(2, 3)
@@ -50,26 +50,26 @@ DROPOUT = ("dropout", aten.native_dropout.default, ("sin", 0.5, True))
 def test_who_draws(target: Any, args: tuple[Any, ...], expected: bool) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    assert draws(graph.call_function(target, tuple(x if a == "x" else a for a in args))) == expected
+    assert is_random(graph.call_function(target, tuple(x if a == "x" else a for a in args))) == expected
 
 
 def test_what_needs_nothing_moves_to_where_the_model_has_it() -> None:
     """Rand ── randn ── sin ── dropout, and Inductor began with what dropout needs."""
-    expected = draws_of(graph_of(RAND, RANDN, SIN, DROPOUT))
+    expected = random_ops_of(graph_of(RAND, RANDN, SIN, DROPOUT))
     fused = graph_of(RANDN, SIN, DROPOUT, RAND, origins=True)
-    draw_in_order(fused, expected)
+    restore_random_order(fused, expected)
     fused.lint()
     names = [node.name for node in fused.nodes]
     assert names[1:-1] == ["buf_rand", "buf_randn", "buf_sin", "buf_dropout"]
 
 
 def test_what_needs_something_stays_and_is_refused() -> None:
-    expected = draws_of(graph_of(RANDN, SIN, DROPOUT, RAND))
+    expected = random_ops_of(graph_of(RANDN, SIN, DROPOUT, RAND))
     same = graph_of(RANDN, SIN, DROPOUT, RAND, origins=True)
-    draw_in_order(same, expected)
+    restore_random_order(same, expected)
     assert [node.name for node in same.nodes][-2] == "buf_rand"
     with pytest.raises(FusionError, match="in another order than the model does"):
-        draw_in_order(graph_of(RAND, RANDN, SIN, DROPOUT, origins=True), expected)
+        restore_random_order(graph_of(RAND, RANDN, SIN, DROPOUT, origins=True), expected)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_what_needs_something_stays_and_is_refused() -> None:
 )
 def test_other_numbers_are_refused(calls: Any) -> None:
     with pytest.raises(FusionError, match="other random numbers"):
-        draw_in_order(graph_of(*calls, origins=True), draws_of(graph_of(RAND, RANDN)))
+        restore_random_order(graph_of(*calls, origins=True), random_ops_of(graph_of(RAND, RANDN)))
 
 
 def test_numbers_like_a_tensor_fill_memory_in_order() -> None:
-    table = drawing_as_eager({aten.rand_like.default: lambda x: x * 2, aten.sin.default: torch.cos})
+    table = random_decompositions({aten.rand_like.default: lambda x: x * 2, aten.sin.default: torch.cos})
     assert torch.equal(table[aten.rand_like.default](X), X * 2)
     assert table[aten.sin.default] is torch.cos
     with pytest.raises(FusionError, match=r"other random numbers for aten\.rand_like\.default"):
