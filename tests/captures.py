@@ -1,4 +1,4 @@
-"""Make-believe captures: whatever is scheduled on the CPU is recorded and replayed as one graph is on a GPU."""
+"""Fake captures: programs scheduled on the CPU are recorded and replayed, as CUDA graphs are on a GPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.replays import CPU, Cuda
 
 
 class Captures:
-    """What is captured instead of run op by op.
+    """Replaces uncaptured runs on the CPU by fake captures.
 
     Attributes:
-        alive: the graphs that somebody still has.
-        count: how often something was captured.
-        failure: what the next captures raise.
+        alive: the graphs that have not been freed.
+        count: of captures.
+        failure: an exception that the next captures raise.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ class Captures:
         self.failure: Exception | None = None
         cuda, captured, init = Cuda.installed(patch), cuda_graph._captured, CapturedGraph.__init__
 
-        def noted(graph: CapturedGraph, *args: Any, **kwargs: Any) -> None:
+        def created(graph: CapturedGraph, *args: Any, **kwargs: Any) -> None:
             init(graph, *args, **kwargs)
             self.alive.add(graph)
 
@@ -49,16 +49,16 @@ class Captures:
         def captures(*args: Any) -> Tuned:
             return self.captured(tune(*args), args[1], args[2])
 
-        patch.setattr(CapturedGraph, "__init__", noted)
+        patch.setattr(CapturedGraph, "__init__", created)
         patch.setattr(cuda_graph, "_captured", failing)
         patch.setattr(scheduled_program, "tune", captures)
         self.cuda = cuda
 
     def captured(self, tuned: Tuned, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Tuned:
         run, writes = tuned.selection.execution, written(tuned.program, tuned.priced.graph)
-        draws = not repeatable(tuned.program, tuned.priced.graph) and not any(writes)
+        random = not repeatable(tuned.program, tuned.priced.graph) and not any(writes)
         with torch.inference_mode(False), torch.no_grad():
             static = static_copies(arguments, [at for at, stays in enumerate(bound) if not stays])
             with undone(static, writes, ["cpu"]) as restore:
-                graph = CapturedGraph(run, static, bound, writes, CPU, random=draws, restore=restore)
+                graph = CapturedGraph(run, static, bound, writes, CPU, random=random, restore=restore)
         return replace(tuned, selection=replace(tuned.selection, execution=graph))

@@ -1,7 +1,7 @@
-"""A make-believe CUDA graph: it records a run on the CPU and repeats it in a replay.
+"""A fake CUDA graph: it records a run on the CPU and repeats it in a replay.
 
-capture:  run ─▶ outputs ─┐ the pool's
-replay:   run ─▶ the same outputs; whatever other graphs of the pool have returned is rubbish then
+capture:  run ─▶ outputs ─┐ in the pool
+replay:   run ─▶ the same outputs, while outputs of other graphs in the pool become garbage
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class Stream:
-    """A stream that only says whom it waits for."""
+    """A stream that only knows which streams it waits for."""
 
     name: str
     device: torch.device = CPU
@@ -38,13 +38,13 @@ class Stream:
 
 
 class Replayable:
-    """What was recorded: a replay runs it again and puts the results where those of the recorded run lie.
+    """A recorded run: a replay runs it again and writes the results to the outputs of the recorded run.
 
-    Whatever others in the same pool have computed is rubbish afterwards; arguments that they return are not.
+    Results of other graphs in the same pool are garbage afterwards; arguments that they return are not.
     """
 
     def __init__(self, run: Callable[[], Sequence[Tensor]], pool: list[Replayable]) -> None:
-        self._run = torch.inference_mode(False)(torch.no_grad()(run))  # a replay knows no modes
+        self._run = torch.inference_mode(False)(torch.no_grad()(run))  # a replay is in no mode
         self.outputs = self._run()
         self._computed: list[Tensor] = []
         self._pool = pool
@@ -55,17 +55,17 @@ class Replayable:
         pairs = zip(self.outputs, results, strict=True)
         self._computed = [recorded for recorded, new in pairs if storage_of(recorded) != storage_of(new)]
         for recorded, new in zip(self.outputs, results, strict=True):
-            if storage_of(recorded) != storage_of(new):  # no argument, of any version
+            if storage_of(recorded) != storage_of(new):  # not an argument
                 recorded.copy_(new)
-        kept = set(map(storage_of, results))  # an argument that both return is no pool's
+        arguments = set(map(storage_of, results))  # an argument that both return is not in the pool
         for output in (output for other in self._pool if other is not self for output in other._computed):
-            if storage_of(output) not in kept:
+            if storage_of(output) not in arguments:
                 output.fill_(math.nan if output.is_floating_point() or output.is_complex() else 99)
 
 
 @dataclass
 class Cuda:
-    """The current stream, and what happened."""
+    """The current stream, and a log of captures."""
 
     home: Stream = field(default_factory=lambda: Stream("home"))
     capturing: Stream = field(default_factory=lambda: Stream("capturing"))
@@ -91,7 +91,7 @@ class Cuda:
 
     @classmethod
     def installed(cls, patch: pytest.MonkeyPatch) -> Cuda:
-        """Takes the place of CUDA as far as captured graphs know it."""
+        """Replace CUDA as far as captured graphs use it."""
         fake = cls()
         patch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
         patch.setattr(torch.cuda, "default_stream", lambda device: fake.home)

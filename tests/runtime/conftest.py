@@ -1,4 +1,4 @@
-"""What tests of captured graphs share, and those of copies."""
+"""Fixtures for tests of captured graphs and of copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
 
 @pytest.fixture
 def at_once() -> Iterator[None]:
-    """Without a collection of garbage: what nobody has is gone."""
+    """Without garbage collection: objects are freed with their last reference."""
     gc.collect()
     gc.disable()
     yield
@@ -27,7 +27,7 @@ def at_once() -> Iterator[None]:
 
 @pytest.fixture(params=ORDERS)
 def order(request: pytest.FixtureRequest) -> int:
-    """In which a make-believe device runs its queues."""
+    """The order in which a fake device runs its queues."""
     return int(request.param)
 
 

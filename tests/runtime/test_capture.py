@@ -1,4 +1,4 @@
-"""Captures that fail run in a process of their own: what they could leave behind must not reach other tests."""
+"""Captures of CUDA graphs, and what they leave behind if they fail; on a GPU, in a process of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.alone import run_alone
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked of graphs that capture nothing."""
+    """The calls of graphs that capture nothing."""
     log: list[Any] = []
 
     class Graph:
@@ -41,41 +41,22 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 STREAM: Any = SimpleNamespace(device=torch.device("cuda:0"), synchronize=lambda: None)
 
 
-def test_what_a_function_launches_and_returns_is_between_begin_and_end(log: list[Any]) -> None:
-    _, result = capture(lambda: log.append("run") or 7, STREAM, "a pool")  # type: ignore[func-returns-value]
-    assert (log, result) == ([{}, ("begin", "a pool"), "run", "end"], 7)
-
-
-def test_a_graph_has_workspaces_of_its_own_and_leaves_them_to_the_next_in_its_pool(
-    log: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of before are given back first: two graphs that are replayed side by side would both write there."""
+def test_a_capture_has_cublas_workspaces_of_its_own(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two graphs that are replayed side by side would both write to earlier workspaces. Also after an error."""
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("clear"), raising=False)
-    capture(lambda: log.append("run"), STREAM, "a pool")
-    assert log == [{}, "clear", ("begin", "a pool"), "run", "end", "clear"]
+    _, result = capture(lambda: log.append("run") or 7, STREAM, "a pool")  # type: ignore[func-returns-value]
+    assert (log, result) == ([{}, "clear", ("begin", "a pool"), "run", "end", "clear"], 7)
     log.clear()
     with pytest.raises(ZeroDivisionError):
-        capture(lambda: 1 / 0, STREAM, "a pool")
-    assert (log[1], log[-1]) == ("clear", "clear")
-
-
-def test_nodes_are_kept_where_they_are_asked_for(log: list[Any]) -> None:
-    """They take memory, and instantiating waits for the first replay: not for what is run again and again."""
-    capture(lambda: None, STREAM, keep_nodes=True)
-    assert log == [{"keep_graph": True}, ("begin", "new pool"), "end"]
-
-
-def test_a_capture_that_fails_is_ended_and_followed_by_one_of_nothing(log: list[Any]) -> None:
-    with pytest.raises(ZeroDivisionError):
-        capture(lambda: 1 / 0, STREAM)
-    assert log == [{}, ("begin", "new pool"), "end", {}, ("begin", None), "end"]
+        capture(lambda: 1 / 0, STREAM, keep_nodes=True)
+    assert log == [{"keep_graph": True}, "clear", ("begin", "new pool"), "end", {}, ("begin", None), "end", "clear"]
 
 
 @pytest.mark.parametrize("invalidated", [False, True])
-def test_a_graph_that_never_owned_its_share_of_a_pool_does_not_keep_it(
+def test_a_failed_capture_releases_its_reference_to_the_pool(
     invalidated: bool, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch counts the graphs of a pool, and itself takes off only those whose capture it could end."""
+    """PyTorch counts the graphs of a pool, and itself releases only those whose capture it could end."""
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", raising if invalidated else lambda graph: None)
     end = (lambda device, pool: None) if invalidated else raising
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
@@ -91,7 +72,7 @@ def raising(*args: object) -> None:
 
 
 @pytest.mark.gpu
-def test_after_a_failed_capture_all_goes_on() -> None:
+def test_after_a_failed_capture_the_process_works_as_before() -> None:
     run_alone(
         """
         import torch
@@ -115,7 +96,7 @@ def test_after_a_failed_capture_all_goes_on() -> None:
             torch.rand(4, device="cuda")
             torch.cuda.set_rng_state(state)
 
-        assert torch.equal(torch.rand(4, device="cuda"), expected[1])      # the generator goes on where it was
+        assert torch.equal(torch.rand(4, device="cuda"), expected[1])      # the generator continues
         before = torch.cuda.memory_allocated()
         block = torch.empty(1 << 20, device="cuda")
         assert torch.cuda.memory_allocated() > before
@@ -138,8 +119,8 @@ def test_after_a_failed_capture_all_goes_on() -> None:
 
 
 @pytest.mark.gpu
-def test_the_memory_of_a_failed_capture_comes_back() -> None:
-    """Of one whose pool was new, and of one that joined a graph, when that is dropped as well."""
+def test_the_memory_of_a_failed_capture_is_freed() -> None:
+    """That of a new pool at once, that of a shared pool with the last graph."""
     run_alone(
         """
         import gc, torch
@@ -183,29 +164,7 @@ def test_the_memory_of_a_failed_capture_comes_back() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_whose_nodes_are_kept_is_replayed_like_any_other() -> None:
-    run_alone(
-        """
-        import torch
-        from autostream.costs.occupancy import kernels_of
-        from autostream.runtime.capture import capture
-        from autostream.runtime.streams import capture_stream
-
-        x, stream = torch.zeros(1024, device="cuda"), capture_stream("cuda:0")
-        x.add_(1)
-        graph, _ = capture(lambda: x.add_(1), stream, keep_nodes=True)
-        assert len(kernels_of(graph)) == 1
-        for _ in range(3):
-            graph.replay()
-        assert x.eq(4).all().item()
-        plain, _ = capture(lambda: x.add_(1), stream)
-        assert kernels_of(plain) == ()
-        """
-    )
-
-
-@pytest.mark.gpu
-def test_optimize_after_an_unforeseen_synchronisation_runs_uncaptured() -> None:
+def test_a_model_whose_op_synchronizes_unexpectedly_runs_uncaptured() -> None:
     run_alone(
         """
         import torch, autostream

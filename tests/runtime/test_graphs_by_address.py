@@ -1,9 +1,10 @@
-"""Captured graphs of models whose weights lie elsewhere in one call than in another; captures are make-believe."""
+"""Captured graphs of models whose weights move from call to call. Captures are fake (``tests/captures.py``)."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from autostream.dispatch.compiled_graph import CompiledGraph
 from autostream.dispatch.scheduled_program import ModelContext
 from autostream.ir import Role
 from autostream.options import Options
-from autostream.runtime import graphs_by_address as places
+from autostream.runtime import graphs_by_address
 from autostream.runtime.cuda_graph import CapturedGraph, GraphPools
 from autostream.runtime.graphs_by_address import BoundGraph, GraphsByAddress
 from autostream.runtime.graphs_by_input import GraphsByInput
@@ -26,6 +27,7 @@ from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.restore import Restore
 from autostream.runtime.static_inputs import static_copies
 from autostream.runtime.writes import storages_alive
+from autostream.utils.locks import preparing
 from tests.captures import Captures
 from tests.replays import CPU
 from tests.semantics import Viewed
@@ -37,21 +39,35 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[CapturedGraph]:
     """The graphs that are replayed, one after the other."""
-    seen, replay = [], CapturedGraph.replay
+    replayed, replay = [], CapturedGraph.replay
 
-    def noted(graph: CapturedGraph) -> None:
-        seen.append(graph)
+    def logged(graph: CapturedGraph) -> None:
+        replayed.append(graph)
         replay(graph)
 
-    monkeypatch.setattr(CapturedGraph, "replay", noted)
-    return seen
+    monkeypatch.setattr(CapturedGraph, "replay", logged)
+    return replayed
+
+
+Budget = Callable[[int, int], None]
+
+
+@pytest.fixture
+def budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
+    """Sets the number of captures at first, and that of calls after which there may be one more."""
+
+    def set_budget(graphs: int, calls: int) -> None:
+        monkeypatch.setattr(graphs_by_address, "MAX_GRAPHS", graphs)
+        monkeypatch.setattr(graphs_by_address, "CALLS_PER_CAPTURE", calls)
+
+    return set_budget
 
 
 X = torch.arange(12.0).reshape(3, 4) / 12
 
 
 class Block(nn.Module):
-    """Two pieces."""
+    """Two graphs, with a graph break between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +78,7 @@ class Block(nn.Module):
         return self.second(x) if x.sum() > 1e9 else self.second(x).relu()
 
 
-def alike(count: int) -> nn.Module:
+def blocks(count: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(count))).eval()
 
@@ -72,67 +88,42 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 4).eval()
 
 
-def mode(fast: Any) -> str:
-    return str(fast.reports[0].mode)
-
-
-# Many places, in turn
-
-
 @torch.no_grad()
-def test_blocks_that_are_alike_have_a_graph_each(captures: Captures, replays: list[CapturedGraph]) -> None:
-    """Captured in the first call, and launched once for each block from then on."""
-    model = alike(6)
+def test_equal_blocks_have_a_graph_each_which_is_freed_with_the_model(
+    captures: Captures, replays: list[CapturedGraph]
+) -> None:
+    """Dynamo compiles the blocks once and keeps that; graphs are captured in the first call."""
+    model = blocks(3)
     fast = autostream.optimize(model)
     torch.testing.assert_close(fast(X), model(X))
-    assert mode(fast) == "graph breaks"
+    assert fast.reports[0].mode == "graph breaks"
     count = captures.count
-    assert len(captures.alive) == 12
-    for number in range(4):
+    assert len(captures.alive) == 6
+    for number in range(3):
         del replays[:]
         torch.testing.assert_close(fast(X - number), model(X - number))
-        assert len(set(replays)) == len(replays) == 12
+        assert len(set(replays)) == len(replays) == 6
     assert captures.count == count
     assert len({graph.pool for graph in captures.alive}) == 1
+    del fast, model, replays[:]
+    gc.collect()
+    assert not captures.alive
 
 
 @torch.no_grad()
-def test_of_too_many_that_are_alike_some_have_graphs_and_others_run_plainly(
-    captures: Captures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_of_too_many_equal_blocks_some_run_eagerly(
+    captures: Captures, budget: Budget, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(places, "MAX_GRAPHS", 3)
-    model = alike(6)
+    budget(3, 64)
+    model = blocks(4)
     fast = autostream.optimize(model)
-    for number in range(5):
+    for number in range(3):
         torch.testing.assert_close(fast(X - number), model(X - number))
         assert len(captures.alive) == 2 * 3
     (report,) = fast.reports
     reasons = [refusal.reason for part in report.parts for refusal in part.refusals]
     assert sum("in too many places" in reason for reason in reasons) == 2
     assert caplog.text.count("in too many places") == 2
-
-
-@torch.no_grad()
-def test_what_was_captured_for_a_model_goes_with_it(captures: Captures) -> None:
-    """Though Dynamo keeps what it has compiled."""
-    model = alike(3)
-    fast = autostream.optimize(model)
-    fast(X)
-    assert captures.alive
-    del fast, model
-    gc.collect()
-    assert not captures.alive
-
-
-@torch.no_grad()
-@pytest.mark.usefixtures("at_once")
-def test_what_is_forgotten_is_gone_at_once(captures: Captures) -> None:
-    fast = autostream.optimize(linear())
-    for _ in range(3):
-        fast(X)
-    gc.collect()  # of what traces
-    fast._autostream.forget()
-    assert not captures.alive
 
 
 def exchanged(model: nn.Linear, other: nn.Linear) -> None:
@@ -146,47 +137,46 @@ def replaced(model: nn.Linear, other: nn.Linear) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("swap", [exchanged, replaced])
-def test_two_sets_of_weights_may_change_places(swap: Callable[..., None], captures: Captures) -> None:
-    model, average = linear(), nn.Linear(4, 4)
-    fast = autostream.optimize(model)
-    for _ in range(6):
-        for number in range(3):
-            torch.testing.assert_close(fast(X - number), model(X - number))
-        swap(model, average)
-    assert captures.count == 2
-    assert len(captures.alive) == 2
+@pytest.mark.usefixtures("at_once")
+def test_sets_of_weights_that_alternate_have_a_graph_each(captures: Captures) -> None:
+    """A model and its average, which are swapped in two ways, and weights that ``functional_call`` passes."""
+    for swap in (exchanged, replaced):
+        model, average = linear(), nn.Linear(4, 4)
+        fast, count = autostream.optimize(model), captures.count
+        for _ in range(4):
+            for number in range(2):
+                torch.testing.assert_close(fast(X - number), model(X - number))
+            swap(model, average)
+        assert captures.count == count + 2
+    sets = [dict(nn.Linear(4, 4).named_parameters()) for _ in range(2)]
+    for number in range(6):
+        results = [functional_call(module, sets[number % 2], (X,)) for module in (fast, model)]
+        torch.testing.assert_close(*results)
+    assert captures.count == count + 2 + 2
+    gc.collect()
+    fast._autostream.forget()
+    del fast
+    assert not captures.alive, "without a collection of garbage"
+
+
+class Writes(nn.Module):
+    """Writes its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.mul_(self.weight) + y
 
 
 @torch.no_grad()
-def test_weights_that_take_turns_have_a_graph_each(captures: Captures) -> None:
-    """As ``functional_call`` puts them into a model."""
-    model = linear()
-    fast = autostream.optimize(model)
-    sets = [dict(nn.Linear(4, 4).named_parameters()) for _ in range(3)]
-    for number in range(9):
-        torch.testing.assert_close(
-            functional_call(fast, sets[number % 3], (X,)), functional_call(model, sets[number % 3], (X,))
-        )
-    assert captures.count == 3
-
-
-@torch.no_grad()
-def test_inputs_that_are_written_are_those_of_one_graph(captures: Captures) -> None:
-    """Captures run with what a graph reads, while a replay of another may be under way."""
-
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x.mul_(self.w) + y
-
+def test_graphs_that_write_their_inputs_share_no_static_inputs(captures: Captures) -> None:
+    """A capture runs with its static inputs, while another graph may be replayed."""
     model = Writes()
     fast, weights = autostream.optimize(model), [torch.full((4,), float(number)) for number in (2, 3)]
     for number in range(6):
-        model.w.data = weights[number % 2]
+        model.weight.data = weights[number % 2]
         x = X.clone()
         torch.testing.assert_close(fast(x, X), X * (2 + number % 2) + X)
         torch.testing.assert_close(x, X * (2 + number % 2))
@@ -194,79 +184,11 @@ def test_inputs_that_are_written_are_those_of_one_graph(captures: Captures) -> N
     assert all(first.static[at] is not other.static[at] for other in others for at in first.static)
 
 
-# GraphsByAddress that do not come back
-
-
-def moved(model: nn.Linear) -> Tensor:
-    """Gives the weight other memory, and returns that which it had."""
+def move(model: nn.Linear) -> Tensor:
+    """Give the weight other memory, and return its former memory."""
     former = model.weight.data
     model.weight.data = former * 0.9
     return former
-
-
-@torch.no_grad()
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("inplace", [False, True])
-def test_weights_that_move_in_every_call_are_not_captured_without_end(
-    inplace: bool,
-    captures: Captures,
-    replays: list[CapturedGraph],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Whether or not a run once too often would do harm. Former memory is kept, so that no address comes again."""
-    monkeypatch.setattr(places, "MAX_GRAPHS", 5)
-    model, former = linear(), []
-    both = nn.Sequential(model, nn.ReLU(inplace=True), nn.Identity()) if not inplace else nn.Sequential(Adds(), model)
-    fast = autostream.optimize(both)
-    for number in range(12):
-        former.append(moved(model))
-        del replays[:]
-        torch.testing.assert_close(fast(X.clone()), both(X.clone()))
-        assert captures.count == min(number + 1, 5)
-        wrong = 0 < number <= 5 and not inplace  # a guess, after a call with a graph
-        assert len(replays) == (number < 5) + wrong
-    assert caplog.text.count("call after call") == 1
-    reasons = [refusal.reason for report in fast.reports for refusal in report.refusals]
-    assert any("call after call" in reason and "copy_" in reason for reason in reasons)
-
-
-@torch.no_grad()
-def test_former_weights_are_held_no_longer_while_others_are_captured(
-    captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A short way holds those of the call before."""
-    model = linear()
-    fast = autostream.optimize(model)
-    fast(X)
-    fast(X)
-    held, add, is_there = [], GraphsByAddress.add, storages_alive([model.weight])
-
-    def noting(self: GraphsByAddress, arguments: Any) -> BoundGraph:
-        held.append(is_there())
-        return add(self, arguments)
-
-    monkeypatch.setattr(GraphsByAddress, "add", noting)
-    moved(model)
-    assert is_there()
-    torch.testing.assert_close(fast(X), model(X))
-    assert held == [False]
-
-
-@torch.no_grad()
-def test_a_call_that_goes_plainly_does_not_wait_for_what_is_prepared(
-    captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(places, "MAX_GRAPHS", 1)
-    model = linear()
-    fast = autostream.optimize(model)
-    fast(X)
-    former = moved(model)
-    for module in ("compiled", "dispatch", "scheduled"):
-        monkeypatch.setattr(f"autostream.{module}.preparing", None)  # nobody can take it
-    torch.testing.assert_close(fast(X), model(X))
-    assert captures.count == 1
-    assert former.data_ptr() != model.weight.data_ptr()
 
 
 class Adds(nn.Module):
@@ -277,299 +199,122 @@ class Adds(nn.Module):
 
 
 @torch.no_grad()
-def test_after_calls_that_were_worth_it_there_are_captures_again(
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("case", ["reads", "writes", "slow path"])
+def test_weights_that_move_in_every_call_are_captured_a_few_times_and_again_when_they_stay(
+    case: str,
+    captures: Captures,
+    replays: list[CapturedGraph],
+    budget: Budget,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Former memory is kept, so that no address is used again."""
+    budget(3, 8)
+    if case == "slow path":
+        monkeypatch.setattr(CapturedCall, "replay", lambda *_, **__: None)
+    layer, former = linear(), []
+    model = nn.Sequential(Adds(), layer) if case == "writes" else nn.Sequential(layer, nn.ReLU())
+    fast = autostream.optimize(model)
+    for number in range(7):
+        former.append(move(layer))
+        del replays[:]
+        torch.testing.assert_close(fast(X.clone()), model(X.clone()))
+        assert captures.count == min(number + 1, 3)
+        wrong = 0 < number <= 3 and case == "reads"  # a replay before the guards are checked
+        assert len(replays) == (number < 3) + wrong
+    assert caplog.text.count("call after call") == 1
+    reasons = [refusal.reason for report in fast.reports for refusal in report.refusals]
+    assert any("call after call" in reason and "copy_" in reason for reason in reasons)
+    for _ in range(8):
+        fast(X.clone())
+    del replays[:]
+    torch.testing.assert_close(fast(X.clone()), model(X.clone()))
+    assert (captures.count, len(replays)) == (3 + 1, 1)
+    for _ in range(8):
+        fast(X.clone())
+    former.append(move(layer))
+    torch.testing.assert_close(fast(X.clone()), model(X.clone()))
+    assert captures.count == 3 + 2, "so many calls with a graph allow one more"
+
+
+@torch.no_grad()
+def test_former_weights_are_freed_before_others_are_captured(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any time, as many as in the beginning, and one for each so many calls, whichever way these take."""
-    monkeypatch.setattr(places, "MAX_GRAPHS", 2)
-    monkeypatch.setattr(places, "CALLS_PER_CAPTURE", 4)
-    model, former = linear(), []
+    """A fast path keeps those of the call before."""
+    model = linear()
     fast = autostream.optimize(model)
     fast(X)
-    for way in ("short", "long"):
-        if way == "long":
-            monkeypatch.setattr(CapturedCall, "replay", lambda *_, **__: None)
-        count = captures.count
-        former.append(moved(model))
-        fast(X)
-        assert captures.count == count + 1
-        back, model.weight.data = model.weight.data, model.weight * 2
-        fast(X)
-        assert captures.count == count + 1
-        model.weight.data = back
-        for _ in range(6):
-            torch.testing.assert_close(fast(X), model(X))
-        assert captures.count == count + 1
+    fast(X)
+    before, add, alive = [], GraphsByAddress.add, storages_alive([model.weight])
+
+    def logged(self: GraphsByAddress, arguments: Any) -> BoundGraph:
+        before.append(alive())
+        return add(self, arguments)
+
+    monkeypatch.setattr(GraphsByAddress, "add", logged)
+    move(model)
+    assert alive()
+    torch.testing.assert_close(fast(X), model(X))
+    assert before == [False]
+
+
+@torch.no_grad()
+def test_a_call_that_runs_eagerly_does_not_wait_for_another_preparation(captures: Captures, budget: Budget) -> None:
+    budget(1, 64)
+    model = linear()
+    fast = autostream.optimize(model)
+    fast(X)
+    former = move(model)
+    with preparing, ThreadPoolExecutor(1) as other:
+        torch.testing.assert_close(other.submit(torch.no_grad()(fast), X).result(60), model(X))
+    assert captures.count == 1
+    assert former.data_ptr() != model.weight.data_ptr()
 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("way", ["long", "short"])
-def test_memory_stays_until_a_call_notices_that_the_weight_has_moved(
-    way: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", ["fast", "slow"])
+@pytest.mark.parametrize("rows", [2, 3, 1])
+def test_former_weights_are_freed_by_the_next_call(
+    path: str, rows: int, captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if way == "long":
+    """It has the shape of the last call, another, or a new one. The fast path may replay before it checks addresses."""
+    if path == "slow":
         monkeypatch.setattr(CapturedCall, "replay", lambda *_, **__: None)
     model = linear()
     fast = autostream.optimize(model)
-    fast(X)
-    fast(X)
-    is_there = storages_alive([model.weight])
-    moved(model)
-    assert is_there() == (way == "short"), "a graph that reads it may be launched before anybody looks"
-    fast(X)
-    assert not is_there()
-
-
-@torch.no_grad()
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("rows", [2, 3, 1])
-def test_so_it_does_until_a_call_of_another_shape_notices(rows: int, captures: Captures) -> None:
-    """Of the shape of the last call, of the other, or the first of its shape."""
-    model = linear()
-    fast = autostream.optimize(model)
     for x in (X, X[:2]):
-        for _ in range(3):
-            fast(x)
-    is_there = storages_alive([model.weight])
-    moved(model)
-    assert is_there()
+        fast(x)
+        fast(x)
+    alive = storages_alive([model.weight])
+    move(model)
+    assert alive() is (path == "fast")
     torch.testing.assert_close(fast(X[:rows]), model(X[:rows]))
-    assert not is_there()
-    for x in (X, X[:2]):
-        torch.testing.assert_close(fast(x), model(x))
+    assert not alive()
+    torch.testing.assert_close(fast(X), model(X))
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("rows", [2, 3, 1])
-def test_so_it_does_where_gradients_are_recorded(rows: int, captures: Captures) -> None:
+@pytest.mark.parametrize("rows", [2, 1])
+def test_former_weights_are_freed_where_gradients_are_recorded(rows: int, captures: Captures) -> None:
     model = linear()
     fast = autostream.optimize(model, policy="sequential")
     for x in (X, X[:2]):
-        for _ in range(3):
+        for _ in range(2):
             fast(x).sum().backward()
-    is_there = storages_alive([model.weight])
+    alive = storages_alive([model.weight])
     with torch.no_grad():
-        moved(model)
+        move(model)
     for _ in range(2):
         fast(X[:rows]).sum().backward()
     assert {report.mode for report in fast.reports} == {"forward and backward"}
-    assert not is_there()
-
-
-# Apart from models
-
-
-class Lot:
-    """``weight * x`` at places, captured again by what counts.
-
-    Args:
-        weights: of the first graph.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        arguments = [weight, torch.zeros(4)]
-        static = static_copies(arguments, [1])
-        graph = CapturedGraph(
-            lambda w, x: (w * x, w + x), static, [True, False], [False, False], CPU, random=False, restore=Restore([])
-        )
-        self.places = GraphsByAddress(graph, arguments, self._variants, self._again)
-
-    @staticmethod
-    def _again(graph: CapturedGraph, read: Any, arguments: Any) -> CapturedGraph:
-        return graph.recaptured(read, graph.pool, Restore([]))
-
-    def _variants(self, graph: CapturedGraph) -> GraphsByInput:
-        return GraphsByInput(graph, [1], BufferTable(), lambda *_: pytest.fail("there are no slots"), pytest.fail)
+    assert not alive()
 
 
 @torch.no_grad()
-def test_only_the_latest_graph_lends(captures: Captures) -> None:
-    """What is saved for a backward is large."""
-    weights = [torch.full((4,), float(number)) for number in range(3)]
-    lot = Lot(weights[0])
-    lot.places.graph.share_outputs(frozenset({0}))
-    for weight in (*weights[1:], weights[0]):
-        arguments = [weight, torch.ones(4)]
-        assert lot.places.find(arguments) is None
-        product, total = lot.places.add(arguments).launch(arguments)
-        torch.testing.assert_close([product, total], [weight, weight + 1])
-        assert lot.places.graph.shared == {0}
-        gc.collect()
-        assert len(captures.alive) == 1
-
-
-@torch.no_grad()
-def test_the_first_captured_goes_for_one_that_calls_have_been_worth(
-    captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(places, "MAX_GRAPHS", 2)
-    monkeypatch.setattr(places, "CALLS_PER_CAPTURE", 2)
-    weights = [torch.full((4,), float(number)) for number in range(4)]
-    lot, (first, *others) = Lot(weights[0]), [[weight, torch.ones(4)] for weight in weights]
-    for arguments in others:
-        assert not lot.places.over
-        lot.places.add(arguments)
-        for _ in range(1 + 2):  # the first one settles it
-            assert lot.places.find(arguments) is not None
-        assert lot.places.find([torch.ones(4), torch.ones(4)]) is None
-    found = [lot.places.find(arguments) is not None for arguments in (first, *others)]
-    assert found == [False, False, True, True]
-
-
-def at(weight: Tensor) -> list[Tensor]:
-    return [weight, torch.ones(4)]
-
-
-@pytest.fixture
-def lot(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Lot]]:
-    """Of the most captures and the calls that are worth one, with ones for weights."""
-
-    def made(most: int, worth: int) -> Lot:
-        monkeypatch.setattr(places, "MAX_GRAPHS", most)
-        monkeypatch.setattr(places, "CALLS_PER_CAPTURE", worth)
-        return Lot(ONES)
-
-    with torch.no_grad():
-        yield made
-
-
-ONES, TWOS, THREES = (torch.full((4,), float(number)) for number in (1, 2, 3))
-
-
-def test_calls_between_moves_are_worth_a_capture_together(lot: Callable[[int, int], Lot]) -> None:
-    here = lot(1, 5).places
-    for calls, over in ((4, True), (2, False)):  # the first after a move settles it
-        for _ in range(calls):
-            assert here.find(at(ONES)) is not None
-        assert here.find(at(TWOS)) is None
-        assert bool(here.over) == over
-
-
-def test_no_more_captures_are_saved_up_than_there_were_at_first(lot: Callable[[int, int], Lot]) -> None:
-    here = lot(2, 2).places
-    for _ in range(20):
-        assert here.find(at(ONES)) is not None
-    for weight in (TWOS, THREES):
-        assert here.find(at(weight)) is None
-        assert not here.over
-        here.add(at(weight))
-    assert here.over
-
-
-def test_refused_calls_that_find_all_where_the_one_before_did_are_worth_a_capture_too(
-    lot: Callable[[int, int], Lot],
-) -> None:
-    here = lot(1, 3).places
-    assert all(here.refused(at(weight)) for weight in 4 * (TWOS, THREES)), "each finds another than the one before"
-    assert [bool(here.refused(at(THREES))) for _ in range(3)] == [True, True, False]
-    here.add(at(THREES))
-    assert here.over
-    assert here.find(at(THREES)) is not None
-
-
-@pytest.mark.parametrize("for_good", [False, True])
-def test_a_capture_that_failed_is_tried_again_after_as_many_calls_as_are_worth_one(
-    for_good: bool, lot: Callable[[int, int], Lot], captures: Captures
-) -> None:
-    """Unless nothing can be captured into the pool any more."""
-    here = lot(5, 3).places
-    captures.failure = torch.OutOfMemoryError("too little")
-    with pytest.raises(torch.OutOfMemoryError):
-        here.add(at(TWOS))
-    captures.failure = None
-    here.graph.pool.failed = for_good
-    assert "it fails: OutOfMemoryError: too little" in here.over
-    assert [bool(here.refused(at(TWOS))) for _ in range(1 + 3)] == [True, True, True, for_good]
-    if not for_good:
-        here.add(at(TWOS))
-        assert "call after call" in here.over, "it is no longer the failure"
-
-
-def passing(lot: Lot, memory: bytearray) -> BoundGraph:
-    """The place of a weight that is made for one call, in memory that others have had; it is captured if need be."""
-    weight = torch.frombuffer(memory, dtype=torch.float32)
-    arguments = at(weight)
-    place = lot.places.find(arguments) or lot.places.add(arguments)
-    weight.data = torch.empty(0)  # what was recorded holds on to the tensor, as a CUDA graph does not
-    return place
-
-
-def test_weights_that_are_made_anew_in_the_memory_of_former_ones_have_the_graphs_of_these(
-    lot: Callable[[int, int], Lot], captures: Captures
-) -> None:
-    here, blocks = lot(4, 100), [bytearray(16) for _ in range(3)]
-    first = [passing(here, block) for block in blocks]
-    for _ in range(3):
-        assert [passing(here, block) for block in blocks] == first
-    assert captures.count == 1 + 3
-
-
-def test_of_too_many_graphs_the_first_goes_that_reads_what_nobody_has(lot: Callable[[int, int], Lot]) -> None:
-    made, first, second = lot(4, 100), bytearray(16), bytearray(16)
-    here, place = made.places, passing(made, first)
-    passing(made, second)
-    here.add(at(TWOS))
-    again = torch.frombuffer(first, dtype=torch.float32)
-    assert here.find(at(again)) is place
-    assert here.find(at(TWOS)) is not None
-    here.add(at(THREES))
-    assert here.find(at(torch.frombuffer(second, dtype=torch.float32))) is None
-    for weight in (ONES, again, TWOS, THREES):
-        assert here.find(at(weight)) is not None
-
-
-def test_a_graph_that_goes_leaves_its_memory_to_the_next(
-    lot: Callable[[int, int], Lot], captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alive, again = [], Lot._again
-
-    def noting(*args: Any) -> CapturedGraph:
-        alive.append(len(captures.alive))
-        return again(*args)
-
-    monkeypatch.setattr(Lot, "_again", staticmethod(noting))
-    here = lot(3, 100).places
-    for weight in (TWOS, THREES, torch.zeros(4)):
-        assert here.find(at(weight)) is None
-        here.add(at(weight))
-    assert alive == [1, 2, 2]
-    assert len(captures.alive) == 3
-
-
-def test_after_a_capture_that_failed_there_are_the_graphs_of_before(
-    lot: Callable[[int, int], Lot], captures: Captures
-) -> None:
-    """What lends goes for the next, but only when that is there."""
-    here = lot(3, 100).places
-    here.graph.share_outputs(frozenset({0}))
-    captures.failure = torch.OutOfMemoryError("too little")
-    with pytest.raises(torch.OutOfMemoryError):
-        here.add(at(TWOS))
-    assert not here.unusable
-    assert here.find(at(ONES)) is not None
-
-
-@torch.no_grad()
-def test_weights_that_stay_at_last_have_a_graph_again(
-    captures: Captures, replays: list[CapturedGraph], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(places, "MAX_GRAPHS", 3)
-    monkeypatch.setattr(places, "CALLS_PER_CAPTURE", 8)
-    model, former = linear(), []
-    fast = autostream.optimize(model)
-    for number in range(6):
-        former.append(moved(model))
-        torch.testing.assert_close(fast(X - number), model(X - number))
-    for _ in range(8):
-        fast(X)
-    del replays[:]
-    torch.testing.assert_close(fast(X), model(X))
-    assert (captures.count, len(replays)) == (3 + 1, 1)
-
-
-@torch.no_grad()
-def test_a_graph_of_weights_that_are_gone_leaves_its_memory_to_what_comes_in_its_place(captures: Captures) -> None:
+def test_if_the_only_graphs_weights_are_freed_and_no_other_can_be_captured_it_is_dropped(captures: Captures) -> None:
     model = linear()
     fast = autostream.optimize(model)
     fast(X)
@@ -583,9 +328,8 @@ def test_a_graph_of_weights_that_are_gone_leaves_its_memory_to_what_comes_in_its
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_an_input_that_is_a_view_of_a_buffer_stays_one(captures: Captures) -> None:
-    """Behind a graph break, what was viewed before it is an input; copied, it would not see what is written."""
+def test_an_input_that_is_a_view_of_a_buffer_is_read_in_place(captures: Captures) -> None:
+    """A graph after a graph break takes it as an input; a copy would miss later writes to the buffer."""
     ours, theirs = Viewed(), Viewed()
     fast = autostream.optimize(ours)
     for number in range(4):
@@ -595,24 +339,15 @@ def test_an_input_that_is_a_view_of_a_buffer_stays_one(captures: Captures) -> No
     assert captures.count
 
 
-@torch.no_grad()
-def test_a_sparse_tensor_is_nowhere(captures: Captures) -> None:
-    lot = Lot(torch.ones(4))
-    assert lot.places.find([torch.ones(4).to_sparse(), torch.ones(4)]) is None
+class Product(nn.Module):
+    """Of its inputs."""
+
+    def forward(self, weight: Tensor, x: Tensor) -> tuple[Tensor]:
+        return (weight * x,)
 
 
 @torch.no_grad()
-def test_a_tensor_that_lies_there_in_another_way_is_not_there(captures: Captures) -> None:
-    weights = torch.ones(4), torch.ones(4)
-    lot = Lot(weights[0])
-    lot.places.add([weights[1], torch.ones(4)])
-    assert lot.places.find([weights[0].view(2, 2), torch.ones(4)]) is None
-    assert lot.places.find([weights[0], torch.ones(4)]) is not None
-
-
-@torch.no_grad()
-def test_threads_with_weights_of_their_own_get_what_is_theirs(captures: Captures) -> None:
-    """A graph that is called with the weights of several blocks at a time."""
+def test_threads_that_call_with_weights_of_their_own_get_their_own_results(captures: Captures) -> None:
     context = ModelContext(Options(), GraphPools(), BufferTable())
     names = [(Role.PARAMETER, "weight"), (Role.INPUT, "x")]
     compiled = CompiledGraph(symbolic_trace(Product()), names, "Product", context)
@@ -628,8 +363,156 @@ def test_threads_with_weights_of_their_own_get_what_is_theirs(captures: Captures
     assert captures.count <= 4 + 1
 
 
-class Product(nn.Module):
-    """Of its inputs."""
+# Without a model: graphs of ``weight * x, weight + x``
 
-    def forward(self, weight: Tensor, x: Tensor) -> tuple[Tensor]:
-        return (weight * x,)
+ONES, TWOS, THREES = (torch.full((4,), float(number)) for number in (1, 2, 3))
+
+
+def call(weight: Tensor) -> list[Tensor]:
+    return [weight, torch.ones(4)]
+
+
+def graphs(alive: Callable[[], object] = lambda: None) -> GraphsByAddress:
+    """Graphs of which one is captured for ONES; ``alive`` is called before each other capture."""
+
+    def again(graph: CapturedGraph, read: Sequence[Tensor], arguments: Sequence[Tensor]) -> CapturedGraph:
+        alive()
+        return graph.recaptured(read, graph.pool, Restore([]))
+
+    def by_input(graph: CapturedGraph) -> GraphsByInput:
+        return GraphsByInput(graph, [1], BufferTable(), lambda *_: pytest.fail("there are no buffers"), pytest.fail)
+
+    static = static_copies(call(ONES), [1])
+    flags = [True, False], [False, False]
+    graph = CapturedGraph(lambda w, x: (w * x, w + x), static, *flags, CPU, random=False, restore=Restore([]))
+    return GraphsByAddress(graph, call(ONES), by_input, again)
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+unit = pytest.mark.usefixtures("captures", "without_gradients")
+
+
+@unit
+def test_of_graphs_that_share_outputs_there_is_one(captures: Captures) -> None:
+    """Saved activations are large. If the next capture fails, the former graph is still there."""
+    made = graphs()
+    made.graph.share_outputs(frozenset({0}))
+    captures.failure = torch.OutOfMemoryError("too little")
+    with pytest.raises(torch.OutOfMemoryError):
+        made.add(call(TWOS))
+    captures.failure = None
+    assert not made.unusable
+    assert made.find(call(ONES)) is not None
+    for weight in (TWOS, THREES, ONES):
+        assert made.find(call(weight)) is None
+        torch.testing.assert_close(made.add(call(weight)).launch(call(weight)), [weight, weight + 1])
+        assert made.graph.shared == {0}
+        gc.collect()
+        assert len(captures.alive) == 1
+
+
+@unit
+def test_calls_at_the_same_addresses_earn_captures_up_to_the_first_number(budget: Budget) -> None:
+    budget(1, 5)
+    made = graphs()
+    for calls, over in ((4, True), (2, False)):  # the first call after a move does not count
+        for _ in range(calls):
+            assert made.find(call(ONES)) is not None
+        assert made.find(call(TWOS)) is None
+        assert bool(made.over) == over
+    budget(2, 2)
+    made = graphs()
+    for _ in range(20):
+        assert made.find(call(ONES)) is not None
+    for weight in (TWOS, THREES):
+        assert made.find(call(weight)) is None
+        assert not made.over
+        made.add(call(weight))
+    assert made.over
+
+
+@unit
+def test_refused_calls_at_the_same_addresses_earn_captures_too(budget: Budget) -> None:
+    budget(1, 3)
+    made = graphs()
+    assert all(made.refused(call(weight)) for weight in 4 * (TWOS, THREES)), (
+        "each has other weights than the one before"
+    )
+    assert [bool(made.refused(call(THREES))) for _ in range(3)] == [True, True, False]
+    made.add(call(THREES))
+    assert made.over
+    assert made.find(call(THREES)) is not None
+
+
+@unit
+@pytest.mark.parametrize("pool_failed", [False, True])
+def test_a_failed_capture_is_tried_again_after_further_calls_unless_the_pool_has_failed(
+    pool_failed: bool, budget: Budget, captures: Captures
+) -> None:
+    budget(5, 3)
+    made = graphs()
+    captures.failure = torch.OutOfMemoryError("too little")
+    with pytest.raises(torch.OutOfMemoryError):
+        made.add(call(TWOS))
+    captures.failure = None
+    made.graph.pool.failed = pool_failed
+    assert "it fails: OutOfMemoryError: too little" in made.over
+    assert [bool(made.refused(call(TWOS))) for _ in range(1 + 3)] == [True, True, True, pool_failed]
+    if not pool_failed:
+        made.add(call(TWOS))
+        assert "call after call" in made.over, "it is no longer the failure"
+
+
+@unit
+def test_the_oldest_graph_is_dropped_before_the_next_capture(budget: Budget, captures: Captures) -> None:
+    budget(3, 100)
+    alive: list[int] = []
+    made = graphs(lambda: alive.append(len(captures.alive)))
+    weights = [TWOS, THREES, torch.zeros(4)]
+    for weight in weights:
+        assert made.find(call(weight)) is None
+        made.add(call(weight))
+    assert alive == [1, 2, 2]
+    assert len(captures.alive) == 3
+    assert [made.find(call(weight)) is not None for weight in (ONES, *weights)] == [False, True, True, True]
+
+
+def temporary(made: GraphsByAddress, memory: bytearray) -> BoundGraph:
+    """The graph for a weight of one call only, in this memory; it is captured if there is none."""
+    weight = torch.frombuffer(memory, dtype=torch.float32)
+    graph = made.find(call(weight)) or made.add(call(weight))
+    weight.data = torch.empty(0)  # the fake capture keeps the tensor alive, as a CUDA graph does not
+    return graph
+
+
+@unit
+def test_of_too_many_graphs_one_is_dropped_whose_weights_are_freed(budget: Budget, captures: Captures) -> None:
+    """New weights in the memory of freed ones use their graph."""
+    budget(4, 100)
+    made, first, second = graphs(), bytearray(16), bytearray(16)
+    graph = temporary(made, first)
+    temporary(made, second)
+    assert temporary(made, first) is graph
+    made.add(call(TWOS))
+    assert captures.count == 4
+    again = torch.frombuffer(first, dtype=torch.float32)
+    assert made.find(call(again)) is graph
+    made.find(call(TWOS))
+    made.add(call(THREES))
+    assert made.find(call(torch.frombuffer(second, dtype=torch.float32))) is None
+    for weight in (ONES, again, TWOS, THREES):
+        assert made.find(call(weight)) is not None
+
+
+@unit
+def test_no_graph_reads_sparse_weights_or_other_layouts_at_the_same_address() -> None:
+    made = graphs()
+    made.add(call(TWOS))
+    assert made.find(call(TWOS.to_sparse())) is None
+    assert made.find(call(ONES.view(2, 2))) is None
+    assert made.find(call(ONES)) is not None

@@ -1,4 +1,4 @@
-"""Copies beside other work on a make-believe device, every queue of which runs ahead as far as it may."""
+"""Copies beside other work on a fake device, each of whose queues runs ahead as far as its waits allow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def x(value: float) -> Tensor:
     return torch.full((4,), value)
 
 
-def place() -> Destination:
+def destination() -> Destination:
     return reserve("cuda:0", (4,), (1,), torch.float32)
 
 
@@ -28,19 +28,12 @@ def reading(device: Device, tensor: Tensor, seen: list[float]) -> Callable[[], N
     return lambda: seen.append(memory.mean().item())
 
 
-def test_what_is_launched_after_an_upload_sees_it(device: Device, order: int) -> None:
-    seen: list[float] = []
-    device.launch(reading(device, upload(place(), x(1.0), False), seen))
-    device.run(order)
-    assert seen == [1.0]
-
-
-def test_an_upload_may_come_before_what_was_launched_since_its_memory_was_taken(device: Device) -> None:
-    """caller: take memory ─ read ─ read       copies: upload, before the first read or after it."""
+def test_an_upload_may_run_before_work_launched_since_its_memory_was_allocated(device: Device) -> None:
+    """caller: allocate ─ read ─ read       copies: upload, before the first read or after it."""
     firsts = set()
     for order in ORDERS:
         seen: list[float] = []
-        taken = place()
+        taken = destination()
         device.launch(reading(device, taken.tensor, seen))
         device.launch(reading(device, upload(taken, x(1.0), True), seen))
         device.run(order)
@@ -52,19 +45,19 @@ def test_an_upload_may_come_before_what_was_launched_since_its_memory_was_taken(
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_the_host_waits_as_long_as_it_was_told(non_blocking: bool, device: Device, monkeypatch: Any) -> None:
-    """Else whoever fills the source again, once a copy that blocks is over, would write into the copy."""
-    told: list[dict[str, Any]] = []
+def test_the_host_waits_for_a_blocking_copy(non_blocking: bool, device: Device, monkeypatch: Any) -> None:
+    """Otherwise the caller could overwrite the source too early."""
+    passed: list[dict[str, Any]] = []
     copies = Tensor.copy_
-    monkeypatch.setattr(Tensor, "copy_", lambda *args, **kwargs: told.append(kwargs) or copies(*args, **kwargs))
-    upload(place(), x(1.0), non_blocking)
-    assert told == [{"non_blocking": non_blocking}]
+    monkeypatch.setattr(Tensor, "copy_", lambda *args, **kwargs: passed.append(kwargs) or copies(*args, **kwargs))
+    upload(destination(), x(1.0), non_blocking)
+    assert passed == [{"non_blocking": non_blocking}]
 
 
-def test_an_upload_comes_after_what_used_its_memory_before(device: Device, order: int) -> None:
+def test_an_upload_comes_after_earlier_uses_of_its_memory_and_before_reads(device: Device, order: int) -> None:
     seen: list[float] = []
     for value in (1.0, 2.0, 3.0):
-        tensor = upload(place(), x(value), False)
+        tensor = upload(destination(), x(value), False)
         device.launch(reading(device, tensor, seen))
         del tensor
     assert device.blocks == 1
@@ -72,8 +65,8 @@ def test_an_upload_comes_after_what_used_its_memory_before(device: Device, order
     assert seen == [1.0, 2.0, 3.0]
 
 
-def test_a_download_sees_what_was_launched_before_the_mark_and_may_come_before_all_else(device: Device) -> None:
-    """caller: write 1 ─ mark ─ read ─ read       copies: download, before the first read or after it."""
+def test_a_download_waits_for_work_before_the_mark_only(device: Device) -> None:
+    """caller: write 1 ─ mark ─ work ─ end       copies: download, before the work or after it."""
     firsts = set()
     for order in ORDERS:
         seen: list[object] = []
@@ -96,7 +89,9 @@ def test_a_download_sees_what_was_launched_before_the_mark_and_may_come_before_a
     assert firsts == {"work", 2.0}
 
 
-def test_a_copy_that_fails_leaves_the_caller_its_stream_behind_what_was_begun(device: Device, order: int) -> None:
+def test_if_a_copy_fails_the_callers_stream_is_current_and_waits_for_what_was_launched(
+    device: Device, order: int
+) -> None:
     seen: list[str] = []
     before = device.current
 

@@ -1,4 +1,4 @@
-"""InputBuffers: the same addresses again, and never while anybody can see what is there."""
+"""Input buffers: the same addresses again, but never while a tensor there is alive."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from autostream.runtime.input_buffers import BufferTable, InputBuffer, InputBuff
 from autostream.utils.storages import storage_of
 
 CPU = torch.device("cpu")
-HOME: Any = "the stream"
+STREAM: Any = "the stream"
+X = torch.zeros(3, 4)
 
 
 @pytest.fixture(autouse=True)
-def at_once() -> Iterator[None]:
-    """Without a collection of garbage: what nobody has is gone."""
+def without_garbage_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
 
 
-def memory(slots: InputBuffers, *likes: Tensor, home: Any = HOME) -> list[Tensor]:
-    return slots.memory(likes, CPU, home)
+def memory(buffers: InputBuffers, *likes: Tensor, stream: Any = STREAM) -> list[Tensor]:
+    return buffers.memory(likes, CPU, stream)
 
 
-X = torch.zeros(3, 4)
-
-
-class Holder(torch.autograd.Function):
-    """Keeps its input for a backward."""
+class Saves(torch.autograd.Function):
+    """Saves its input for a backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -46,97 +43,87 @@ class Holder(torch.autograd.Function):
         return None, gradient
 
 
-KEPT: dict[str, Callable[[Tensor], object]] = {
+REFERENCES: dict[str, Callable[[Tensor], object]] = {
     "itself": lambda x: x,
     "a view": lambda x: x[1:],
     "a view in inference mode": torch.inference_mode()(lambda x: x[1:]),
-    "detached": lambda x: x.detach(),
     "its data": lambda x: x.data,
     "its storage": lambda x: x.untyped_storage(),
     "another dtype": lambda x: x.view(torch.int32),
     "NumPy": lambda x: x.numpy(),
     "a parameter": lambda x: torch.nn.Parameter(x),
-    "autograd": lambda x: Holder.apply(x, torch.ones(1, requires_grad=True)),  # type: ignore[no-untyped-call]
+    "autograd": lambda x: Saves.apply(x, torch.ones(1, requires_grad=True)),  # type: ignore[no-untyped-call]
     "autograd, an op": lambda x: x * torch.ones(1, requires_grad=True),
 }
 
 
-@pytest.mark.parametrize("what", KEPT)
-def test_a_slot_is_free_as_soon_as_nobody_has_anything_of_it(what: str) -> None:
-    slots = InputBuffers(1, BufferTable())
-    (first,) = memory(slots, X)
-    address, kept = first.data_ptr(), [KEPT[what](first)]
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_buffer_is_used_again_as_soon_as_nothing_refers_to_its_memory(name: str) -> None:
+    buffers = InputBuffers(1, BufferTable())
+    (first,) = memory(buffers, X)
+    address, references = first.data_ptr(), [REFERENCES[name](first)]
     del first
-    (second,) = memory(slots, X)
+    (second,) = memory(buffers, X)
     assert second.data_ptr() != address
-    kept.clear()
-    (third,) = memory(slots, X)
+    references.clear()
+    (third,) = memory(buffers, X)
     assert third.data_ptr() == address
 
 
-DTYPES = [torch.bool, torch.int64, torch.float16, torch.float32, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+DTYPES = [torch.bool, torch.int64, torch.float16, torch.complex64, torch.float8_e4m3fn, torch.uint16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_handed_out_is_like_any_other_tensor(dtype: torch.dtype) -> None:
+def test_tensors_of_a_buffer_are_like_any_others(dtype: torch.dtype) -> None:
     likes = [torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), torch.zeros(()), torch.zeros(0, 3)]
-    slot = InputBuffer([like.to(dtype) for like in likes], CPU, HOME)
+    buffer = InputBuffer([like.to(dtype) for like in likes], CPU, STREAM)
     for _ in range(2):
-        handed = slot.hand_out()
-        assert [(each.shape, each.stride()) for each in handed] == [(like.shape, like.stride()) for like in likes]
-        assert [each.data_ptr() for each in handed if each.numel()] == slot.addresses
-        assert len(set(map(storage_of, handed))) == 3
-        for each in handed:
-            assert each.dtype == dtype
-            assert each.storage_offset() == each._version == 0
-            assert not any([each._is_view(), each.requires_grad, each.is_inference()])
-        handed[0].fill_(1)
-        assert bool(handed[0].to(torch.complex64).eq(1).all())
-        del handed, each
+        tensors = buffer.hand_out()
+        assert [(tensor.shape, tensor.stride()) for tensor in tensors] == [(x.shape, x.stride()) for x in likes]
+        assert [tensor.data_ptr() for tensor in tensors if tensor.numel()] == buffer.addresses
+        assert len(set(map(storage_of, tensors))) == 3
+        for tensor in tensors:
+            assert tensor.dtype == dtype
+            assert tensor.storage_offset() == tensor._version == 0
+            assert not any([tensor._is_view(), tensor.requires_grad, tensor.is_inference()])
+        tensors[0].fill_(1)
+        assert bool(tensors[0].to(torch.complex64).eq(1).all())
+        del tensors, tensor
 
 
-def test_what_lies_in_a_slot_is_found_there_and_does_not_keep_it() -> None:
-    slot = InputBuffer([X, X], CPU, HOME)
-    first, second = slot.hand_out()
+def test_aliases_of_tensors_in_a_buffer_do_not_keep_it_in_use() -> None:
+    buffer = InputBuffer([X, X], CPU, STREAM)
+    first, second = buffer.hand_out()
     second.copy_(torch.arange(12.0).view(3, 4))
     for part in (second, second[:2], second.t(), second[:, 0]):
-        here = slot.here(part)
-        assert here is not None
-        assert torch.equal(here, part)
-        assert (here.data_ptr(), here.shape, here.stride()) == (part.data_ptr(), part.shape, part.stride())
+        alias = buffer.here(part)
+        assert alias is not None
+        assert torch.equal(alias, part)
+        assert (alias.data_ptr(), alias.shape, alias.stride()) == (part.data_ptr(), part.shape, part.stride())
     for other in (second[1:], second.view(torch.int32), X):
-        assert slot.here(other) is None
+        assert buffer.here(other) is None
     del first, second, part, other
-    assert here is not None
-    assert slot.is_free
+    assert alias is not None
+    assert buffer.is_free
 
 
-def test_only_what_is_like_the_first_for_the_same_stream_comes_in_slots() -> None:
+def test_buffers_are_for_tensors_like_the_first_on_its_stream_and_freed_together() -> None:
     table = BufferTable()
-    slots = InputBuffers(2, table)
-    (first,) = memory(slots, X)
+    buffers = InputBuffers(2, table)
+    (first,) = memory(buffers, X)
     others = [
-        *memory(slots, torch.zeros(4, 3).t()),
-        *memory(slots, X[:2]),
-        *memory(slots, X.int()),
-        *memory(slots, X, X),
-        *memory(slots, X, home="another"),
+        *(*memory(buffers, torch.zeros(4, 3).t()), *memory(buffers, X[:2]), *memory(buffers, X.int())),
+        *(*memory(buffers, X, X), *memory(buffers, X, stream="another")),
     ]
     assert first.data_ptr() in table
     assert not {other.data_ptr() for other in others} & set(table)
-    (second,), (third,) = memory(slots, X), memory(slots, X)
+    (second,), (third,) = memory(buffers, X), memory(buffers, X)
     assert second.data_ptr() in table
-    assert third.data_ptr() not in table, "there are two"
-
-
-def test_all_is_given_back_with_the_slots_but_for_what_somebody_has() -> None:
-    table = BufferTable()
-    slots = InputBuffers(2, table)
-    first, second = memory(slots, X), memory(slots, X)
-    slot, owned = ref(table[first[0].data_ptr()]), ref(table[second[0].data_ptr()]._memory[0])
-    first[0].fill_(3)
+    assert third.data_ptr() not in table, "there are two buffers"
+    buffer, owner = ref(table[first.data_ptr()]), ref(table[second.data_ptr()]._memory[0])
+    first.fill_(3)
     del second
-    assert owned() is not None
-    del slots
-    assert (slot(), owned(), len(table)) == (None, None, 0)
-    assert bool((first[0] == 3).all())
+    assert owner() is not None
+    del buffers
+    assert (buffer(), owner(), len(table)) == (None, None, 0)
+    assert bool((first == 3).all()), "a tensor outlives its buffer"

@@ -1,4 +1,4 @@
-"""Kernels that a profiler saw, mapped back to ops: on traces made by hand, and on a GPU on real ones."""
+"""Profiled kernels are mapped back to ops: in traces written by hand, and on a GPU in real ones."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from autostream.scheduling.synchronize import synchronize
 from tests.runtime.programs import Case, case_of, fused_case, same, several
 from tests.scheduling.graphs import profile_with, random_costs, random_graphs
 
-#  stream 0   a ── b ──── d      b and c are alike; d waits for c
+#  stream 0   a ── b ──── d      b and c launch equal kernels; d waits for c
 #  stream 1     ╰─ c ──╯
-FORKED = Schedule("drawn", 2, (Launch("a", 0), Launch("b", 0), Launch("c", 1, ("a",)), Launch("d", 0, ("c",))))
-ALIKE: Mapping[str, Sequence[Key]] = {"a": [("relu",)], "b": [("mm",)], "c": [("mm",)], "d": [("add",), ("copy",)]}
+FORKED = Schedule("by hand", 2, (Launch("a", 0), Launch("b", 0), Launch("c", 1, ("a",)), Launch("d", 0, ("c",))))
+LAUNCHED: Mapping[str, Sequence[Key]] = {"a": [("relu",)], "b": [("mm",)], "c": [("mm",)], "d": [("add",), ("copy",)]}
 
 
 def ran(*kernels: tuple[str, int, float, float]) -> list[Kernel]:
@@ -38,44 +38,40 @@ def ran(*kernels: tuple[str, int, float, float]) -> list[Kernel]:
 
 
 def times(schedule: Schedule, launched: Mapping[str, Sequence[Key]], kernels: list[Kernel]) -> dict[str, Any]:
-    return {piece.op: (piece.start_us, piece.end_us) for piece in match(schedule, launched, kernels).slices}
+    return {each.op: (each.start_us, each.end_us) for each in match(schedule, launched, kernels).slices}
 
 
 def test_an_op_lasts_from_its_first_kernel_to_its_last() -> None:
     kernels = ran(("relu", 1, 7, 8), ("mm", 1, 9, 12), ("mm", 2, 10, 14), ("add", 1, 15, 16), ("copy", 1, 17, 18))
-    assert times(FORKED, ALIKE, kernels) == {"a": (0, 1), "b": (2, 5), "c": (3, 7), "d": (8, 11)}
-    assert match(FORKED, ALIKE, kernels).source == "measured"
+    assert times(FORKED, LAUNCHED, kernels) == {"a": (0, 1), "b": (2, 5), "c": (3, 7), "d": (8, 11)}
+    assert match(FORKED, LAUNCHED, kernels).source == "measured"
 
 
-def test_of_equal_kernels_the_one_in_the_queue_of_before_stays_on_its_stream() -> None:
-    """What is in the queue of a belongs to b, though c came first."""
+def test_of_equal_kernels_a_stream_gets_the_one_in_its_queue() -> None:
+    """Queue 2 ran z of stream 1 before, so the mm in it is c's, though it started first."""
+    launches = (Launch("z", 1, (FORK,)), *FORKED.launches)
     kernels = ran(("relu", 1, 0, 1), ("mm", 1, 2, 9), ("mm", 2, 1.5, 4), ("add", 1, 10, 11), ("copy", 1, 11, 12))
-    kernels.sort(key=lambda kernel: kernel.start_us)
-    known = times(Schedule("drawn", 2, FORKED.launches), ALIKE, kernels)
-    # Nothing was in queue 2 before, and stream 1 had none: the first goes to b, unless the queue says otherwise.
-    assert {known["b"], known["c"]} == {(1.5, 4), (2, 9)}
-    longer = (Launch("z", 1, (FORK,)), *FORKED.launches)
-    kernels = sorted([*kernels, Kernel(("z",), 2, 0.5, 0.9)], key=lambda kernel: kernel.start_us)
-    known = times(Schedule("drawn", 2, longer), {**ALIKE, "z": [("z",)]}, kernels)
-    assert (known["c"], known["b"]) == ((1.5, 4), (2, 9))
+    kernels = sorted([*kernels, *ran(("z", 2, 0.5, 0.9))], key=lambda kernel: kernel.start_us)
+    measured = times(Schedule("by hand", 2, launches), {**LAUNCHED, "z": [("z",)]}, kernels)
+    assert (measured["c"], measured["b"]) == ((1.5, 4), (2, 9))
 
 
-def test_an_op_that_waits_is_given_nothing_before_its_turn() -> None:
-    """The first mm ran in the queue of z, as c should, but cannot be c's: a, for which c waits, is not through."""
-    schedule = Schedule("drawn", 2, (Launch("z", 1), Launch("b", 0), Launch("a", 0), Launch("c", 1, ("a",))))
+def test_an_op_that_waits_gets_no_kernel_before_its_waits_have_ended() -> None:
+    """The first mm ran in the queue of z, as c should, but c waits for a, which had not run."""
+    schedule = Schedule("by hand", 2, (Launch("z", 1), Launch("b", 0), Launch("a", 0), Launch("c", 1, ("a",))))
     kernels = ran(("z", 5, 0, 1), ("mm", 5, 1, 2), ("relu", 5, 2, 3), ("mm", 5, 3, 4))
-    found = times(schedule, {**ALIKE, "z": [("z",)]}, kernels)
-    assert found == {"z": (0, 1), "b": (1, 2), "a": (2, 3), "c": (3, 4)}
+    measured = times(schedule, {**LAUNCHED, "z": [("z",)]}, kernels)
+    assert measured == {"z": (0, 1), "b": (1, 2), "a": (2, 3), "c": (3, 4)}
 
 
 def test_an_op_that_launches_nothing_takes_no_time() -> None:
     kernels = ran(("relu", 1, 3, 5), ("add", 1, 6, 7), ("copy", 1, 7, 8))
-    launched = {"a": ALIKE["a"], "d": ALIKE["d"]}
+    launched = {"a": LAUNCHED["a"], "d": LAUNCHED["d"]}
     assert times(FORKED, launched, kernels) == {"a": (0, 2), "b": (2, 2), "c": (0, 0), "d": (3, 5)}
 
 
 @pytest.mark.parametrize(
-    ("kernels", "said"),
+    ("kernels", "message"),
     [
         (ran(("relu", 1, 0, 1), ("conv", 1, 2, 3)), "no op whose turn it is launches conv, which ran 1 ops in"),
         (ran(("add", 1, 0, 1)), "no op whose turn it is launches add, which ran 0 ops in"),
@@ -83,25 +79,25 @@ def test_an_op_that_launches_nothing_takes_no_time() -> None:
         ([], "a did not run all"),
     ],
 )
-def test_what_does_not_fit_is_told(kernels: list[Kernel], said: str) -> None:
-    with pytest.raises(Unmatched, match=said):
-        match(FORKED, ALIKE, kernels)
+def test_other_kernels_than_expected_are_an_error(kernels: list[Kernel], message: str) -> None:
+    with pytest.raises(Unmatched, match=message):
+        match(FORKED, LAUNCHED, kernels)
 
 
 @given(data=st.data(), streams=st.integers(1, 4))
-def test_simulated_runs_of_kernels_with_names_of_their_own_are_read_back(data: st.DataObject, streams: int) -> None:
+def test_simulated_runs_of_kernels_with_different_names_are_recovered(data: st.DataObject, streams: int) -> None:
     profile = profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=1.7, fork_us=1.1, join_us=0.3)
     graph: OpGraph = data.draw(random_graphs())
     costs = data.draw(random_costs(graph))
     schedule = synchronize(graph, POLICIES["critical_path"](graph, costs, profile, streams, frozenset()))
-    slices = [piece for piece in simulate(schedule, costs, profile).slices if piece.op in graph.ops]
-    first = min((piece.start_us for piece in slices), default=0.0)
-    kernels = [Kernel((piece.op,), 0, piece.start_us, piece.end_us) for piece in slices]
-    place = {launch.op: at for at, launch in enumerate(schedule.launches)}
-    kernels.sort(key=lambda kernel: (kernel.start_us, place[str(kernel.key[0])]))
-    found = match(schedule, {op: [(op,)] for op in graph.ops}, kernels)
-    assert found.slices == tuple(
-        replace(piece, start_us=piece.start_us - first, end_us=piece.end_us - first) for piece in slices
+    slices = [each for each in simulate(schedule, costs, profile).slices if each.op in graph.ops]
+    first = min((each.start_us for each in slices), default=0.0)
+    kernels = [Kernel((each.op,), 0, each.start_us, each.end_us) for each in slices]
+    index = {launch.op: at for at, launch in enumerate(schedule.launches)}
+    kernels.sort(key=lambda kernel: (kernel.start_us, index[str(kernel.key[0])]))
+    measured = match(schedule, {op: [(op,)] for op in graph.ops}, kernels)
+    assert measured.slices == tuple(
+        replace(each, start_us=each.start_us - first, end_us=each.end_us - first) for each in slices
     )
 
 
@@ -109,8 +105,8 @@ def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict[st
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
 
 
-def test_kernels_belong_to_the_op_in_whose_span_they_were_launched() -> None:
-    """They are told in the order of the launches, whenever they ran; what lies in no span belongs to nobody."""
+def test_kernels_belong_to_the_op_whose_annotation_they_were_launched_in() -> None:
+    """In the order of the launches. Kernels launched in no annotation belong to no op."""
     grid = {"grid": [2, 1, 1], "block": [32, 1, 1], "stream": 7}
     events = [
         event("user_annotation", "autostream op a", 0, 10),
@@ -123,7 +119,7 @@ def test_kernels_belong_to_the_op_in_whose_span_they_were_launched() -> None:
         event("kernel", "second", 100, 5, correlation=2, **grid),
         event("kernel", "first", 110, 5, correlation=1, **grid),
         event("gpu_memset", "Memset", 120, 5, correlation=3, bytes=64, stream=7),
-        event("kernel", "nobody's", 130, 5, correlation=4, **grid),
+        event("kernel", "other", 130, 5, correlation=4, **grid),
         {"ph": "M", "name": "process_name", "ts": 0, "args": {"name": "python"}},
     ]
     shape = ((2, 1, 1), (32, 1, 1), None)
@@ -131,8 +127,8 @@ def test_kernels_belong_to_the_op_in_whose_span_they_were_launched() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: case_of(several, torch.ones(4, 6)), fused_case])
-def test_a_lowered_graph_runs_op_by_op_each_under_its_name(make: Callable[[], Case]) -> None:
-    """In launch order, and with the same results; views and memory are the ops' too."""
+def test_a_lowered_graph_runs_with_an_annotation_for_each_op(make: Callable[[], Case]) -> None:
+    """In launch order, and with the same results. Views and allocations belong to ops as well."""
     case = make()
     schedule = one_stream(case.graph)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
@@ -142,7 +138,7 @@ def test_a_lowered_graph_runs_op_by_op_each_under_its_name(make: Callable[[], Ca
     assert same(results, case.expected()[0])
 
 
-def test_replays_are_told_apart_by_their_launches() -> None:
+def test_kernels_of_replays_are_found_by_launch() -> None:
     events = [
         event("cuda_runtime", "cudaGraphLaunch", 50, 5, correlation=9),
         event("cuda_runtime", "cudaGraphLaunch", 10, 5, correlation=8),
@@ -158,7 +154,7 @@ def test_replays_are_told_apart_by_their_launches() -> None:
     ]
 
 
-def test_where_nothing_is_captured_the_report_says_why_no_run_was_watched() -> None:
+def test_without_a_captured_graph_the_report_says_why_nothing_was_measured() -> None:
     report = Dispatcher(nn.ReLU(), Options()).watched(torch.ones(2))
     assert report is not None
     assert report.measured is None
@@ -166,7 +162,7 @@ def test_where_nothing_is_captured_the_report_says_why_no_run_was_watched() -> N
 
 
 class Towers(nn.Module):
-    """Two branches of different lengths that meet in a concatenation."""
+    """Two branches of different lengths, concatenated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +177,7 @@ class Towers(nn.Module):
 @pytest.mark.parametrize("kernels", ["eager", "inductor"])
 @pytest.mark.parametrize("policy", ["sequential", "path_cover"])
 def test_a_replay_is_mapped_back_to_its_ops(policy: str, kernels: str) -> None:
-    """Every op is there, in an order that its schedule allows, and nothing takes longer than the run."""
+    """Every op is measured, in an order that its schedule allows."""
     options = Options.parse({"policy": policy, "kernels": kernels, "streams": 2, "memory_budget": float("inf")})
     report = Dispatcher(Towers().cuda().eval(), options).watched(torch.randn(64, 512, device="cuda"))
     assert report is not None
@@ -189,7 +185,7 @@ def test_a_replay_is_mapped_back_to_its_ops(policy: str, kernels: str) -> None:
     assert report.chosen is not None
     assert report.graph is not None
     assert report.measured.starts.keys() == report.graph.ops.keys()
-    assert all(piece.end_us >= piece.start_us for piece in report.measured.slices)
+    assert all(each.end_us >= each.start_us for each in report.measured.slices)
     start, end = report.measured.starts, report.measured.ends
     for before, after in report.graph.digraph.edges:
         assert end[before] <= start[after] + 1.0, (before, after)

@@ -1,4 +1,4 @@
-"""Programs launched with other inputs: what else they take is held, and a captured graph is given inputs alone."""
+"""Calls with fixed weights: arguments are put in order, and a captured graph gets inputs only where it can."""
 
 from __future__ import annotations
 
@@ -12,37 +12,26 @@ from autostream.runtime.partial_call import PartialCall
 from autostream.runtime.writes import storages_alive
 from tests.captures import Captures
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-
-def test_inputs_go_where_they_belong() -> None:
-    held = [torch.tensor(10.0), torch.tensor(20.0)]
-    for positions in (
-        [None, None, 0, 1],
-        [0, None, 1, None],
-        [1, None, None, 0],
-        [None, 0, None, 0],
-        [None, None],
-        [None, 0, None],
-    ):
-        launch = PartialCall(list, None, held, positions, 2)
-        given, left = [torch.tensor(1.0), torch.tensor(2.0)], iter(held)
-        expected = [next(left) if at is None else given[at] for at in positions]
-        assert [*map(id, launch(given))] == [*map(id, expected)]
-
-
-def test_the_memory_of_what_is_held_is_kept() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    is_there = storages_alive([weight])
-    launch = PartialCall(list, None, [weight], [None, 0], 1)
-    weight.data = torch.zeros(3)
-    assert is_there()
-    del launch
-    assert not is_there()
+@pytest.mark.parametrize(
+    "positions",
+    [[None, None, 0, 1], [0, None, 1, None], [1, None, None, 0], [None, 0, None, 0], [None, None], [None, 0, None]],
+)
+def test_arguments_are_in_order_and_the_memory_of_fixed_ones_is_kept(positions: list[int | None]) -> None:
+    fixed = [nn.Parameter(torch.tensor(10.0)), torch.tensor(20.0)]
+    alive = storages_alive(fixed)
+    call = PartialCall(list, None, fixed, positions, 2)
+    inputs, remaining = [torch.tensor(1.0), torch.tensor(2.0)], iter(fixed)
+    expected = [next(remaining) if at is None else inputs[at] for at in positions]
+    assert [*map(id, call(inputs))] == [*map(id, expected)]
+    fixed[0].data = torch.tensor(0.0)
+    assert alive()
+    del call
+    assert not alive()
 
 
 class Net(nn.Module):
-    """What it returns may be an argument, or a view of one; it may write what it is given."""
+    """Its second output may be an input or a view of an argument; it may write an input."""
 
     def __init__(self, returns: str) -> None:
         super().__init__()
@@ -59,28 +48,31 @@ class Net(nn.Module):
         return (out, also[self.returns]) if self.returns in also else (out, out * 2)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     "returns",
     ["new", "an input", "a view of an input", "a view of a weight", "an input written", "nothing of an input"],
 )
 @torch.no_grad()
-def test_a_graph_is_given_what_it_needs(returns: str, captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls on the short way return what the model does, aliases and writes to inputs included."""
+def test_replays_of_inputs_alone_return_what_the_model_does(
+    returns: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aliases and writes to inputs included."""
     net = Net(returns).eval()
     fast = autostream.optimize(net)
-    alone: list[bool] = []
-    launch = CapturedGraph.launch_inputs
+    inputs_only: list[bool] = []
+    launch_inputs = CapturedGraph.launch_inputs
 
-    def noted(graph: CapturedGraph, inputs: list[Tensor], tensors: tuple[Tensor, ...] = ()) -> list[Tensor | None]:
-        alone.append(not tensors)
-        return launch(graph, inputs, tensors)
+    def logged(graph: CapturedGraph, inputs: list[Tensor], tensors: tuple[Tensor, ...] = ()) -> list[Tensor | None]:
+        inputs_only.append(not tensors)
+        return launch_inputs(graph, inputs, tensors)
 
-    monkeypatch.setattr(CapturedGraph, "launch_inputs", noted)
-    for number in range(4):
+    monkeypatch.setattr(CapturedGraph, "launch_inputs", logged)
+    for number in range(3):
         x, y = torch.full((3, 4), float(number)), torch.ones(3, 4)
-        mine, plain = y.clone(), y.clone()
-        found, expected = fast(x, mine), net(x, plain)
-        torch.testing.assert_close((*found, mine), (*expected, plain))
-        shared = found[1].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        ours, eager = y.clone(), y.clone()
+        outputs, expected = fast(x, ours), net(x, eager)
+        torch.testing.assert_close((*outputs, ours), (*expected, eager))
+        shared = outputs[1].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         assert shared is (returns in ("an input", "a view of an input"))
-    assert alone[-1] is (returns not in ("a view of an input", "a view of a weight", "an input written"))
+    assert inputs_only[-1] is (returns not in ("a view of an input", "a view of a weight", "an input written"))
