@@ -1,4 +1,4 @@
-"""Everything autostream raises.
+"""The exceptions that autostream raises.
 
     AutostreamError
     ├── OptionError (ValueError)    an option has a value that is not allowed
@@ -11,19 +11,18 @@
     ├── CaptureError                a schedule cannot be captured into a CUDA graph
     └── MismatchError               a scheduled call did not compute what the model computes
 
-``OptionError``, ``TargetError`` and ``CostError`` are mistakes of the caller and always reach them, and a
-``MismatchError`` was asked for (``AUTOSTREAM_VERIFY=paranoid``). The others are caught by :func:`autostream.optimize`,
-which falls back and reports why, unless ``strict=True``; ``FusionError`` even then, since what falls back is only what
-one op is.
+``OptionError``, ``TargetError`` and ``CostError`` are mistakes of the caller and always raised; ``MismatchError`` is
+raised with ``AUTOSTREAM_VERIFY=paranoid``. The others are caught by :func:`autostream.optimize`, which falls back and
+reports why, unless ``strict=True``. A ``FusionError`` is always caught: the program then runs without fused kernels.
 """
 
 
 class AutostreamError(Exception):
-    """The base of every exception that autostream raises on purpose."""
+    """The base class of all exceptions of autostream."""
 
 
 class OptionError(AutostreamError, ValueError):
-    """An option has a value that is not allowed; the message names the allowed ones."""
+    """An option has a value that is not allowed; the message names the allowed values."""
 
 
 class TargetError(AutostreamError, ValueError):
@@ -31,7 +30,7 @@ class TargetError(AutostreamError, ValueError):
 
 
 class CostError(AutostreamError, ValueError):
-    """Costs or a device profile are of another device or version, or hold what no measurement can be."""
+    """Costs or a device profile are of another device or version, or have invalid values."""
 
 
 class TraceError(AutostreamError):
@@ -39,7 +38,7 @@ class TraceError(AutostreamError):
 
 
 class FastPathError(TraceError):
-    """Called eagerly, a model does what no graph of it would do again; the message says what."""
+    """A model has side effects that no graph repeats; the message names them."""
 
 
 class FusionError(AutostreamError):
@@ -66,13 +65,13 @@ def first_line(error: BaseException) -> str:
         'RuntimeError: no kernel'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # What ends with a colon is what comes next: "LoweringException: UserWarning:" says nothing.
-    said = next((count for count, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
-    return " ".join([f"{type(error).__name__}:", *lines[:said]]) if lines else type(error).__name__
+    # A line that ends with a colon is continued: "LoweringException: UserWarning:" alone says nothing.
+    count = next((count for count, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    return " ".join([f"{type(error).__name__}:", *lines[:count]]) if lines else type(error).__name__
 
 
 def shown(value: object) -> str:
-    """A value as one short line of a message: what would take more is only told by its type.
+    """A value for a message of one line: its repr if that is short, else its type.
 
     Example:
         >>> shown(3), shown([None] * 100)

@@ -1,4 +1,4 @@
-"""The options of ``optimize`` and ``train_step``, and the one place that reads environment variables."""
+"""The options of ``optimize`` and ``train_step``, and all environment variables."""
 
 from __future__ import annotations
 
@@ -25,46 +25,44 @@ GuardSource = Literal["dynamo", "inputs"]
 Kind = TypeVar("Kind", bound="Options")
 
 _LARGEST_RATIO = 100.0
-"""Of memory to that of one stream: whoever writes more than that means bytes, and who writes a whole number up to that
-means a ratio."""
+"""A float above this is rejected as ``memory_budget``, and so is an int up to this: bytes and ratio were confused."""
 
 MAX_STREAMS = 16
-"""More streams than this cost more in workspaces and edges than any model measured so far got back."""
+"""No measured model gains from more streams; their workspaces and edges cost more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a user may choose. Every value is validated when the object is made.
+    """Options of ``optimize``, validated when the object is created.
 
-    Numbers of other kinds, such as NumPy's and fractions, become Python's own.
+    Numbers of other types, such as NumPy's and fractions, are converted to Python's.
 
     Attributes:
-        streams: how many to schedule over, the caller's among them; ``"auto"`` tries several numbers.
-        policy: ``"auto"`` keeps the best of all policies; ``"sequential"``, ``"critical_path"``, ``"path_cover"`` or
-            ``"search"`` fixes one (``sequential`` stays a candidate, so that nothing becomes slower).
-        costs: ``"measured"`` times each op on the device, ``"roofline"`` derives its time from FLOPs and bytes,
-            ``"auto"`` measures where there is a GPU.
-        cuda_graph: ``"auto"`` captures a CUDA graph where there is a GPU and nothing forbids it, ``True`` does too and
-            says so where there is none, ``False`` never captures.
-        kernels: what one op is; ``"eager"``: one ATen call; ``"inductor"``: one kernel that TorchInductor fused;
-            ``"auto"``: on a GPU whichever is faster, on the CPU ``"eager"``.
+        streams: the number of streams, including the caller's; ``"auto"`` tries several numbers.
+        policy: ``"auto"`` tries all policies; ``"sequential"``, ``"critical_path"``, ``"path_cover"`` or ``"search"``
+            selects one. ``sequential`` is always a candidate, so that no call becomes slower.
+        costs: ``"measured"`` times each op on the device, ``"roofline"`` estimates its time from FLOPs and bytes,
+            ``"auto"`` measures on a GPU.
+        cuda_graph: ``"auto"`` captures a CUDA graph on a GPU where possible; ``True`` does too, and reports if there is
+            no GPU; ``False`` never captures.
+        kernels: ``"eager"``: ATen ops; ``"inductor"``: kernels fused by TorchInductor; ``"auto"``: the faster of
+            both on a GPU, ``"eager"`` on a CPU.
         inductor_options: for fused kernels, settings of ``torch._inductor.config`` by name, e.g.
-            ``{"max_autotune": True}``. With ``{"freezing": True}`` weights are constants: a change of one costs a
-            compilation in the next call, and one made through ``tensor.data``, which PyTorch does not count, is not
-            seen.
-        guards: what is looked at in each call. ``"dynamo"``: all that TorchDynamo guards, and where weights lie.
-            ``"inputs"``: inputs alone, as with ``torch.cuda.make_graphed_callables``: the model's tensors stay where
-            they are (their values may change in place), and its Python does what it did.
-        strict: raise where autostream would otherwise run the plain model and say why in the report.
-        max_signatures: input signatures (shapes, dtypes, grad mode, …) kept ready; the least recently used goes first.
-            Of training steps, those beyond run as they are.
-        tuning_seconds: what choosing a schedule may take for each signature: timing ops, searching, and timing
-            schedules. Tracing and compiling come on top; ``Report.seconds`` has them all.
-        memory_budget: the most that may be allocated: a float is a ratio to what the model takes on one stream, weights
-            and inputs included (2 MiB more are always allowed from 1 on); an int is bytes, for what the schedule
-            itself allocates; ``math.inf`` is no limit. What takes more is not tried, but for one stream, which always
-            is; the report says what that costs. Libraries' workspaces come on top.
-        seed: of the random choices that ``"search"`` makes: the same costs and seed give the same schedules.
+            ``{"max_autotune": True}``. With ``{"freezing": True}`` weights are constants: the next call recompiles if
+            one has changed, but changes through ``tensor.data``, which PyTorch does not count, are not noticed.
+        guards: what each call checks. ``"dynamo"``: all guards of TorchDynamo, and the addresses of weights.
+            ``"inputs"``: the inputs only, as with ``torch.cuda.make_graphed_callables``: the model's tensors must keep
+            their addresses (their values may change in place), and its Python code must do the same in each call.
+        strict: raise an exception where autostream would otherwise run the model eagerly and report why.
+        max_signatures: the number of compiled input signatures (shapes, dtypes, grad mode, …). The least recently used
+            one is evicted first; training steps of further signatures run eagerly.
+        tuning_seconds: the time for timing ops, searching, and timing schedules, for each signature. Tracing and
+            compiling are not included; ``Report.seconds`` has all stages.
+        memory_budget: the memory that a schedule may take. A float is a ratio to what the model takes on one stream,
+            weights and inputs included (from a ratio of 1, at least 2 MiB more are allowed); an int is the bytes that
+            the schedule itself allocates; ``math.inf`` is no limit. Schedules that need more are not tried, except the
+            sequential one; the report says what the limit costs. Workspaces of libraries are not included.
+        seed: of the random numbers of ``"search"``: the same costs and seed give the same schedules.
 
     Example:
         >>> Options(streams=4).streams
@@ -90,7 +88,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            object.__setattr__(self, option.name, _pythons_own(getattr(self, option.name)))
+            object.__setattr__(self, option.name, _as_python_number(getattr(self, option.name)))
         if self.streams != "auto" and not _whole_number(self.streams, 1, MAX_STREAMS):
             raise _refusal("streams", self.streams, f'"auto" or a whole number from 1 to {MAX_STREAMS}')
         for name, allowed in _CHOICES.items():
@@ -101,7 +99,7 @@ class Options:
         settings = self.inductor_options
         if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
             raise _refusal("inductor_options", settings, '{} or a dict such as {"max_autotune": True}')
-        object.__setattr__(self, "inductor_options", dict(settings))  # the caller's may change
+        object.__setattr__(self, "inductor_options", dict(settings))  # the caller may change theirs
         if settings and self.kernels == "eager":
             raise OptionError('inductor_options are of no use with kernels="eager": use "auto" or "inductor" with them')
         if not isinstance(self.strict, bool):
@@ -123,7 +121,7 @@ class Options:
 
     @classmethod
     def parse(cls: type[Kind], options: dict[str, Any]) -> Kind:
-        """Make options from keyword arguments; an unknown name is answered with the nearest known one.
+        """Create options from keyword arguments; the error for an unknown name suggests the most similar one.
 
         Example:
             >>> Options.parse({"polices": "auto"})  # doctest: +ELLIPSIS
@@ -147,22 +145,20 @@ _DECAY = 0.999
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions(Options):
-    """What a user may choose for a training step besides.
+    """Options of ``train_step``: those of ``optimize``, and these.
 
     Attributes:
-        microbatches: in how many equal parts to go through a batch; their gradients are added up, and the loss is the
-            mean of theirs. A batch has as many rows as its first tensor has, of those with a dimension; tensors with as
-            many are chopped along their first dimension, and all else is part of each.
-        max_norm: scale the gradients of all the optimizer's parameters together down to this L2 norm, where theirs is
-            larger.
+        microbatches: the number of equal parts of a batch that run one after another. Their gradients are added, and
+            the loss is the mean of their losses. The first tensor with a dimension has the number of rows of the batch;
+            tensors with as many rows are split along their first dimension, and everything else goes to each part.
+        max_norm: the L2 norm to which the gradients of all parameters together are clipped.
         average: a copy of the model (``copy.deepcopy(model)``) whose parameters become a moving average of the model's:
-            after each step they are ``decay`` times what they were and ``1 - decay`` times the model's. Its buffers are
-            the model's.
+            after each step, ``decay`` times their value plus ``1 - decay`` times the model's. Its buffers are copied
+            from the model.
         decay: of that average, from 0 to 1.
-        scaler: a ``torch.amp.GradScaler`` that scales the loss, steps the optimizer where gradients are finite, and
-            updates itself. It asks the host, so the optimizer runs as it is, after a graph of forward and backward.
-            ``scaler.update()`` is called in each step: a scaler of two counts the steps of both, and either may lower
-            the scale.
+        scaler: a ``torch.amp.GradScaler`` that scales the loss, runs the optimizer if the gradients are finite, and
+            updates itself. It synchronizes with the host, so the optimizer runs eagerly after a graph of forward and
+            backward. ``scaler.update()`` is called in each step: a scaler that is shared by two steps counts both.
 
     Example:
         >>> StepOptions.parse({"microbatch": 2})  # doctest: +ELLIPSIS
@@ -190,15 +186,15 @@ class StepOptions(Options):
 
 
 def disabled() -> bool:
-    """Whether ``AUTOSTREAM_DISABLE=1`` asks that every model run plainly, to tell our faults from the model's."""
+    """Whether ``AUTOSTREAM_DISABLE=1`` is set: every model runs eagerly, to find out whether autostream is at fault."""
     return os.environ.get("AUTOSTREAM_DISABLE", "") not in ("", "0")
 
 
 def paranoid() -> bool:
-    """Whether ``AUTOSTREAM_VERIFY=paranoid`` asks that every scheduled call be compared with the model's own.
+    """Whether ``AUTOSTREAM_VERIFY=paranoid`` is set: every scheduled call is compared with an eager one.
 
     Raises:
-        OptionError: it asks for something else.
+        OptionError: it has another value.
     """
     asked = os.environ.get("AUTOSTREAM_VERIFY", "")
     if asked not in ("", "paranoid"):
@@ -207,7 +203,7 @@ def paranoid() -> bool:
 
 
 def log_level() -> str:
-    """The level of ``AUTOSTREAM_LOG=debug``, by its name in :mod:`logging`; ``""`` if it is not set.
+    """The level in ``AUTOSTREAM_LOG``, by its name in :mod:`logging`; ``""`` if it is not set.
 
     Raises:
         OptionError: there is no such level.
@@ -222,37 +218,37 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def colours() -> bool:
-    """Whether the user lets programs use colours on a terminal: ``NO_COLOR`` is not set, and it is not a dumb one."""
+    """Whether a terminal may be written to in colours: ``NO_COLOR`` is not set, and ``TERM`` is not ``dumb``."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def environment() -> dict[str, str]:
-    """The variables that are set and that a result may depend on, by name, in alphabetical order."""
+    """The environment variables that a measurement may depend on, in alphabetical order."""
     prefixes = ("AUTOSTREAM_", "CUBLAS_", "CUDA_", "CUDNN_", "NVIDIA_TF32", "OMP_NUM_THREADS", "PYTORCH_", "TORCH")
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept between runs, whether or not it exists.
+    """The folder for files that outlive the process, whether or not it exists.
 
     ``$AUTOSTREAM_CACHE_DIR``, else ``autostream`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
     Raises:
-        FileNotFoundError: no variable says where, and there is no home directory either.
+        FileNotFoundError: no variable names it, and there is no home directory.
     """
     asked = os.environ.get("AUTOSTREAM_CACHE_DIR", "")
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG Base Directory Specification: a path that is not absolute is to be ignored.
+    # The XDG Base Directory Specification says to ignore relative paths.
     folder = asked or os.path.join(shared if os.path.isabs(shared) else os.path.join("~", ".cache"), "autostream")
-    # An empty HOME says no more than none, but is taken for the root of the file system.
-    found = folder if os.environ.get("HOME") == "" else os.path.expanduser(folder)
-    if found.startswith("~"):
+    # expanduser takes an empty HOME for the root of the file system.
+    expanded = folder if os.environ.get("HOME") == "" else os.path.expanduser(folder)
+    if expanded.startswith("~"):
         raise FileNotFoundError(f"there is no home directory for {folder}: set AUTOSTREAM_CACHE_DIR")
-    return Path(found)
+    return Path(expanded)
 
 
-def _pythons_own(value: Any) -> Any:
-    """A number as an ``int`` or a ``float``, anything else as it is; so is a fraction that is too large for either."""
+def _as_python_number(value: Any) -> Any:
+    """A number as an ``int`` or a ``float``; other values, and fractions too large for a float, are unchanged."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     try:

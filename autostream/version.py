@@ -1,3 +1,3 @@
-"""The version, in one place: packaging reads it from here."""
+"""The version, which packaging reads from here."""
 
 VERSION = "0.1.0"

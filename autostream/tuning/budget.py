@@ -1,4 +1,4 @@
-"""The memory that a schedule may take: what exceeds it, and why."""
+"""The memory budget: how much a schedule may allocate, and what a report says of schedules that exceed it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from autostream.ir import Candidate, Decision
 from autostream.reporting.layout import size
 
 SLACK_BYTES = 2 * 2**20
-"""What a schedule may take more than one stream at any ratio from 1: the smallest piece of memory that PyTorch's
-allocator takes from a GPU."""
+"""Bytes that a schedule may take beyond one stream at any ratio of at least 1: the smallest block that PyTorch's
+allocator requests from a GPU."""
 
 
 def room_bytes(sequential: Candidate, budget: int | float, given_bytes: int) -> float:
-    """What a schedule may allocate: bytes, or infinity.
+    """The bytes that a schedule may allocate, or infinity.
 
     Args:
         sequential: the schedule on one stream, complete.
-        budget: an int is bytes, for what the schedule allocates. A float is a ratio to what the model takes on one
-            stream, weights and inputs included, since that is what has to fit on the device.
-        given_bytes: of these weights and inputs.
+        budget: an int is the bytes that the schedule may allocate. A float is a ratio to what the model takes on one
+            stream, weights and inputs included, since all of that has to fit on the device.
+        given_bytes: the bytes of weights and inputs.
 
     Example:
         >>> from autostream.ir import Schedule
@@ -41,14 +41,14 @@ def room_bytes(sequential: Candidate, budget: int | float, given_bytes: int) -> 
 def excess(
     candidate: Candidate, sequential: Candidate, budget: int | float, given_bytes: int, *, at_least: bool = False
 ) -> str:
-    """Why a candidate takes more memory than it may, or ``""`` where it does not.
+    """Why a candidate exceeds the memory budget, or ``""`` if it does not.
 
     Args:
-        candidate: a schedule, with what it takes.
-        sequential: the one on one stream.
-        budget: what it may take, as for :func:`room_bytes`.
-        given_bytes: of weights and inputs.
-        at_least: whether the candidate was not completed, and may take more than is known.
+        candidate: a schedule, with the memory that it needs.
+        sequential: the schedule on one stream.
+        budget: as for :func:`room_bytes`.
+        given_bytes: the bytes of weights and inputs.
+        at_least: whether the candidate's memory is a lower bound.
 
     Example:
         >>> from autostream.ir import Schedule
@@ -74,7 +74,7 @@ def excess(
 
 
 def exemption(sequential: Candidate, budget: int | float, given_bytes: int) -> tuple[Decision, ...]:
-    """What is to be said of the sequential schedule where it exceeds the budget: it is a candidate all the same.
+    """A note if the sequential schedule exceeds the budget; it is a candidate all the same.
 
     Example:
         >>> from autostream.ir import Schedule

@@ -1,6 +1,6 @@
-"""From priced ops to schedules that are worth measuring: assign, synchronize, place, release, verify.
+"""The schedules that are worth measuring: each is assigned, synchronized, given memory, and verified.
 
-Where a schedule exceeds the memory budget, the same streams are tried in another order and with more waits.
+If a schedule exceeds the memory budget, the same streams are tried with another launch order and with more waits.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from autostream.utils import collector
 from autostream.utils.stopwatch import Stopwatch
 
 SHORTLIST = 6
-"""Schedules that are worth measuring, besides the sequential one: the simulator ranks them, but it is only a model."""
+"""How many schedules are measured besides the sequential one, by predicted time; predictions are not exact."""
 
 _GPU_STREAMS = (2, 3, 4, 6, 8)
 _CPU_STREAMS = (2, 4)
 
 _LARGE = 4000
-"""Graphs of more ops than this are planned for every other number of streams: it takes long, and gains little. Nor are
-they searched, unless that is asked for: there would be time for a few changes only."""
+"""Graphs with more ops than this are scheduled for every other number of streams only, since scheduling takes long. A
+search has time for few changes of them, so they are only searched with ``policy="search"``."""
 
-_LOOKS = 10
-"""Variants in a row that may exceed the memory budget, before no more are looked at: all of them may."""
+_MAX_MISSES = 10
+"""After so many variants in a row exceed the memory budget, no more are made: all of them may."""
 
 SEARCH_SHARE = 0.2
-"""Of the seconds for tuning, what a search may take. Nothing is left to the clock there, so that it can be repeated."""
+"""The share of ``tuning_seconds`` for a search. It determines the number of steps, so that a search is repeatable."""
 
 WORTH_A_WAIT = 1 / 16
 """The share of one stream's memory that must have become free elsewhere for a wait that makes it available."""
@@ -54,37 +54,37 @@ SLACKS = (0.0, 0.5, MAX_SLACK_SHARE)
 
 @dataclass(frozen=True)
 class Priced:
-    """A program's dataflow with what each op costs.
+    """A program's op graph with the cost of each op.
 
     Attributes:
         graph: ops and hazards.
-        profile: the device that is planned for.
+        profile: of the device to schedule for.
         costs: of each op.
-        refusals: why a CUDA graph cannot hold the program; empty where it can, and on the CPU, which has none.
-        remarks: what was wrong with keeping measurements.
+        refusals: why a CUDA graph cannot hold the program; empty if it can, and on the CPU.
+        notes: why measurements could not be read or kept.
     """
 
     graph: OpGraph
     profile: DeviceProfile
     costs: Costs
     refusals: tuple[Decision, ...]
-    remarks: tuple[Decision, ...] = ()
+    notes: tuple[Decision, ...] = ()
 
 
 def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: Stopwatch) -> tuple[Candidate, ...]:
-    """Schedules of a program: the sequential one first, then the most promising ones, best prediction first.
+    """Schedules of a program: the sequential one first, then by predicted time, the fastest first.
 
-    They are verified, but for those that exceed the memory budget, which say so in their refusal and must not run.
+    They are verified, except those that exceed the memory budget, which have a refusal and must not run.
 
     Args:
         priced: the program's ops.
         options: policy, streams and memory budget.
-        capture: whether they are to be captured; uncaptured schedules keep outputs on the caller's stream.
-        stopwatch: is told how long each stage takes.
+        capture: whether they are to be captured. Outputs of uncaptured schedules stay on the caller's stream.
+        stopwatch: records the seconds of each stage.
 
     Raises:
-        CostError: an op has no cost, or one that is no number.
-        ScheduleError: a schedule failed verification, which is a defect of autostream.
+        CostError: an op has no cost, or one that is not a number.
+        ScheduleError: a schedule failed verification, which is a bug of autostream.
     """
     graph, pinned = priced.graph, _pinned(priced, capture)
     check_costs(graph, priced.costs)
@@ -95,8 +95,8 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
         with stopwatch("search"), collector.paused():
             assigned += _searched(priced, options, pinned, capture, budget.room_bytes)
     with stopwatch("schedule"), collector.paused():
-        rivals = [_simulated(priced, assignment, capture) for assignment in _distinct(assigned)]
-        candidates = (budget.sequential, *_shortlist(rivals, budget.within))
+        simulated = [_simulated(priced, assignment, capture) for assignment in _distinct(assigned)]
+        candidates = (budget.sequential, *_shortlist(simulated, budget.within))
     with stopwatch("verify"), collector.paused():
         verify(graph, *(candidate.schedule for candidate in _allowed(candidates)), pinned=pinned)
     return candidates
@@ -105,17 +105,17 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
 def candidates_again(
     priced: Priced, options: Options, schedule: Schedule, stopwatch: Stopwatch
 ) -> tuple[Candidate, ...]:
-    """The sequential schedule, and one that was chosen before if that is another, both to be captured.
+    """The sequential schedule, and the one that an earlier process has chosen if it is another, both to be captured.
 
     Args:
         priced: the program's ops.
-        options: as they were then.
-        schedule: what was chosen. Nothing is taken for granted of it.
-        stopwatch: is told how long each stage takes.
+        options: of the earlier process.
+        schedule: the chosen one, from a file. It is verified.
+        stopwatch: records the seconds of each stage.
 
     Raises:
-        CostError: as of :func:`candidates_for`.
-        ScheduleError: it is no schedule of these ops, or not a right one, or takes more memory than it may.
+        CostError: as :func:`candidates_for` raises it.
+        ScheduleError: it is not a schedule of these ops, is not correct, or exceeds the memory budget.
     """
     check_costs(priced.graph, priced.costs)
     with stopwatch("verify"), collector.paused():
@@ -124,23 +124,23 @@ def candidates_again(
         sequential = _sequential(priced, capture=True)
         if schedule.streams == 1:
             return (sequential,)
-        again = replace(_run(priced, schedule, True).candidate, memory_bytes=peak_bytes(priced.graph, schedule))
-        if reason := excess(again, sequential, options.memory_budget, given_bytes(priced.graph)):
+        chosen = replace(_run(priced, schedule, True).candidate, memory_bytes=peak_bytes(priced.graph, schedule))
+        if reason := excess(chosen, sequential, options.memory_budget, given_bytes(priced.graph)):
             raise ScheduleError(f"the schedule chosen before {reason}")
-        return (sequential, again)
+        return (sequential, chosen)
 
 
 def variants_of(priced: Priced, options: Options, sequential: Candidate, candidate: Candidate) -> Iterator[Candidate]:
-    """Verified schedules that differ little from one that was measured, made one by one as they are asked for.
+    """Yield verified schedules that differ little from one that was measured.
 
-    The simulator cannot tell them apart; the device can. There are none where a search does not pay, and none that
-    exceeds the memory budget.
+    Their predicted times are equal, but their measured times may differ. There are none if a search does not pay, and
+    none exceeds the memory budget.
 
     Args:
         priced: the program's ops.
         options: policy, streams and memory budget.
         sequential: the schedule on one stream.
-        candidate: what to change.
+        candidate: the schedule to change.
     """
     if not _searches(priced, options):
         return
@@ -148,12 +148,12 @@ def variants_of(priced: Priced, options: Options, sequential: Candidate, candida
     graph, pinned, captured = priced.graph, _pinned(priced, candidate.captured), candidate.captured
     most = max(_stream_counts(priced, options), default=1)
     streams = min(candidate.schedule.streams + 1, most)
-    given = (graph, priced.costs, priced.profile, candidate.schedule, streams, pinned)
-    found = variants(*given, options.seed, captured, budget.room_bytes)
+    problem = (graph, priced.costs, priced.profile, candidate.schedule, streams, pinned)
+    assignments = variants(*problem, options.seed, captured, budget.room_bytes)
     misses = 0
-    while misses < _LOOKS:
+    while misses < _MAX_MISSES:
         with collector.paused():
-            assignment = next(found, None)
+            assignment = next(assignments, None)
             if assignment is None:
                 return
             variant, *_ = budget.within(_simulated(priced, assignment, captured))
@@ -166,8 +166,8 @@ def variants_of(priced: Priced, options: Options, sequential: Candidate, candida
 
 
 def best_of(candidates: Iterable[Candidate]) -> Candidate:
-    """The one of the best prediction among those that may run."""
-    return min(_allowed(candidates), key=_promise)
+    """The candidate with the lowest predicted time among those that may run."""
+    return min(_allowed(candidates), key=_by_prediction)
 
 
 def _sequential(priced: Priced, capture: bool) -> Candidate:
@@ -177,13 +177,13 @@ def _sequential(priced: Priced, capture: bool) -> Candidate:
 
 
 def _pinned(priced: Priced, capture: bool) -> frozenset[str]:
-    """Ops that must be on the caller's stream; in a CUDA graph none, for it is joined as a whole."""
+    """Ops that must be on the caller's stream: none in a CUDA graph, which is joined as a whole."""
     return frozenset() if capture else priced.graph.pinned
 
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """A candidate as yet without memory, and how it runs by the simulator."""
+    """A candidate without memory placement, and its simulated timeline."""
 
     candidate: Candidate
     timeline: Timeline
@@ -200,21 +200,21 @@ def _run(priced: Priced, schedule: Schedule, capture: bool) -> _Simulated:
 
 
 def _with_memory(graph: OpGraph, candidate: Candidate) -> Candidate:
-    """A candidate whose schedule says where memory lies and when it is given back, with what it needs.
+    """A candidate with arena offsets, releases, and its peak memory.
 
-    An arena is there for the whole run, beside what ops allocate by themselves: where there is much of that, blocks
-    that come and go may need less.
+    An arena is allocated for the whole run, besides what ops allocate by themselves. If ops allocate much, a schedule
+    without an arena may need less.
     """
     schedules = [place_releases(graph, place_storages(graph, candidate.schedule))]
     if schedules[0].arena.bytes:
         schedules.append(place_releases(graph, candidate.schedule))
-    needed, schedule = min(((peak_bytes(graph, each), each) for each in schedules), key=itemgetter(0))
-    return replace(candidate, schedule=schedule, memory_bytes=needed)
+    peak, schedule = min(((peak_bytes(graph, each), each) for each in schedules), key=itemgetter(0))
+    return replace(candidate, schedule=schedule, memory_bytes=peak)
 
 
 @dataclass(frozen=True)
 class _Budget:
-    """The memory that schedules may take.
+    """The memory budget of a program.
 
     Attributes:
         priced: the program's ops.
@@ -233,63 +233,66 @@ class _Budget:
 
     @cached_property
     def room_bytes(self) -> float:
-        """What a schedule may allocate."""
+        """The bytes that a schedule may allocate."""
         return room_bytes(self.sequential, self.limit, given_bytes(self.priced.graph))
 
-    def within(self, rival: _Simulated) -> tuple[Candidate, ...]:
-        """The candidate with memory if it keeps to the budget.
+    def within(self, simulated: _Simulated) -> tuple[Candidate, ...]:
+        """The candidate with memory placement, if it fits the budget.
 
-        If it does not: the schedule most like it that does, if there is one, and itself, refused, if it were faster.
+        Otherwise, the most similar schedule that fits, if there is one, and the refused candidate if it is faster.
         """
-        plain = self._judged(rival)
-        if not plain.refusal:
-            return (plain,)
-        fitting = list(islice(filter(_may_run, map(self._judged, self._thrifty(rival))), 1))
-        faster = all(plain.predicted_us < found.predicted_us for found in fitting)
-        return (*fitting, *([plain] if faster else []))
+        original = self._with_memory(simulated)
+        if not original.refusal:
+            return (original,)
+        fitting = list(islice(filter(_may_run, map(self._with_memory, self._smaller(simulated))), 1))
+        faster = all(original.predicted_us < candidate.predicted_us for candidate in fitting)
+        return (*fitting, *([original] if faster else []))
 
-    def _judged(self, rival: _Simulated) -> Candidate:
-        """The candidate with memory; where it cannot but exceed the budget, that is known without a place for each."""
-        graph, candidate = self.priced.graph, rival.candidate
-        least = self.footprint.live_bytes(rival.timeline)
-        hopeless = least > self.room_bytes
-        known = replace(candidate, memory_bytes=least) if hopeless else _with_memory(graph, candidate)
-        refusal = excess(known, self.sequential, self.limit, given_bytes(graph), at_least=hopeless)
+    def _with_memory(self, simulated: _Simulated) -> Candidate:
+        """The candidate with memory placement, and with a refusal if it exceeds the budget.
+
+        If its live bytes alone exceed the budget, placement is skipped.
+        """
+        graph, candidate = self.priced.graph, simulated.candidate
+        live_bytes = self.footprint.live_bytes(simulated.timeline)
+        hopeless = live_bytes > self.room_bytes
+        candidate = replace(candidate, memory_bytes=live_bytes) if hopeless else _with_memory(graph, candidate)
+        refusal = excess(candidate, self.sequential, self.limit, given_bytes(graph), at_least=hopeless)
         limit = Limit.BUDGET if refusal else None
-        return replace(known, refusal=refusal, limit=limit, incomplete=hopeless)
+        return replace(candidate, refusal=refusal, limit=limit, incomplete=hopeless)
 
-    def _thrifty(self, rival: _Simulated) -> Iterator[_Simulated]:
-        """The same streams in schedules that need less memory, those that change least first."""
-        graph, profile, original = self.priced.graph, self.priced.profile, rival.candidate.schedule
+    def _smaller(self, simulated: _Simulated) -> Iterator[_Simulated]:
+        """Schedules with the same streams that need less memory, the most similar first."""
+        graph, profile, original = self.priced.graph, self.priced.profile, simulated.candidate.schedule
         edge_us = profile.over(original.streams).cross_stream_edge_us
         least_bytes = max(1, round(WORTH_A_WAIT * self.sequential.memory_bytes))
-        yield from self._waiting(rival, edge_us, least_bytes)
-        for order in (postponed(graph, original, rival.timeline, edge_us), in_program_order(graph, original)):
+        yield from self._waiting(simulated, edge_us, least_bytes)
+        for order in (postponed(graph, original, simulated.timeline, edge_us), in_program_order(graph, original)):
             yield from self._waiting(self._run(synchronize(graph, order)), edge_us, least_bytes)
 
-    def _waiting(self, rival: _Simulated, edge_us: float, least_bytes: int) -> Iterator[_Simulated]:
-        """The same with waits for memory, which use up ever more slack."""
-        schedule, when = rival.candidate.schedule, rival.timeline
+    def _waiting(self, simulated: _Simulated, edge_us: float, least_bytes: int) -> Iterator[_Simulated]:
+        """The schedule with waits for memory, which may use more and more of the launches' slack."""
+        schedule, timeline = simulated.candidate.schedule, simulated.timeline
         for slack in SLACKS:
-            yield self._run(wait_for_memory(self.priced.graph, schedule, when, edge_us, least_bytes, slack))
+            yield self._run(wait_for_memory(self.priced.graph, schedule, timeline, edge_us, least_bytes, slack))
 
     def _run(self, schedule: Schedule) -> _Simulated:
         return _run(self.priced, schedule, self.sequential.captured)
 
 
 def _assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:
-    """What each policy with side streams but the search makes of each number of streams."""
+    """The assignments of each policy on chains for each number of streams."""
     coarse = coarsen(priced.graph, priced.costs, priced.profile, pinned)
     for name, policy in ON_CHAINS.items():
         for streams in _stream_counts(priced, options) if options.policy in ("auto", name) else ():
             assignment = policy(coarse.graph, coarse.costs, priced.profile, streams, coarse.pinned)
             yield expand(coarse, assignment)
             if assignment.streams < streams:
-                break  # with more streams, the policy would leave more of them unused
+                break  # the policy uses no more streams
 
 
 def _searches(priced: Priced, options: Options) -> bool:
-    """Whether to search: where that is asked for, or pays. Waking threads of a CPU costs more than it gains."""
+    """Whether to search: with ``policy="search"``, or on a GPU. On a CPU, waking threads costs more than it gains."""
     pays = priced.graph.device != "cpu" and len(priced.graph.ops) <= _LARGE
     return options.policy == "search" or (options.policy == "auto" and pays)
 
@@ -297,7 +300,7 @@ def _searches(priced: Priced, options: Options) -> bool:
 def _searched(
     priced: Priced, options: Options, pinned: frozenset[str], capture: bool, room_bytes: float
 ) -> tuple[Assignment, ...]:
-    """What the search finds for each number of streams, up to the largest that is allowed."""
+    """The assignments that the search finds for each number of streams up to the largest allowed."""
     most = max(_stream_counts(priced, options), default=1)
     seconds = SEARCH_SHARE * options.tuning_seconds
     graph, costs, profile = priced.graph, priced.costs, priced.profile
@@ -305,7 +308,7 @@ def _searched(
 
 
 def _distinct(assignments: Iterable[Assignment]) -> Iterator[Assignment]:
-    """Those that use side streams, each once."""
+    """The distinct assignments that use more than one stream."""
     seen = set()
     for assignment in assignments:
         plan = tuple((op, assignment.stream[op]) for op in assignment.order)
@@ -314,26 +317,28 @@ def _distinct(assignments: Iterable[Assignment]) -> Iterator[Assignment]:
         seen.add(plan)
 
 
-def _shortlist(rivals: Iterable[_Simulated], complete: Callable[[_Simulated], Sequence[Candidate]]) -> list[Candidate]:
-    """The best of each policy, of each policy and number of streams, then of all; and whatever is better but refused.
+def _shortlist(
+    simulated: Iterable[_Simulated], complete: Callable[[_Simulated], Sequence[Candidate]]
+) -> list[Candidate]:
+    """The fastest of each policy, then of each policy and number of streams, then of all; also faster ones, refused.
 
-    What differs little by prediction and by how it was made differs little on the device, and variants of the winner
-    are measured anyway.
+    Candidates of one policy with similar predictions run in similar times, and variants of the fastest are measured
+    anyway.
 
     Args:
-        rivals: candidates as yet without memory.
-        complete: finds out what one comes to, and whether it is refused; not asked more often than needed.
+        simulated: candidates without memory placement.
+        complete: returns what :meth:`_Budget.within` returns. It is slow, and called no more often than needed.
     """
-    waiting, completed = sorted(rivals, key=lambda rival: _promise(rival.candidate)), list[Candidate]()
-    while waiting and len(_allowed(completed)) < SHORTLIST:
+    pending, completed = sorted(simulated, key=lambda each: _by_prediction(each.candidate)), list[Candidate]()
+    while pending and len(_allowed(completed)) < SHORTLIST:
         known = {kind for candidate in _allowed(completed) for kind in _kinds(candidate)}
-        old = [len(known & _kinds(rival.candidate)) for rival in waiting]
-        completed.extend(complete(waiting.pop(old.index(min(old)))))
-    return sorted(completed, key=_promise)
+        overlap = [len(known & _kinds(each.candidate)) for each in pending]
+        completed.extend(complete(pending.pop(overlap.index(min(overlap)))))
+    return sorted(completed, key=_by_prediction)
 
 
 def _kinds(candidate: Candidate) -> set[tuple[object, ...]]:
-    """How a candidate was made: of equal kinds, the device can tell candidates apart no better than the simulator."""
+    """The policy, and the policy with the number of streams."""
     return {(candidate.schedule.policy,), (candidate.schedule.policy, candidate.schedule.streams)}
 
 
@@ -345,7 +350,7 @@ def _allowed(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(filter(_may_run, candidates))
 
 
-def _promise(candidate: Candidate) -> tuple[float, int]:
+def _by_prediction(candidate: Candidate) -> tuple[float, int]:
     return candidate.predicted_us, candidate.schedule.streams
 
 

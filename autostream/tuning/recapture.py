@@ -1,6 +1,7 @@
-"""A captured graph, captured once more: in the pool of the model's others, and wherever its tensors lie in a call.
+"""Capture a chosen schedule again: into the memory pool of the model, and for other addresses of its tensors.
 
-tuned ──▶ pooled ──▶ at places: a graph for each set of weights (places.py), and for each slot (variants.py)
+tuned ──▶ captured_into_pool ──▶ by_address: a graph for each set of weights (``graphs_by_address.py``), and for each
+                                 input buffer (``graphs_by_input.py``)
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 from autostream.errors import CaptureError, first_line
 from autostream.ir import Decision
 from autostream.runtime.cuda_graph import CapturedGraph, FlatFunction, GraphPool, GraphPools
-from autostream.runtime.graphs_by_address import Places
-from autostream.runtime.graphs_by_input import Variants
-from autostream.runtime.input_buffers import SlotTable
+from autostream.runtime.graphs_by_address import GraphsByAddress
+from autostream.runtime.graphs_by_input import GraphsByInput
+from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.restore import undone
 from autostream.tuning.select import Execution
 from autostream.tuning.tune import Tuned
@@ -27,35 +28,35 @@ from autostream.utils.locks import preparing
 log = logging.getLogger(__name__)
 
 
-def pooled(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tuned:
-    """What was tuned, captured again in the pool of the model's other graphs; the first one's pool becomes theirs.
+def captured_into_pool(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tuned:
+    """Capture a tuned program again, into the pool of the model's other graphs. The first graph's pool becomes theirs.
 
-    Candidates have pools of their own: what those that lose have taken would stay in a pool that others live in.
+    Candidates are measured in pools of their own, since a shared pool would keep the memory of rejected candidates.
 
     Args:
-        tuned: the candidate that was chosen.
+        tuned: the tuned program.
         arguments: of a call.
-        pools: of the model, by device; one is added where there is none that takes another graph.
+        pools: of the model, by device. One is added if there is none, or if a capture into it has failed.
     """
     graph = tuned.selection.execution
     if not isinstance(graph, CapturedGraph):
         return tuned
-    pool = _host(graph, pools)
+    pool = _pool_for(graph, pools)
     if pool is graph.pool:
         return tuned
     try:
         read = [graph.static.get(at, argument) for at, argument in enumerate(arguments)]
-        again = _recaptured(graph, read, arguments, pool)
+        execution = _recaptured(graph, read, arguments, pool)
     except (CaptureError, torch.OutOfMemoryError) as error:
-        _host(graph, pools)  # this one's is theirs from now on, if a capture into the other one is what failed
+        _pool_for(graph, pools)  # if the pool has failed, this graph's pool replaces it
         reason = f"captured into the pool of the model's other graphs, it fails: {first_line(error)}"
-        alone = Decision("", "memory of its own", reason)
-        return replace(tuned, refusals=(*tuned.refusals, alone))
-    return replace(tuned, selection=replace(tuned.selection, execution=again))
+        refusal = Decision("", "memory of its own", reason)
+        return replace(tuned, refusals=(*tuned.refusals, refusal))
+    return replace(tuned, selection=replace(tuned.selection, execution=execution))
 
 
-class Copies:
-    """Why batches are copied in that come in slots; it is said once, for there are several slots.
+class CopyNote:
+    """Why inputs are copied although they are in an input buffer, logged once for all buffers.
 
     Args:
         model: its name.
@@ -68,37 +69,39 @@ class Copies:
         self._model = model
         self.refusals: tuple[Decision, ...] = ()
 
-    def because(self, reason: str) -> None:
-        """Remember it."""
+    def add(self, reason: str) -> None:
+        """Keep and log the first reason."""
         if not self.refusals:
             self.refusals = (Decision("", "batches are copied in", reason),)
             log.warning("%s: batches are copied in: %s", self._model, reason)
 
 
-def at_places(
-    execution: Execution, arguments: Sequence[Tensor], bound: Sequence[bool], slots: SlotTable, copies: Copies
-) -> FlatFunction | Places:
-    """What runs calls wherever their tensors lie. It does not know whose it is, so that it goes at once with that.
+def by_address(
+    execution: Execution, arguments: Sequence[Tensor], bound: Sequence[bool], buffers: BufferTable, note: CopyNote
+) -> FlatFunction | GraphsByAddress:
+    """A function that runs calls at other addresses too, by capturing the graph again for them.
+
+    It has no reference to its owner, so that reference counting frees both at once.
 
     Args:
-        execution: was captured, or is returned as it is.
-        arguments: that it was made for.
-        bound: which of these stay where they are from call to call.
-        slots: where others may be.
-        copies: is told why they are copied though they are in a slot.
+        execution: if it is not a captured graph, it is returned unchanged.
+        arguments: that it was captured with.
+        bound: which of the arguments are weights, read in place.
+        buffers: input buffers, read in place too.
+        note: receives the reason if inputs in buffers are copied.
     """
     if not isinstance(execution, CapturedGraph):
         return execution
     inputs = [at for at, stays in enumerate(bound) if not stays]
 
-    def variants(graph: CapturedGraph) -> Variants:
-        return Variants(graph, inputs, slots, partial(_recaptured, graph), copies.because)
+    def by_input(graph: CapturedGraph) -> GraphsByInput:
+        return GraphsByInput(graph, inputs, buffers, partial(_recaptured, graph), note.add)
 
-    return Places(execution, arguments, variants, _recaptured)
+    return GraphsByAddress(execution, arguments, by_input, _recaptured)
 
 
-def _host(graph: CapturedGraph, pools: GraphPools) -> GraphPool:
-    """The pool of the model's graphs; that of this one where there is none yet, or none that takes another graph."""
+def _pool_for(graph: CapturedGraph, pools: GraphPools) -> GraphPool:
+    """The pool of the model's graphs; the pool of this graph if there is none, or if it has failed."""
     pool = pools.get(graph.device)
     if pool is None or pool.failed:
         pool = pools[graph.device] = graph.pool
@@ -108,19 +111,19 @@ def _host(graph: CapturedGraph, pools: GraphPools) -> GraphPool:
 def _recaptured(
     graph: CapturedGraph, read: Sequence[Tensor], arguments: Sequence[Tensor], pool: GraphPool | None = None
 ) -> CapturedGraph:
-    """A graph captured again; the arguments of the program, and the generators of random numbers, are as before.
+    """Capture a graph again; the arguments of the program and the random number generators are restored.
 
     Args:
-        graph: the former one.
-        read: what the other reads; static tensors of the former one get what the call has there.
-        arguments: of a call, some of which are read.
-        pool: by default that of the former one.
+        graph: the earlier one.
+        read: the tensors that the new graph reads. Static inputs of the earlier graph among them are filled first.
+        arguments: of a call.
+        pool: the default is the pool of the earlier graph.
 
     Raises:
         CaptureError: the capture failed.
     """
     with preparing, torch.inference_mode(False), torch.no_grad():
-        # What an earlier call left there may be no index into what this call's model holds.
+        # Values of an earlier call may be indices that are out of range for the weights of this one.
         graph.fill([at for at, static in graph.static.items() if read[at] is static], arguments)
         with undone(read, graph.written, [str(graph.device)]) as restore:
             return graph.recaptured(read, pool or graph.pool, restore)

@@ -1,9 +1,9 @@
-"""Measure the candidates, keep the fastest.
+"""Measure candidates and select the fastest.
 
-The simulator is only a model, so the device decides what runs: each candidate meets the best one so far in interleaved
-rounds, where drift of clocks and temperature hits both alike. The sequential schedule is the first best; nothing
-replaces it that was not measured faster. Ties go to fewer streams, then to less memory. The winner then meets variants
-of itself: schedules between which the simulator cannot decide differ by some percent on the device.
+Predicted times are not exact, so candidates are measured: each against the best so far, in interleaved rounds, so that
+changes of clock rates and temperature affect both. The sequential schedule comes first, and is only replaced by a
+schedule that was measured faster. Ties go to fewer streams, then to less memory. At last, variants of the best one are
+measured against it: schedules with equal predictions differ by a few percent on the device.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from autostream.runtime.restore import Restore
 from autostream.runtime.runs import UncastRun, uncaptured
 
 MARGIN = 0.01
-"""Times that differ by no more than this share are a tie: clocks are not exact, and streams and memory have a price."""
+"""Times that differ by at most this share are a tie, since measurements are not exact, and streams and memory cost."""
 
 _ROUNDS = 9
 _ROUND_US = {"cpu": 10_000.0, "cuda": 2000.0}
-"""A CPU has other work to do as well: short rounds would measure that."""
+"""µs of a round. A CPU has other work to do: short rounds would measure that."""
 _MAX_RUNS = 50
-_DUEL_S = 1.0
+_MAX_COMPARISON_S = 1.0
 _HOPELESS = 1.15
 _SLOWER = 1.0
 
 VARIANTS = 24
-"""How many variants of the best one are measured. Of a random search around GoogLeNet's schedule on an H200, the 14th
+"""How many variants of the best one are measured. In a random search around GoogLeNet's schedule on an H200, the 14th
 was 1.8 % faster, the 260th 2.5 %, and the 1,579th 4 %."""
 
 _GAIN = 0.005
-"""What a variant must be faster by: more than the error of such a measurement."""
+"""The share by which a variant must be faster: more than the error of a measurement."""
 
 Execution = FlatFunction | CapturedGraph
 Variants = Callable[[Candidate], Iterator[Candidate]]
-"""Verified schedules much like one that was measured, made as they are asked for."""
+"""Yields verified schedules that are similar to a candidate."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What was chosen.
+    """The fastest candidate.
 
     Attributes:
-        execution: takes the program's flat tensors and returns its outputs.
-        chosen: the candidate that it runs.
-        candidates: all of them, with what was measured; variants only where they were the best for a time.
+        execution: runs it: takes the program's flat tensors and returns its outputs.
+        chosen: the candidate.
+        candidates: all candidates, with their measured times; of variants, only those that were the best for a time.
     """
 
     execution: Execution
@@ -76,21 +76,21 @@ def select(
     seconds: float = inf,
     variants: Variants = lambda candidate: iter(()),
 ) -> Selection:
-    """Build the candidates one by one, measure each against the best so far, and keep the best.
+    """Build the candidates one by one, measure each against the best so far, and keep the faster.
 
-    They meet in the order given; then the best one meets variants of itself, unless it is the sequential one. At most
-    two are alive at a time, so that choosing takes no more memory than two of them.
+    Then variants of the best one are measured, unless it is the sequential one. At most two candidates are alive at a
+    time, so that selecting takes no more memory than two of them.
 
     Args:
         program: the traced model.
         graph: its ops.
-        candidates: the sequential one first, then the most promising ones first; all verified, but for those that are
-            refused already and so not built.
-        tensors: the program's arguments; those that it writes are written.
-        bound: which of the arguments a captured graph may use where they are.
-        restore: puts back what the program writes; done before each run.
-        seconds: once these are over, what has not been measured is refused. The sequential one is measured in any case.
-        variants: of a candidate.
+        candidates: the sequential one first, then by predicted time. They are verified, except refused ones, which are
+            not built.
+        tensors: the program's arguments; runs mutate them.
+        bound: which of the arguments a captured graph may read in place.
+        restore: restores mutated arguments before each run.
+        seconds: candidates that are not measured by then are refused. The sequential one is always measured.
+        variants: yields variants of a candidate.
 
     Raises:
         CaptureError: the first candidate cannot be captured, so none can.
@@ -110,7 +110,7 @@ def select(
         if time.perf_counter() > end:
             contest.refuse(place, _NO_TIME_LEFT, Limit.TIME)
         else:
-            contest.meet(place)
+            contest.measure(place)
     near = variants(contest.considered[contest.best])
     for _ in range(VARIANTS if contest.best else 0):
         variant = next(near, None) if time.perf_counter() <= end else None
@@ -124,15 +124,15 @@ def select(
 
 @dataclass(slots=True)
 class _Contest:
-    """Candidates that meet the best one so far, one after the other.
+    """Measures candidates against the best one so far.
 
     Attributes:
-        make: builds one.
-        timer: a function that says what a run of it takes now, µs.
-        considered: the candidates, with what is known of them.
-        execution: the best one.
-        best: its place.
-        behind: how many times longer it takes than the fastest: ties must not add up.
+        make: builds a candidate.
+        timer: returns a function that measures the time of a run, µs.
+        considered: the candidates, with their measured times.
+        execution: of the best one.
+        best: its index.
+        behind: its time as a ratio to the fastest time so far, so that ties do not add up.
     """
 
     make: Callable[[Candidate], Execution]
@@ -146,60 +146,60 @@ class _Contest:
         self._measured(0, interleaved([self.timer(self.execution)])[0])
 
     def refuse(self, place: int, reason: str, limit: Limit | None) -> None:
-        """Say why a candidate is out."""
+        """Record why a candidate is not selected."""
         self.considered[place] = replace(self.considered[place], refusal=reason, limit=limit)
 
-    def meet(self, place: int) -> None:
-        """Measure a candidate beside the best one; it wins if it is faster, or as fast and cheaper."""
+    def measure(self, place: int) -> None:
+        """Measure a candidate against the best one; it wins if it is faster, or as fast and cheaper."""
         candidate, best = self.considered[place], self.considered[self.best]
         try:
-            rival, times = self._met(candidate)
+            execution, times = self._compared(candidate)
         except (CaptureError, torch.OutOfMemoryError) as error:
             no_room = any(isinstance(cause, torch.OutOfMemoryError) for cause in (error, error.__cause__))
             self.refuse(place, first_line(error), Limit.DEVICE if no_room else None)
             return
-        self._set_pace(times[0])
+        self._rescale(times[0])
         self._measured(place, times[1])
         ratio = times[1] / times[0]
         cheaper = _price(candidate) < _price(best)
         if ratio < 1 - MARGIN or (cheaper and self.behind * ratio <= 1 + MARGIN):
-            self.best, self.execution, self.behind = place, rival, max(1.0, self.behind * ratio)
+            self.best, self.execution, self.behind = place, execution, max(1.0, self.behind * ratio)
 
     def try_variant(self, variant: Candidate) -> bool:
-        """Measure a variant of the best one beside it; it takes part only if it is faster."""
+        """Measure a variant against the best one; it becomes a candidate only if it is faster."""
         try:
-            rival, times = self._met(variant, _SLOWER)
+            execution, times = self._compared(variant, _SLOWER)
         except (CaptureError, torch.OutOfMemoryError):
             return False  # the next one may fit
         ratio = times[1] / times[0]
         if ratio >= 1 - _GAIN:
             return False
-        self._set_pace(times[0])
-        self.best, self.execution, self.behind = len(self.considered), rival, max(1.0, self.behind * ratio)
+        self._rescale(times[0])
+        self.best, self.execution, self.behind = len(self.considered), execution, max(1.0, self.behind * ratio)
         self.considered.append(replace(variant, measured_us=times[1]))
         return True
 
     def finish(self) -> None:
-        """Let the winner meet the sequential one once more: it has only by way of others, at other times."""
+        """Measure the best one against the sequential one directly: so far it may have been measured against others."""
         if not self.best:
             return
         try:
             sequential = self.make(self.considered[0])
             times = interleaved([self.timer(sequential), self.timer(self.execution)])
         except (CaptureError, torch.OutOfMemoryError):
-            return  # what was measured so far has to do
-        self._set_pace(times[1])
+            return  # keep the earlier measurements
+        self._rescale(times[1])
         self._measured(0, times[0])
         if times[1] >= times[0] * (1 - MARGIN):
             self.best, self.execution = 0, sequential
 
-    def _met(self, candidate: Candidate, hopeless: float = _HOPELESS) -> tuple[Execution, list[float]]:
-        """A new execution, and what the best one and it took side by side, µs."""
-        rival = self.make(candidate)
-        return rival, interleaved([self.timer(self.execution), self.timer(rival)], hopeless)
+    def _compared(self, candidate: Candidate, hopeless: float = _HOPELESS) -> tuple[Execution, list[float]]:
+        """The candidate's execution, and the times of the best one and of it in interleaved rounds, µs."""
+        execution = self.make(candidate)
+        return execution, interleaved([self.timer(self.execution), self.timer(execution)], hopeless)
 
-    def _set_pace(self, best_us: float) -> None:
-        """The best one takes so long now: what met it before, at another pace of the device, is told at this one."""
+    def _rescale(self, best_us: float) -> None:
+        """Scale earlier times to the clock rate at which the best one takes ``best_us``."""
         before = self.considered[self.best].measured_us
         for place, candidate in enumerate(self.considered):
             if before and candidate.measured_us is not None:
@@ -225,15 +225,15 @@ def build(
     bound: Sequence[bool],
     restore: Restore,
 ) -> Execution:
-    """Lower a candidate to something that runs, and capture it if it is to be captured.
+    """Lower a candidate to a function, and capture it if ``candidate.captured``.
 
     Args:
         program: the traced model.
         graph: its ops.
-        candidate: a verified schedule of these.
+        candidate: a verified schedule of these ops.
         tensors: the program's arguments.
-        bound: which of them a captured graph may use where they are.
-        restore: puts back those that it writes: a capture is warmed up.
+        bound: which of them a captured graph may read in place.
+        restore: restores mutated arguments after the warm-up of a capture.
 
     Raises:
         CaptureError: the capture failed.
@@ -243,9 +243,9 @@ def build(
         run = UncastRun(run)
     if not candidate.captured:
         return run
-    draws = any(op.orders for op in graph.ops.values())  # what has unknown effects may draw as well
+    random = any(op.orders for op in graph.ops.values())  # ops with unknown effects may be random too
     device, writes = torch.device(program.device), written(program, graph)
-    return CapturedGraph(run, tensors, bound, writes, device, draws=draws, restore=restore)
+    return CapturedGraph(run, tensors, bound, writes, device, random=random, restore=restore)
 
 
 def written(program: Program, graph: OpGraph) -> tuple[bool, ...]:
@@ -255,7 +255,7 @@ def written(program: Program, graph: OpGraph) -> tuple[bool, ...]:
 
 
 def repeatable(program: Program, graph: OpGraph) -> bool:
-    """Whether running a program once more than asked changes nothing that anybody can see."""
+    """Whether an additional run of a program has no visible side effects."""
     checks = {node.name for node in program.module.graph.nodes if only_checks(node)}
     return not any(written(program, graph)) and not any(
         op.orders for name, op in graph.ops.items() if name not in checks
@@ -263,7 +263,7 @@ def repeatable(program: Program, graph: OpGraph) -> bool:
 
 
 def has_integers(program: Program) -> bool:
-    """Whether a program is given integers, or makes some: they may be indices. Its own state does not count."""
+    """Whether a program computes with integers, which may be indices. Its parameters and buffers do not count."""
     state = {p.name for p in program.placeholders if p.role is not Role.INPUT}
     values = (node.meta.get("val") for node in program.module.graph.nodes if node.name not in state)
     dtypes = {value.dtype for each in values for value in tree_leaves(each) if isinstance(value, Tensor)}
@@ -271,33 +271,36 @@ def has_integers(program: Program) -> bool:
 
 
 def detached(program: Program) -> tuple[int, ...]:
-    """Positions of the inputs that an output may be a detached view of."""
+    """Positions of the inputs of which an output may be a detached view."""
     graph = program.module.graph
-    looks = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+    views = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     returned = [node for node in graph.output_node().all_input_nodes if node.op != "placeholder"]
-    places = _storages(looks) & _storages(returned)
+    storages = _storages(views) & _storages(returned)
     arguments = zip(program.placeholders, graph.find_nodes(op="placeholder"), strict=True)
-    found = (item.role is Role.INPUT and not places.isdisjoint(_storages([node])) for item, node in arguments)
-    return tuple(at for at, is_found in enumerate(found) if is_found)
+    return tuple(
+        at
+        for at, (item, node) in enumerate(arguments)
+        if item.role is Role.INPUT and not storages.isdisjoint(_storages([node]))
+    )
 
 
 def _storages(nodes: Iterable[fx.Node]) -> set[int]:
-    """Those that the values of nodes are in; sparse tensors are in none."""
+    """The storages of the values of nodes; sparse tensors have none."""
     return {storage for node in nodes for storage in storages_in(value_of(node))}
 
 
 def interleaved(timers: Sequence[Callable[[], float]], hopeless: float = _HOPELESS) -> list[float]:
     """Call timers in turn for some rounds, and return the median of each.
 
-    Stops early when the time is up, or when the last one is far behind the first: in each of three rounds, by a factor
-    of ``hopeless``.
+    Stops early when the time is up, or when the last timer was slower than the first by a factor of ``hopeless`` in
+    each of three rounds.
 
     Example:
         >>> interleaved([lambda: 2.0, lambda: 5.0])
         [2.0, 5.0]
     """
     rounds: list[list[float]] = []
-    end = time.perf_counter() + _DUEL_S
+    end = time.perf_counter() + _MAX_COMPARISON_S
     while len(rounds) < _ROUNDS and (len(rounds) < 3 or time.perf_counter() < end):
         rounds.append([timer() for timer in timers])
         if len(rounds) == 3 and min(r[-1] for r in rounds) > hopeless * max(r[0] for r in rounds):
@@ -306,10 +309,9 @@ def interleaved(timers: Sequence[Callable[[], float]], hopeless: float = _HOPELE
 
 
 def _timer(execution: Execution, tensors: Sequence[Tensor], device: str, restore: Restore) -> Callable[[], float]:
-    """A function that runs something a few times and returns the µs of one run.
+    """A function that runs an execution several times and returns the µs of one run.
 
-    What it writes is put back before each run, by no part of its time. A round takes no longer for that: there are
-    fewer runs.
+    Mutated arguments are restored before each run, outside of the measured time.
     """
     run = execution.replay if isinstance(execution, CapturedGraph) else partial(execution, *tensors)
     clock = _host_us if device == "cpu" else partial(_device_us, device)
@@ -334,7 +336,7 @@ def _host_us(run: Callable[[], object], runs: int) -> float:
 
 
 def _host_us_alone(run: Callable[[], object], runs: int, restore: Restore) -> float:
-    """What a run takes, µs, without what comes before each."""
+    """The µs of one run, without restoring."""
     times_us = []
     for _ in range(runs):
         restore()
@@ -351,7 +353,7 @@ def _device_us(device: str, run: Callable[[], object], runs: int) -> float:
 
 
 def _device_us_alone(device: str, run: Callable[[], object], runs: int, restore: Restore) -> float:
-    """What a run takes, µs, without what comes before each; the host waits after the last only."""
+    """The µs of one run, without restoring; the host synchronizes after the last run only."""
     events = []
     for _ in range(runs):
         restore()
@@ -360,7 +362,7 @@ def _device_us_alone(device: str, run: Callable[[], object], runs: int, restore:
 
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
-"""Of a start and an end."""
+"""Start and end."""
 
 
 def _between_events(device: str, run: Callable[[], object]) -> Events:
@@ -373,6 +375,6 @@ def _between_events(device: str, run: Callable[[], object]) -> Events:
 
 
 def _elapsed_us(events: Sequence[Events]) -> float:
-    """The sum of what lies between them, once the last one has come."""
+    """The sum of the times between starts and ends, once the last one is reached."""
     events[-1][1].synchronize()
     return sum(float(start.elapsed_time(end)) for start, end in events) * 1e3

@@ -1,10 +1,10 @@
-"""From a traced program to what runs it: planned, built and measured, at one level of kernels or the better of two.
+"""Tune a program: choose its level of kernels and its schedule by measuring, or take an earlier process's choice.
 
-chosen before? ──▶ still right, and faster than one stream? ──▶ that
+chosen before? ──▶ still correct, and faster than one stream? ──▶ run it
 │ no                            │ no
-ATen ops ──▶ fuse ──▶ plan, measure ──▶ faster than ATen's ops one after another? ──▶ that
-│          └── refused                              │ no
-└──────────────┴───────────────────────────────────┴──▶ plan, measure ATen's ops too: the faster
+ATen ops ──▶ fuse ──▶ plan, measure ──▶ faster than the ATen ops one after another? ──▶ run fused kernels
+│          └── fails                                │ no
+└──────────────┴───────────────────────────────────┴──▶ plan and measure the ATen ops too: run the faster
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tuned:
-    """A program that is ready to run.
+    """A program with its fastest schedule.
 
     Attributes:
-        program: in ops of the level that was chosen.
-        priced: its graph and costs.
-        selection: what runs, and what was measured.
-        refusals: why it is not something better.
-        chosen_on: when it was chosen among all that was considered, if that was earlier.
+        program: at the chosen level of kernels.
+        priced: its op graph and costs.
+        selection: the schedule that runs, and the measured times.
+        refusals: why it is nothing better, for reports.
+        chosen_on: the date of the choice, if an earlier process has made it.
     """
 
     program: Program
@@ -54,65 +54,64 @@ class Tuned:
 
     @property
     def measured_us(self) -> float:
-        """What one run takes, µs."""
+        """The time of one run, µs."""
         return self.selection.chosen.measured_us or 0.0
 
 
 def tune(
     program: Program, arguments: Sequence[Tensor], bound: Sequence[bool], options: Options, stopwatch: Stopwatch
 ) -> Tuned:
-    """Plan and measure a program in the kernels that the options ask for.
+    """Plan and measure a program, with the kernels that the options ask for.
 
-    What was chosen in an earlier process is chosen again, without a search, if it is right and still faster.
+    The choice of an earlier process is taken without a search, if it is correct and still faster than one stream.
 
     Args:
         program: of ATen ops.
-        arguments: its tensors. They, and the generators of random numbers, are as before when this returns.
-        bound: which of them a captured graph may use where they are.
+        arguments: its tensors. They and the random number generators are restored before this returns.
+        bound: which of them a captured graph may read in place.
         options: how to schedule.
-        stopwatch: is told what took how long.
-
+        stopwatch: records the seconds of each stage.
     """
-    given = (program, arguments, bound, options, stopwatch)
+    task = (program, arguments, bound, options, stopwatch)
     key = choice_key(program, options, stopwatch)
     if not key:
-        return _tuned(*given, keep=lambda tuned: tuned)
-    before, notes = read(key)
-    tuned = (before and _again(*given, before)) or _tuned(*given, keep=partial(_kept, key))
+        return _search(*task, keep=lambda tuned: tuned)
+    choice, notes = read(key)
+    tuned = (choice and _retake(*task, choice)) or _search(*task, keep=partial(_kept, key))
     return replace(tuned, refusals=(*notes, *tuned.refusals))
 
 
-def _again(
+def _retake(
     program: Program,
     arguments: Sequence[Tensor],
     bound: Sequence[bool],
     options: Options,
     stopwatch: Stopwatch,
-    before: Choice,
+    choice: Choice,
 ) -> Tuned | None:
-    """What was chosen before, if it is right and still faster than ops one after another."""
-    remarks: tuple[Decision, ...] = ()
+    """An earlier choice, if it is correct and still faster than ops one after another."""
+    notes: tuple[Decision, ...] = ()
     try:
-        if before.level == "inductor":
-            program, remarks = fused_here(program, options.inductor_options, arguments, stopwatch)
+        if choice.level == "inductor":
+            program, notes = fused_here(program, options.inductor_options, arguments, stopwatch)
         with on_copies(program, arguments, bound) as arguments:
             priced = price_program(program, options, stopwatch, tensors=arguments)
-            candidates = candidates_again(priced, options, before.schedule, stopwatch)
+            candidates = candidates_again(priced, options, choice.schedule, stopwatch)
             with stopwatch("select"), undone(arguments, written(program, priced.graph), program.devices) as restore:
                 selection = select(program, priced.graph, candidates, arguments, bound, restore)
-    except Exception as error:  # whatever it is, there is still all to choose from
+    except Exception as error:  # then search
         log.debug("what was chosen before is not chosen again: %s", first_line(error))
         return None
     if selection.chosen is not selection.candidates[-1]:
         return None
-    return Tuned(program, priced, selection, (*remarks, *before.refusals), before.date)
+    return Tuned(program, priced, selection, (*notes, *choice.refusals), choice.date)
 
 
 def _kept(key: str, tuned: Tuned) -> Tuned:
-    """What was chosen, kept for the next process if it was captured and nothing else might win there."""
+    """The tuned program; its choice is written for later processes if they would choose the same."""
     chosen = tuned.selection.chosen
     limits = {candidate.limit for candidate in tuned.selection.candidates}
-    # One that found too little free memory, or no time while one stream was all there was, may do so this time only.
+    # A candidate that found too little free memory, or no time to be measured, may win in another process.
     if not chosen.captured or Limit.DEVICE in limits or (chosen.schedule.streams == 1 and Limit.TIME in limits):
         return tuned
     refusals = tuple(refusal for refusal in tuned.refusals if refusal.choice == "not fused")
@@ -120,7 +119,7 @@ def _kept(key: str, tuned: Tuned) -> Tuned:
     return replace(tuned, refusals=(*tuned.refusals, *write(key, choice)))
 
 
-def _tuned(
+def _search(
     program: Program,
     arguments: Sequence[Tensor],
     bound: Sequence[bool],
@@ -128,24 +127,24 @@ def _tuned(
     stopwatch: Stopwatch,
     keep: Callable[[Tuned], Tuned],
 ) -> Tuned:
-    """What is chosen among all that there is to choose from; it is kept where nothing failed on the way."""
+    """The fastest of all candidates. ``keep`` is called with it unless something failed on the way."""
 
     def planned(program: Program, options: Options) -> Tuned:
         return _planned(program, arguments, bound, options, stopwatch)
 
     if options.kernels == "eager" or (options.kernels == "auto" and program.device == "cpu"):
         unfused = keep(planned(program, options))
-        return _because(unfused, _SETTINGS_OF_NO_USE) if options.inductor_options else unfused
+        return _not_fused(unfused, _SETTINGS_OF_NO_USE) if options.inductor_options else unfused
     fused, reason = _fused(planned, program, arguments, options, stopwatch)
     if fused is None:
-        return _because(planned(program, options), reason)
+        return _not_fused(planned(program, options), reason)
     if options.kernels == "inductor":
         return keep(fused)
     try:
         better = _better(planned, program, fused, options)
     except Exception as error:  # out of memory, above all: there are up to three graphs
-        alone = Decision("", "fused", f"ops as they are could not be measured beside it: {first_line(error)}")
-        return replace(fused, refusals=(*fused.refusals, alone))
+        reason = f"ops as they are could not be measured beside it: {first_line(error)}"
+        return replace(fused, refusals=(*fused.refusals, Decision("", "fused", reason)))
     return keep(better)
 
 
@@ -160,42 +159,42 @@ Planned = Callable[[Program, Options], Tuned]
 def _fused(
     planned: Planned, program: Program, arguments: Sequence[Tensor], options: Options, stopwatch: Stopwatch
 ) -> tuple[Tuned | None, str]:
-    """The program in fused kernels, or why not. Whatever failed is forgotten: what comes next may need its memory."""
+    """The program in fused kernels, or why not. Errors are not kept, since their tracebacks hold memory."""
     try:
-        kernels, remarks = fused_here(program, options.inductor_options, arguments, stopwatch)
+        kernels, notes = fused_here(program, options.inductor_options, arguments, stopwatch)
     except FusionError as error:
         return None, str(error)
     try:
         fused = planned(kernels, options)
-        return replace(fused, refusals=(*remarks, *fused.refusals)), ""
+        return replace(fused, refusals=(*notes, *fused.refusals)), ""
     except Exception as error:
         return None, f"TorchInductor's kernels do not run: {first_line(error)}"
 
 
 def _better(planned: Planned, program: Program, fused: Tuned, options: Options) -> Tuned:
-    """Fused kernels or ops as they are. All schedules of the latter are tried only if one of their own comes close."""
-    plain_us = planned(program, replace(options, policy="sequential", costs="roofline")).measured_us
-    if _beats(fused, plain_us):
+    """The faster of fused kernels and ATen ops. The latter are scheduled only if they are fast one after another."""
+    sequential_us = planned(program, replace(options, policy="sequential", costs="roofline")).measured_us
+    if _beats(fused, sequential_us):
         return fused
     unfused = planned(program, options)
     if _beats(fused, unfused.measured_us):
         return fused
     times = f"{fused.measured_us:.1f} µs, which is not {MARGIN:.0%} less than {unfused.measured_us:.1f} µs"
-    return _because(unfused, f"fused, it takes {times} as it is")
+    return _not_fused(unfused, f"fused, it takes {times} as it is")
 
 
 def _beats(fused: Tuned, other_us: float) -> bool:
     return fused.measured_us < other_us * (1 - MARGIN)
 
 
-def _because(tuned: Tuned, reason: str) -> Tuned:
+def _not_fused(tuned: Tuned, reason: str) -> Tuned:
     return replace(tuned, refusals=(Decision("", "not fused", reason), *tuned.refusals))
 
 
 def _planned(
     program: Program, arguments: Sequence[Tensor], bound: Sequence[bool], options: Options, stopwatch: Stopwatch
 ) -> Tuned:
-    """Plan, build and measure, on copies of the inputs; the model's state and the generators are put back."""
+    """Plan and measure on copies of the inputs; the model's state and the random number generators are restored."""
     with on_copies(program, arguments, bound) as arguments:
         priced = price_program(program, options, stopwatch, tensors=arguments)
         graph = priced.graph
@@ -203,7 +202,7 @@ def _planned(
         def selected(capture: bool) -> Selection:
             candidates = candidates_for(priced, options, capture, stopwatch)
             with stopwatch("select"), undone(arguments, written(program, graph), program.devices) as restore:
-                # What writes is put back before each run: variants of a step of training would take all of the time.
+                # Mutated inputs are restored before each run: measuring variants of training steps would take too long.
                 varied = (
                     _no_variants
                     if any(written(program, graph))
@@ -212,8 +211,8 @@ def _planned(
                 return select(program, graph, candidates, arguments, bound, restore, stopwatch.left(options), varied)
 
         if options.cuda_graph is False or graph.device == "cpu":
-            asked = options.cuda_graph is True
-            return Tuned(program, priced, selected(capture=False), (_NOTHING_TO_CAPTURE,) if asked else ())
+            refusals = (_NOTHING_TO_CAPTURE,) if options.cuda_graph is True else ()
+            return Tuned(program, priced, selected(capture=False), refusals)
         refusals = priced.refusals
         if not refusals:
             try:
@@ -225,12 +224,12 @@ def _planned(
 
 @contextmanager
 def on_copies(program: Program, arguments: Sequence[Tensor], bound: Sequence[bool]) -> Iterator[list[Tensor]]:
-    """Copies of the inputs beside the model's own tensors, for runs without gradients, autocast as it was traced.
+    """Yield the arguments with copies of the inputs, without gradients, and in the autocast mode of the trace.
 
     Args:
-        program: that is to run.
+        program: to run.
         arguments: of it.
-        bound: which of them are the model's own.
+        bound: which of them are the model's tensors, which are not copied.
     """
     copied = [index for index, is_bound in enumerate(bound) if not is_bound]
     with torch.inference_mode(False), torch.no_grad(), without_autocast(program.level):

@@ -1,1 +1,1 @@
-"""What every room uses: locks, storages, schemas, seconds by stage."""
+"""Helpers for all packages: locks, storages of tensors, operator schemas, seconds by stage."""

@@ -1,4 +1,4 @@
-"""Keeping Python's cyclic garbage collector out of the way."""
+"""Pausing Python's cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect no cyclic garbage inside; what reference counting frees is freed as ever.
+    """Collect no cyclic garbage inside. Reference counting works as usual.
 
     Example:
         >>> with paused():

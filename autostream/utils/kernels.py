@@ -7,17 +7,17 @@ from typing import Any
 
 
 class Kernel:
-    """A compiled kernel: what calls it in an fx graph, and what it does to the tensors that it is given.
+    """A compiled kernel as a call target in an fx graph, which prints it by its name.
 
-    Two kernels are the same only if they are one object. fx prints a call of it by its name.
+    Kernels are compared by identity.
 
     Args:
         name: e.g. ``"triton_poi_fused_relu_0"``.
         launch: launches it on the current stream; takes tensors and numbers, returns nothing.
-        written: positions of the arguments that it writes.
+        written: positions of the arguments that it mutates.
         overwritten: those of them that it does not read.
-        content: what tells it from others of that name in every process, such as its source code.
-        recipe: what makes it again in another process, as JSON has it; ``None`` where nothing does.
+        content: distinguishes it from kernels with the same name, in every process, e.g. its source code.
+        recipe: JSON from which another process can make it, or ``None``.
 
     Example:
         >>> import torch

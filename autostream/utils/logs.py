@@ -1,4 +1,4 @@
-"""``AUTOSTREAM_LOG=debug``: each stage with its seconds, for those who want to hear nothing else of PyTorch's."""
+"""Logging for ``AUTOSTREAM_LOG=debug``, which shows the stages of autostream without PyTorch's logs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from autostream.options import log_level
 
 
 def start() -> None:
-    """Print what autostream logs to the standard error, from the level on that the environment asks for.
-
-    Without it, messages go where the program's own do, or where ``TORCH_LOGS`` has them go.
+    """Log to standard error from the level in ``AUTOSTREAM_LOG``. Without it, the program's logging applies.
 
     Raises:
         OptionError: there is no such level.
@@ -21,4 +19,4 @@ def start() -> None:
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         log.addHandler(handler)
         log.setLevel(level)
-        log.propagate = False  # once is enough
+        log.propagate = False  # messages would appear twice

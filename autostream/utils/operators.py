@@ -1,4 +1,4 @@
-"""What an operator's schema and tags, and the values of a trace, say of a call of it."""
+"""Operator schemas and tags: arguments by name, mutated arguments, random operators, data-dependent numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def base_name(target: OpOverload) -> str:
 
 
 def written_names(target: OpOverload) -> tuple[str, ...]:
-    """The names of the arguments that the schema says are written.
+    """The names of the arguments that are mutated, by the schema.
 
     Example:
         >>> import torch
@@ -42,7 +42,7 @@ def written_names(target: OpOverload) -> tuple[str, ...]:
 
 
 def written_arguments(node: fx.Node, target: OpOverload) -> list[fx.Node]:
-    """The nodes that a call writes to, by its schema, those in lists among them.
+    """The nodes that a call mutates, by its schema, including those in lists.
 
     Example:
         >>> from torch import fx, ops
@@ -59,9 +59,9 @@ def written_arguments(node: fx.Node, target: OpOverload) -> list[fx.Node]:
 
 
 def is_unknown(value: object) -> bool:
-    """Whether a value in a trace is a number that only a run tells: asked of the device, or computed from such.
+    """Whether a value in a trace is a data-dependent number, which is known only at run time.
 
-    Sizes of inputs are numbers as they are in what is traced.
+    Sizes of inputs are constants of a trace.
 
     Example:
         >>> is_unknown(3.0)
@@ -71,16 +71,16 @@ def is_unknown(value: object) -> bool:
 
 
 def symbols_of(number: Any) -> frozenset[str]:
-    """The names of what a number that only a run tells is computed from.
+    """The names of the symbols that a data-dependent number is computed from.
 
     Args:
-        number: one for which :func:`is_unknown` holds.
+        number: a value for which :func:`is_unknown` is true.
     """
     return frozenset(map(str, number.node.expr.free_symbols))
 
 
 def draws(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers.
+    """Whether a call generates random numbers.
 
     Args:
         target: the operator.
@@ -99,5 +99,5 @@ def draws(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
         return False
     if arguments.get("dropout_p") == 0 or arguments.get("dropout") == 0:
         return False
-    # With p=0 the dropouts return their argument, but native_dropout and bernoulli draw.
+    # With p=0 dropouts return their argument, but native_dropout and bernoulli advance the generator.
     return not ("train" in arguments and arguments.get("p") == 0 and base_name(target) != "native_dropout")

@@ -1,4 +1,4 @@
-"""Seconds by stage: what a report says that preparing took, and what is left of the time for tuning."""
+"""Seconds by stage, for reports, and for the limit on tuning time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autostream.options import Options
 log = logging.getLogger(__name__)
 
 TUNING = ("price", "search", "select")
-"""The stages that ``tuning_seconds`` are for."""
+"""The stages that ``tuning_seconds`` limits."""
 
 
 @dataclass(slots=True)
@@ -34,5 +34,5 @@ class Stopwatch:
             log.debug("%s: %.3f s", stage, seconds)
 
     def left(self, options: Options) -> float:
-        """What remains of the seconds for tuning, 0 or more."""
+        """The remaining seconds for tuning, at least 0."""
         return max(0.0, options.tuning_seconds - sum(self.seconds.get(stage, 0.0) for stage in TUNING))

@@ -1,4 +1,4 @@
-"""Which tensors share memory, and which bytes of it they take."""
+"""Storages of tensors: identity, the bytes that a tensor covers, overlap and layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What identifies a tensor's storage while any tensor of it lives; fake and empty tensors have one as well.
+    """The identity of a tensor's storage, valid while a tensor of it is alive; also of fake and empty tensors.
 
-    ``_cdata`` is private to PyTorch (seen in 2.11 and 2.13). Its public relative, the storage's address, is the same
-    for all storages without memory.
+    ``_cdata`` is private to PyTorch (seen in 2.11 and 2.13). The public ``data_ptr`` is the same for all storages
+    without memory.
 
     Example:
         >>> import torch
@@ -26,25 +26,25 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def byte_offset(tensor: Tensor) -> int:
-    """Where in its storage a tensor's first element is."""
+    """The offset of a tensor's first element in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """First byte and the byte after the last of what a tensor covers in its storage.
+    """The first byte that a tensor covers in its storage, and the byte after the last one.
 
     Example:
         >>> import torch
         >>> span_of(torch.empty(8, dtype=torch.float32)[1::2])
         (4, 32)
     """
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = byte_offset(tensor)
-    return start, start + (reach + 1) * tensor.element_size() if tensor.numel() else start
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
 
 
 def share_bytes(tensors: Iterable[Tensor]) -> bool:
-    """Whether two of some tensors may have a byte in common: what they cover in one storage overlaps.
+    """Whether the spans of two of some tensors overlap in one storage.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ def share_bytes(tensors: Iterable[Tensor]) -> bool:
 
 
 def layout_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides that decide where an element is.
+    """The strides of dimensions with more than one element.
 
     Example:
         >>> import torch
@@ -69,7 +69,7 @@ def layout_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether two of a tensor's elements may share a place in memory."""
+    """Whether two elements of a tensor may have the same address."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -80,7 +80,7 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Whether between the first and the last of a tensor's elements there is memory that belongs to none of them.
+    """Whether there is memory between a tensor's first and last element that belongs to none of its elements.
 
     Example:
         >>> import torch
@@ -97,5 +97,5 @@ def has_gaps(tensor: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill the span that it covers, so that ``clone`` keeps its strides."""
+    """Whether a tensor has no overlaps and no gaps, so that ``clone`` preserves its strides."""
     return not overlaps(tensor) and not has_gaps(tensor)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autostream.errors import CaptureError
 from autostream.runtime.cuda_graph import CapturedGraph, GraphPool, GraphPools
-from autostream.tuning.recapture import pooled
+from autostream.tuning.recapture import captured_into_pool
 from autostream.tuning.select import Selection
 from autostream.tuning.tune import Tuned
 
@@ -27,7 +27,7 @@ class Pool(GraphPool):
     def __init__(self) -> None:
         self.failed, self.lock = False, threading.Lock()
 
-    def begin_turn(self) -> None:
+    def wait_for_last_call(self) -> None:
         pass
 
 
@@ -36,7 +36,7 @@ class Graph(CapturedGraph):
 
     def __init__(self, *static: Tensor, written: Sequence[bool], pool: GraphPool) -> None:
         self.device, self.written, self.pool = torch.device("cpu"), tuple(written), pool
-        self.static, self.bound, self.lent = dict(enumerate(static)), (), frozenset()
+        self.static, self.bound, self.shared = dict(enumerate(static)), (), frozenset()
         self.failure: Exception | None = None
 
     def __del__(self) -> None:
@@ -67,8 +67,8 @@ def tuned(execution: Any) -> Tuned:
 def test_the_first_graph_brings_the_pool_in_which_the_others_are_captured_again() -> None:
     first, second = (Graph(t(2), written=[False], pool=Pool()) for _ in range(2))
     pools = GraphPools()
-    assert pooled(tuned(first), [t(2)], pools).selection.execution is first
-    found = pooled(tuned(second), [t(2)], pools).selection.execution
+    assert captured_into_pool(tuned(first), [t(2)], pools).selection.execution is first
+    found = captured_into_pool(tuned(second), [t(2)], pools).selection.execution
     assert isinstance(found, Graph)
     assert found.pool is first.pool
     assert found.static[0] is second.static[0]
@@ -80,7 +80,7 @@ def test_capturing_again_puts_everything_back() -> None:
     pools[first.device] = first.pool
     generator = torch.get_rng_state()
     graph = Graph(state, written=[True], pool=Pool())
-    pooled(tuned(graph), [state], pools)
+    captured_into_pool(tuned(graph), [state], pools)
     assert torch.equal(graph.restored[0], t(4)), "in between too"
     assert torch.equal(state, t(4))
     assert torch.equal(torch.get_rng_state(), generator)
@@ -91,7 +91,7 @@ def test_what_an_earlier_call_left_in_static_tensors_is_not_captured_with() -> N
     pools, first = GraphPools(), Graph(written=[], pool=Pool())
     pools[first.device] = first.pool
     graph = Graph(torch.full((4,), 9.0), written=[False], pool=Pool())
-    pooled(tuned(graph), [t(4)], pools)
+    captured_into_pool(tuned(graph), [t(4)], pools)
     assert torch.equal(graph.found[0], t(4))
 
 
@@ -102,14 +102,14 @@ def test_a_graph_that_cannot_join_the_others_stays_where_it_is_and_says_why(fail
     """A pool in which a capture has failed takes no other: later ones join this one. What fails before is no reason."""
     first, second, third = (Graph(t(2), written=[False], pool=Pool()) for _ in range(3))
     pools = GraphPools()
-    pooled(tuned(first), [t(2)], pools)
+    captured_into_pool(tuned(first), [t(2)], pools)
     second.failure = failure
-    alone = pooled(tuned(second), [t(2)], pools)
+    alone = captured_into_pool(tuned(second), [t(2)], pools)
     assert alone.selection.execution is second
     (refusal,) = alone.refusals
     assert refusal.choice == "memory of its own"
     assert refusal.reason.endswith("Error: no way")
-    joined = pooled(tuned(third), [t(2)], pools).selection.execution
+    joined = captured_into_pool(tuned(third), [t(2)], pools).selection.execution
     assert isinstance(joined, Graph)
     assert joined.pool is (first, second)[host].pool
 
@@ -118,14 +118,14 @@ def test_a_pool_that_has_failed_since_is_not_tried() -> None:
     """As by weights that have moved."""
     first, second = (Graph(t(2), written=[False], pool=Pool()) for _ in range(2))
     pools = GraphPools()
-    pooled(tuned(first), [t(2)], pools)
+    captured_into_pool(tuned(first), [t(2)], pools)
     first.pool.failed = True
-    alone = pooled(tuned(second), [t(2)], pools)
+    alone = captured_into_pool(tuned(second), [t(2)], pools)
     assert (alone.selection.execution, alone.refusals) == (second, ())
     assert pools[second.device] is second.pool
 
 
 def test_what_is_not_captured_needs_no_pool() -> None:
     pools, given = GraphPools(), tuned(lambda x: (x,))
-    assert pooled(given, [t(2)], pools) is given
+    assert captured_into_pool(given, [t(2)], pools) is given
     assert not pools

@@ -443,10 +443,10 @@ class Captured:
 @pytest.mark.parametrize(
     ("writes", "orders", "expected"),
     [
-        ((), (), {"written": (False, False), "draws": False}),
-        (("y",), (), {"written": (False, True), "draws": False}),
-        ((), ("rng",), {"written": (False, False), "draws": True}),
-        ((), ("world",), {"written": (False, False), "draws": True}),
+        ((), (), {"written": (False, False), "random": False}),
+        (("y",), (), {"written": (False, True), "random": False}),
+        ((), ("rng",), {"written": (False, False), "random": True}),
+        ((), ("world",), {"written": (False, False), "random": True}),
     ],
 )
 def test_a_captured_graph_is_told_what_it_writes_and_whether_it_draws(
