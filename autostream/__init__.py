@@ -3,12 +3,12 @@
 fast = autostream.optimize(model)      # same module, same outputs
 with torch.inference_mode():
     y = fast(x)
-print(autostream.explain(fast))        # what runs beside what, what it gained, and why not more
+print(autostream.explain(fast))        # what runs in parallel, how much faster that is, and why not more
 
 step = autostream.train_step(model, optimizer, loss_fn)    # forward, loss, backward, optimizer: one graph
 loss = step(x, y)
 
-both = autostream.Parallel(left, right)                    # side by side, explicitly
+both = autostream.Parallel(left, right)                    # side by side, by hand
 
 for batch in autostream.prefetch(loader, "cuda"):          # the next ones are copied meanwhile
     ...

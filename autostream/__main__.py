@@ -1,4 +1,4 @@
-"""``python -m autostream`` is ``autostream``."""
+"""``python -m autostream`` runs the command line, as ``autostream`` does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``optimize``, and the module that it returns."""
+"""``optimize``, and ``OptimizedModule``, which it returns."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def optimize(
     dynamic: Mapping[str, Mapping[int, Bucket]] | None = None,
     **options: Any,
 ) -> OptimizedModule:
-    """Make a model that computes the same, its independent ops side by side on device streams where that is faster.
+    """Optimize a model: it computes the same, with independent ops side by side on device streams where that is faster.
 
-    A schedule is made for each signature (structure, shapes, dtypes, devices, train or eval, …) that the model is
-    called with, and only kept where it was measured to be faster than running one op after another. Where the model
-    cannot be traced, it runs as it is. :func:`autostream.explain` tells what was done and why.
+    The model is scheduled once for each signature (structure, shapes, dtypes, devices, train or eval, …) that it is
+    called with. Several streams are only used if they were measured to be faster than one. A model that cannot be
+    traced runs eagerly. :func:`autostream.explain` reports what was done and why.
 
     Args:
         model: a module, or a function of tensors; modules that the function refers to by name become submodules.
-        example_inputs: the positional arguments to prepare for now, without gradients; a single tensor stands for
-            itself. Without them, preparation happens in the first call.
-        example_kwargs: the keyword arguments to prepare for.
-        dynamic: by the name of an argument, its dimensions that may be padded, each with a
+        example_inputs: the positional arguments to compile for now, without gradients; a tensor alone is the only one.
+            Without them, the first call compiles.
+        example_kwargs: the keyword arguments to compile for.
+        dynamic: for arguments by name, the dimensions that may be padded, each with a
             :class:`~autostream.Bucket`, as in ``{"tokens": {1: Bucket("length", 512)}}``. Calls of all lengths
-            up to a bucket's size share its schedule, and outputs are cut back. Whoever writes it says that this is
-            safe: nothing may depend on what was filled up. It is tried once for each bucket; calls that cannot be
+            up to a bucket's size share its schedule, and outputs are cut back. By passing it, you promise that
+            this is safe: nothing may depend on the padding. It is tried once for each bucket; calls that cannot be
             padded run at their own shape, and the report says why.
         **options: see :class:`~autostream.options.Options`.
 
@@ -52,8 +52,8 @@ def optimize(
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.
-        TargetError: ``model`` is neither a module nor a function, the example inputs are no sequence, they lie on
-            another device than the model, or the model itself fails at them.
+        TargetError: ``model`` is neither a module nor a function, the example inputs are no sequence or are on
+            another device than the model, or the model itself fails with them.
         TraceError: with ``strict=True``, the model cannot be traced.
 
     Example:
@@ -83,10 +83,10 @@ def optimize(
 
 
 def _examples(inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments from what the caller gave.
+    """Positional and keyword arguments from the example inputs.
 
     Raises:
-        TargetError: it is something else.
+        TargetError: they have another type.
     """
     if not isinstance(inputs, (Tensor, list, tuple, type(None))):
         hint = ": use example_kwargs for keyword arguments" if isinstance(inputs, Mapping) else ""
@@ -99,14 +99,13 @@ def _examples(inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 class OptimizedModule(nn.Module):
-    """A model and its schedules, one for each signature that it was called with.
+    """A model with its schedules, one for each signature that it was called with.
 
-    It has its model's parameters, buffers and submodules for its own, under the same names, so ``state_dict``,
-    ``parameters``, ``to``, ``train`` and ``load_state_dict`` act on the model. Other attributes are looked up there.
+    It has the model's parameters, buffers and submodules under the same names, so ``state_dict``, ``parameters``,
+    ``to``, ``train`` and ``load_state_dict`` act on the model. Other attributes are looked up in the model.
 
-    What the model does not have under these names itself is autostream's: ``prepare(*args, **kwargs)``,
-    ``static_inputs(*args, **kwargs)``, ``lowered(*args, **kwargs)`` and ``reports``, as
-    :class:`~autostream.dispatch.dispatcher.Dispatcher` describes them.
+    Unless the model has attributes of these names, ``prepare(*args, **kwargs)``, ``static_inputs(*args, **kwargs)``,
+    ``lowered(*args, **kwargs)`` and ``reports`` are those of :class:`~autostream.dispatch.dispatcher.Dispatcher`.
 
     Args:
         dispatcher: runs the model's calls.
@@ -122,24 +121,24 @@ class OptimizedModule(nn.Module):
     """
 
     _autostream: Dispatcher
-    """All that is ours: any other name could be one of the model's."""
+    """The only attribute of this class: any other name could be one of the model's."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         check_settings(dispatcher.options.inductor_options)
         check_level(dispatcher.options.kernels)
         super().__init__()
-        own = self.__dict__
-        own |= {name: getattr(dispatcher.model, name) for name in _SHARED}  # for those who look into it, as Dynamo does
-        own["_compiled_call_impl"] = None
-        own["_autostream"] = dispatcher
+        attributes = self.__dict__
+        attributes |= {name: getattr(dispatcher.model, name) for name in _SHARED}  # Dynamo reads the dictionary itself
+        attributes["_compiled_call_impl"] = None
+        attributes["_autostream"] = dispatcher
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call hooks and :meth:`forward`, as modules do.
 
-        Not inherited: tracing patches the method of ``nn.Module`` for all threads, and must not see this call.
+        Not inherited: tracing in another thread patches ``nn.Module.__call__``, and must not see this call.
         """
         if (
-            torch.is_grad_enabled()  # hooks of the backward have nothing to do otherwise
+            torch.is_grad_enabled()  # backward hooks are not needed otherwise
             or self._compiled_call_impl
             or self._forward_hooks
             or self._forward_pre_hooks
@@ -148,15 +147,15 @@ class OptimizedModule(nn.Module):
             or torch.compiler.is_dynamo_compiling()
         ):
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
-        return self._autostream(*args, **kwargs)  # what the line above comes to, in fewer frames
+        return self._autostream(*args, **kwargs)  # the same in fewer frames
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
+        """Run the model."""
         if torch.compiler.is_dynamo_compiling():
             return self._autostream.model(*args, **kwargs)
         return self._autostream(*args, **kwargs)
 
-    # What follows makes it a module like the one that it was made of.
+    # The rest delegates to the model.
 
     def train(self, mode: bool = True) -> OptimizedModule:
         """Set the model's mode."""
@@ -165,7 +164,7 @@ class OptimizedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OptimizedModule:
         self._autostream.model._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._autostream.forget()  # graphs hold the memory that the state has just left
+        self._autostream.forget()  # CUDA graphs hold the memory that the state was moved from
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> OptimizedModule:
@@ -174,7 +173,7 @@ class OptimizedModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """The model's."""
         return self._autostream.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,15 +187,15 @@ class OptimizedModule(nn.Module):
         return self._autostream.model._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
-        """Look an attribute up in the model, but not its special methods: a copy would be one of the model alone."""
+        """Look an attribute up in the model, except special methods: ``copy.copy`` would copy the model alone."""
         if "_autostream" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         dispatcher, model = self._autostream, self._autostream.model
-        ours = name in _OURS and (isinstance(model, OptimizedModule) or not hasattr(model, name))
-        return getattr(dispatcher if ours else model, name)
+        delegated = name in _DISPATCHER and (isinstance(model, OptimizedModule) or not hasattr(model, name))
+        return getattr(dispatcher if delegated else model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the model, unless it is one that every module has for itself, such as its hooks."""
+        """Set an attribute of the model, unless each module has one of its own, such as hooks."""
         if name in self.__dict__ or "_autostream" not in self.__dict__:
             object.__setattr__(self, name, value)
         else:
@@ -208,11 +207,11 @@ class OptimizedModule(nn.Module):
 
     def __dir__(self) -> list[str]:
         """All names that can be looked up."""
-        own = super().__dir__()  # type: ignore[no-untyped-call]
-        return sorted({*own, *dir(self._autostream.model), *_OURS})
+        names = super().__dir__()  # type: ignore[no-untyped-call]
+        return sorted({*names, *dir(self._autostream.model), *_DISPATCHER})
 
     def __repr__(self) -> str:
-        """The model's own, wrapped."""
+        """The model's, in parentheses."""
         return f"{type(self).__name__}({self._autostream.model!r})"
 
     def _repr_html_(self) -> str:
@@ -220,12 +219,12 @@ class OptimizedModule(nn.Module):
         return notebook.render(self._autostream.reports) or f"<pre>{escape(repr(self))}</pre>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the model and the options; schedules are made anew."""
+        """Copy and pickle the model and the options, without schedules."""
         hooks = {name: value for name, value in self.__dict__.items() if "_hook" in name}
         return OptimizedModule, (copy.copy(self._autostream),), hooks
 
 
-_OURS = ("prepare", "static_inputs", "lowered", "reports")
+_DISPATCHER = ("prepare", "static_inputs", "lowered", "reports")
 
 _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
@@ -234,7 +233,7 @@ _SHARED = (
 
 
 def _of_the_model(name: str) -> property:
-    """An attribute that is what the model has now: ``del`` of a part of an ``nn.Sequential`` gives it another."""
+    """An attribute that is read from the model each time: deleting a part of an ``nn.Sequential`` replaces it."""
 
     def get(self: OptimizedModule) -> Any:
         return getattr(self._autostream.model, name)

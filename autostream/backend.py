@@ -25,16 +25,16 @@ from autostream.runtime.input_buffers import BufferTable
 def autostream(
     module: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Schedule one graph of Dynamo's, when it is first called.
+    """Compile a graph of Dynamo's, which is scheduled when it is first called.
 
     Args:
         module: the graph.
-        example_inputs: as Dynamo passes them; sizes among them become part of the signature.
+        example_inputs: from Dynamo; sizes among them become part of the signature.
         options: as for :func:`autostream.optimize`.
 
     Returns:
-        What runs in the place of the graph. Where an option is unknown or has a value that is not allowed, its calls
-        raise an :class:`~autostream.errors.OptionError`: of one raised earlier, Dynamo would make pages of its own.
+        A callable that runs the graph. If an option is unknown or has a value that is not allowed, calling it raises
+        an :class:`~autostream.errors.OptionError`; raised earlier, Dynamo would wrap it in an error of its own.
 
     Example:
         >>> import torch
@@ -47,23 +47,23 @@ def autostream(
         chosen = Options.parse(dict(options or {}))
         check_settings(chosen.inductor_options)
         names = names_like(example_inputs)
-        own = [value for value, (role, _) in zip(example_inputs, names, strict=True) if role is not Role.INPUT]
-        check_level(chosen.kernels, own)
+        state = [value for value, (role, _) in zip(example_inputs, names, strict=True) if role is not Role.INPUT]
+        check_level(chosen.kernels, state)
     except OptionError as error:
         return _refusing(str(error))
     return BackendGraph(module, example_inputs, chosen)
 
 
 class BackendGraph(OptimizedCallable):
-    """Runs a graph of Dynamo's; :func:`autostream.explain` tells how.
+    """Runs a graph of Dynamo's; :func:`autostream.explain` takes it.
 
     Args:
         module: the graph.
-        example_inputs: as Dynamo passes them.
+        example_inputs: from Dynamo.
         options: how to schedule.
 
     Attributes:
-        disabled: whether it runs op by op: ``AUTOSTREAM_DISABLE`` was set when this was made.
+        disabled: whether it runs op by op, as ``AUTOSTREAM_DISABLE`` was set when this was made.
     """
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
@@ -71,16 +71,16 @@ class BackendGraph(OptimizedCallable):
         self._compiled: list[CompiledGraph] = []
         self._reason = eager_reason(options, example_inputs)
         self.disabled = disabled()
-        alone = self.disabled or self._reason
-        self._run = op_by_op(module, example_inputs) if alone else run_graph(module, example_inputs, self._make)
+        eager = self.disabled or self._reason
+        self._run = op_by_op(module, example_inputs) if eager else run_graph(module, example_inputs, self._make)
 
     def __call__(self, *values: Any) -> Any:
-        """What the graph returns."""
+        """Run the graph."""
         return self._run(*values)
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """What is known of the graph, or of its forward and its backward."""
+        """The reports of the graph, or one of its forward and its backward."""
         if not self._reason:
             return reports_of_graph("GraphModule", self._compiled)
         refusal = Decision("", "plain", self._reason)

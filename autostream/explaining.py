@@ -1,4 +1,4 @@
-"""``explain``: what is known of what ``optimize`` and ``train_step`` returned."""
+"""``explain``: the reports of what ``optimize`` and ``train_step`` returned, as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autostream.training import TrainStep
 
 
 def reports_of(value: object) -> tuple[Report, ...]:
-    """The reports of what ``optimize`` or ``train_step`` returned; of anything else there are none.
+    """The reports of what ``optimize`` or ``train_step`` returned; none of anything else.
 
     Example:
         >>> reports_of(len)
@@ -24,14 +24,14 @@ def reports_of(value: object) -> tuple[Report, ...]:
 
 
 def explain(optimized: OptimizedModule | TrainStep | OptimizedCallable, *, ops: int | None = 10) -> str:
-    """Say how much faster an optimized module or step is, why not more, what runs beside what, and what to try.
+    """Explain how much faster an optimized module or step is, why not more, what runs in parallel, and what to try.
 
     Args:
-        optimized: what ``optimize`` or ``train_step`` returned, or what runs a graph of ``torch.compile``'s.
+        optimized: what ``optimize`` or ``train_step`` returned, or a graph that ``backend="autostream"`` compiled.
         ops: show this many ops of each signature, the longest ones; ``None`` shows all.
 
     Returns:
-        One report for each signature that it was prepared for or called with, the most recently used first.
+        One report for each signature that it was compiled for, the most recently used first.
 
     Raises:
         TargetError: it is something else.

@@ -1,9 +1,9 @@
-"""The stages in order; read this first.
+"""The stages of the pipeline in order; read this first.
 
     trace ─▶ analyze ─▶ price ─▶ assign ─▶ synchronize ─▶ simulate ─▶ release ─▶ verify
                                                          then, in select.py: lower ─▶ capture ─▶ measure
 
-Everything here is computed from values and runs nothing on a device, but for measured costs.
+Nothing here runs on a device, except to measure costs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.fx import GraphModule
 from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_of
 from autostream.costs.roofline import price
-from autostream.costs.this_device import Remarks, costs_here, profile_here
+from autostream.costs.this_device import costs_here, profile_here
 from autostream.errors import FusionError, OptionError, TargetError, TraceError
+from autostream.frontend.inputs import described
 from autostream.frontend.modules import name_of
-from autostream.frontend.signature import described
 from autostream.frontend.trace import trace
 from autostream.frontend.tree import flatten
 from autostream.fusion.cache import fused_here
@@ -34,6 +34,7 @@ from autostream.runtime.lower import lower
 from autostream.scheduling.cut import cut
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
+from autostream.store import Notes
 from autostream.tuning.budget import exemption
 from autostream.tuning.candidates import Priced, best_of, candidates_for
 from autostream.utils import collector
@@ -41,7 +42,7 @@ from autostream.utils.stopwatch import Stopwatch
 from autostream.version import VERSION
 
 MEASURE_SHARE = 0.5
-"""Of the seconds for tuning, what timing ops may take; ops for which none are left keep their estimates."""
+"""The share of ``tuning_seconds`` for measuring ops; ops that there is no time for keep their estimates."""
 
 
 def price_program(
@@ -51,30 +52,30 @@ def price_program(
     profile: DeviceProfile | None = None,
     tensors: Sequence[Tensor] | None = None,
 ) -> Priced:
-    """From a program to priced ops.
+    """Analyze a program and price its ops.
 
     Args:
         program: the traced model.
         options: which costs to use.
-        stopwatch: is told how long each stage takes.
-        profile: of the device to plan for; by default the program's own.
+        stopwatch: measures the time of the stages.
+        profile: of the device to plan for; by default the program's device.
         tensors: the program's arguments, for measured costs; without them, costs are estimated.
     """
     with stopwatch("analyze"), collector.paused():
         graph = analyze(program)
-    remarks: Remarks = ()
+    notes: Notes = ()
     with stopwatch("price"):
         if profile is None:
-            profile, remarks = profile_here(program.device)
+            profile, notes = profile_here(program.device)
         if tensors is None or not _measures(options, graph):
             with collector.paused():
                 costs = price(graph, profile)
         else:
             budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
             costs, faults = costs_here(program, graph, profile, tensors, budget_s)
-            remarks = (*remarks, *faults)
+            notes = (*notes, *faults)
     refusals = () if graph.device == "cpu" else capture_refusals(graph)
-    return Priced(graph, profile, costs, refusals, tuple(dict.fromkeys(remarks)))
+    return Priced(graph, profile, costs, refusals, tuple(dict.fromkeys(notes)))
 
 
 def _measures(options: Options, graph: OpGraph) -> bool:
@@ -82,7 +83,7 @@ def _measures(options: Options, graph: OpGraph) -> bool:
 
 
 def capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:
-    """Why a CUDA graph cannot hold some of these ops.
+    """Why some of these ops cannot be captured.
 
     Args:
         graph: the ops.
@@ -101,18 +102,18 @@ def plan(
     options: Options,
     profile: DeviceProfile | None = None,
 ) -> Report:
-    """A dry run: what autostream would consider for this model, without running it.
+    """A dry run: plan schedules for this model without running it.
 
     Args:
         model: the module.
         args: positional example inputs.
         kwargs: keyword example inputs.
         options: as for :func:`autostream.optimize`; costs are estimated unless ``costs="measured"``.
-        profile: a device to plan for, which need not be there: what runs on the CPU is planned as if it ran on that.
+        profile: a device to plan for, which need not be available; the model is on the CPU then.
 
     Raises:
-        OptionError: costs are to be measured, or kernels to be fused, for a profile, that is, for a device which need
-            not be there; or fused kernels cannot be had here.
+        OptionError: a profile is given, and costs are to be measured or kernels to be fused, which needs the device; or
+            kernels cannot be fused here.
         TraceError: Dynamo cannot capture the model as one graph.
     """
     if options.costs == "measured" and profile is not None:
@@ -135,7 +136,7 @@ def plan(
     refusals = (*unfused, *priced.refusals, *_in_sections(priced, options))
     return replace(
         planned(name_of(model), label, "dry run", program.level, priced, candidates, best),
-        refusals=(*refusals, *priced.remarks, *exempted),
+        refusals=(*refusals, *priced.notes, *exempted),
         seconds=dict(stopwatch.seconds),
     )
 
@@ -149,15 +150,15 @@ def planned(
     candidates: Sequence[Candidate],
     chosen: Candidate,
 ) -> Report:
-    """The report of a program that was planned, without what could not be done and how long it took.
+    """The report of a planned program, without refusals and times of stages.
 
     Args:
         model: its name.
-        signature: what was planned for.
+        signature: describes the calls.
         mode: what a call runs.
-        level: of the program's ops.
-        priced: these.
-        candidates: all that were considered.
+        level: of the program's kernels.
+        priced: the ops with their costs.
+        candidates: all schedules that were considered.
         chosen: one of them.
     """
     return Report(
@@ -176,7 +177,7 @@ def planned(
 
 
 def _in_sections(priced: Priced, options: Options) -> tuple[Decision, ...]:
-    """What a call would do beside what is planned: the whole, uncaptured."""
+    """A note that a call would be captured in sections, while the plan is for the whole program without a capture."""
     captured = [part for part in cut(priced.graph) if part.captured] if priced.refusals else []
     if options.cuda_graph is False or not captured:
         return ()
@@ -189,7 +190,7 @@ def _in_sections(priced: Priced, options: Options) -> tuple[Decision, ...]:
 def _fused(
     program: Program, options: Options, arguments: Sequence[Tensor], stopwatch: Stopwatch
 ) -> tuple[Program, tuple[Decision, ...]]:
-    """The program in the kernels that are asked for, without running them, and why not, or what went wrong."""
+    """The program with fused kernels, if asked for, without running them; and the reasons why not."""
     if options.kernels == "eager" or (options.kernels == "auto" and program.device == "cpu"):
         return program, ()
     if options.kernels == "auto":
@@ -204,41 +205,41 @@ def _fused(
 
 
 def _device_of(profile: DeviceProfile) -> str:
-    """What to call a device that need not be there."""
+    """The name of the device that a profile describes."""
     return "cpu" if profile == profile_of("cpu") else "cuda:0"
 
 
 def _label(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], device: str | None) -> str:
-    """What is planned for, e.g. ``1x3x224x224:float16 on cuda:0, eval, no gradients``."""
+    """Describes the calls, e.g. ``1x3x224x224:float16 on cuda:0, eval, no gradients``."""
     mode = "train" if model.training else "eval"
     try:
         tensors, _ = flatten((tuple(args), dict(kwargs)))
-    except TraceError:  # Dynamo knows what we do not
+    except TraceError:  # Dynamo may know how to flatten them
         return f"some arguments, {mode}, no gradients"
     return f"{described(tensors, device)}, {mode}, no gradients"
 
 
 def check_one_device(program: Program) -> None:
-    """Refuse a program that has to be scheduled as a whole, and runs on several devices.
+    """Check that a program that cannot be cut runs on one device.
 
     Raises:
-        TraceError: it does.
+        TraceError: it runs on several.
     """
     if program.peers:
         raise TraceError(f"the model uses several devices ({', '.join(program.devices)}); one is scheduled at a time")
 
 
 def program_of(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], report: Report) -> Program:
-    """The program that a dry run planned, to be read.
+    """The program that a dry run planned, for reading.
 
     Args:
         model: the module.
         args: positional example inputs.
         kwargs: keyword example inputs.
-        report: what :func:`plan` made of these.
+        report: of :func:`plan` with these arguments.
 
     Raises:
-        TargetError: it has no schedule of ATen's ops.
+        TargetError: the report has no schedule of ATen ops.
     """
     if report.graph is None or report.chosen is None or report.level != "aten":
         raise TargetError(f'{report.model} has no schedule of ATen\'s ops to show: plan it with kernels="eager"')
@@ -246,11 +247,11 @@ def program_of(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, ob
 
 
 def lowered(program: Program, report: Report) -> GraphModule:
-    """The graph that a dry run's schedule becomes, to be read: its ``code`` has the ops, streams and waits.
+    """The graph that a dry run's schedule is lowered to: its ``code`` has the ops, streams and waits.
 
     Args:
         program: that was planned.
-        report: what :func:`plan` made of it.
+        report: of :func:`plan`.
     """
     assert report.graph is not None
     assert report.chosen is not None
@@ -258,7 +259,7 @@ def lowered(program: Program, report: Report) -> GraphModule:
 
 
 def versions() -> dict[str, str]:
-    """What a result depends on besides the code."""
+    """The versions that a result depends on."""
     return {
         "autostream": VERSION,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Which signatures are worth compiling: those that come again, and others as far as calls have paid for them."""
+"""Which signatures are compiled: those that recur, and new ones as long as enough calls hit the cache."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Generic, TypeVar
 
 Entry = TypeVar("Entry")
 
-FREE = 4
-"""Compilations at first. A model that meets new sizes in call after call would never get its time back."""
+FREE_COMPILATIONS = 4
+"""Compilations before the first cache hit. A model whose sizes change in each call would never win back more."""
 
-SERVED = 16
-"""Calls that are served, for each of which many there may be one compilation more; or calls of one signature that had
-none, after which it may have one."""
+HITS_PER_COMPILATION = 16
+"""Cache hits that pay for one more compilation; also misses of one new signature after which it is compiled."""
 
-WAITING = 64
-"""Signatures of which the calls without an entry are counted: the latest."""
+MISSED_SIGNATURES = 64
+"""How many signatures have their misses counted, the latest ones."""
 
-IDLE = 1000
-"""Calls without one of an entry, after which it may go for another. Compiling takes as long as a thousand calls."""
+COMPILATION_CALLS = 1000
+"""Compiling takes as long as about this many calls. An entry that was not used for longer may be evicted; a signature
+whose guards fail is compiled again after this many misses: 16 would not do, as such guards often fail in each call."""
 
 
 class Admission(Generic[Entry]):
-    """The entries of a model, by key, and how many more may be made.
+    """A cache of compiled entries by signature, which decides whether another one may be compiled.
 
     Args:
         most: how many entries there may be.
@@ -41,56 +41,53 @@ class Admission(Generic[Entry]):
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._credit, self._calls = most, FREE * SERVED, 0
+        self._most, self._credit, self._calls = most, FREE_COMPILATIONS * HITS_PER_COMPILATION, 0
         self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._used: dict[Hashable, int] = {}
-        self._waiting: OrderedDict[Hashable, int] = OrderedDict()
+        self._misses: OrderedDict[Hashable, int] = OrderedDict()
 
-    def served(self, key: Hashable, calls: int = 1) -> None:
-        """An entry has served so many calls."""
+    def hit(self, key: Hashable, calls: int = 1) -> None:
+        """Count calls that the entry of this key has run."""
         if key in self.entries:
             self._calls += calls
             self._used[key] = self._calls
-            self._credit = min(self._credit + calls, FREE * SERVED)
+            self._credit = min(self._credit + calls, FREE_COMPILATIONS * HITS_PER_COMPILATION)
             self.entries.move_to_end(key)
 
-    def unserved(self, key: Hashable) -> None:
-        """A call had no entry, or none that its guards let it have."""
+    def miss(self, key: Hashable) -> None:
+        """Count a call that no entry was compiled for, or only entries whose guards fail."""
         self._calls += 1
-        self._waiting[key] = self._waiting.pop(key, 0) + 1
-        if len(self._waiting) > WAITING:
-            self._waiting.popitem(last=False)
+        self._misses[key] = self._misses.pop(key, 0) + 1
+        if len(self._misses) > MISSED_SIGNATURES:
+            self._misses.popitem(last=False)
 
-    def has_waited(self, key: Hashable) -> bool:
-        """Whether so many calls of this key have had no entry that one more is worth it, whatever was spent before.
-
-        Where there are entries for it whose guards fail, they may fail in call after call.
-        """
-        return self._waiting.get(key, 0) >= (IDLE if key in self.entries else SERVED)
+    def recurs(self, key: Hashable) -> bool:
+        """Whether this key was missed so often that it is worth a compilation, however many there were."""
+        return self._misses.get(key, 0) >= (COMPILATION_CALLS if key in self.entries else HITS_PER_COMPILATION)
 
     def refusal(self, key: Hashable) -> str:
-        """Why no entry is to be made for this key now, or ``""``."""
-        if self._credit < SERVED and not self.has_waited(key):
+        """Why no entry may be compiled for this key now, or ``""``."""
+        if self._credit < HITS_PER_COMPILATION and not self.recurs(key):
             return "one call after the other is of a new kind"
-        if len(self.entries) >= self._most and self._idle() is None:
+        if len(self.entries) >= self._most and self._evictable() is None:
             return "as many signatures as max_signatures allows are compiled"
         return ""
 
     def add(self, key: Hashable, entry: Entry) -> None:
-        """An entry has been made; it takes the place of one that nobody uses, where there are too many."""
-        if len(self.entries) >= self._most and (idle := self._idle()) is not None:
-            del self.entries[idle], self._used[idle]
-        if not self.has_waited(key):
-            self._credit -= SERVED
-        self._waiting.pop(key, None)
+        """Add a compiled entry; evict the least recently used one if the cache is full and that one is idle."""
+        if len(self.entries) >= self._most and (evicted := self._evictable()) is not None:
+            del self.entries[evicted], self._used[evicted]
+        if not self.recurs(key):
+            self._credit -= HITS_PER_COMPILATION
+        self._misses.pop(key, None)
         self.entries[key] = entry
         self._used[key] = self._calls
 
     def drop(self, key: Hashable) -> None:
-        """An entry is of no use any more; what was spent on it may be spent again."""
+        """Remove an entry, and refund its compilation."""
         del self.entries[key], self._used[key]
-        self._credit += SERVED
+        self._credit += HITS_PER_COMPILATION
 
-    def _idle(self) -> Hashable | None:
+    def _evictable(self) -> Hashable | None:
         oldest = next(iter(self.entries), None)
-        return oldest if oldest is not None and self._calls - self._used[oldest] > IDLE else None
+        return oldest if oldest is not None and self._calls - self._used[oldest] > COMPILATION_CALLS else None

@@ -1,4 +1,4 @@
-"""A call that Dynamo captured as one graph: what runs it, and its short way."""
+"""A call that Dynamo captured as one graph: runs it on the slow path, and makes the replay of its fast path."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from autostream.dispatch.compiled_graph import CompiledGraph, CompiledSignature, report_of_halves
 from autostream.dispatch.replay import GuardFailed, Replay
-from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS, Capture
-from autostream.frontend.signature import aliases_of
+from autostream.frontend.capture import Capture
+from autostream.frontend.guards import GUARDS_SKIP_WEIGHTS
+from autostream.frontend.inputs import aliases_of
 from autostream.frontend.tree import Structure, flatten, shares_containers
 from autostream.reporting.report import Report
-from autostream.runtime.addresses import SameMetadata
+from autostream.runtime.layouts import SameMetadata
 from autostream.runtime.partial_call import PartialCall
 
 
@@ -25,15 +26,15 @@ class CapturedCall:
 
     Args:
         captured: the graph and its guards.
-        run: what runs the graph; takes and returns flat tensors.
-        label: of the calls, readable.
-        ready: the schedule that runs it, where no gradients are recorded.
-        halves: what is scheduled of a call that records gradients: the forward and the backward, once they have run.
+        run: runs the graph; takes and returns flat tensors.
+        label: describes the calls in reports.
+        signature: the graph's schedule for these calls, if no gradients are recorded.
+        halves: the graphs of the forward and the backward, if gradients are recorded; filled when they first run.
 
     Attributes:
-        captured: as given, without the tensors of its call.
-        guards: say which calls it may run.
-        label: as given.
+        captured: the graph and its guards, without the tensors that it was captured with.
+        guards: whether it may run a call.
+        label: describes the calls in reports.
     """
 
     def __init__(
@@ -41,103 +42,104 @@ class CapturedCall:
         captured: Capture,
         run: Callable[..., Sequence[Any]],
         label: str,
-        ready: CompiledSignature | None = None,
+        signature: CompiledSignature | None = None,
         halves: Sequence[CompiledGraph] = (),
     ) -> None:
         self.captured, self.label = replace(captured, tensors=()), label
         self.guards = captured.guards
-        self._run, self._ready, self._halves = run, ready, halves
-        self._restored = captured.restored(_looking_at_weights(captured, run) if GUARDS_SKIP_WEIGHTS else run)
+        self._run, self._ready, self._halves = run, signature, halves
+        self._restored = captured.restored(_checking_weights(captured, run) if GUARDS_SKIP_WEIGHTS else run)
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns, with all that it does to Python's objects.
+        """Run a call with the Python side effects that the model has, and return what the model returns.
 
         Raises:
-            GuardFailed: the model's tensors are not what they were, which no guard has seen. Nothing has been done.
+            GuardFailed: the model's tensors have other dtypes, sizes or strides, which Dynamo's guards did not check.
+                Nothing was run.
         """
         return self._restored(model, args, kwargs)
 
     @property
     def compiled(self) -> CompiledGraph | None:
-        """What runs the graph by a schedule; ``None`` where gradients are recorded."""
+        """Runs the graph with a schedule; ``None`` if gradients are recorded."""
         return self._run if isinstance(self._run, CompiledGraph) else None
 
     @property
     def repeatable(self) -> bool:
-        """Whether a call that failed may be made again: nothing that anybody can see has changed."""
-        compiled = [self.compiled] if self.compiled else self._halves
-        made = (ready.scheduled for own in compiled for ready in own.made)
-        writes = self.captured.effects or self.captured.stores
-        return not writes and all(scheduled is None or scheduled.repeatable for scheduled in made)
+        """Whether a failed call may run again: it has no side effects that the user could see."""
+        graphs = [self.compiled] if self.compiled else self._halves
+        schedules = (signature.scheduled for graph in graphs for signature in graph.signatures)
+        side_effects = self.captured.effects or self.captured.stores
+        return not side_effects and all(scheduled is None or scheduled.repeatable for scheduled in schedules)
 
     def reports(self, model: str) -> tuple[Report, ...]:
-        """What is known of it."""
+        """The reports of its schedules."""
         if self.compiled is not None:
-            made = self.compiled.made
-            own = [ready for ready in made if ready is self._ready] or made  # another, where it has been dropped
-            reports = tuple(replace(ready.report, signature=self.label) for ready in own)
+            signatures = self.compiled.signatures
+            current = [each for each in signatures if each is self._ready] or signatures  # it may have been dropped
+            reports = tuple(replace(each.report, signature=self.label) for each in current)
             return (*reports, *self.compiled.refused)
         return (replace(report_of_halves(model, self._halves), signature=self.label),)
 
-    def served(self, calls: int) -> None:
-        """The short way has served so many calls."""
+    def count_replays(self, calls: int) -> None:
+        """Count calls that ran on the fast path."""
         if self._ready is not None and self._ready.scheduled is not None:
-            self._ready.scheduled.served(calls)
+            self._ready.scheduled.count_replays(calls)
 
     def replay(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, guarded: bool) -> Replay | None:
-        """The short way of calls like this one, where there is one.
+        """The fast path of calls like this one; ``None`` if they have to take the slow path.
 
         Args:
-            model: what is called.
+            model: the live model.
             args: the positional arguments of a call that it has run.
             kwargs: the keyword arguments.
-            guarded: whether guards are asked in each call.
+            guarded: whether to check guards in each call.
         """
         captured, compiled = self.captured, self.compiled
         if captured.effects or compiled is None:
             return None
-        values = captured.given(model, args, kwargs)
-        ready = compiled.ready(values)
-        self._ready = ready or self._ready  # another, where that which there was has been dropped
-        scheduled = None if ready is None else ready.scheduled
-        if ready is None or scheduled is None or not ready.is_direct or scheduled.detached or scheduled.frozen:
+        values = captured.graph_inputs(model, args, kwargs)
+        signature = compiled.signature(values)
+        self._ready = signature or self._ready  # the one before may have been dropped
+        scheduled = None if signature is None else signature.scheduled
+        if signature is None or scheduled is None or not signature.is_direct or scheduled.detached or scheduled.frozen:
             return None
-        arguments, place = ready.arguments(values), None
+        arguments, place = signature.arguments(values), None
         if scheduled.captured is not None and (place := scheduled.reading(arguments)) is None:
             return None
         try:
             tensors, call = flatten((args, kwargs))
-            structure, found = self._returned(model, args, kwargs)
-        except Exception:  # such as what is no known container, or asks an output for its value
+            structure, returned = self._returned(model, args, kwargs)
+        except Exception:  # an unknown container, or the model reads an output's value
             return None
-        own = {id(value) for value, given in zip(values, captured.inputs, strict=True) if not given.is_argument}
-        numbers = {id(tensor): at for at, tensor in enumerate(tensors)}
-        places = [None if id(a) in own else numbers.get(id(a)) for a in arguments]
-        held = [argument for argument, at in zip(arguments, places, strict=True) if at is None]
-        sources = _sources(found, len(scheduled.program.outputs), [*tensors, *held])
+        state = {id(value) for value, source in zip(values, captured.inputs, strict=True) if not source.is_argument}
+        positions = {id(tensor): at for at, tensor in enumerate(tensors)}
+        inputs = [None if id(a) in state else positions.get(id(a)) for a in arguments]
+        held = [argument for argument, at in zip(arguments, inputs, strict=True) if at is None]
+        sources = _sources(returned, len(scheduled.program.outputs), [*tensors, *held])
         if not tensors or aliases_of(tensors) or sources is None:
             return None
         return Replay(
-            PartialCall(scheduled, place, held, places, len(tensors)),
+            PartialCall(scheduled, place, held, inputs, len(tensors)),
             held,
             call,
             tensors,
             (structure, sources),
             partial(captured.guards, model) if guarded else None,
             captured.stores,
-            looks_first=place is None or not scheduled.harmless,
+            guards_first=place is None or not scheduled.harmless,
             writes=scheduled.writes,
         )
 
     def _returned(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Structure, list[int | Tensor]]:
-        """How the model's value is put together: for each of its tensors, which output of the graph, or itself.
+        """The structure of the model's return value; for each tensor in it, the graph's output, or the tensor itself.
 
-        Found by Dynamo's bytecode with stand-ins for the graph's outputs.
+        Found by running Dynamo's bytecode with placeholders for the graph's outputs.
 
         Raises:
-            ValueError: it does not make all containers anew.
+            ValueError: the model returns a container that outlives the call.
         """
         results: Any = self.captured.module.graph.output_node().args[0]
         outputs = [torch.empty(0) for _ in results]
@@ -145,26 +147,32 @@ class CapturedCall:
         value, again = restored(model, args, kwargs), restored(model, args, kwargs)
         if shares_containers(value, again):
             raise ValueError("a container that the model has is returned")
-        found, structure = flatten(value)
+        tensors, structure = flatten(value)
         positions = {id(output): at for at, output in enumerate(outputs)}
-        return structure, [positions.get(id(tensor), tensor) for tensor in found]
+        return structure, [positions.get(id(tensor), tensor) for tensor in tensors]
 
 
-def _looking_at_weights(captured: Capture, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    """Run a graph only where its inputs that are no arguments of the call are as they were when it was captured."""
-    held = [at for at, given in enumerate(captured.inputs) if not given.is_argument]
+def _checking_weights(captured: Capture, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """Run a graph only if its inputs that are no arguments of the call are like those that it was captured with."""
+    held = [at for at, source in enumerate(captured.inputs) if not source.is_argument]
     alike = SameMetadata([captured.tensors[at] for at in held], gradients=True)
 
-    def looking(*values: Any) -> Sequence[Any]:
+    def checked(*values: Any) -> Sequence[Any]:
         if not alike([values[at] for at in held]):
             raise GuardFailed
         return run(*values)
 
-    return looking
+    return checked
 
 
-def _sources(found: Sequence[int | Tensor], outputs: int, others: Sequence[Tensor]) -> list[int] | None:
-    """Where the tensors of a value come from: so many outputs, then others; ``None`` where one is from elsewhere."""
+def _sources(returned: Sequence[int | Tensor], outputs: int, others: Sequence[Tensor]) -> list[int] | None:
+    """The index of each returned tensor among the outputs, then the others; ``None`` if one is neither.
+
+    Args:
+        returned: an output by its index, another tensor by itself.
+        outputs: how many outputs there are.
+        others: the tensors that come after them.
+    """
     known = {id(tensor): outputs + at for at, tensor in enumerate(others)}
-    sources = [source if isinstance(source, int) else known.get(id(source)) for source in found]
+    sources = [source if isinstance(source, int) else known.get(id(source)) for source in returned]
     return None if None in sources else [source for source in sources if source is not None]

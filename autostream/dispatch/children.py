@@ -1,12 +1,12 @@
-"""Whole modules as ops: side by side on streams, by a schedule that is made, verified and lowered as any other.
+"""Whole modules as ops of a schedule that runs them side by side on streams; what ``Parallel`` runs.
 
     stream 0:  ──────── call ───────────────────────────────╮ leave ─ leave_1 ─▶
     stream 1:  enter ── call_1 ─────────────────────────────┤
     stream 2:  enter_1 ─ call_2 ────────────────────────────╯
 
-What a child on a side stream takes is copied there (*enter*), and what it returns is copied to the caller's stream
-(*leave*). So all that it computes with in between, and all that autograd saves of it, was taken on its own stream and
-is read there, in the backward as well: whoever drops it, and whenever, the allocator hands it on in the right order.
+The inputs of a child on a side stream are copied there (*enter*), and its results are copied to the caller's stream
+(*leave*). So all its intermediate tensors and saved activations are allocated and read on its own stream, in the
+backward too, and the caching allocator may reuse their memory in stream order whenever they are freed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from autostream.scheduling.verify import verify
 from autostream.utils.storages import storage_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of one call: ``args`` and ``kwargs``."""
+"""``args`` and ``kwargs`` of one call."""
 
 Shared = tuple[frozenset[int], ...]
-"""For each child, numbers of the memory of buffers that others have as well: they may write it, so they take turns."""
+"""For each child, the storages of buffers that it shares with others, as numbers. It may write them, so children that
+share one do not run at the same time."""
 
 
 @cache
 def side_by_side(device: str, streams: int, shared: Shared) -> fx.GraphModule:
     """A function of the children and their arguments, ``(children, inputs)``, that returns the tuple of their results.
 
-    Child ``i`` is called with the arguments ``inputs[i]`` on stream ``i % streams``; the host calls them in order, so
-    they draw the random numbers that they would one after the other.
+    Child ``i`` is called with the arguments ``inputs[i]`` on stream ``i % streams``. The host calls them in order, so
+    they generate the same random numbers as one after another.
 
     Args:
         device: a CUDA device, e.g. ``"cuda:0"``.
         streams: how many, the caller's among them, at most as many as there are children.
-        shared: for each child, the buffers whose memory it has in common with others.
+        shared: see :data:`Shared`.
 
     Example:
         >>> graph = side_by_side("cuda:0", 2, (frozenset(), frozenset()))
@@ -62,7 +63,7 @@ def side_by_side(device: str, streams: int, shared: Shared) -> fx.GraphModule:
 
 
 def shared_buffers(children: Sequence[nn.Module]) -> Shared:
-    """Which buffers children have in common; those that are parts of one storage count as one.
+    """The storages of buffers that several children have.
 
     Example:
         >>> norm = nn.BatchNorm1d(4)
@@ -79,21 +80,21 @@ def shared_buffers(children: Sequence[nn.Module]) -> Shared:
 def _memory(buffer: Tensor) -> int:
     try:
         return storage_of(buffer)
-    except (NotImplementedError, ValueError):  # sparse ones have several, and those of lazy modules none yet
+    except (NotImplementedError, ValueError):  # a sparse buffer has several storages, one of a lazy module none yet
         return id(buffer)
 
 
 def enter(inputs: Sequence[Arguments], child: int, kind: str) -> tuple[Arguments]:
-    """A child's arguments, with copies in memory of the current stream for those on devices of a kind."""
+    """A child's arguments; tensors on devices of this type are copied into memory of the current stream."""
     return (_copied(inputs[child], kind),)
 
 
 def call(children: Sequence[nn.Module], child: int, inputs: Sequence[Arguments], at: int) -> Any:
-    """What a child returns for the arguments at a place.
+    """Call a child with the arguments at an index.
 
     Raises:
-        TargetError: it writes to one of them, which others may be reading, or puts something into a container of them,
-            of which others have their own.
+        TargetError: it writes to one of them, which others may be reading, or changes a container among them, of which
+            others may have a copy.
     """
     name = type(children[child]).__name__
     tensors, structure = flatten(inputs[at])
@@ -112,10 +113,10 @@ def call(children: Sequence[nn.Module], child: int, inputs: Sequence[Arguments],
 
 
 def leave(result: Any, child: int, kind: str) -> Any:
-    """What a child has returned, with copies in memory of the current stream for what is on devices of a kind.
+    """A child's result; tensors on devices of this type are copied into memory of the current stream.
 
     Raises:
-        TargetError: it has returned a container that is not known.
+        TargetError: it is a container of an unknown type.
     """
     try:
         return _copied(result, kind)
@@ -133,17 +134,17 @@ def _version(tensor: Tensor) -> int:
 
 
 def _program(device: str, streams: int, count: int) -> tuple[Program, dict[str, int]]:
-    """What is to run, and the stream of each op: copies of inputs first, then the children, then copies of results."""
+    """The program and the stream of each op: copies of inputs first, then the children, then copies of results."""
     graph = fx.Graph()
     children, inputs = graph.placeholder("children"), graph.placeholder("inputs")
-    aside, kind = [child for child in range(count) if child % streams], torch.device(device).type
-    entered = {child: (graph.call_function(enter, (inputs, child, kind)), 0) for child in aside}
+    on_side_streams, kind = [child for child in range(count) if child % streams], torch.device(device).type
+    entered = {child: (graph.call_function(enter, (inputs, child, kind)), 0) for child in on_side_streams}
     stream = {node.name: child % streams for child, (node, _) in entered.items()}
     results = []
     for child in range(count):
         results.append(graph.call_function(call, (children, child, *entered.get(child, (inputs, child)))))
         stream[results[child].name] = child % streams
-    for child in aside:
+    for child in on_side_streams:
         results[child] = graph.call_function(leave, (results[child], child, kind))
         stream[results[child].name] = 0
     graph.output(tuple(results))
@@ -153,10 +154,10 @@ def _program(device: str, streams: int, count: int) -> tuple[Program, dict[str, 
 
 
 def _op_graph(program: Program, shared: Shared) -> OpGraph:
-    """Each node is an op that makes a storage of its name and reads what it takes.
+    """Each node is an op that allocates a storage of its name and reads its arguments.
 
-    A child on the caller's stream is given the inputs themselves, so it counts as writing them: the others have their
-    copies by then.
+    A child on the caller's stream gets the inputs themselves, so it counts as writing them, which orders it after the
+    copies for the other children.
     """
     history, ops, dependencies = AccessHistory(), dict[str, Op](), list[Dependency]()
     storages = {p.name: Storage(p.name, p.role, 0, (p.name,)) for p in program.placeholders}

@@ -1,10 +1,10 @@
-"""A graph of tensors, scheduled anew for each kind of tensors that it is called with.
+"""A graph of tensors that is compiled once for each signature, i.e. for each set of shapes, dtypes, aliases, ….
 
-graph, flat tensors ──▶ signature ──▶ ScheduledProgram, made in the first call that has it
-                            └── no schedule: the graph itself, op by op
+graph, flat tensors ──▶ signature ──▶ ScheduledProgram, made in the first call with that signature
+                            └── no schedule: the graph runs op by op
 
-So run the graphs that Dynamo captures, those that AOTAutograd makes of them, and the sections of a program. Nothing of
-Python is looked at here: that is guarded where the graph was captured.
+Graphs that Dynamo captures, AOTAutograd's forward and backward of them, and the sections of a program all run this way.
+Only tensors are checked here. Guards on Python state belong to the capture.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.scheduled_program import Label, ModelContext, NoSchedule, ScheduledProgram
 from autostream.errors import OptionError, TraceError, first_line
-from autostream.frontend.aten import Given, program_of
+from autostream.frontend.aten import GraphInput, program_of
 from autostream.frontend.eager_only import unusual_memory
+from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.settings import numerics, watch_numerics
-from autostream.frontend.signature import aliases_of, described
 from autostream.ir import Decision, Role
 from autostream.options import Options, paranoid
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
-from autostream.runtime.addresses import metadata_check
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.graphs_by_address import LatestRun
 from autostream.runtime.input_buffers import BufferTable
+from autostream.runtime.layouts import metadata_check
 from autostream.utils.locks import preparing
 from autostream.utils.stopwatch import Stopwatch
 from autostream.utils.storages import storage_of
@@ -45,19 +45,19 @@ from autostream.utils.storages import storage_of
 log = logging.getLogger(__name__)
 
 InputNames = Sequence[tuple[Role, str]]
-"""For each input of a graph, whose it is, and its name."""
+"""The role and the name of each input of a graph."""
 
 
 class CompiledGraph(OptimizedCallable):
-    """Runs a graph by a schedule for tensors like those that it is given.
+    """A graph that runs with a schedule of its own for each signature.
 
     Args:
-        module: takes flat tensors, and numbers that are the same for one signature; returns a tuple of tensors.
-        names: of its inputs; those that are not inputs of the model stay where they are from call to call.
+        module: takes flat tensors and numbers, and returns a tuple of tensors; numbers are part of the signature.
+        names: of its inputs; the model's own tensors among them keep their addresses from call to call.
         model: the model's name.
         context: what its schedules share with those of the model's other graphs.
-        may_cut: whether what a CUDA graph cannot hold may be cut into sections.
-        half: of a call that records gradients, which one it is. A forward computes where no other graph does.
+        may_cut: whether a program that does not fit into one CUDA graph may be cut into sections.
+        half: ``"forward"`` or ``"backward"`` if gradients are recorded. A forward has a memory pool of its own.
 
     Example:
         >>> from autostream.runtime.input_buffers import BufferTable
@@ -84,7 +84,7 @@ class CompiledGraph(OptimizedCallable):
         self._module, self._names, self._model, self.half = module, list(names), model, half
         if half == "forward":
             context = replace(context, pools=GraphPools())
-        if half:  # batches are copied in: a capture for each place of theirs is two here
+        if half:  # batches are copied in: one graph per input buffer would be two captures each
             context = replace(context, slots=BufferTable())
         cut = partial(section, context, model) if may_cut else None
         self._context = replace(context, make_section=cut)
@@ -95,64 +95,70 @@ class CompiledGraph(OptimizedCallable):
         self._lock = threading.RLock()
 
     def __call__(self, *values: Any) -> Sequence[Any]:
-        """What the graph returns for these tensors and numbers."""
+        """Run the graph with these tensors and numbers."""
         latest = self._latest
         run = None if latest is None or self._paranoid else latest.replay(values)
-        ready = self.ready(values) if run is None else latest
-        if ready is None:
-            return self.plain(*values)
-        if ready.is_stale(values):  # weights that its kernels hold on to have changed
-            self._drop(ready)
+        signature = self.signature(values) if run is None else latest
+        if signature is None:
+            return self.run_eagerly(*values)
+        if signature.is_stale(values):  # weights that were constant-folded into its kernels have changed
+            self._drop(signature)
             return self(*values)
-        run = run or partial(ready, values)
+        run = run or partial(signature, values)
         try:
             if self._paranoid:
                 outputs: Sequence[Any] = compared(self._module, run, _tensors(values), values, {}, self._model)
                 return outputs
             return run()
         except NoSchedule as reason:
-            lost = ready.is_lost
+            lost = signature.is_lost
             if not lost:
                 self._note(str(reason))
         except torch.OutOfMemoryError as error:
             if self._context.options.strict:
                 raise
-            again = ready.scheduled is not None and ready.scheduled.repeatable
-            self._fail(ready, _TOO_LITTLE.format(first_line(error)))
+            again = signature.scheduled is not None and signature.scheduled.repeatable
+            self._fail(signature, _TOO_LITTLE.format(first_line(error)))
             if not again:  # it may have written some of its arguments
                 raise
             lost = False
-        if lost:  # what it holds may be what there is no memory for
-            self._drop(ready)
+        if lost:  # the memory that it holds may be the memory that is missing
+            self._drop(signature)
             return self(*values)
-        return self.plain(*values)
+        return self.run_eagerly(*values)
 
     def is_of(self, module: GraphModule, names: InputNames) -> bool:
-        """Whether it runs this graph, whose inputs are these."""
-        own = self._module
-        apart = any(node.op == "get_attr" for node in module.graph.nodes)
-        return not apart and list(names) == self._names and own.code == module.code
+        """Whether it has the same code and inputs as this graph."""
+        has_attributes = any(node.op == "get_attr" for node in module.graph.nodes)
+        return not has_attributes and list(names) == self._names and self._module.code == module.code
 
     def share_outputs(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
-        """Hand out outputs at these places where a captured graph computes them: they are the caller's for one call.
+        """Return the outputs at these positions from now on where the CUDA graph computes them, without a copy.
+
+        The next replay overwrites them. No other model's graphs may be in its memory pool.
+
+        Args:
+            values: inputs of the signature that this is for.
+            places: positions of outputs.
 
         Returns:
-            Those for which that is done. Nobody else's graphs may be in its pool.
+            The positions of the outputs that are shared.
         """
-        ready = self.ready(values)
-        return frozenset() if ready is None or ready.scheduled is None else ready.scheduled.share_outputs(places)
+        signature = self.signature(values)
+        scheduled = None if signature is None else signature.scheduled
+        return frozenset() if scheduled is None else scheduled.share_outputs(places)
 
-    def plain(self, *values: Any) -> Sequence[Any]:
-        """What the graph returns, op by op."""
+    def run_eagerly(self, *values: Any) -> Sequence[Any]:
+        """Run the graph op by op."""
         outputs: Sequence[Any] = self._module.forward(*values)
         return outputs
 
-    def ready(self, values: Sequence[Any], *, admitted: bool = False) -> CompiledSignature | None:
-        """What is scheduled for tensors like these; made now where there is none yet, and it may be worth it.
+    def signature(self, values: Sequence[Any], *, admitted: bool = False) -> CompiledSignature | None:
+        """The compiled signature of these inputs, compiled now if need be; ``None`` if they run eagerly.
 
         Args:
-            values: that the graph takes.
-            admitted: whether the caller knows that it is worth it.
+            values: the graph's inputs.
+            admitted: whether to compile it even if that does not look worth it.
         """
         latest = self._latest
         if latest is not None and latest.fits(values):
@@ -163,18 +169,18 @@ class CompiledGraph(OptimizedCallable):
         key = self._key(values)
         admission = self._admission
         with self._lock:
-            ready = admission.entries.get(key)
-            if ready is None:
+            signature = admission.entries.get(key)
+            if signature is None:
                 if not admitted and (reason := admission.refusal(key)):
-                    admission.unserved(key)
+                    admission.miss(key)
                     self._note(reason)
                     return None
-                ready = self._made(values)
-                admission.add(key, ready)
+                signature = self._compile(values)
+                admission.add(key, signature)
             else:
-                admission.served(key)
-        self._latest = ready
-        return None if ready.scheduled is None else ready
+                admission.hit(key)
+        self._latest = signature
+        return None if signature.scheduled is None else signature
 
     @property
     def refusal(self) -> str:
@@ -182,19 +188,19 @@ class CompiledGraph(OptimizedCallable):
         return next((refusal.reason for report in self.reports for refusal in report.refusals), "")
 
     @property
-    def made(self) -> Sequence[CompiledSignature]:
-        """What there is for each signature."""
+    def signatures(self) -> Sequence[CompiledSignature]:
+        """All signatures that it has seen and compiled, or tried to."""
         return [*self._admission.entries.values()]
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature."""
-        made = [ready.report for ready in reversed(self._admission.entries.values())]
-        return tuple(replace(report, half=self.half) for report in (*made, *self.refused))
+        """A report for each signature, the most recently used first, then one for each reason to run eagerly."""
+        compiled = [signature.report for signature in reversed(self._admission.entries.values())]
+        return tuple(replace(report, half=self.half) for report in (*compiled, *self.refused))
 
     @property
     def refused(self) -> tuple[Report, ...]:
-        """Why some calls had no schedule."""
+        """A report for each reason why a call was not compiled."""
         return tuple(self._refused.values())
 
     def _key(self, values: Sequence[Any]) -> Hashable:
@@ -203,16 +209,16 @@ class CompiledGraph(OptimizedCallable):
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         return numbers, kinds, aliases_of(tensors), numerics()
 
-    def _made(self, values: Sequence[Any]) -> CompiledSignature:
+    def _compile(self, values: Sequence[Any]) -> CompiledSignature:
         stopwatch = Stopwatch()
-        given = [(*own, value) for own, value in zip(self._names, values, strict=True) if isinstance(value, Tensor)]
-        label = Label(self._model, described([tensor for role, _, tensor in given if role is Role.INPUT]))
+        inputs = [(*name, value) for name, value in zip(self._names, values, strict=True) if isinstance(value, Tensor)]
+        label = Label(self._model, described([tensor for role, _, tensor in inputs if role is Role.INPUT]))
         try:
             with preparing:
                 with stopwatch("trace"):
                     module, returned = _of_tensors(self._module, values)
-                    program, constants = program_of(module, given)
-                return CompiledSignature(program, given, constants, returned, label, self._context, stopwatch, values)
+                    program, constants = program_of(module, inputs)
+                return CompiledSignature(program, inputs, constants, returned, label, self._context, stopwatch, values)
         except OptionError:
             raise
         except Exception as error:
@@ -222,17 +228,17 @@ class CompiledGraph(OptimizedCallable):
             log.warning("%s runs plainly: %s", self._model, reason)
             return CompiledSignature.refused(label, reason, values)
 
-    def _drop(self, ready: CompiledSignature) -> None:
-        """Let go of a schedule, and of its graphs; the next call like it makes another."""
+    def _drop(self, signature: CompiledSignature) -> None:
+        """Release a schedule and its CUDA graphs; the next call with this signature compiles it again."""
         with self._lock:
             self._latest = None
-            for key in [key for key, other in self._admission.entries.items() if other is ready]:
+            for key in [key for key, other in self._admission.entries.items() if other is signature]:
                 self._admission.drop(key)
-            ready.give_up("it has been replaced")
+            signature.give_up("it has been replaced")
 
-    def _fail(self, ready: CompiledSignature, reason: str) -> None:
+    def _fail(self, signature: CompiledSignature, reason: str) -> None:
         log.warning("%s runs plainly: %s", self._model, reason)
-        ready.give_up(reason)
+        signature.give_up(reason)
 
     def _note(self, reason: str) -> None:
         if reason not in self._refused:
@@ -246,39 +252,40 @@ _TOO_LITTLE = (
 )
 
 
-def reports_of_graph(model: str, made: Sequence[CompiledGraph]) -> tuple[Report, ...]:
-    """What is known of a graph of Dynamo's, from what was made of it: one report where gradients are recorded."""
-    if any(compiled.half for compiled in made):
-        return (report_of_halves(model, made),)
-    return tuple(report for compiled in made for report in compiled.reports)
+def reports_of_graph(model: str, compiled: Sequence[CompiledGraph]) -> tuple[Report, ...]:
+    """The reports of one of Dynamo's graphs: one for forward and backward together, else one for each signature."""
+    if any(graph.half for graph in compiled):
+        return (report_of_halves(model, compiled),)
+    return tuple(report for graph in compiled for report in graph.reports)
 
 
-def report_of_halves(model: str, made: Sequence[CompiledGraph]) -> Report:
-    """What is known of a graph that records gradients, from what was made of its forward and its backward so far."""
-    parts = tuple(report for compiled in made for report in compiled.reports)
+def report_of_halves(model: str, halves: Sequence[CompiledGraph]) -> Report:
+    """One report of a graph that records gradients: its parts are those of the forward and the backward so far."""
+    parts = tuple(report for half in halves for report in half.reports)
     signature = next((part.signature for part in parts), "not run yet")
     return Report(model, signature, "forward and backward", versions=versions(), parts=parts)
 
 
 def eager_reason(options: Options, tensors: Iterable[Any]) -> str:
-    """Why a call that these tensors go into is left to the model, if it records gradients; ``""`` where it is not.
+    """Why a call with these tensors runs eagerly although it could be captured; ``""`` if it does not.
 
-    Over several GPUs the model keeps its own nodes of autograd: one for all would be of one GPU, and autograd
-    warns of gradients that come from another. On a CPU its calls are quicker, unless somebody asks for a schedule.
+    That concerns calls that record gradients. Over several GPUs the model keeps its own autograd nodes: one node for
+    all would be on one GPU, and autograd warns of gradients that come from another. On a CPU eager calls are faster,
+    so a schedule is only made if a policy or ``strict`` asks for one.
     """
     if not torch.is_grad_enabled():
         return ""
-    given = _tensors(tensors)
-    if not any(tensor.requires_grad for tensor in given):
+    inputs = _tensors(tensors)
+    if not any(tensor.requires_grad for tensor in inputs):
         return ""
-    gpus = sorted({str(tensor.device) for tensor in given if tensor.is_cuda})
+    gpus = sorted({str(tensor.device) for tensor in inputs if tensor.is_cuda})
     if len(gpus) > 1:
         return f"the model uses several devices ({', '.join(gpus)}), and gradients are recorded"
     asked = options.strict or options.policy != "auto"
-    return "" if asked or gpus else _BETTER_ALONE
+    return "" if asked or gpus else _CPU_GRADIENTS
 
 
-_BETTER_ALONE = (
+_CPU_GRADIENTS = (
     "gradients are recorded on a CPU, where nothing is captured, so that a schedule of forward and backward takes the "
     "host longer than the model does: choose a policy to have one all the same"
 )
@@ -289,7 +296,14 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def section(context: ModelContext, model: str, module: GraphModule, bound: frozenset[int]) -> CompiledGraph:
-    """What runs a section of a program, which is not cut again."""
+    """Compile a section of a program, which is not cut again.
+
+    Args:
+        context: of the model.
+        model: its name.
+        module: the section.
+        bound: the positions of its inputs whose addresses stay the same.
+    """
     count = len(module.graph.find_nodes(op="placeholder"))
     names = [(Role.BUFFER if at in bound else Role.INPUT, str(at)) for at in range(count)]
     return CompiledGraph(module, names, model, context, may_cut=False)
@@ -297,45 +311,45 @@ def section(context: ModelContext, model: str, module: GraphModule, bound: froze
 
 @dataclass(frozen=True)
 class Constant:
-    """What a graph returns that is no tensor: a size, or nothing."""
+    """A returned value that is no tensor: a size, or ``None``."""
 
     value: Any
 
 
 Returned = Sequence[int | Constant]
-"""For each value that a graph returns, which of its tensors that is."""
+"""For each value that a graph returns, its index among the returned tensors, or the constant."""
 
 
 def _of_tensors(module: GraphModule, values: Sequence[Any]) -> tuple[GraphModule, Returned]:
-    """The graph with these numbers for constants, that returns tensors only; and how its values are found again."""
+    """The graph with numbers as constants that returns tensors only, and how to make its return values from these."""
     results: Any = module.graph.output_node().args[0]
     if any(map(_is_number, results)):
         results = [Constant(n) if _is_number(r) else r for r, n in zip(results, _outputs(module, values), strict=True)]
-    kept = [result for result in results if isinstance(result, fx.Node)]
+    tensors = [result for result in results if isinstance(result, fx.Node)]
     returned = [
-        kept.index(r) if isinstance(r, fx.Node) else r if isinstance(r, Constant) else Constant(r) for r in results
+        tensors.index(r) if isinstance(r, fx.Node) else r if isinstance(r, Constant) else Constant(r) for r in results
     ]
-    if all(isinstance(value, Tensor) for value in values) and len(kept) == len(results):
+    if all(isinstance(value, Tensor) for value in values) and len(tensors) == len(results):
         return module, returned
-    graph, known = fx.Graph(), dict[fx.Node, Any]()
+    graph, copies = fx.Graph(), dict[fx.Node, Any]()
     for node, value in zip(module.graph.find_nodes(op="placeholder"), values, strict=True):
-        known[node] = graph.node_copy(node, known.__getitem__) if isinstance(value, Tensor) else value
+        copies[node] = graph.node_copy(node, copies.__getitem__) if isinstance(value, Tensor) else value
     for node in module.graph.nodes:
         if node.op == "output":
-            graph.output(tuple(known[result] for result in kept))
+            graph.output(tuple(copies[result] for result in tensors))
         elif node.op != "placeholder":
-            known[node] = graph.node_copy(node, known.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, graph), returned
 
 
 def _is_number(result: Any) -> bool:
-    """Whether what a graph returns is a number that it computes, such as a size."""
+    """Whether an output of a graph is a number that it computes, such as a size."""
     value = result.meta.get("val", result.meta.get("example_value")) if isinstance(result, fx.Node) else None
     return value is not None and not isinstance(value, Tensor)
 
 
 def _outputs(module: GraphModule, values: Sequence[Any]) -> Sequence[Any]:
-    """What a graph returns, computed without any tensor's elements."""
+    """The outputs of a graph, computed on fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         fakes = [mode.from_tensor(v, static_shapes=True) if isinstance(v, Tensor) else v for v in values]
@@ -344,7 +358,22 @@ def _outputs(module: GraphModule, values: Sequence[Any]) -> Sequence[Any]:
 
 
 class CompiledSignature:
-    """A schedule for one signature, and how it gets its arguments; or the reason why there is none."""
+    """A graph scheduled for one signature, with the mapping of its inputs; or the reason why it has no schedule.
+
+    Args:
+        program: the graph for this signature.
+        inputs: the role, name and value of each tensor input of the graph.
+        constants: tensors that the program takes and the graph does not, by target.
+        returned: how to make the graph's return values from the program's outputs.
+        label: for reports.
+        context: of the model.
+        stopwatch: has the time that tracing took.
+        values: all inputs of the graph.
+
+    Attributes:
+        scheduled: the schedule; ``None`` if there is none.
+        fits: whether inputs have this signature; a fast check that may say no to some that have it.
+    """
 
     scheduled: ScheduledProgram | None = None
     _refused: Report | None = None
@@ -353,7 +382,7 @@ class CompiledSignature:
     def __init__(
         self,
         program: Any,
-        given: Sequence[Given],
+        inputs: Sequence[GraphInput],
         constants: dict[str, Tensor],
         returned: Returned,
         label: Label,
@@ -362,34 +391,35 @@ class CompiledSignature:
         values: Sequence[Any],
     ) -> None:
         tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor)]
-        by_name = {(role, target): at for (role, target, _), at in zip(given, tensors, strict=True)}
-        self.places = [by_name.get((p.role, p.target)) for p in program.placeholders]
-        self._in_order = self.places == [*range(len(values))]
+        by_name = {(role, target): at for (role, target, _), at in zip(inputs, tensors, strict=True)}
+        self._sources = [by_name.get((p.role, p.target)) for p in program.placeholders]
+        self._in_order = self._sources == [*range(len(values))]
         self._constants = [constants.get(p.target) for p in program.placeholders]
         returned_as_is = list(returned) == [*range(len(program.outputs))]
         self._returned = None if returned_as_is else list(returned)
         stays = [p.role is not Role.INPUT for p in program.placeholders]
         self.scheduled = ScheduledProgram(program, self.arguments(values), stays, label, context, stopwatch)
-        # Whether weights share memory makes a difference where some are written.
-        inputs = [at for (role, *_), at in zip(given, tensors, strict=True) if role is Role.INPUT]
-        self.fits = looks_alike_with(values, range(len(values)) if self.scheduled.writes else inputs)
-        self._inputs, self._count = inputs, len(values)
+        # Aliases among the weights matter only if some are written.
+        self._inputs = [at for (role, *_), at in zip(inputs, tensors, strict=True) if role is Role.INPUT]
+        self.fits = same_signature_as(values, range(len(values)) if self.scheduled.writes else self._inputs)
+        self._count = len(values)
         self._run: LatestRun | None = None
         replays = len(tensors) == len(values) and returned_as_is and not self.scheduled.writes
-        self._inputs_fit = looks_alike_with([values[at] for at in inputs], range(len(inputs))) if replays else None
+        model_inputs = [values[at] for at in self._inputs]
+        self._inputs_fit = same_signature_as(model_inputs, range(len(model_inputs))) if replays else None
 
     @property
     def report(self) -> Report:
-        """What was done, and why."""
+        """The schedule that was chosen, and why; or why there is none."""
         if self._refused is not None or self.scheduled is None:
             return cast(Report, self._refused)
         return self.scheduled.report
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
-        """What the graph returns.
+        """Run the graph with these inputs.
 
         Raises:
-            NoSchedule: no graph reads the tensors where they lie, and none can be captured.
+            NoSchedule: no CUDA graph reads tensors at these addresses, and none can be captured.
         """
         scheduled, returned = self.scheduled, self._returned
         if scheduled is None:
@@ -398,14 +428,14 @@ class CompiledSignature:
         return outputs if returned is None else [r.value if isinstance(r, Constant) else outputs[r] for r in returned]
 
     def replay(self, values: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
-        """What runs values like those before, whose weights lie where the latest graph reads them; else nothing.
+        """The fast path: a replay of the latest CUDA graph, if its weights have not moved; else ``None``.
 
-        That graph knows how the weights are laid out, so only the others are looked at for it here.
+        That graph checks the layouts of the weights, so only the model's inputs are checked here.
         """
-        scheduled, fit = self.scheduled, self._inputs_fit
-        if scheduled is None or scheduled.latest is None or fit is None or len(values) != self._count:
+        scheduled, inputs_fit = self.scheduled, self._inputs_fit
+        if scheduled is None or scheduled.latest is None or inputs_fit is None or len(values) != self._count:
             return None
-        if not fit([values[at] for at in self._inputs]):
+        if not inputs_fit([values[at] for at in self._inputs]):
             return None
         arguments = self.arguments(values)
         run = self._run
@@ -417,53 +447,53 @@ class CompiledSignature:
         self._run = run
         if run is None:
             return None
-        scheduled.served(1)
+        scheduled.count_replays(1)
         return partial(run.graph.launch, arguments)
 
     @property
     def is_direct(self) -> bool:
-        """Whether the graph returns what the program does."""
+        """Whether the graph's return values are the program's outputs, in their order."""
         return self._returned is None
 
     def is_stale(self, values: Sequence[Any]) -> bool:
-        """Whether the program holds on to values of weights that have changed."""
+        """Whether weights have changed whose values are constants of the program."""
         scheduled = self.scheduled
         return scheduled is not None and bool(scheduled.frozen) and not scheduled.frozen(self.arguments(values))
 
     @property
     def is_lost(self) -> bool:
-        """Whether its graphs read only what nobody has any more, and none could be captured for what is there now."""
+        """Whether all its CUDA graphs read weights that were freed, and none can be captured for the present ones."""
         return self.scheduled is not None and self.scheduled.is_lost
 
     @classmethod
     def refused(cls, label: Label, reason: str, values: Sequence[Any]) -> CompiledSignature:
-        """A signature that no schedule can be had for."""
-        ready = cls.__new__(cls)
-        ready.scheduled, ready.fits = None, looks_alike_with(values, ())
+        """A signature that cannot be scheduled."""
+        signature = cls.__new__(cls)
+        signature.scheduled, signature.fits = None, same_signature_as(values, ())
         refusal = Decision("", "plain", reason)
         report = Report(label.model, label.signature, "plain", refusals=(refusal,), versions=versions())
-        ready._refused = report
-        return ready
+        signature._refused = report
+        return signature
 
     def give_up(self, reason: str) -> None:
-        """Run plainly from now on."""
+        """Run eagerly from now on."""
         report = replace(self.report, mode="plain", refusals=(Decision("", "plain", reason),))
         self.scheduled, self._refused, self._run = None, report, None
 
     def arguments(self, values: Sequence[Any]) -> list[Tensor]:
-        """The program's arguments, from what the graph takes."""
+        """The program's arguments for these inputs of the graph."""
         if self._in_order:
             return [*values]
-        own = zip(self.places, self._constants, strict=True)
-        return [cast(Tensor, constant if at is None else values[at]) for at, constant in own]
+        sources = zip(self._sources, self._constants, strict=True)
+        return [cast(Tensor, constant if at is None else values[at]) for at, constant in sources]
 
 
-def looks_alike_with(values: Sequence[Any], apart: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
-    """A quick look at whether values are like these; where some are numbers, it says no.
+def same_signature_as(values: Sequence[Any], apart: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
+    """A fast check whether other values have the same signature; always false if some are numbers.
 
     Args:
-        values: to be looked at; none of them is kept.
-        apart: which of them must not share memory with each other.
+        values: the ones to compare with; they are not kept alive.
+        apart: positions of tensors that must not share memory with each other.
     """
     tensors = _tensors(values)
     if len(tensors) < len(values) or not _are_apart(values, apart):
@@ -472,5 +502,5 @@ def looks_alike_with(values: Sequence[Any], apart: Sequence[int]) -> Callable[[S
     return lambda others: len(others) == count and alike(others) and same_numerics() and _are_apart(others, apart)
 
 
-def _are_apart(tensors: Sequence[Tensor], places: Sequence[int]) -> bool:
-    return len({storage_of(tensors[at]) for at in places}) == len(places)
+def _are_apart(tensors: Sequence[Tensor], positions: Sequence[int]) -> bool:
+    return len({storage_of(tensors[at]) for at in positions}) == len(positions)

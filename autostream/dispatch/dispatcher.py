@@ -1,12 +1,12 @@
-"""What a call of a model runs.
+"""The dispatcher: decides what each call of a model runs.
 
-call ──▶ like one before? ──▶ Replay: the graph first, then its guards
+call ──▶ like an earlier one? ──▶ fast path: Replay runs the graph, then checks its guards
                │ no
-               └─▶ an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled graph
+               └─▶ slow path: an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled graph
                        │ none
-                       └─▶ capture ──▶ one graph ──▶ CompiledGraph, and a backward where gradients are recorded
-                              └── graph breaks ──▶ torch.compile, each graph CompiledGraph
-                                        └── no graph at all, or too many ──▶ the model itself
+                       └─▶ capture ──▶ one graph ──▶ CapturedCall, with a backward if gradients are recorded
+                              └── graph breaks ──▶ GraphBreaks: torch.compile, each graph a CompiledGraph
+                                        └── no graph at all, or too many ──▶ EagerCall: the model itself
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from autostream.dispatch.paranoid import compared
 from autostream.dispatch.replay import GuardFailed, Replay
 from autostream.dispatch.scheduled_program import ModelContext, ScheduledProgram
 from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.frontend.aten import drop_weak_references, mode_of
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
 from autostream.frontend.eager_only import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
-from autostream.frontend.fakes import forget, mode_of
-from autostream.frontend.inputs import names_of
+from autostream.frontend.inputs import aliases_of, described, names_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
-from autostream.frontend.signature import aliases_of, described
 from autostream.frontend.tree import flatten, unflatten
 from autostream.frontend.trial import check_call, check_devices
 from autostream.fusion.inductor import check_level
@@ -59,18 +58,18 @@ log = logging.getLogger(__name__)
 
 
 class EagerCall:
-    """The model itself, for calls that nothing else works for.
+    """Calls that run eagerly because nothing else works for them.
 
     Args:
-        label: of the calls, readable.
-        reason: why.
+        label: describes the calls in reports.
+        reason: why they run eagerly.
     """
 
     def __init__(self, label: str, reason: str) -> None:
         self.label, self.reason = label, reason
 
     def reports(self, model: str) -> tuple[Report, ...]:
-        """Why."""
+        """One report, with the reason."""
         refusal = Decision("", "plain", self.reason)
         return (Report(model, self.label, "plain", refusals=(refusal,), versions=versions()),)
 
@@ -79,37 +78,41 @@ Entry = CapturedCall | GraphBreaks | EagerCall
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
-    """The short way of calls like one that has been made.
+class _CachedReplay:
+    """The fast path of calls like one that ran on the slow path.
 
     Attributes:
-        replay: what runs them.
+        replay: runs them.
         key: of the call.
-        entry: what ran it.
-        own: what the replay holds of the model's parameters and buffers, by identity.
-        calls: how many it has served since that was last asked.
+        entry: ran the call.
+        state: ids of the model's parameters and buffers that the replay holds.
+        calls: how many it has run since they were last counted.
     """
 
     replay: Replay
     key: Hashable
     entry: CapturedCall
-    own: frozenset[int]
+    state: frozenset[int]
     calls: int = 0
 
-    def is_of(self, own: frozenset[int]) -> bool:
-        """Whether the model has these still, where they were: else the replay has memory that the model let go."""
-        return self.own <= own and self.replay.is_in_place
+    def is_valid(self, state: frozenset[int]) -> bool:
+        """Whether the model still has its parameters and buffers at their addresses; else it holds freed memory.
+
+        Args:
+            state: ids of the model's parameters and buffers now.
+        """
+        return self.state <= state and self.replay.is_in_place
 
 
 class Dispatcher(OptimizedCallable):
-    """Runs calls of a model, each by what was made for such calls.
+    """Runs the calls of a model, each with what was compiled for calls like it.
 
     Args:
         model: the module to run.
         options: how to schedule it.
 
     Attributes:
-        disabled: whether every call goes to the plain model: ``AUTOSTREAM_DISABLE`` was set when this was made.
+        disabled: whether every call runs eagerly, as ``AUTOSTREAM_DISABLE`` was set when this was made.
 
     Example:
         >>> dispatcher = Dispatcher(nn.ReLU(), Options())
@@ -133,76 +136,75 @@ class Dispatcher(OptimizedCallable):
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
-        self._replays: tuple[_Known, ...] = ()  # the latest first
+        self._replays: tuple[_CachedReplay, ...] = ()  # the most recently used first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
-        replays, changed = self._replays, False
-        for known in replays:
-            if (tensors := known.replay.fits(args, kwargs)) is None:
+        """Call the model."""
+        replays, failed = self._replays, False
+        for cached in replays:
+            if (tensors := cached.replay.fits(args, kwargs)) is None:
                 continue
             try:
-                value = known.replay(tensors, args, kwargs)
-                known.calls += 1
-                if known is not replays[0]:
-                    self._replays = (known, *(other for other in replays if other is not known))
+                value = cached.replay(tensors, args, kwargs)
+                cached.calls += 1
+                if cached is not replays[0]:
+                    self._replays = (cached, *(other for other in replays if other is not cached))
                 return value
-            except GuardFailed:  # another may stand for this call, and this one for the next
-                known.replay.look_first()
-                changed = True
-            except Exception:  # what else can be done is found on the long way
-                self._drop_replays(known.entry)
-                self._let_go()
-                if not known.replay.repeatable:
+            except GuardFailed:  # the guards of another replay may hold for this call, and of this one for the next
+                cached.replay.check_guards_first()
+                failed = True
+            except Exception:  # the slow path may recover
+                self._drop_replays(cached.entry)
+                if not cached.replay.repeatable:
                     raise
-                changed = True
+                failed = True
                 break
-        if changed:
-            del known, replays  # which hold what the model may have let go
-            self._let_go()
-        if traced_by_fx():  # it looks for what is called among its root's submodules, and the model is not there
+        if failed:
+            del cached, replays  # they hold memory that the model may have freed
+            self._drop_stale_replays()
+        if traced_by_fx():  # fx looks for the callee among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.disabled or exporting():
             return self.model(*args, **kwargs)
         if reason := self._unusual(args, kwargs):
-            return self._plainly(reason, args, kwargs)
-        return self._dispatched(args, kwargs)
+            return self._run_eagerly(reason, args, kwargs)
+        return self._dispatch(args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Do now, without gradients, what the first call with such arguments would do; leave everything as it is.
+        """Compile now, without gradients, what the first call with such arguments would compile; change nothing else.
 
         Raises:
             TargetError: an input lies on another device than the model's state, or the model itself fails at them.
             TraceError: with ``strict=True``, the model cannot be captured.
         """
-        if not self.disabled and self._prepared(args, kwargs) is None:
+        if not self.disabled and self._prepare(args, kwargs) is None:
             check_devices(self.model, (args, kwargs))
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments, with the tensors that a captured graph reads in place of those given.
+        """The arguments, with the static inputs of the captured graph in place of the tensors.
 
-        A call that is given these very tensors copies nothing in. Fill them before each call.
+        A call with these static inputs copies nothing in. Fill them before each call.
 
         Returns:
-            ``(args, kwargs)``; the given tensors themselves where nothing is captured.
+            ``(args, kwargs)``; the same tensors as given if nothing is captured.
 
         Raises:
             TargetError: the model itself fails at them.
             TraceError: with ``strict=True``, the model cannot be captured.
         """
-        found = self._scheduled(args, kwargs)
-        if found is None:
+        schedule = self._schedule_of(args, kwargs)
+        if schedule is None:
             return args, kwargs
-        scheduled, arguments = found
+        scheduled, arguments = schedule
         static = {id(a): s for a, s in zip(arguments, scheduled.static_inputs(arguments), strict=True)}
         tensors, structure = flatten((args, kwargs))
         return unflatten(structure, [static.get(id(tensor), tensor) for tensor in tensors])
 
     def lowered(self, *args: Any, **kwargs: Any) -> GraphModule | None:
-        """The graph that runs calls with these arguments, to be read: its ``code`` has the ops, streams and waits.
+        """The graph that runs calls with these arguments, for reading: its ``code`` has the ops, streams and waits.
 
         Returns:
-            A module over the flat tensors of the model and its inputs; ``None`` where there is no schedule.
+            A module over the flat tensors of the model and its inputs; ``None`` if there is no schedule.
 
         Raises:
             TargetError: the model itself fails at these arguments.
@@ -213,57 +215,59 @@ class Dispatcher(OptimizedCallable):
             >>> "torch.ops.aten.relu" in lowered.code
             True
         """
-        found = self._scheduled(args, kwargs)
-        return None if found is None else found[0].lowered()
+        schedule = self._schedule_of(args, kwargs)
+        return None if schedule is None else schedule[0].lowered()
 
     def watched(self, *args: Any, **kwargs: Any) -> Report | None:
-        """What is known of calls with these arguments, and a run of them that a profiler watched.
+        """The report of calls with these arguments, with the timeline of a run under the profiler.
 
         Returns:
-            The report, with the reason where no run could be watched; ``None`` where autostream is off.
+            The report, with the reason if no run could be profiled; ``None`` if autostream is disabled.
 
         Raises:
             TargetError: the model itself fails at these arguments.
             TraceError: with ``strict=True``, the model cannot be captured.
         """
-        found = self._scheduled(args, kwargs)
-        if found is not None:
-            scheduled, arguments = found
+        schedule = self._schedule_of(args, kwargs)
+        if schedule is not None:
+            scheduled, arguments = schedule
             return scheduled.watched(arguments)
-        entry = None if self.disabled else self._prepared(args, kwargs)
+        entry = None if self.disabled else self._prepare(args, kwargs)
         return None if entry is None else entry.reports(self._name)[0]
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature, the most recently used first, then calls that went to the plain model."""
+        """A report for each signature, the most recently used first, then one for each reason to run eagerly."""
         with self._lock:
             self._count_replays()
             entries = [entry for entries in reversed(self._admission.entries.values()) for entry in reversed(entries)]
-            found = chain.from_iterable(entry.reports(self._name) for entry in entries)
-            told = {(*_chosen(report), report.signature, report.mode): report for report in found}  # guards may differ
-            return (*told.values(), *self._bypasses.values())
+            reports = chain.from_iterable(entry.reports(self._name) for entry in entries)
+            distinct = {(*_chosen(report), report.signature, report.mode): report for report in reports}
+            return (*distinct.values(), *self._bypasses.values())
 
     def forget(self) -> None:
-        """Drop all that was made: the memory that it was made for is the model's no longer."""
+        """Drop everything compiled. Call this when the model's parameters move to other memory."""
         self._forget()
 
-    def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ScheduledProgram, list[Tensor]] | None:
-        """The schedule of calls with these arguments, and the program's arguments, where there is one."""
-        entry = None if self.disabled else self._prepared(args, kwargs)
+    def _schedule_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ScheduledProgram, list[Tensor]] | None:
+        """The schedule of calls with these arguments, and the program's arguments; ``None`` if there is no schedule."""
+        entry = None if self.disabled else self._prepare(args, kwargs)
         if not isinstance(entry, CapturedCall):
             return None
-        values = entry.captured.given(self.model, args, kwargs)
-        ready = entry.compiled.ready(values) if entry.compiled else None
-        scheduled = None if ready is None else ready.scheduled
-        return None if ready is None or scheduled is None else (scheduled, ready.arguments(values))
+        values = entry.captured.graph_inputs(self.model, args, kwargs)
+        signature = entry.compiled.signature(values) if entry.compiled else None
+        scheduled = None if signature is None else signature.scheduled
+        return None if signature is None or scheduled is None else (scheduled, signature.arguments(values))
 
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
-        """What runs calls with these arguments, if that is not always the model."""
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+        """The entry that runs calls with these arguments without gradients; ``None`` if they may not be captured."""
         with torch.no_grad():
             entry: Entry | str = self._unusual(args, kwargs)
             if not entry:
                 key, label = self._key(args, kwargs)
-                entry = self._entry(key, args, kwargs) or self._new_entry(key, label, args, kwargs, wanted=True)
+                entry = self._find(key, args, kwargs) or self._compile(key, label, args, kwargs, wanted=True)
             if isinstance(entry, str):
                 if self.options.strict:
                     raise TraceError(entry)
@@ -277,24 +281,30 @@ class Dispatcher(OptimizedCallable):
                     raise
             return entry
 
-    def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any], unlike: Sequence[Entry] = ()) -> Any:
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any], excluded: Sequence[Entry] = ()) -> Any:
+        """The slow path.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            excluded: entries that were tried for this call already.
+        """
         self._count_replays()
         key, label = self._key(args, kwargs)
-        entry: Entry | str | None = self._entry(key, args, kwargs, unlike)
+        entry: Entry | str | None = self._find(key, args, kwargs, excluded)
         if entry is None:
             reason = eager_reason(self.options, chain(args, self.model.parameters()))
-            entry = reason or self._new_entry(key, label, args, kwargs, unlike=unlike)
+            entry = reason or self._compile(key, label, args, kwargs, excluded=excluded)
         if isinstance(entry, str):
-            return self._plainly(entry, args, kwargs)
+            return self._run_eagerly(entry, args, kwargs)
         if isinstance(entry, EagerCall | GraphBreaks):
             try:
                 return entry(*args, **kwargs) if isinstance(entry, GraphBreaks) else self.model(*args, **kwargs)
             except Exception:
-                if (
-                    isinstance(entry, EagerCall) or not entry.has_returned
-                ):  # what made this call fail may be why it is here
+                if isinstance(entry, EagerCall):
+                    self._drop(key, entry)  # the capture may have failed for the same reason
+                elif not entry.has_returned:
                     self._drop(key, entry)
-                if isinstance(entry, GraphBreaks) and not entry.has_returned:
                     self._note(entry.reason)
                 raise
         try:
@@ -303,46 +313,46 @@ class Dispatcher(OptimizedCallable):
                 return compared(self.model, partial(entry, self.model, args, kwargs), tensors, args, kwargs)
             value = entry(self.model, args, kwargs)
         except GuardFailed:
-            return self._dispatched(args, kwargs, (*unlike, entry))
+            return self._dispatch(args, kwargs, (*excluded, entry))
         except Exception as error:
-            ours = self._paranoid or isinstance(error, AutostreamError | torch.OutOfMemoryError)  # it may not run again
+            ours = self._paranoid or isinstance(error, AutostreamError | torch.OutOfMemoryError)
             if self.options.strict or not entry.repeatable or ours or hooks_are_set():
                 raise
-            return self._instead(key, entry, first_line(error), args, kwargs)
+            return self._fall_back(key, entry, first_line(error), args, kwargs)
         guarded = self.options.guards == "dynamo"
         self._drop_replays(entry)
         if replay := entry.replay(self.model, args, kwargs, guarded=guarded):
             entries = self._admission.entries
-            others = [known for known in self._replays if known.entry in entries.get(known.key, ())]
-            self._replays = (_Known(replay, key, entry, self._own() & replay.held), *others)
+            others = [cached for cached in self._replays if cached.entry in entries.get(cached.key, ())]
+            self._replays = (_CachedReplay(replay, key, entry, self._state_ids() & replay.held), *others)
         return value
 
     def _count_replays(self) -> None:
-        """Count the calls that the short ways have served since this was last asked."""
-        for known in reversed(self._replays):  # in the order of their latest calls
-            if known.calls:
-                self._admission.served(known.key, known.calls)
-                known.entry.served(known.calls)
-                known.calls = 0
+        """Count the calls on the fast path since the last count as cache hits."""
+        for cached in reversed(self._replays):  # in the order of their latest calls
+            if cached.calls:
+                self._admission.hit(cached.key, cached.calls)
+                cached.entry.count_replays(cached.calls)
+                cached.calls = 0
 
-    def _own(self) -> frozenset[int]:
+    def _state_ids(self) -> frozenset[int]:
         return frozenset(map(id, chain(self.model.parameters(), self.model.buffers())))
 
-    def _let_go(self) -> None:
-        """Hold no memory that the model has let go."""
+    def _drop_stale_replays(self) -> None:
+        """Release memory that the model has freed."""
         self._count_replays()
-        own = self._own()
-        self._replays = tuple(known for known in self._replays if known.is_of(own))
+        state = self._state_ids()
+        self._replays = tuple(cached for cached in self._replays if cached.is_valid(state))
 
     def _drop_replays(self, entry: Entry) -> None:
-        """There may be another short way of its calls, or none."""
+        """Drop the fast path of an entry."""
         self._count_replays()
-        self._replays = tuple(known for known in self._replays if known.entry is not entry)
+        self._replays = tuple(cached for cached in self._replays if cached.entry is not entry)
 
-    def _instead(
+    def _fall_back(
         self, key: Hashable, entry: CapturedCall, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What the model returns where its schedule failed: if it does not fail too, it makes all such calls."""
+        """Run a call eagerly whose schedule failed; if that succeeds, run all calls like it eagerly from now on."""
         value = self.model(*args, **kwargs)
         reason = f"its schedule fails at some inputs ({error}), and the model does not: perhaps it catches that"
         log.warning("%s runs plainly: %s", self._name, reason)
@@ -352,36 +362,36 @@ class Dispatcher(OptimizedCallable):
         return value
 
     def _unusual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why a call must reach the plain model, or ``""``."""
+        """Why a call must run eagerly, or ``""``."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         return unusual_call() or unusual_tensor(tensors)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, str]:
-        """What tells most calls of different graphs apart before any guard is asked, and what to call such calls."""
+        """A key by which to look up the entries whose guards may hold, and a description of such calls."""
         mode = "train" if self._training else "eval"
         recorded = torch.is_grad_enabled()
         try:
             tensors, structure = flatten((args, kwargs))
-        except TraceError:  # Dynamo may know what we do not
+        except TraceError:  # Dynamo may know how to flatten them
             return (recorded, numerics()), f"some arguments, {mode}, {'gradients' if recorded else 'no gradients'}"
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         required = recorded and any(t.requires_grad for t in chain(tensors, self.model.parameters()))
         label = f"{described(tensors)}, {mode}, {'gradients' if required else 'no gradients'}"
         return (structure, kinds, aliases_of(tensors), recorded, self._training, numerics()), label
 
-    def _entry(
-        self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], unlike: Sequence[Entry] = ()
+    def _find(
+        self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], excluded: Sequence[Entry] = ()
     ) -> Entry | None:
-        """What was made for such calls, if the guards hold; not what is known to be for other weights."""
+        """The cached entry whose guards hold for this call."""
         for entry in self._admission.entries.get(key, ()):
-            if entry in unlike:
+            if entry in excluded:
                 continue
             if not isinstance(entry, CapturedCall) or entry.guards(self.model, args, kwargs):
-                self._admission.served(key)
+                self._admission.hit(key)
                 return entry
         return None
 
-    def _new_entry(
+    def _compile(
         self,
         key: Hashable,
         label: str,
@@ -389,32 +399,41 @@ class Dispatcher(OptimizedCallable):
         kwargs: dict[str, Any],
         *,
         wanted: bool = False,
-        unlike: Sequence[Entry] = (),
+        excluded: Sequence[Entry] = (),
     ) -> Entry | str:
-        """What runs calls like this from now on; or why there is nothing."""
+        """Add an entry for calls like this one to the cache; or the reason why not.
+
+        Args:
+            key: of the call.
+            label: describes such calls in reports.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            wanted: whether to compile it even if that does not look worth it.
+            excluded: cached entries that do not fit this call though their guards hold.
+        """
         with self._lock, preparing:
-            if found := self._entry(key, args, kwargs, unlike):  # another thread has been quicker
-                return found
+            if entry := self._find(key, args, kwargs, excluded):  # another thread has compiled it meanwhile
+                return entry
             admission = self._admission
             others = admission.entries.get(key, [])
             full = len(others) >= self.options.max_signatures
-            refusal = _FULL if full and not admission.has_waited(key) else admission.refusal(key)
+            refusal = _FULL if full and not admission.recurs(key) else admission.refusal(key)
             if not wanted and (reason := refusal):
-                admission.unserved(key)
-                return self._thrashing(reason, key, args, kwargs)
-            self._let_go()
-            if failed := self._failed(others, args, kwargs):
-                log.info("%s is captured again: %s", self._name, failed)
-            entry = self._made(label, args, kwargs)
-            if not isinstance(entry, str):
-                if full and not wanted:  # the oldest goes
+                admission.miss(key)
+                return self._refusal(reason, key, args, kwargs)
+            self._drop_stale_replays()
+            if guard := self._failed_guard(others, args, kwargs):
+                log.info("%s is captured again: %s", self._name, guard)
+            compiled = self._capture(label, args, kwargs)
+            if not isinstance(compiled, str):
+                if full and not wanted:  # evict the oldest
                     oldest, *others = others
                     self._drop_replays(oldest)
-                admission.add(key, [*others, entry])
-            return entry
+                admission.add(key, [*others, compiled])
+            return compiled
 
-    def _made(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | str:
-        """Capture a call; or why that has to wait for another one."""
+    def _capture(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | str:
+        """Capture a call; or the reason why it has to be a later one."""
         model, options = self.model, self.options
         tensors = (*model.parameters(), *model.buffers(), *args)
         check_level(options.kernels, [tensor for tensor in tensors if isinstance(tensor, Tensor)])
@@ -428,8 +447,8 @@ class Dispatcher(OptimizedCallable):
         except TraceError as error:
             if options.strict or isinstance(error, FastPathError):
                 return self._refused(label, error)
-            log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # records may be kept
-            return GraphBreaks(model, label, str(error), self._graph)
+            log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # log records outlive the error
+            return GraphBreaks(model, label, str(error), self._compiled_graph)
         except Exception as error:
             return self._refused(label, error)
         if captured is None:
@@ -437,24 +456,24 @@ class Dispatcher(OptimizedCallable):
         try:
             names = names_of(captured, model)
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
-                made: list[CompiledGraph] = []
-                run = differentiable(captured.module, captured.tensors, names, partial(self._graph, made))
-                return CapturedCall(captured, run, label, halves=made)
-            compiled = self._like(captured, names) or self._graph([], captured.module, names)
-            ready = compiled.ready(captured.tensors, admitted=True)
+                halves: list[CompiledGraph] = []
+                run = differentiable(captured.module, captured.tensors, names, partial(self._compiled_graph, halves))
+                return CapturedCall(captured, run, label, halves=halves)
+            compiled = self._same_graph(captured, names) or self._compiled_graph([], captured.module, names)
+            signature = compiled.signature(captured.tensors, admitted=True)
         except Exception as error:
             return self._refused(label, error)
         finally:
-            forget(mode_of(captured.module))
-        if ready is None:
+            drop_weak_references(mode_of(captured.module))
+        if signature is None:
             return EagerCall(label, compiled.refusal)
-        return CapturedCall(captured, compiled, label, ready)
+        return CapturedCall(captured, compiled, label, signature)
 
-    def _like(self, captured: Capture, names: InputNames) -> CompiledGraph | None:
-        """What runs the same graph for other guards, such as those of inference mode."""
+    def _same_graph(self, captured: Capture, names: InputNames) -> CompiledGraph | None:
+        """The same graph compiled under other guards, such as those of inference mode."""
         entries = chain.from_iterable(self._admission.entries.values())
-        known = (entry.compiled for entry in entries if isinstance(entry, CapturedCall) and entry.compiled)
-        return next((compiled for compiled in known if compiled.is_of(captured.module, names)), None)
+        graphs = (entry.compiled for entry in entries if isinstance(entry, CapturedCall) and entry.compiled)
+        return next((graph for graph in graphs if graph.is_of(captured.module, names)), None)
 
     def _refused(self, label: str, error: Exception) -> EagerCall:
         if self.options.strict or isinstance(error, OptionError | TargetError):
@@ -463,27 +482,27 @@ class Dispatcher(OptimizedCallable):
         log.warning("%s runs plainly: %s", self._name, reason)
         return EagerCall(label, reason)
 
-    def _graph(
-        self, made: list[CompiledGraph], module: GraphModule, names: InputNames, *, half: str = ""
+    def _compiled_graph(
+        self, graphs: list[CompiledGraph], module: GraphModule, names: InputNames, *, half: str = ""
     ) -> CompiledGraph:
-        """What runs a graph of the model's."""
+        """A compiled graph of the model, which is appended to a list."""
         compiled = CompiledGraph(module, names, self._name, self._context, half=half)
-        made.append(compiled)
+        graphs.append(compiled)
         return compiled
 
-    def _thrashing(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why calls are not captured any more, with the guard that fails, if that is what makes them new."""
-        failed = self._failed(self._admission.entries.get(key, []), args, kwargs)
-        what = f"another graph for each call, since {failed}" if failed else _SIZES
-        refusal = f"{reason}: {what}"
+    def _refusal(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """A reason not to compile, with advice: the guard that fails in each call, or what to do about the shapes."""
+        guard = self._failed_guard(self._admission.entries.get(key, []), args, kwargs)
+        advice = f"another graph for each call, since {guard}" if guard else _SIZES
+        refusal = f"{reason}: {advice}"
         if self.options.strict:
             raise TraceError(refusal)
         return refusal
 
-    def _failed(self, entries: Sequence[Entry], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """The guard of the latest of these entries that does not hold of a call, or ``""``."""
-        whole = [entry for entry in entries if isinstance(entry, CapturedCall)]
-        return whole[-1].guards.failed(self.model, args, kwargs) if whole else ""
+    def _failed_guard(self, entries: Sequence[Entry], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The guard of the latest captured one of these entries that fails for a call, or ``""``."""
+        captured = [entry for entry in entries if isinstance(entry, CapturedCall)]
+        return captured[-1].guards.failed(self.model, args, kwargs) if captured else ""
 
     def _drop(self, key: Hashable, entry: Any) -> None:
         self._drop_replays(entry)
@@ -491,17 +510,17 @@ class Dispatcher(OptimizedCallable):
             others = [other for other in self._admission.entries.get(key, []) if other is not entry]
             if others:
                 self._admission.entries[key] = others
-            else:  # what was spent on it is spent: a model may fail at every second call
+            else:  # without a refund: a model may fail in every second call
                 self._admission.entries.pop(key, None)
 
-    def _plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.strict:
             raise TraceError(reason)
         self._note(reason)
         return self.model(*args, **kwargs)
 
     def _note(self, reason: str) -> None:
-        """Remember, and say once, why a call went to the plain model."""
+        """Add a reason why a call ran eagerly to the reports, and log it once."""
         if reason not in self._bypasses and len(self._bypasses) < _MOST_REASONS:
             log.warning("%s runs plainly: %s", self._name, reason)
             refusal = Decision("", "plain", reason)
@@ -509,7 +528,7 @@ class Dispatcher(OptimizedCallable):
             self._bypasses = {**self._bypasses, reason: report}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the model and the options; schedules are made anew."""
+        """Copy and pickle the model and the options, without what was compiled."""
         return Dispatcher, (self.model, self.options)
 
     @property
@@ -537,7 +556,7 @@ _dispatchers: WeakSet[Dispatcher] = WeakSet()
 
 
 def _renew_locks() -> None:
-    """In a forked process, where no thread is left that could release them."""
+    """Replace all locks in a forked process, where the threads that held them do not exist."""
     for dispatcher in _dispatchers:
         dispatcher._lock = threading.RLock()
 

@@ -1,4 +1,4 @@
-"""A model that Dynamo splits at graph breaks, each graph scheduled for itself."""
+"""A call that Dynamo splits at graph breaks: each graph between them is compiled on its own."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from autostream.reporting.report import Report
 
 
 class MakeGraph(Protocol):
-    """Makes what runs a graph, and notes it."""
+    """Compiles a graph and appends it to a list."""
 
     def __call__(
-        self, made: list[CompiledGraph], module: GraphModule, names: InputNames, *, half: str = ""
+        self, graphs: list[CompiledGraph], module: GraphModule, names: InputNames, *, half: str = ""
     ) -> CompiledGraph:
-        """From the graph and what its inputs are."""
+        """See :class:`CompiledGraph`."""
 
 
 class GraphBreaks:
-    """Runs a model by ``torch.compile``, which splits it where it cannot follow its Python.
+    """Runs a model with ``torch.compile``, which splits it where it cannot trace its Python.
 
     Args:
         model: the live model.
-        label: of the calls, readable.
+        label: describes the calls in reports.
         reason: why it is not one graph.
-        make: makes what runs a graph.
+        make: compiles a graph.
 
     Attributes:
-        runs: what runs the graphs, in the order of their making.
-        has_returned: whether a call has ended without an error.
+        runs: run the graphs, in the order in which they were compiled.
+        has_returned: whether a call has returned without an error.
     """
 
     def __init__(self, model: nn.Module, label: str, reason: str, make: MakeGraph) -> None:
@@ -53,16 +53,16 @@ class GraphBreaks:
         self._run = with_breaks(model, partial(_backend, weakref.ref(self)), self._refuse)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
+        """Call the model."""
         self._called = True
         value = self._run(*args, **kwargs)
         self.has_returned = True
         return value
 
     def reports(self, model: str) -> tuple[Report, ...]:
-        """What is known now: graphs are made in the calls that get to them."""
+        """One report, with the reports of the graphs that calls have reached so far."""
         parts = tuple(
-            replace(report, ended=ended) for made, ended in self._graphs for report in reports_of_graph(model, made)
+            replace(report, ended=ended) for graphs, ended in self._graphs for report in reports_of_graph(model, graphs)
         )
         mode = "graph breaks" if self._graphs else "plain" if self._called else "not run yet"
         refusals = tuple(self._refusals.values())
@@ -72,25 +72,24 @@ class GraphBreaks:
         self._refusals.setdefault(reason, Decision("", "plain", reason))
 
     def add(self, module: GraphModule, example_inputs: Sequence[Any]) -> int:
-        """Make what runs one more graph of the model's; returns its position among them."""
-        made: list[CompiledGraph] = []
+        """Compile another graph of the model; returns its index in ``runs``."""
+        graphs: list[CompiledGraph] = []
         reason, stack = ending_of(module)
         line = user_line(stack)
-        self._graphs.append((made, f"{reason} ({line})" if line else reason))
-
-        self.runs.append(run_graph(module, example_inputs, partial(self._make, made)))
+        self._graphs.append((graphs, f"{reason} ({line})" if line else reason))
+        self.runs.append(run_graph(module, example_inputs, partial(self._make, graphs)))
         return len(self.runs) - 1
 
 
 def _backend(owner: weakref.ref[GraphBreaks], module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph as Dynamo keeps it, for good: what is captured, and its memory, go with the model all the same."""
-    split = owner()
-    if split is None:
+    """Dynamo's backend. Dynamo never drops what this returns, so it does not own the CUDA graphs."""
+    graph_breaks = owner()
+    if graph_breaks is None:
         return module.forward
-    number = split.add(module, example_inputs)
+    index = graph_breaks.add(module, example_inputs)
 
     def run(*values: Any) -> Any:
-        living = owner()
-        return module.forward(*values) if living is None else living.runs[number](*values)
+        alive = owner()
+        return module.forward(*values) if alive is None else alive.runs[index](*values)
 
     return run

@@ -1,4 +1,4 @@
-"""What runs in the place of a model, or of a part of one."""
+"""The interface of everything that runs in place of a model, or of a part of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autostream.reporting.report import Report
 
 
 class OptimizedCallable(ABC):
-    """Runs a model, or a part of one, and can tell about it."""
+    """Runs a model, or a part of one, and has reports of how."""
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -21,8 +21,8 @@ class OptimizedCallable(ABC):
     @property
     @abstractmethod
     def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature."""
+        """A report for each signature."""
 
 
 MakeSection = Callable[[GraphModule, frozenset[int]], OptimizedCallable]
-"""Takes a graph and the positions of its inputs that stay where they are from call to call."""
+"""Compiles a graph, given the positions of its inputs that keep their addresses from call to call."""

@@ -1,11 +1,11 @@
-"""Calls whose lengths differ share a schedule: arguments are padded before the signature is made, outputs cut after it.
+"""Padding: calls of different lengths share a schedule, as their arguments are padded and their outputs cut back.
 
-call ──▶ its lengths ──▶ all fill a bucket, or one has none? ──▶ Dispatcher, as it is
+call ──▶ its lengths ──▶ all equal a bucket's size, or one fits no bucket? ──▶ Dispatcher, without padding
              │ no
-             └─▶ padded arguments ──▶ tried before? ──▶ Dispatcher ──▶ outputs, cut back
+             └─▶ padded arguments ──▶ was such a call tried? ──▶ Dispatcher ──▶ outputs, cut back
                                           │ no
-                                          └─▶ the model with padding and without: where are the outputs longer, and is
-                                              the rest the same? If not, Dispatcher, as it is
+                                          └─▶ run the model with padding and without: which output dimensions are
+                                              longer, and is the rest equal? If not, no call like it is padded
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from autostream.errors import TraceError, first_line
 from autostream.frontend.buckets import (
     Cuts,
     Dynamic,
+    NotPaddable,
     Span,
-    Unfit,
     can_cut,
     cut,
     cuts_of,
+    dynamic_dims_of,
     narrowed,
     padded,
-    places_of,
     shorter,
     spans_of,
 )
 from autostream.frontend.eager_only import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
-from autostream.frontend.modules import name_of, parameters_of
+from autostream.frontend.modules import forward_parameters, name_of
 from autostream.frontend.tree import flatten, unflatten
 from autostream.frontend.trial import Tried, tried
 from autostream.ir import Decision
@@ -49,26 +49,26 @@ log = logging.getLogger(__name__)
 
 
 class _Outdated(Exception):  # noqa: N818 - a notice within this file, not an error
-    """What was found out about calls was found before the model changed. Nothing has been done."""
+    """A trial of padding was made before the model changed. Nothing was run."""
 
 
 _MOST_VERDICTS = 1000
-"""Then they are found anew: arguments that differ in other dimensions as well could be any number."""
+"""How many results of trials are kept; then all are dropped, as arguments may differ in other dimensions too."""
 
 _MOST_FAILURES = 3
-"""Of trials of one bucket: whether one fails may be a matter of what is in its tensors."""
+"""How many trials of one bucket may fail: whether one does may depend on the values in its tensors."""
 
 _MOST_REASONS = 100
-"""What is kept of why calls were not padded: a reason may say how much something is off by."""
+"""How many reasons not to pad are kept: each may contain the size of an error."""
 
 
 class PaddingDispatcher(Dispatcher):
-    """Runs calls of a model at the sizes of buckets.
+    """Runs calls of a model with arguments padded to the sizes of buckets.
 
-    Whether padding is safe is the user's word. It is tried all the same, once for each bucket, with copies of the model
-    and of all tensors, and at the shortest length of the bucket as well: outputs, the model's state and its inputs have
-    to be what they are without padding. Outputs that share memory may have their own, and random numbers are drawn for
-    what is filled up as well. It is tried again before a bucket is captured anew, as it is when a guard does not hold.
+    The user promises that padding is safe. It is tried all the same, once for each bucket, with copies of the model and
+    of all tensors, and at the shortest length of the bucket too: outputs, the model's state and its inputs must be
+    equal with padding and without. Aliases among outputs may get lost, and random numbers are generated for the padding
+    too. It is tried again before a bucket is captured again, e.g. when a guard has failed.
 
     Args:
         model: the module to run.
@@ -76,7 +76,7 @@ class PaddingDispatcher(Dispatcher):
         dynamic: the dimensions that may be padded.
 
     Raises:
-        OptionError: ``dynamic`` is something else, or names an argument that there is not.
+        OptionError: ``dynamic`` is malformed, or names an argument that the model does not have.
 
     Example:
         >>> from autostream.frontend.buckets import Bucket
@@ -90,17 +90,17 @@ class PaddingDispatcher(Dispatcher):
     def __init__(self, model: nn.Module, options: Options, dynamic: Dynamic) -> None:
         super().__init__(model, options)
         self._dynamic = dynamic
-        self._places = places_of(dynamic, parameters_of(model))
+        self._dims = dynamic_dims_of(dynamic, forward_parameters(model))
         self._verdicts: dict[_Key, Cuts | str] = {}
         self._latest: set[_Key] = set()
-        """Keys of verdicts since which nothing was captured that they are about."""
+        """Keys of trials since which no call with their arguments was captured."""
         self._failures = Counter[Hashable]()
         self._reasons: tuple[str, ...] = ()
         self._unfit = ""
-        """Why no call is padded any more."""
+        """Why no call is padded any more; ``""`` if calls are."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
+        """Call the model."""
         while True:
             padding = self._padding(args, kwargs)
             try:
@@ -111,15 +111,15 @@ class PaddingDispatcher(Dispatcher):
                 continue
             try:
                 return padding.cut(outputs)
-            except Unfit as reason:
+            except NotPaddable as reason:
                 self._unfit = str(reason)
                 self._note_unpadded(self._unfit)
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments at the size of their bucket, with the tensors that a captured graph reads in their place.
+        """The arguments, with the static inputs of the captured graph, which have the bucket's size, for the tensors.
 
         Returns:
-            ``(args, kwargs)``; the given tensors themselves where nothing is captured.
+            ``(args, kwargs)``; the same tensors as given if nothing is captured.
 
         Raises:
             TargetError: the model itself fails at them.
@@ -130,68 +130,68 @@ class PaddingDispatcher(Dispatcher):
             return super().static_inputs(*args, **kwargs)
         static, _ = flatten(super().static_inputs(*padding.args, **padding.kwargs))
         filled, _ = flatten((padding.args, padding.kwargs))
-        given, structure = flatten((args, kwargs))
-        places = zip(given, filled, static, strict=True)
-        return unflatten(structure, [own if into is full else into for own, full, into in places])
+        tensors, structure = flatten((args, kwargs))
+        triples = zip(tensors, filled, static, strict=True)
+        return unflatten(structure, [tensor if buffer is full else buffer for tensor, full, buffer in triples])
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """What is known of each signature; why calls were not padded is among the refusals of each."""
+        """A report for each signature, each with the reasons why calls were not padded."""
         notes = tuple(Decision("", "not padded", reason) for reason in self._reasons)
         return tuple(replace(report, refusals=(*notes, *report.refusals)) for report in super().reports)
 
     def forget(self) -> None:
-        """Drop all that was made."""
+        """Drop everything compiled, and the results of all trials."""
         super().forget()
         self._verdicts, self._latest, self._unfit = {}, set(), ""
         self._failures.clear()
 
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         while True:
             padding = self._padding(args, kwargs)
             try:
-                return super()._prepared(*((args, kwargs) if padding is None else (padding.args, padding.kwargs)))
+                return super()._prepare(*((args, kwargs) if padding is None else (padding.args, padding.kwargs)))
             except _Outdated:
                 continue
 
-    def _scheduled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _schedule_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         padding = self._padding(args, kwargs)
-        return super()._scheduled(*((args, kwargs) if padding is None else (padding.args, padding.kwargs)))
+        return super()._schedule_of(*((args, kwargs) if padding is None else (padding.args, padding.kwargs)))
 
-    def _made(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | str:
+    def _capture(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | str:
         try:
             about = _about(self.model, (args, kwargs))
         except TraceError:  # such arguments are never padded
-            return super()._made(label, args, kwargs)
-        known = [key for key in list(self._verdicts) if key[1:] == about]
-        if any(key not in self._latest for key in known):  # what is captured anew may be another model by now
-            for key in known:
+            return super()._capture(label, args, kwargs)
+        keys = [key for key in list(self._verdicts) if key[1:] == about]
+        if any(key not in self._latest for key in keys):  # the model may have changed since the trial
+            for key in keys:
                 self._verdicts.pop(key, None)
             raise _Outdated
-        self._latest.difference_update(known)
-        return super()._made(label, args, kwargs)
+        self._latest.difference_update(keys)
+        return super()._capture(label, args, kwargs)
 
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Padding | None:
-        """How a call is padded; ``None`` where it runs as it is."""
+        """How a call is padded; ``None`` if it runs without padding."""
         if self._unfit or self.disabled or exporting() or traced_by_fx() or unusual_call():
             return None
         try:
-            spans = spans_of(self._places, args, kwargs)
+            spans = spans_of(self._dims, args, kwargs)
             if not spans or unusual_tensor(flatten((args, kwargs))[0]):
                 return None
-            filled = padded(self._places, spans, args, kwargs)
+            filled = padded(self._dims, spans, args, kwargs)
             return _Padding(*filled, spans, self._cuts((args, kwargs), filled, spans))
-        except TraceError:  # what it is given cannot be seen: the dispatcher says so
+        except TraceError:  # an unknown container: the dispatcher reports it
             return None
-        except Unfit as reason:
+        except NotPaddable as reason:
             self._note_unpadded(str(reason))
             return None
 
     def _cuts(self, plain: _Arguments, filled: _Arguments, spans: Mapping[str, Span]) -> Cuts:
-        """Where outputs are to be cut, found once for each bucket.
+        """Where to cut the outputs, found once for each bucket.
 
         Raises:
-            Unfit: the call cannot be padded.
+            NotPaddable: the call cannot be padded.
         """
         key = (tuple(spans), *_about(self.model, filled))
         verdict = self._verdicts.get(key)
@@ -202,21 +202,21 @@ class PaddingDispatcher(Dispatcher):
             verdict = self._verdicts[key] = self._verdict(plain, filled, spans, key)
             self._latest.add(key)
         if isinstance(verdict, str):
-            raise Unfit(verdict)
+            raise NotPaddable(verdict)
         return verdict
 
     def _verdict(self, plain: _Arguments, filled: _Arguments, spans: Mapping[str, Span], key: Hashable) -> Cuts | str:
-        """Where outputs are to be cut, or why calls of this key cannot be padded.
+        """Where to cut the outputs, or why calls of this key cannot be padded.
 
         Raises:
-            Unfit: this call cannot; the next one may be another matter.
+            NotPaddable: this call cannot be padded, but the next one may be.
         """
         if has_torchscript(self.model):
             return "TorchScript cannot be tried with padding and without"
         if any(module._forward_hooks or module._forward_pre_hooks for module in self.model.modules()):
             return "it has hooks, which would see what is filled up"
         if len(set(spans.values())) < len(spans):
-            raise Unfit(f"{' and '.join(spans)} are as long as each other: outputs do not tell which is which")
+            raise NotPaddable(f"{' and '.join(spans)} are as long as each other: outputs do not tell which is which")
         try:
             without, with_padding = tried(self.model, *plain), tried(self.model, *filled)
         except Exception as error:
@@ -224,32 +224,34 @@ class PaddingDispatcher(Dispatcher):
             self._failures[key] += 1
             if self._failures[key] == _MOST_FAILURES:
                 return reason
-            raise Unfit(reason) from None
+            raise NotPaddable(reason) from None
         try:
             cuts = _same_but_longer(flatten(plain)[0], without, with_padding, spans)
-            for other in shorter(self._places, spans):
-                self._check_cuts(narrowed(self._places, other, *plain), other, cuts)
+            for other in shorter(self._dims, spans):
+                self._check_cuts(narrowed(self._dims, other, *plain), other, cuts)
         except torch.OutOfMemoryError as error:
-            raise Unfit(f"there is too little memory to try it at other lengths ({first_line(error)})") from None
-        except (Unfit, TraceError) as refusal:
+            raise NotPaddable(f"there is too little memory to try it at other lengths ({first_line(error)})") from None
+        except (NotPaddable, TraceError) as refusal:
             return str(refusal)
         return cuts
 
     def _check_cuts(self, plain: _Arguments, spans: Mapping[str, Span], cuts: Cuts) -> None:
-        """See whether shorter arguments for the same bucket have their outputs cut in the same places.
+        """Check that the outputs of shorter arguments in the same bucket are cut in the same dimensions.
 
         Raises:
-            Unfit: they have not. A model that does not take them is not asked.
-            torch.OutOfMemoryError: there is too little memory to tell.
+            NotPaddable: they are not. If the model fails for such arguments, there is nothing to check.
+            torch.OutOfMemoryError: there is too little memory for the trial.
         """
         try:
-            without, with_padding = tried(self.model, *plain), tried(self.model, *padded(self._places, spans, *plain))
+            without, with_padding = tried(self.model, *plain), tried(self.model, *padded(self._dims, spans, *plain))
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # a convolution is wider, a word that is looked for is not there
+        except Exception:  # e.g. a convolution is wider, or a token is missing
             return
         if _same_but_longer(flatten(plain)[0], without, with_padding, spans) != cuts:
-            raise Unfit(f"which dimensions of outputs depend on {' and '.join(spans)} depends on how long that is")
+            raise NotPaddable(
+                f"which dimensions of outputs depend on {' and '.join(spans)} depends on how long that is"
+            )
 
     def _note_unpadded(self, reason: str) -> None:
         if reason not in self._reasons and len(self._reasons) < _MOST_REASONS:
@@ -257,7 +259,7 @@ class PaddingDispatcher(Dispatcher):
             self._reasons = (*self._reasons, reason)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the model and the options; schedules are made anew."""
+        """Copy and pickle the model and the options, without what was compiled."""
         return PaddingDispatcher, (self.model, self.options, self._dynamic)
 
 
@@ -268,14 +270,14 @@ _OTHER_BRANCH = (
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _Key = tuple[Hashable, ...]
-"""The names of what is filled up, then what :func:`_about` says of a call with padding."""
+"""The names of the padded dimensions, then what :func:`_about` returns for the padded arguments."""
 
 
 def _about(model: nn.Module, filled: _Arguments) -> tuple[Hashable, ...]:
-    """Which calls a verdict is about.
+    """Which calls the result of a trial holds for.
 
     Raises:
-        TraceError: an argument is of no known container.
+        TraceError: an argument is a container of an unknown type.
     """
     tensors, structure = flatten(filled)
     shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
@@ -284,7 +286,7 @@ def _about(model: nn.Module, filled: _Arguments) -> tuple[Hashable, ...]:
 
 @dataclass(frozen=True)
 class _Padding:
-    """The arguments that a call is run with, and the way back."""
+    """The padded arguments of a call, and how to cut its outputs."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -292,40 +294,46 @@ class _Padding:
     cuts: Cuts
 
     def cut(self, outputs: Any) -> Any:
-        """What the model returns, from what it returns with padding.
+        """Cut the outputs of the padded call back to the size of the call.
 
         Raises:
-            Unfit: that is not what was found out about such calls.
+            NotPaddable: they are unlike those of the trial.
         """
         tensors, structure = flatten(outputs)
         if not can_cut(tensors, self.cuts):
-            raise Unfit(_OTHER_BRANCH)
+            raise NotPaddable(_OTHER_BRANCH)
         return unflatten(structure, cut(tensors, self.cuts, self.spans))
 
 
 @torch.no_grad()
-def _same_but_longer(given: Sequence[Tensor], plain: Tried, filled: Tried, spans: Mapping[str, Span]) -> Cuts:
-    """Where the outputs with padding are longer than those without, which they contain.
+def _same_but_longer(inputs: Sequence[Tensor], plain: Tried, filled: Tried, spans: Mapping[str, Span]) -> Cuts:
+    """Where outputs with padding are longer than those without.
+
+    Args:
+        inputs: of the model, before the trial.
+        plain: the trial without padding.
+        filled: the trial with padding.
+        spans: the padded dimensions.
 
     Raises:
-        Unfit: something else is different.
+        NotPaddable: outputs or state differ otherwise, or padding would break aliases of inputs.
     """
-    if difference(_numbered("input", plain.inputs), _numbered("input", given)):
-        raise Unfit("it writes to its inputs")
+    if difference(_numbered("input", plain.inputs), _numbered("input", inputs)):
+        raise NotPaddable("it writes to its inputs")
     (short, structure), (long, structure_filled) = flatten(plain.outputs), flatten(filled.outputs)
     if structure != structure_filled:
-        raise Unfit("it returns other values or containers with padding")
+        raise NotPaddable("it returns other values or containers with padding")
     if _memory(_padded_inputs(plain, filled)) & _memory([*short, *long]):
-        raise Unfit("an output is an input that is padded, or a view of one, and would be other memory")
+        raise NotPaddable("an output is an input that is padded, or a view of one, and would be other memory")
     cuts = cuts_of(short, long, spans)
     ours = {**_numbered("output", cut(long, cuts, spans)), **filled.state}
     if reason := difference(ours, {**_numbered("output", short), **plain.state}):
-        raise Unfit(f"something depends on what {' and '.join(spans)} is filled up with: {reason}")
+        raise NotPaddable(f"something depends on what {' and '.join(spans)} is filled up with: {reason}")
     return cuts
 
 
 def _padded_inputs(plain: Tried, filled: Tried) -> list[Tensor]:
-    """Those that are longer with padding, as they are with it and without; the others are given as they are."""
+    """The inputs that are longer with padding, from both trials; both trials share the other inputs."""
     pairs = zip(plain.inputs, filled.inputs, strict=True)
     return [tensor for pair in pairs if pair[0].shape != pair[1].shape for tensor in pair]
 

@@ -1,9 +1,9 @@
-"""``AUTOSTREAM_VERIFY=paranoid``: every scheduled call beside the model itself, from the same state.
+"""``AUTOSTREAM_VERIFY=paranoid``: compares every scheduled call with an eager call from the same state.
 
-    state, inputs, generators ──▶ scheduled call ──▶ put back ──▶ the model ──▶ the same outputs, state and inputs?
+    state, inputs, generators ──▶ scheduled call ──▶ restored ──▶ eager call ──▶ same outputs, state and inputs?
 
-That costs a call of the model and copies of all its state each time: it is for finding out whether autostream is at
-fault. Where a call records gradients, its backward is a call of its own, and compared with its ops one after another.
+Each comparison costs an eager call and copies of all state: it is for finding out whether autostream is at fault. A
+backward is compared as a call of its own, with its ops run one after another.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float16: 3e-2,
     torch.bfloat16: 1e-1,
 }
-"""How far a tensor may be from the model's, as a share of its norm, and an element, of the largest: fused kernels round
-at other places, and float32 may be TF32. What reads memory too early or too late is off by much more."""
+"""The largest error of a tensor relative to its norm, and of an element relative to the largest one. Fused kernels
+round differently, and float32 may be TF32. A read of memory too early or too late is off by much more."""
 
 _COARSE = 0.25
-"""For all narrower dtypes."""
+"""The tolerance of all narrower dtypes."""
 
 
 def compared(
@@ -41,18 +41,18 @@ def compared(
     kwargs: Mapping[str, Any],
     name: str = "",
 ) -> Any:
-    """What a scheduled call returns, after the model itself has done the same.
+    """Run a scheduled call, then the model eagerly from the same state; return the outputs of the scheduled call.
 
     Args:
         model: the module.
         run: the scheduled call.
         tensors: the flat inputs of both.
-        args: of the model's call.
-        kwargs: of the model's call.
-        name: of the model that this is a graph of; its own, if none is given.
+        args: of the eager call.
+        kwargs: of the eager call.
+        name: of the model that ``model`` is a graph of; by default the module's own.
 
     Raises:
-        MismatchError: an output, the model's state or an input is not what the model makes of it.
+        MismatchError: an output, the model's state or an input differs.
 
     Example:
         >>> x = torch.ones(2)
@@ -62,14 +62,14 @@ def compared(
         autostream.errors.MismatchError: ReLU, scheduled: output 0 is off by 1 of its size, and 0.001 is rounding: \
 set AUTOSTREAM_DISABLE=1 to run it plainly, and report this
     """
-    places = {f"{of} afterwards": tensor for of, tensor in _state(model)}
-    places |= {f"input {at} afterwards": tensor for at, tensor in enumerate(tensors)}
-    devices = {str(tensor.device) for tensor in places.values() if tensor.is_cuda}
-    with undone(list(places.values()), [True] * len(places), devices):
+    state = {f"{of} afterwards": tensor for of, tensor in _state(model)}
+    state |= {f"input {at} afterwards": tensor for at, tensor in enumerate(tensors)}
+    devices = {str(tensor.device) for tensor in state.values() if tensor.is_cuda}
+    with undone(list(state.values()), [True] * len(state), devices):
         outputs = run()
-        ours = {**_outputs(outputs), **places}
+        ours = {**_outputs(outputs), **state}
         ours = {name: tensor.detach().clone() for name, tensor in ours.items()}
-    theirs = {**_outputs(model(*args, **kwargs)), **places}
+    theirs = {**_outputs(model(*args, **kwargs)), **state}
     theirs = {name: tensor.detach() for name, tensor in theirs.items()}
     if reason := difference(ours, theirs):
         advice = "set AUTOSTREAM_DISABLE=1 to run it plainly, and report this"
@@ -78,7 +78,7 @@ set AUTOSTREAM_DISABLE=1 to run it plainly, and report this
 
 
 def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
-    """Which of some tensors is off, and by how much; ``""`` if none is.
+    """The first tensor that differs, and by how much; ``""`` if none does.
 
     Example:
         >>> difference({"y": torch.ones(2)}, {"y": torch.ones(2)})
@@ -91,10 +91,10 @@ def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
     for name, expected in theirs.items():
         if name not in ours:
             return f"there is no {name}"
-        found = ours[name]
-        if (found.shape, found.dtype, found.layout) != (expected.shape, expected.dtype, expected.layout):
-            return f"{name} is {_kind(found)}, and should be {_kind(expected)}"
-        error, allowed = _error(found, expected), _allowed(expected.dtype)
+        actual = ours[name]
+        if (actual.shape, actual.dtype, actual.layout) != (expected.shape, expected.dtype, expected.layout):
+            return f"{name} is {_kind(actual)}, and should be {_kind(expected)}"
+        error, allowed = _error(actual, expected), _allowed(expected.dtype)
         if not error <= allowed:
             return f"{name} is off by {error:.3g} of its size, and {allowed:.3g} is rounding"
     return next((f"{name} is one too many" for name in ours if name not in theirs), "")
@@ -116,7 +116,7 @@ def _allowed(dtype: torch.dtype) -> float:
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
-    """How far they are apart, as a share of what is right; infinity where other elements are not finite."""
+    """The relative error; infinity if they differ in which elements are finite."""
     if theirs.layout is not torch.strided:
         return _error(ours.to_dense(), theirs.to_dense())
     if not (theirs.is_floating_point() or theirs.is_complex()):
@@ -129,7 +129,7 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
     off, scale = (left[finite] - right[finite]).abs(), right[finite].abs()
     if not off.numel():
         return 0.0
-    # Of the norm, and of the largest: a few stale elements do not show in the norm of many.
+    # Also relative to the largest element: a few stale elements hardly change the norm of many.
     return max(_share(float(off.norm()), float(scale.norm())), _share(float(off.max()), float(scale.max())))
 
 

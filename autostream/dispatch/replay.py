@@ -1,11 +1,11 @@
-"""The short way of a call that is like the one before it: replay first, then ask whether that was right.
+"""The fast path of a call like an earlier one: replay its graph, and check the guards while the device computes.
 
-    inputs alike? ──▶ copy in, replay, copy out ──▶ guards, addresses ──▶ outputs
-                            (the device computes)         │ no
-                                                          └─▶ outputs are dropped; the call goes the long way
+    same input metadata? ──▶ copy in, replay, copy out ──▶ guards, addresses ──▶ outputs
+                            (the device computes)         │ one fails
+                                                          └─▶ outputs are dropped; the call takes the slow path
 
-Asking all guards takes the host longer than a small model takes the device, so they are asked while it computes. Where
-a run more than asked could be seen (it writes, draws random numbers, or computes with indices), they are asked first.
+Checking all guards takes the host longer than a small model takes the device. If the user could notice a superfluous
+replay (the graph writes, generates random numbers, or computes with indices), the guards are checked first.
 """
 
 from __future__ import annotations
@@ -16,37 +16,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autostream.frontend.capture import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.eager_only import unusual_call
+from autostream.frontend.guards import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.settings import watch_unguarded
 from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
-from autostream.runtime.addresses import metadata_check
-from autostream.runtime.layouts import Layouts
+from autostream.runtime.layouts import Layouts, metadata_check
 from autostream.utils.storages import storage_of
 
 
 class GuardFailed(Exception):  # noqa: N818 - a notice between modules, not an error
-    """A guard does not hold: what was computed is dropped, and nothing shows of it."""
+    """A guard fails for this call. Its outputs were dropped, and it had no side effects."""
 
 
 class Replay:
-    """What calls like one that has just been made run.
+    """Runs calls whose inputs have the same metadata as those of an earlier call.
 
     Args:
-        launch: runs the program, given the call's tensors; keeps the memory of what else it takes.
-        held: the program's arguments that are the model's, which the guards know by identity.
+        launch: runs the program with the call's tensors; keeps the memory of its other arguments alive.
+        held: the program's arguments that belong to the model, which the guards compare by identity.
         call: the structure of ``(args, kwargs)``.
-        tensors: its tensors.
-        returned: the structure of what the model returns, and where its tensors come from: outputs of the program, then
-            the call's tensors, then what is held.
-        guards: take ``(args, kwargs)``; ``None`` where the caller has said that nothing but inputs changes.
-        stores: what a call leaves in attributes of Python objects.
-        looks_first: whether to ask the guards before the run.
+        tensors: the tensors in them.
+        returned: the structure of the model's return value, and for each tensor in it its index among the program's
+            outputs, then the call's tensors, then ``held``.
+        guards: take ``(args, kwargs)``; ``None`` if the user promises that only inputs change (``guards="inputs"``).
+        stores: objects, attribute names and the values that a call assigns to them.
+        guards_first: whether to check the guards before the replay.
         writes: whether the program writes any of its arguments.
 
     Attributes:
-        repeatable: whether to run a call again that failed changes nothing that anybody can see.
-        held: the model's tensors, by identity.
+        repeatable: whether a failed call may run again without side effects that the user could see.
+        held: ids of the model's tensors that it holds.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Replay:
         guards: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None,
         stores: Sequence[tuple[Any, str, Any]],
         *,
-        looks_first: bool,
+        guards_first: bool,
         writes: bool,
     ) -> None:
         self._launch, self._call = launch, call
@@ -69,10 +68,10 @@ class Replay:
         self._flat = all(child is TENSOR for child in args.children or ()) and not kwargs.children
         self._alike = metadata_check(tensors)
         self._one = len(tensors) == 1 and not writes
-        self._own = frozenset(map(storage_of, held)) if writes else frozenset()
+        self._storages = frozenset(map(storage_of, held)) if writes else frozenset()
         self._structure, self._sources = returned
         self._single = self._structure is TENSOR and list(self._sources) == [0]
-        self._guards, self._looks_first = guards, looks_first or guards is None
+        self._guards, self._guards_first = guards, guards_first or guards is None
         self._stores = list(stores)
         self._recorded = torch.is_grad_enabled()
         self._same_numerics = watch_unguarded()
@@ -81,15 +80,15 @@ class Replay:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the model's tensors lie where they did when this was made."""
+        """Whether the model's tensors are still at the addresses that the graph reads."""
         return bool(self._unmoved())
 
-    def look_first(self) -> None:
-        """Ask the guards before the run from now on: they have failed, so that the run was for nothing."""
-        self._looks_first = True
+    def check_guards_first(self) -> None:
+        """Check the guards before each replay from now on, as they have failed after one."""
+        self._guards_first = True
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
-        """The tensors of a call, if it is like the one before as far as its inputs tell."""
+        """The tensors of a call if its inputs have the same structure, metadata and modes; else ``None``."""
         if self._flat:
             tensors: Sequence[Tensor] | None = None if kwargs else args
         else:
@@ -104,28 +103,28 @@ class Replay:
         return tensors if alike else None
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns.
+        """Replay the graph and return what the model returns.
 
         Raises:
-            GuardFailed: this call is not what the graph was captured for.
+            GuardFailed: the graph was captured for other calls.
         """
-        if self._looks_first and not self._intact(args, kwargs):
+        if self._guards_first and not self._guards_hold(args, kwargs):
             raise GuardFailed
         outputs = self._launch(tensors)
-        if not self._looks_first and not self._intact(args, kwargs):
+        if not self._guards_first and not self._guards_hold(args, kwargs):
             raise GuardFailed
         for owner, name, value in self._stores:
             setattr(owner, name, value)
         if self._single:
             return outputs[0]
-        known = [*outputs, *tensors, *self._held]
-        return unflatten(self._structure, [known[at] for at in self._sources])
+        sources = [*outputs, *tensors, *self._held]
+        return unflatten(self._structure, [sources[at] for at in self._sources])
 
-    def _intact(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _guards_hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         guards = self._guards
         return guards is None or (self._same_numerics() and guards(args, kwargs) and bool(self._unmoved()))
 
     def _apart(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors share no memory with each other, nor with the model's where that may be written."""
+        """Whether no two tensors share memory, and none with the model's tensors if the program writes."""
         storages = set(map(storage_of, tensors))
-        return len(storages) == len(tensors) and self._own.isdisjoint(storages)
+        return len(storages) == len(tensors) and self._storages.isdisjoint(storages)

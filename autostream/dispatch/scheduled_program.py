@@ -1,7 +1,7 @@
-"""A program made ready for one signature of its tensors: all stages, and what runs.
+"""A program scheduled for one signature: runs all stages of the pipeline, then the calls.
 
-program ──▶ tune ──▶ pooled ──▶ at places ──▶ ScheduledProgram: flat tensors in, flat tensors out
-   └── a CUDA graph cannot hold some ops: cut into sections ──▶ …
+program ──▶ tune ──▶ memory pool ──▶ graphs by address ──▶ ScheduledProgram: flat tensors in, flat tensors out
+   └── some ops do not fit into a CUDA graph: cut into sections ──▶ …
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from autostream.ir import Candidate, Decision, OpGraph, Program, Role
 from autostream.options import Options
 from autostream.pipeline import planned
 from autostream.reporting.report import Report
-from autostream.runtime.addresses import Frozen, Writes
 from autostream.runtime.cuda_graph import CapturedGraph, GraphPools, release_unused_memory
 from autostream.runtime.graphs_by_address import BoundGraph, GraphsByAddress
 from autostream.runtime.input_buffers import BufferTable
@@ -29,9 +28,10 @@ from autostream.runtime.lower import lower
 from autostream.runtime.measured_timeline import Unmatched, measure_timeline
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import Output
+from autostream.runtime.writes import Frozen, Writes
 from autostream.scheduling.peak import given_bytes
 from autostream.tuning.budget import exemption
-from autostream.tuning.recapture import Copies, at_places, pooled
+from autostream.tuning.recapture import CopyNote, by_address, captured_into_pool
 from autostream.tuning.select import Execution, detached, has_integers, repeatable, written
 from autostream.tuning.tune import Tuned, tune
 from autostream.utils.locks import preparing
@@ -40,16 +40,16 @@ from autostream.utils.storages import storage_of
 
 
 class NoSchedule(Exception):  # noqa: N818 - a notice between modules, not an error
-    """No schedule of these tensors can be had now; the message says why. Nothing that the caller can see changed."""
+    """These tensors cannot be run with a schedule now; the message says why. There were no side effects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a schedule is of, for reports and messages.
+    """Names a schedule in reports and messages.
 
     Attributes:
         model: the model's name.
-        signature: of the calls, readable.
+        signature: describes the calls.
     """
 
     model: str
@@ -62,10 +62,10 @@ class ModelContext:
 
     Attributes:
         options: how to schedule.
-        pools: of captured graphs: calls of one signature compute where those of the others do.
-        slots: where inputs may come in turn, so that a graph that reads them there is worth it.
-        make_section: makes what runs a part of a program, where a CUDA graph cannot hold the whole; without it, nothing
-            of such a program is captured.
+        pools: memory pools that the CUDA graphs of all signatures share.
+        slots: input buffers that are used in turn, each of which is worth a captured graph of its own.
+        make_section: compiles a section of a program that does not fit into one CUDA graph; without it, nothing of such
+            a program is captured.
     """
 
     options: Options
@@ -75,25 +75,24 @@ class ModelContext:
 
 
 class ScheduledProgram:
-    """A program scheduled for tensors of these shapes.
+    """A program scheduled for one signature.
 
     Args:
         program: of ATen ops.
-        arguments: its tensors. They, and the generators of random numbers, are as before when this returns.
-        stays: which of them stay where they are from call to call, as weights do.
-        label: what it is of.
+        arguments: tensors of that signature. Trial runs leave them and the random number generators as they were.
+        stays: which arguments keep their addresses from call to call, as weights do.
+        label: for reports.
         context: of the model.
-        stopwatch: knows how long tracing took.
+        stopwatch: has the time that tracing took.
 
     Attributes:
-        program: in the kernels that run.
-        harmless: whether a run more than asked, even with weights that are no longer the model's, changes nothing that
-            anybody can see.
-        repeatable: whether a run more than asked changes nothing that anybody can see.
+        program: with the kernels that run.
+        repeatable: whether a superfluous run has no side effects that the user could see.
+        harmless: whether that holds even if it reads weights that the model has replaced.
         writes: whether it writes any of its arguments.
 
     Raises:
-        TraceError: it runs on several devices, or expects values of tensors, and is not cut.
+        TraceError: it runs on several devices, or depends on values of tensors, and may not be cut.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class ScheduledProgram:
     ) -> None:
         options, make_section = context.options, context.make_section
         with preparing:
-            self._bound = _staying(program, arguments, stays)
+            self._bound = _bound_arguments(program, arguments, stays)
             writes = Writes(arguments if options.inductor_options.get("freezing") else ())
             sections = make_section and sections_of(program, self._bound, options, make_section, stopwatch)
             if sections:
@@ -120,18 +119,17 @@ class ScheduledProgram:
                     )
                 tuned = tune(program, arguments, self._bound, options, stopwatch)
                 with stopwatch("select"):
-                    tuned = pooled(tuned, arguments, context.pools)
+                    tuned = captured_into_pool(tuned, arguments, context.pools)
                 made = _as_one(tuned, _report(label, tuned, options, stopwatch))
             self.program, self._graph = made.program, made.graph
             self._lowered, self._report = made.lowered, made.report
-            self._copies = Copies(label.model)
-            self._execution = at_places(made.execution, arguments, self._bound, context.slots, self._copies)
+            self._copies = CopyNote(label.model)
+            self._execution = by_address(made.execution, arguments, self._bound, context.slots, self._copies)
             self.frozen = Frozen(self.program.frozen, arguments, writes)
             self.detached = detached(program)
             self.writes = any(written(self.program, self._graph))
             self.repeatable = repeatable(self.program, self._graph)
-            # Running with weights that are no longer the model's does no harm then. Where integers are computed with it
-            # might: an index that is new may be beyond the end of what is old.
+            # With integers, a run that reads replaced weights may fail: an index may be out of their bounds.
             self.harmless = self.repeatable and not has_integers(program)
             release_unused_memory(self.program.device)
 
@@ -139,39 +137,41 @@ class ScheduledProgram:
         """Run with these tensors, in the order of the program's placeholders.
 
         Raises:
-            NoSchedule: no graph reads them where they lie, and none can be captured.
+            NoSchedule: no CUDA graph reads tensors at these addresses, and none can be captured.
         """
         execution = self._execution
         if not isinstance(execution, GraphsByAddress):
             with without_autocast("inductor"):  # casts are ops of the program
                 return execution(*arguments)
-        place = execution.find(arguments) or self._new_place(execution, arguments)
-        return place.launch(arguments)
+        graph = execution.find(arguments) or self._capture_again(execution, arguments)
+        return graph.launch(arguments)
 
     @property
     def is_lost(self) -> bool:
-        """Whether its graphs read only what nobody has any more, and none could be captured for what is there now."""
+        """Whether all its CUDA graphs read weights that were freed, and none can be captured for the present ones."""
         return isinstance(self._execution, GraphsByAddress) and self._execution.unusable
 
     @property
     def captured(self) -> CapturedGraph | None:
-        """The CUDA graph of the latest call; ``None`` where ops are launched one by one."""
+        """The CUDA graph of the latest call; ``None`` if ops are launched one by one."""
         return self._execution.graph if isinstance(self._execution, GraphsByAddress) else None
 
     @property
     def latest(self) -> BoundGraph | None:
-        """The captured graphs of the latest call, wherever they read."""
+        """The CUDA graph of the latest call, with its variants for input buffers."""
         return self._execution.current if isinstance(self._execution, GraphsByAddress) else None
 
     def reading(self, arguments: Sequence[Tensor]) -> BoundGraph | None:
-        """The captured graphs of the latest call, if these tensors lie where they read them."""
+        """The CUDA graph of the latest call, if it reads tensors at these addresses."""
         return self._execution.latest(arguments) if isinstance(self._execution, GraphsByAddress) else None
 
     def share_outputs(self, places: frozenset[int]) -> frozenset[int]:
-        """Hand out outputs at these places where a captured graph computes them: they are the caller's for one call.
+        """Return the outputs at these positions without a copy from now on, if a CUDA graph computes them.
+
+        The next replay overwrites them. No other graphs may be in its memory pool.
 
         Returns:
-            Those for which that is done. Nobody else's graphs may be in its pool.
+            The positions of the outputs that are shared.
         """
         graph = self.captured
         if graph is None:
@@ -181,7 +181,7 @@ class ScheduledProgram:
 
     @property
     def report(self) -> Report:
-        """What was done, and why."""
+        """The schedule that was chosen, and why."""
         report = self._report()
         return replace(report, refusals=(*report.refusals, *self._copies.refusals))
 
@@ -190,7 +190,7 @@ class ScheduledProgram:
         return self._lowered()
 
     def watched(self, arguments: Sequence[Tensor]) -> Report:
-        """The report with a run that a profiler watched, or with the reason why there is none."""
+        """The report with the timeline of a profiled run, or with the reason why there is none."""
         report, execution = self.report, self._execution
         try:
             if not isinstance(execution, GraphsByAddress):
@@ -198,55 +198,55 @@ class ScheduledProgram:
             if not self.repeatable:
                 raise Unmatched("it writes its inputs or its state, or draws random numbers: a run more would be seen")
             assert report.chosen is not None, "what is captured was chosen"
-            place = execution.find(arguments)
-            if place is None:
+            captured = execution.find(arguments)
+            if captured is None:
                 raise Unmatched("its weights lie elsewhere by now, and no graph of them is captured: call it first")
             schedule, level = report.chosen.schedule, self.program.level
-            measured = measure_timeline(self.lowered(), self._graph, schedule, place.graph, arguments, level)
+            measured = measure_timeline(self.lowered(), self._graph, schedule, captured.graph, arguments, level)
         except Unmatched as reason:
             refusal = Decision("", "not watched", str(reason))
             return replace(report, refusals=(*report.refusals, refusal))
         return replace(report, measured=measured)
 
     def static_inputs(self, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """The arguments, with the tensors that a captured graph reads in the place of those that it copies."""
+        """The arguments, with the static inputs of the captured graph in place of those that it copies."""
         graph = self.captured
-        return [graph.static.get(at, given) if graph else given for at, given in enumerate(arguments)]
+        return [graph.static.get(at, argument) if graph else argument for at, argument in enumerate(arguments)]
 
-    def served(self, calls: int) -> None:
-        """The short way has served so many calls, whose tensors lay where :meth:`reading` found them."""
+    def count_replays(self, calls: int) -> None:
+        """Count calls on the fast path, with tensors at the addresses that :meth:`reading` found."""
         if isinstance(self._execution, GraphsByAddress):
             self._execution.served(calls)
 
-    def _new_place(self, places: GraphsByAddress, arguments: Sequence[Tensor]) -> BoundGraph:
-        """The same schedule, captured again where the weights lie now.
+    def _capture_again(self, graphs: GraphsByAddress, arguments: Sequence[Tensor]) -> BoundGraph:
+        """Capture the schedule again with the present addresses of the weights.
 
         Raises:
-            NoSchedule: it cannot be, or has been too often.
+            NoSchedule: the capture failed, or there were too many.
         """
-        if reason := places.refused(arguments):  # without waiting for what another thread prepares
+        if reason := graphs.refused(arguments):  # before waiting for another thread's capture
             raise NoSchedule(reason)
         with preparing, torch.inference_mode(False), torch.no_grad():
-            if found := places.find(arguments):  # another thread has been quicker
-                return found
-            if places.over:
-                raise NoSchedule(places.over)
+            if graph := graphs.find(arguments):  # another thread has captured it meanwhile
+                return graph
+            if graphs.over:
+                raise NoSchedule(graphs.over)
             try:
-                return places.add(arguments)
+                return graphs.add(arguments)
             except (CaptureError, torch.OutOfMemoryError) as error:
-                raise NoSchedule(places.over or str(error)) from None
+                raise NoSchedule(graphs.over or str(error)) from None
 
 
 @dataclass(frozen=True)
 class _Made:
-    """What runs a program, and what is known of it.
+    """A program that was scheduled, whole or in sections.
 
     Attributes:
-        program: in the kernels that run.
+        program: with the kernels that run.
         graph: its ops.
         execution: runs it.
-        lowered: what runs, to be read.
-        report: what is known now.
+        lowered: makes the graph that runs, for reading.
+        report: makes the report.
     """
 
     program: Program
@@ -267,19 +267,18 @@ def _in_sections(sections: Sections, program: Program, label: Label, stopwatch: 
     return _Made(program, sections.graph, sections, lambda: sections.module, report)
 
 
-def _staying(program: Program, arguments: Sequence[Tensor], stays: Sequence[bool]) -> tuple[bool, ...]:
-    """Which arguments stay where they are.
+def _bound_arguments(program: Program, arguments: Sequence[Tensor], stays: Sequence[bool]) -> tuple[bool, ...]:
+    """Which arguments a CUDA graph reads at their own addresses, without a copy.
 
-    An input that shares memory with the model's own stays with that. One that shares memory with an input that is
-    copied is copied with it.
+    An input that aliases one of the model's tensors is not copied. One that aliases a copied input is copied with it.
     """
-    own = [p.role is not Role.INPUT for p in program.placeholders]
-    held = {storage_of(argument) for argument, is_own in zip(arguments, own, strict=True) if is_own}
+    of_model = [p.role is not Role.INPUT for p in program.placeholders]
+    held = {storage_of(argument) for argument, is_model in zip(arguments, of_model, strict=True) if is_model}
     stays = [stay or storage_of(argument) in held for stay, argument in zip(stays, arguments, strict=True)]
     copied = {storage_of(argument) for argument, stay in zip(arguments, stays, strict=True) if not stay}
     return tuple(
-        stay and (is_own or storage_of(argument) not in copied)
-        for stay, is_own, argument in zip(stays, own, arguments, strict=True)
+        stay and (is_model or storage_of(argument) not in copied)
+        for stay, is_model, argument in zip(stays, of_model, arguments, strict=True)
     )
 
 
@@ -291,7 +290,7 @@ def _report(label: Label, tuned: Tuned, options: Options, stopwatch: Stopwatch) 
     return replace(
         planned(label.model, label.signature, mode, tuned.program.level, priced, candidates, chosen),
         chosen_on=tuned.chosen_on,
-        refusals=(*tuned.refusals, *priced.remarks, *exempted),
+        refusals=(*tuned.refusals, *priced.notes, *exempted),
         seconds=dict(stopwatch.seconds),
     )
 

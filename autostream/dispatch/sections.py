@@ -1,12 +1,12 @@
-"""A program that a CUDA graph cannot hold whole: what it can hold is captured, and the ops between run as they are.
+"""A program that does not fit into one CUDA graph: sections that fit are captured, the ops between them run eagerly.
 
-program ──▶ cut ──▶ part: a section of its own, scheduled and captured as a program is
-             │      part: plain ops, on the caller's stream
-             │      part: long copies between the host and the device, beside the parts before (crossing.py)
+program ──▶ cut ──▶ part: a section, scheduled and captured like a program
+             │      part: eager ops, on the caller's stream
+             │      part: long copies between the host and the device, beside the part before (host_copies.py)
              └──▶ …
 
-Numbers that were asked of the device (``.item()``) stay between plain ops, which take them from the host. Copies from
-one device to another are plain ops too: they come after all that the caller's streams of both devices have been given.
+Numbers that are read from the device (``.item()``) pass from one eager op to another on the host. Copies from one
+device to another are eager ops too: they run after all work on the caller's streams of both devices.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from autostream.utils.stopwatch import Stopwatch
 def sections_of(
     program: Program, bound: Sequence[bool], options: Options, make_section: MakeSection, stopwatch: Stopwatch
 ) -> Sections | None:
-    """Cut a program at the ops that a CUDA graph cannot hold.
+    """Cut a program at the ops that cannot be captured.
 
     Args:
         program: of ATen ops.
-        bound: which of its arguments stay where they are from call to call.
+        bound: which of its arguments keep their addresses from call to call.
         options: how to schedule.
-        make_section: makes what runs in the place of a section.
-        stopwatch: is told what took how long.
+        make_section: compiles a section.
+        stopwatch: measures the time of the stages.
 
     Returns:
-        Nothing where a graph can hold the whole, or nothing that is worth one, or where none is to be captured.
+        ``None`` if all fits into one CUDA graph, if no section is worth one, or if none may be captured.
     """
     if options.cuda_graph is False or program.device == "cpu":
         return None
     with stopwatch("analyze"), collector.paused():
         graph = analyze(program)
         parts = cut(graph) if program.peers or capture_refusals(graph) else ()
-    if not parts or (len(parts) == 1 and not program.peers):  # as one graph, it is not copied in and out
+    if not parts or (len(parts) == 1 and not program.peers):  # one graph needs no copies between sections
         return None
     return Sections(program, graph, parts, bound, options, make_section)
 
@@ -71,14 +71,14 @@ class Sections:
     Args:
         program: of ATen ops.
         graph: its ops.
-        parts: of these.
-        bound: which of the program's arguments stay where they are from call to call.
+        parts: which ops are in which part, in the order in which the parts run.
+        bound: which of the program's arguments keep their addresses from call to call.
         options: how to schedule.
-        make_section: makes what runs in the place of a section.
+        make_section: compiles a section.
 
     Attributes:
         graph: the ops.
-        module: what runs, to be read.
+        module: the graph that runs, for reading, with a submodule for each part.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Sections:
         self._reports: list[Callable[[], tuple[Report, ...]]] = []
         for section in whole.sections:
             if section.captured:
-                made = make_section(section.program.module, section.bound)
-                setattr(running, section.name, _Called(made))
-                self._reports.append(partial(getattr, made, "reports"))
+                compiled = make_section(section.program.module, section.bound)
+                setattr(running, section.name, _Called(compiled))
+                self._reports.append(partial(getattr, compiled, "reports"))
             else:
                 where = "beside the part before" if section.beside else "between sections"
                 self._reports.append(partial(tuple, [_plain_report(section.program, where, options)]))
@@ -112,7 +112,7 @@ class Sections:
         return self._run(*tensors)
 
     def prepare(self, arguments: Sequence[Tensor]) -> None:
-        """Run once with copies, so that all sections are made. State, inputs and generators are as before then."""
+        """Run once with copies, so that all sections are compiled. State, inputs and generators stay as they are."""
         mode = torch.is_grad_enabled()
         with (
             on_copies(self._program, arguments, self._bound) as copies,
@@ -122,12 +122,12 @@ class Sections:
             self(*copies)
 
     def report(self, model: str, signature: str, stopwatch: Stopwatch) -> Report:
-        """What is known now.
+        """One report, with the reports of the parts.
 
         Args:
             model: its name.
-            signature: what this was made for.
-            stopwatch: knows what took how long.
+            signature: describes the calls.
+            stopwatch: has the time of the stages.
         """
         return Report(
             model=model,
@@ -144,7 +144,7 @@ class Sections:
         )
 
     def _ending(self, part: Part, after: Part) -> str:
-        """Why a part ends where that one begins."""
+        """Why a part ends where the next one begins."""
         if reason := next((refusal.reason for refusal in self._refusals if refusal.op in after.ops), ""):
             return reason
         others = {self.graph.ops[op].device for op in after.ops} - {part.device, "cpu"} if part.captured else set()
@@ -157,7 +157,7 @@ _ON_HOST = "what follows uses a tensor in the host's memory that changes in a ca
 
 
 class _Called(nn.Module):
-    """What runs in the place of a section, as the submodule that it is in the whole."""
+    """A compiled section as a module, to be a submodule of the program's."""
 
     def __init__(self, run: OptimizedCallable) -> None:
         super().__init__()
@@ -168,8 +168,8 @@ class _Called(nn.Module):
 
 
 def _plain_report(program: Program, where: str, options: Options) -> Report:
-    """What is known of ops that run as they are: nothing was measured, so what they take is predicted."""
+    """The report of ops that run eagerly. Their times are predictions, as nothing was measured."""
     priced = price_program(program, options, Stopwatch())
     candidates = candidates_for(priced, replace(options, policy="sequential"), False, Stopwatch())[:1]
-    found = planned("", where, "one stream", program.level, priced, candidates, candidates[0])
-    return replace(found, refusals=priced.refusals)
+    report = planned("", where, "one stream", program.level, priced, candidates, candidates[0])
+    return replace(report, refusals=priced.refusals)
