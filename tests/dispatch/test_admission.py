@@ -1,99 +1,75 @@
-"""Which signatures are worth compiling: limits, and what earns one more."""
+"""Which signatures are compiled: the first few, those that recur, and more as calls hit the cache."""
 
 from __future__ import annotations
 
-from autostream.dispatch.admission import FREE, IDLE, SERVED, Admission
+from autostream.dispatch.admission import COMPILATION_CALLS, FREE_COMPILATIONS, HITS_PER_COMPILATION, Admission
+
+NEW = "one call after the other is of a new kind"
+FULL = "as many signatures as max_signatures allows are compiled"
 
 
 def admission(most: int = 100, *keys: str) -> Admission[str]:
-    made = Admission[str](most)
+    cache = Admission[str](most)
     for key in keys:
-        made.add(key, f"schedule of {key}")
-    return made
+        cache.add(key, f"schedule of {key}")
+    return cache
 
 
-def test_a_few_are_free_and_then_none_where_none_comes_again() -> None:
-    made = admission()
-    for number in range(FREE):
-        assert not made.refusal("next")
-        made.add(number, "schedule")
-    assert made.refusal("next") == "one call after the other is of a new kind"
+def test_a_few_are_compiled_at_once_and_then_those_that_recur() -> None:
+    cache = admission()
+    for number in range(FREE_COMPILATIONS):
+        assert not cache.refusal("next")
+        cache.add(number, "schedule")
     for number in range(10_000):
-        made.unserved(f"kind {number}")
-    assert made.refusal("next"), "calls of ever new kinds earn nothing"
+        cache.miss(f"kind {number}")
+    cache.hit("not there", HITS_PER_COMPILATION)
+    assert cache.refusal("next") == NEW, "misses of ever new keys earn nothing"
+    for _ in range(HITS_PER_COMPILATION):
+        assert cache.refusal("recurs") == NEW
+        cache.miss("recurs")
+    assert not cache.refusal("recurs")
+    assert cache.refusal("next") == NEW
 
 
-def test_what_comes_again_is_worth_it_whatever_came_before() -> None:
-    made = admission(5, *"abcd")
-    for _ in range(SERVED):
-        assert made.refusal("e") == "one call after the other is of a new kind"
-        made.unserved("e")
-    assert not made.refusal("e")
-    assert made.refusal("f")
-    made.add("e", "schedule of e")
-    for _ in range(SERVED):
-        made.unserved("f")
-    assert made.refusal("f") == "as many signatures as max_signatures allows are compiled"
+def test_a_key_whose_guards_fail_is_compiled_again_after_a_thousand_misses() -> None:
+    cache = admission(100, *"abcd")
+    for _ in range(COMPILATION_CALLS):
+        assert cache.refusal("a") == NEW
+        cache.miss("a")
+    assert not cache.refusal("a")
+    cache.add("a", "another schedule of a")
+    assert cache.refusal("a") == NEW
 
 
-def test_one_whose_guards_fail_in_call_after_call_earns_one_more_in_a_thousand() -> None:
-    made = admission(100, *"abcd")
-    for _ in range(IDLE - 1):
-        made.unserved("a")
-    assert made.refusal("a")
-    made.unserved("a")
-    assert not made.refusal("a")
-    made.add("a", "another schedule of a")
-    assert made.refusal("a")
+def test_hits_earn_compilations_but_no_more_than_there_were_at_first() -> None:
+    cache = admission(100, *"abcd")
+    cache.hit("a", HITS_PER_COMPILATION - 1)
+    assert cache.refusal("next") == NEW
+    cache.hit("b")
+    assert not cache.refusal("next")
+    cache.hit("a", 1_000_000)
+    for number in range(FREE_COMPILATIONS):
+        assert not cache.refusal("next")
+        cache.add(number, "schedule")
+    assert cache.refusal("next") == NEW
 
 
-def test_calls_that_are_served_earn_one_more() -> None:
-    made = admission(100, *"abcd")
-    made.served("a", SERVED - 1)
-    assert made.refusal("next")
-    made.served("b")
-    assert not made.refusal("next")
-    made.add("e", "schedule")
-    assert made.refusal("next")
+def test_the_cache_is_full_until_an_entry_is_idle() -> None:
+    cache = admission(2, "a", "b")
+    cache.hit("b", COMPILATION_CALLS)
+    assert cache.refusal("next") == FULL, "a may still be used"
+    cache.hit("a")
+    cache.hit("b", COMPILATION_CALLS)
+    assert cache.refusal("next") == FULL, "both were used"
+    cache.hit("b")
+    assert not cache.refusal("next")
+    cache.add("c", "schedule of c")
+    assert list(cache.entries) == ["b", "c"], "the one that was not used is evicted"
 
 
-def test_no_more_is_saved_up_than_there_was_at_first() -> None:
-    made = admission(100, "a")
-    made.served("a", 1_000_000)
-    for number in range(FREE):
-        assert not made.refusal("next")
-        made.add(number, "schedule")
-    assert made.refusal("next")
-
-
-def test_there_are_as_many_as_allowed_until_one_is_idle() -> None:
-    made = admission(2, "a", "b")
-    made.served("b", IDLE)
-    assert made.refusal("next") == "as many signatures as max_signatures allows are compiled"
-    made.served("b")
-    assert not made.refusal("next")
-    made.add("c", "schedule of c")
-    assert list(made.entries) == ["b", "c"], "the one that nobody used went"
-
-
-def test_what_is_used_is_not_idle() -> None:
-    made = admission(2, "a", "b")
-    made.served("b", IDLE)
-    made.served("a")
-    made.served("b", IDLE)
-    assert made.refusal("next")
-    assert list(made.entries) == ["a", "b"]
-
-
-def test_what_is_dropped_may_be_made_again() -> None:
-    made = admission(100, *"abcd")
-    assert made.refusal("next")
-    made.drop("a")
-    assert not made.refusal("next")
-    assert list(made.entries) == ["b", "c", "d"]
-
-
-def test_calls_of_what_is_not_there_earn_nothing() -> None:
-    made = admission(100, *"abcd")
-    made.served("e", SERVED)
-    assert made.refusal("next")
+def test_a_dropped_entry_may_be_compiled_again() -> None:
+    cache = admission(100, *"abcd")
+    assert cache.refusal("next") == NEW
+    cache.drop("a")
+    assert not cache.refusal("next")
+    assert list(cache.entries) == ["b", "c", "d"]

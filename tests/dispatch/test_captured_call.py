@@ -1,4 +1,4 @@
-"""A call that is one graph: its guards, what it returns, and its short way."""
+"""A call that Dynamo captured as one graph: its guards, its outputs and side effects, and its fast path."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.semantics import Model, same
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def whole(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedCall:
-    """What is made for such calls of a model, after one of them."""
+def entry_of(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedCall:
+    """The entry of a model for calls like this one."""
     dispatch = Dispatcher(model, Options())
     dispatch(*args, **kwargs)
     ((entry,),) = dispatch._admission.entries.values()
@@ -25,14 +25,14 @@ def whole(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedCall:
     return entry
 
 
-def two_ways(s: Model, x: Tensor, y: Tensor | None = None) -> dict[str, Any]:
+def nested(s: Model, x: Tensor, y: Tensor | None = None) -> dict[str, Any]:
     return {"sum": x + s.w, "given": x, "many": [x.sin(), None, 3]}
 
 
 @torch.no_grad()
-def test_values_are_put_together_as_the_model_does() -> None:
-    model, x = Model(two_ways, w=nn.Parameter(torch.ones(2))), torch.randn(2)
-    entry = whole(model, x)
+def test_the_slow_and_the_fast_path_return_the_models_structure() -> None:
+    model, x = Model(nested, w=nn.Parameter(torch.ones(2))), torch.randn(2)
+    entry = entry_of(model, x)
     value = entry(model, (x,), {})
     same(value, model(x))
     assert value["given"] is x
@@ -47,22 +47,22 @@ def test_values_are_put_together_as_the_model_does() -> None:
 
 
 @torch.no_grad()
-def test_the_guards_say_which_calls_it_may_run() -> None:
+def test_its_guards_fail_when_an_attribute_changes() -> None:
     model, x = Model(lambda s, x: x * s.scale, scale=2.0), torch.ones(2)
-    entry = whole(model, x)
+    entry = entry_of(model, x)
     assert entry.guards(model, (x,), {})
     model.scale = 3.0
     assert not entry.guards(model, (x,), {})
 
 
 @torch.no_grad()
-def test_what_the_model_does_to_objects_is_done_in_each_call_and_has_no_short_way() -> None:
+def test_side_effects_happen_in_each_call_and_prevent_a_fast_path() -> None:
     def counts(s: Model, x: Tensor) -> Tensor:
         s.seen.append(len(s.seen))
         return x + 1
 
     model, x = Model(counts, seen=[]), torch.ones(2)
-    entry = whole(model, x)
+    entry = entry_of(model, x)
     assert model.seen == [0]
     assert not entry.guards(model, (x,), {}), "the list is longer now"
     model.seen.clear()
@@ -73,7 +73,7 @@ def test_what_the_model_does_to_objects_is_done_in_each_call_and_has_no_short_wa
     assert entry.replay(model, (x,), {}, guarded=True) is None
 
 
-def test_a_call_that_records_gradients_tells_of_both_halves() -> None:
+def test_a_call_that_records_gradients_reports_both_halves() -> None:
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     dispatch = Dispatcher(model, Options(policy="sequential"))
     dispatch(x).sum().backward()

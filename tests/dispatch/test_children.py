@@ -1,4 +1,4 @@
-"""Modules as ops: their schedule, and what its lowered graph computes with threads in the place of streams."""
+"""Modules as ops: their schedule, and what its lowered graph computes with threads instead of streams."""
 
 from __future__ import annotations
 
@@ -37,51 +37,38 @@ def waits(graph: fx.GraphModule) -> list[tuple[int, str]]:
     return [(node.args[1], node.args[2].name) for node in graph.graph.nodes if node.target is streams.wait]
 
 
-def test_each_child_has_its_stream_and_what_comes_out_is_the_callers() -> None:
+def test_each_child_runs_on_a_stream_and_results_are_on_the_callers() -> None:
     """
-    0:  call ─ leave         the copy for call_1 is made before call, which may write to what both are given
+    0:  call ─ leave         the copy for call_1 is made before call, which may write to their common input
     1:  enter ─ call_1
     """
     graph = side_by_side("cuda:0", 2, (ALONE, ALONE))
     assert launched(graph) == {"enter": 1, "call": 0, "call_1": 1, "leave": 0}
     assert waits(graph) == [(1, "forked"), (0, "enter_done"), (0, "call_1_done"), (1, "joined")]
-
-
-def test_more_children_than_streams_share_them() -> None:
     graph = side_by_side("cuda:0", 2, (ALONE,) * 5)
     assert [lane for name, lane in launched(graph).items() if name.startswith("call")] == [0, 1, 0, 1, 0]
 
 
-def test_children_that_share_a_buffer_take_turns_and_no_others() -> None:
+def test_only_children_that_share_a_buffer_wait_for_each_other() -> None:
     both = frozenset({0})
     graph = side_by_side("cuda:0", 3, (ALONE, both, both))
     assert (2, "call_1_done") in waits(graph)
     assert not [wait for wait in waits(side_by_side("cuda:0", 3, (ALONE,) * 3)) if wait == (2, "call_1_done")]
 
 
-def test_shared_buffers_are_those_of_several_children_wherever_they_are() -> None:
-    norm, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    first, second, third = shared_buffers([nn.Sequential(norm), other, nn.Sequential(nn.Sequential(norm), other)])
-    assert (len(first), len(second), len(third)) == (3, 3, 6)
-    assert third == first | second
-
-
-def test_buffers_that_are_parts_of_one_storage_are_shared() -> None:
+def test_buffers_are_shared_by_storage_or_if_they_have_none_by_identity() -> None:
     whole, children = torch.zeros(4), [Counts(), Counts(), Counts()]
     children[0].calls, children[1].calls = nn.Buffer(whole[:2]), nn.Buffer(whole[2:])
     assert shared_buffers(children) == (frozenset({0}), frozenset({0}), ALONE)
-
-
-def test_buffers_without_a_storage_are_shared_where_they_are_the_same() -> None:
     lazy, sparse = nn.LazyBatchNorm1d(), Counts()
     sparse.calls = nn.Buffer(torch.eye(2).to_sparse())
-    first, second, third = shared_buffers([lazy, sparse, nn.Sequential(lazy, sparse)])
+    first, second, third = shared_buffers([lazy, sparse, nn.Sequential(nn.Sequential(lazy), sparse)])
     assert len(first) > len(second) == 1
     assert third == first | second
 
 
 class Chosen(nn.Module):
-    """Returns a nested value of what it is given."""
+    """Returns a nested value, with its input in it."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -91,7 +78,7 @@ class Chosen(nn.Module):
         return {"scaled": self.weight * x, "same": x}
 
 
-def test_what_it_computes_is_what_the_children_do_with_gradients() -> None:
+def test_outputs_and_gradients_are_those_of_the_children() -> None:
     children = tuple(Chosen(float(factor)) for factor in (1, 2, 3))
     inputs = tuple(given(torch.full((2,), 1.0, requires_grad=True)) for _ in children)
     run = ThreadedProgram(side_by_side("cpu", 3, (ALONE,) * 3))
@@ -102,7 +89,7 @@ def test_what_it_computes_is_what_the_children_do_with_gradients() -> None:
 
 
 class Counts(nn.Module):
-    """Writes to its buffer, and says what was there: which call of it this is."""
+    """Counts its calls in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,15 +117,12 @@ def test_a_child_that_writes_to_its_input_is_named() -> None:
         children[writer] = nn.ReLU(inplace=True)
         with pytest.raises(TargetError, match=rf"child {writer} \(ReLU\) writes to its input"):
             run(tuple(children), (given(torch.ones(2)),) * 2)  # type: ignore[arg-type]
-
-
-def test_nobody_counts_writes_to_tensors_of_inference_mode() -> None:
-    with torch.inference_mode():
+    with torch.inference_mode():  # without version counters
         assert call((nn.ReLU(),), 0, (given(torch.ones(2)),), 0).tolist() == [1.0, 1.0]
 
 
 class Notes(nn.Module):
-    """Puts what it finds where the caller sees it, or in the place of what was there."""
+    """Sets an item of a container of the caller."""
 
     def __init__(self, at: str = "") -> None:
         super().__init__()
@@ -159,7 +143,7 @@ def test_a_child_that_changes_a_container_is_named() -> None:
             run(tuple(children), (given(torch.ones(2), notes={"old": torch.zeros(2)}),) * 2)  # type: ignore[arg-type]
 
 
-def test_what_is_on_no_device_of_the_streams_is_not_copied() -> None:
+def test_only_tensors_on_the_device_are_copied() -> None:
     x = torch.ones(2)
     assert enter([given(x, scale=x)], 0, "cuda") == (given(x, scale=x),)
     (((copied,), kwargs),) = enter([given(x, scale=x)], 0, "cpu")
@@ -170,13 +154,13 @@ def test_what_is_on_no_device_of_the_streams_is_not_copied() -> None:
 
 
 class Opaque(nn.Module):
-    """Returns what nobody knows how to open."""
+    """Returns a container of an unknown type."""
 
     def forward(self, x: Tensor) -> object:
         return {"a set": {x}}
 
 
-def test_a_result_that_is_no_known_container_is_told_with_its_child() -> None:
+def test_a_result_of_an_unknown_type_is_named_with_its_child() -> None:
     run = ThreadedProgram(side_by_side("cpu", 2, (ALONE, ALONE)))
     with pytest.raises(TargetError, match=r"child 1 returns what cannot be copied .*set is neither a tensor"):
         run((Opaque(), Opaque()), (given(torch.ones(2)),) * 2)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A graph of tensors: a schedule for each kind of tensors, or the graph itself."""
+"""A compiled graph: a schedule for each signature, or the graph itself op by op."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def compiled(module: nn.Module, names: InputNames, **options: Any) -> CompiledGr
 
 
 @torch.no_grad()
-def test_it_computes_what_the_graph_does_for_each_kind_of_tensors() -> None:
+def test_each_shape_is_a_signature() -> None:
     graph = compiled(Scaled(), BOTH)
     for size in (2, 3, 2, 3):
         w, x = torch.randn(size), torch.randn(size)
         same(list(graph(w, x)), list(Scaled()(w, x)))
     assert [report.mode for report in graph.reports] == ["one stream"] * 2
-    assert len(graph.made) == 2
+    assert len(graph.signatures) == 2
 
 
 @torch.no_grad()
-def test_tensors_that_share_memory_are_another_kind() -> None:
+def test_aliases_are_part_of_the_signature() -> None:
     class Writes(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
             return (x.add_(1) * y,)
@@ -58,7 +58,7 @@ def test_tensors_that_share_memory_are_another_kind() -> None:
 
 
 @torch.no_grad()
-def test_numbers_are_constants_of_a_schedule_and_are_returned() -> None:
+def test_numbers_are_part_of_the_signature_and_may_be_returned() -> None:
     class Sized(nn.Module):
         def forward(self, n: Any, x: Tensor) -> tuple[Any, Tensor, None]:
             return n, x * n, None
@@ -67,11 +67,11 @@ def test_numbers_are_constants_of_a_schedule_and_are_returned() -> None:
     for number in (2, 3, 2):
         returned, product, nothing = graph(number, torch.ones(2))
         assert (returned, product.tolist(), nothing) == (number, [number, number], None)
-    assert len(graph.made) == 2
+    assert len(graph.signatures) == 2
 
 
 @torch.no_grad()
-def test_what_cannot_be_scheduled_runs_op_by_op_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_cannot_be_scheduled_runs_op_by_op_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise TraceError("not today")
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_scheduled_runs_op_by_op_and_says_why(monkeypatch: pytest
 
 
 @torch.no_grad()
-def test_it_knows_its_own_graph() -> None:
+def test_is_of_compares_code_and_inputs() -> None:
     graph = compiled(Scaled(), BOTH)
     assert graph.is_of(torch.fx.symbolic_trace(Scaled()), BOTH)
     assert not graph.is_of(torch.fx.symbolic_trace(Scaled()), [(Role.INPUT, "1"), (Role.INPUT, "0")])
@@ -98,7 +98,7 @@ def test_it_knows_its_own_graph() -> None:
 
 
 @torch.no_grad()
-def test_halves_of_a_call_are_one_report() -> None:
+def test_forward_and_backward_are_one_report() -> None:
     graph = compiled(Scaled(), BOTH)
     graph(torch.ones(2), torch.ones(2))
     assert [report.mode for report in reports_of_graph("Model", [graph])] == ["one stream"]

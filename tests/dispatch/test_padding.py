@@ -1,4 +1,4 @@
-"""Calls of all lengths share the schedules of buckets, and what cannot be padded runs at its own shape for a reason.
+"""Padding: calls of all lengths share the schedules of buckets; calls that cannot be padded run at their own shape.
 
 tokens ─▶ embed ─┬─▶ left ──┬─▶ sum ─▶ logits, one for each token
                  └─▶ right ─┘
@@ -7,7 +7,6 @@ tokens ─▶ embed ─┬─▶ left ──┬─▶ sum ─▶ logits, one for
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -65,19 +64,19 @@ def tagging() -> PaddingDispatcher:
 
 
 class Forward(Model):
-    """A model whose argument has a name."""
+    """A model with a named argument."""
 
     def forward(self, x: Any) -> Any:
         return super().forward(x)
 
 
 def over(forward: Callable[..., Any], value: float = 0, **attributes: Any) -> PaddingDispatcher:
-    """A dispatcher of a model whose first argument's first dimension may be padded."""
+    """A dispatcher of a model that may be padded in dimension 0 of its argument."""
     return PaddingDispatcher(Forward(forward, **attributes), QUICK, {"x": {0: Bucket("n", (4, 8), value)}})
 
 
 def shapes(dispatch: PaddingDispatcher) -> list[str]:
-    """Of the first tensor of each signature, the most recently used first."""
+    """The shape of the first tensor of each signature, the most recently used first."""
     return [report.signature.partition(":")[0] for report in dispatch.reports]
 
 
@@ -101,18 +100,11 @@ def test_calls_share_the_schedules_of_buckets() -> None:
         same(dispatch(tokens(2, length), mask=mask(2, length)), plain, 1e-5)
     assert shapes(dispatch) == ["2x4", "2x4", "2x8", "2x8"], "one each for named and for positional masks"
     assert reasons(dispatch) == []
-
-
-@torch.no_grad()
-def test_outputs_are_as_without_padding_down_to_their_strides() -> None:
-    dispatch = tagging()
-    given = tokens(2, 3), mask(2, 3)
-    ours, theirs = dispatch(*given), dispatch.model(*given)
-    assert {k: v.stride() for k, v in ours.items() if isinstance(v, Tensor)} == {
-        k: v.stride() for k, v in theirs.items() if isinstance(v, Tensor)
+    ours, theirs = (call(tokens(2, 3), mask(2, 3)) for call in (dispatch, dispatch.model))
+    assert {name: value.stride() for name, value in ours.items() if isinstance(value, Tensor)} == {
+        name: value.stride() for name, value in theirs.items() if isinstance(value, Tensor)
     }
-    assert ours["logits"].view(-1, 8).shape == (6, 8)
-    assert ours["pooled"].shape == (2, 8), "the labels are as many as the largest bucket is long"
+    assert ours["pooled"].shape == (2, 8), "not cut, though the labels are as many as the largest bucket is long"
 
 
 def test_gradients_are_those_without_padding() -> None:
@@ -148,7 +140,7 @@ def test_models_with_graph_breaks_are_padded_as_well() -> None:
 
 
 @torch.no_grad()
-def test_a_bucket_is_prepared_for_whatever_the_example_is() -> None:
+def test_prepare_compiles_for_the_bucket_of_the_example() -> None:
     dispatch = tagging()
     dispatch.prepare(tokens(2, 3), mask(2, 3))
     (tokens_in, _), _ = dispatch.static_inputs(tokens(2, 2), mask(2, 2))
@@ -160,31 +152,24 @@ def test_a_bucket_is_prepared_for_whatever_the_example_is() -> None:
 
 
 @torch.no_grad()
-def test_trying_changes_nothing() -> None:
-    """Neither attributes, buffers nor random numbers."""
+def test_trials_change_nothing() -> None:
+    """Neither attributes, buffers nor random number generators, the model's own included."""
+    dice, expected = (torch.Generator().manual_seed(3) for _ in range(2))
 
     def counts(s: Any, x: Tensor) -> Any:
         s.count += 1
-        return x + s.count
+        return x + s.count + torch.rand(1, generator=dice)
 
     dispatch = over(counts, count=nn.Buffer(torch.zeros(())))
     state = torch.get_rng_state()
     for number, rows in enumerate((3, 2, 7), 1):
-        same(dispatch(torch.zeros(rows)), torch.full((rows,), float(number)))
+        same(dispatch(torch.zeros(rows)), torch.full((rows,), float(number)) + torch.rand(1, generator=expected))
     same(torch.get_rng_state(), state)
     assert shapes(dispatch) == ["8", "4"]
 
 
 @torch.no_grad()
-def test_trying_draws_nothing_from_generators_of_the_models_own() -> None:
-    dice, expected = (torch.Generator().manual_seed(3) for _ in range(2))
-    dispatch = over(lambda s, x: x + torch.rand(1, generator=dice))
-    for rows in (3, 2, 7):
-        same(dispatch(torch.zeros(rows)), torch.zeros(rows) + torch.rand(1, generator=expected))
-
-
-@torch.no_grad()
-def test_an_output_that_is_an_input_of_one_length_is_that_with_padding_too() -> None:
+def test_an_output_that_is_an_input_without_padding_stays_that_input() -> None:
     class Both(Model):
         def forward(self, x: Tensor, y: Tensor) -> Any:
             return super().forward(x, y)
@@ -196,14 +181,6 @@ def test_an_output_that_is_an_input_of_one_length_is_that_with_padding_too() -> 
     assert ours.data_ptr() == x.data_ptr()
     same(total, torch.full((3,), 3.0))
     assert not reasons(dispatch)
-
-
-@torch.no_grad()
-def test_a_dimension_that_is_given_twice_is_not_filled_up() -> None:
-    bucket = Bucket("n", (4, 8))
-    dispatch = PaddingDispatcher(Forward(lambda s, x: x * 2), QUICK, {"x": {0: bucket, -1: bucket}})
-    same(dispatch(torch.ones(3)), torch.full((3,), 2.0))
-    assert reasons(dispatch) == ["dimensions 0 and -1 of x are one: use one of them"]
 
 
 @torch.no_grad()
@@ -225,7 +202,7 @@ def test_it_is_tried_once_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Opaque:
-    """What no container is known to be."""
+    """A value of an unknown type."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Opaque)
@@ -246,13 +223,13 @@ def writes(s: Any, x: Tensor) -> Tensor:
         (lambda s, x: (x + 1, len(x)), "it returns other values or containers with padding"),
         (lambda s, x: [x + 1] * len(x), "it returns other values or containers with padding"),
         (lambda s, x: x.reshape(3, 2) + 1, "it fails when it is tried with padding and without (RuntimeError: shape"),
-        (lambda s, x: {"y": x + 1, "range": Opaque()}, "a value of type tests.test_padding.Opaque is neither"),
+        (lambda s, x: {"y": x + 1, "range": Opaque()}, "a value of type tests.dispatch.test_padding.Opaque is neither"),
         (writes, "it writes to its inputs"),
         (lambda s, x: (x, x + 1), "an output is an input that is padded, or a view of one"),
         (lambda s, x: x[:, :1].t(), "an output is an input that is padded, or a view of one"),
     ],
 )
-def test_what_cannot_be_padded_runs_at_its_own_shape(
+def test_calls_that_cannot_be_padded_run_at_their_own_shape(
     forward: Callable[..., Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dispatch = over(forward, norm=nn.BatchNorm1d(2))
@@ -272,27 +249,29 @@ def test_what_cannot_be_padded_runs_at_its_own_shape(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("other", [lambda x: torch.cat([x, x]), lambda x: (x, x), lambda x: x.sum()])
-def test_what_another_branch_returns_in_another_size_is_not_cut(other: Callable[[Tensor], Any]) -> None:
-    dispatch = over(lambda s, x: x + 1 if x.sum() < 99 else other(x))
+@pytest.mark.parametrize(
+    ("tried", "other"),
+    [
+        (lambda x: x + 1, lambda x: torch.cat([x, x])),
+        (lambda x: x + 1, lambda x: (x, x)),
+        (lambda x: x[:1] + 1, lambda x: x + 1),
+        (lambda x: x.sum(), lambda x: x + 1),
+    ],
+)
+def test_another_branch_may_return_outputs_of_other_sizes(
+    tried: Callable[[Tensor], Any], other: Callable[[Tensor], Any]
+) -> None:
+    dispatch = over(lambda s, x: tried(x) if x.sum() < 99 else other(x))
     plain = copy.deepcopy(dispatch.model)
-    for size, value in ((3, 1.0), (3, 99.0), (3, 1.0), (3, 99.0), (4, 99.0)):
+    for size, value in ((3, 1.0), (3, 99.0), (2, 99.0), (3, 1.0), (4, 99.0)):
         same(dispatch(torch.full((size, 2), value)), plain(torch.full((size, 2), value)))
     assert "outputs of other sizes" in reasons(dispatch)[0]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("first", [lambda x: x[:1] + 1, lambda x: x.sum(), lambda x: x.sum(0), lambda x: x[:1, :1] * 2])
-def test_nor_is_what_had_none_of_that_size_where_it_was_tried(first: Callable[[Tensor], Any]) -> None:
-    dispatch = over(lambda s, x: first(x) if x.sum() < 99 else x + 1)
-    plain = copy.deepcopy(dispatch.model)
-    for size, value in ((3, 1.0), (3, 99.0), (2, 99.0), (3, 1.0)):
-        same(dispatch(torch.full((size, 2), value)), plain(torch.full((size, 2), value)))
-    assert "outputs of other sizes" in reasons(dispatch)[0]
-
-
-@torch.no_grad()
-def test_trials_that_fail_come_to_an_end(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_trials_are_not_repeated_for_ever(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forward(s: Model, x: Tensor) -> Tensor:
         if len(x) > 3:
             raise ValueError(f"no such rows: {x.sum().item()}")
@@ -311,18 +290,7 @@ def test_trials_that_fail_come_to_an_end(caplog: pytest.LogCaptureFixture, monke
 
 
 @torch.no_grad()
-def test_not_all_reasons_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padding, "_MOST_REASONS", 2)
-    monkeypatch.setattr(padding, "_MOST_VERDICTS", 1)
-    dispatch = over(lambda s, x: x - x.mean(0))
-    for columns in range(1, 6):
-        x = torch.full((3, columns), 2.0**columns)
-        same(dispatch(x), x - x.mean(0))
-    assert len(reasons(dispatch)) == 2
-
-
-@torch.no_grad()
-def test_trying_takes_nothing_from_an_iterator_and_what_cannot_be_copied_is_not_tried() -> None:
+def test_trials_take_nothing_from_an_iterator_and_a_generator_prevents_them() -> None:
     stream = iter(range(9))
     dispatch = over(lambda s, x: x * next(stream))
     assert [dispatch(torch.ones(3, 2)).mean() for _ in range(4)] == [0, 1, 2, 3]
@@ -343,11 +311,11 @@ def test_trying_takes_nothing_from_an_iterator_and_what_cannot_be_copied_is_not_
         lambda s, x: nn.functional.pad(x, [0, max(0, 6 - len(x))]),
     ],
 )
-def test_a_size_that_grows_to_some_length_only_is_seen_whichever_length_comes_first(
+def test_outputs_that_stop_growing_at_some_length_are_not_cut(
     forward: Callable[..., Any],
 ) -> None:
-    """Of 5 to 8 rows: six or more look as if there were no such end, and so do fewer than six, in the other way."""
-    for rows in itertools.permutations((5, 6, 7)):
+    """They stop at 6 of 8: lengths of 6 and more alone, or of 5, do not show it. The first call decides."""
+    for rows in ((5, 6, 7), (6, 5, 7), (7, 5, 6)):
         dispatch = over(forward, value=float("-inf"))
         for count in rows:
             x = torch.arange(float(count))
@@ -355,19 +323,18 @@ def test_a_size_that_grows_to_some_length_only_is_seen_whichever_length_comes_fi
 
 
 @torch.no_grad()
-def test_a_model_that_takes_no_shorter_arguments_is_padded_all_the_same() -> None:
+def test_a_model_that_fails_for_shorter_arguments_is_padded() -> None:
     dispatch = over(lambda s, x: x + 0 * x[6])
     same(dispatch(torch.ones(7)), torch.ones(7))
     assert not reasons(dispatch)
 
 
 @torch.no_grad()
-def test_too_little_memory_for_a_trial_is_too_little_this_time_only() -> None:
-    """It says nothing of where outputs are to be cut, so the next call asks again."""
+def test_a_trial_that_ran_out_of_memory_is_repeated() -> None:
     full = [True]
 
     def forward(s: Model, x: Tensor) -> Tensor:
-        if len(x) == 5 and full[0]:  # not the call, but a shorter one that it is tried at
+        if len(x) == 5 and full[0]:  # a shorter call of the trial
             raise torch.OutOfMemoryError("CUDA out of memory")
         return x[:6] * 2
 
@@ -379,34 +346,37 @@ def test_too_little_memory_for_a_trial_is_too_little_this_time_only() -> None:
     assert "dimension 0 of output 0 depends on n" in reasons(dispatch)[1]
 
 
-@torch.no_grad()
-def test_each_mode_is_tried_by_itself() -> None:
-    dispatch = over(lambda s, x: x - x.mean(0) if s.training else x + 1)
-    for training in (False, True):
-        dispatch.model.train(training)
-        x = torch.arange(3.0)
-        same(dispatch(x), dispatch.model(x))
-    assert shapes(dispatch) == ["3", "4"]
-
-
 CENTRED = False
 
 
 def centred(model: nn.Module, x: Tensor) -> Tensor:
-    return x - x.mean(0) if CENTRED else x + 1
+    """Cannot be padded once something has changed."""
+    return x - x.mean(0) if CENTRED or model.centred or model.training else x + 1
 
 
 @torch.no_grad()
-def test_so_is_each_value_of_what_it_reads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatch, x = over(centred), torch.arange(3.0)
-    for value in (False, True):
-        monkeypatch.setitem(globals(), "CENTRED", value)
-        same(dispatch(x), centred(dispatch.model, x))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, patch: model.train(),
+        lambda model, patch: setattr(model, "centred", True),
+        lambda model, patch: patch.setitem(globals(), "CENTRED", True),
+    ],
+    ids=["mode", "attribute", "global"],
+)
+def test_a_model_that_has_changed_is_tried_again(change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch, x = over(centred, centred=False), torch.arange(3.0)
+    dispatch.model.eval()
+    same(dispatch(x), x + 1)
+    change(dispatch.model, monkeypatch)
+    for _ in range(2):
+        same(dispatch(x), x - x.mean(0))
     assert shapes(dispatch) == ["3", "4"]
+    assert "filled up with" in reasons(dispatch)[0]
 
 
 @torch.no_grad()
-def test_what_is_longer_than_all_buckets_runs_at_its_own_shape() -> None:
+def test_calls_longer_than_all_buckets_run_at_their_own_shape() -> None:
     dispatch = over(lambda s, x: x + 1)
     for rows in (9, 10, 3):
         same(dispatch(torch.ones(rows)), torch.full((rows,), 2.0))
@@ -415,7 +385,7 @@ def test_what_is_longer_than_all_buckets_runs_at_its_own_shape() -> None:
 
 
 @torch.no_grad()
-def test_names_that_one_call_cannot_tell_apart_the_next_may() -> None:
+def test_a_call_whose_dimensions_cannot_be_told_apart_is_not_padded() -> None:
     dynamic = {"x": {0: Bucket("n", (4,)), 1: Bucket("m", (4,))}}
     dispatch = PaddingDispatcher(Forward(lambda s, x: x.mT + 1), QUICK, dynamic)
     for shape in ((3, 3), (2, 3), (3, 3)):
@@ -423,20 +393,14 @@ def test_names_that_one_call_cannot_tell_apart_the_next_may() -> None:
         same(dispatch(x), x.mT + 1)
     assert shapes(dispatch) == ["4x4", "3x3"]
     assert "n and m are as long as each other" in reasons(dispatch)[0]
+    bucket = Bucket("n", (4, 8))
+    dispatch = PaddingDispatcher(Forward(lambda s, x: x * 2), QUICK, {"x": {0: bucket, -1: bucket}})
+    same(dispatch(torch.ones(3)), torch.full((3,), 2.0))
+    assert reasons(dispatch) == ["dimensions 0 and -1 of x are one: use one of them"]
 
 
 @torch.no_grad()
-def test_a_model_that_has_changed_is_tried_again() -> None:
-    dispatch = over(lambda s, x: s.layer(x), layer=nn.ReLU())
-    for layer in (nn.Tanh(), nn.Softmax(0)):
-        dispatch.model.layer = layer
-        for _ in range(2):
-            same(dispatch(torch.ones(3)), layer(torch.ones(3)))
-    assert "filled up with" in reasons(dispatch)[0]
-
-
-@torch.no_grad()
-def test_who_looks_on_sees_what_is_there_and_no_more() -> None:
+def test_dispatch_modes_vmap_and_hooks_see_no_padding() -> None:
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append((str(op), args[0].shape))
@@ -449,26 +413,18 @@ def test_who_looks_on_sees_what_is_there_and_no_more() -> None:
     assert seen == [("aten.relu.default", (3, 2))]
     same(torch.vmap(dispatch)(torch.ones(2, 3, 2)), torch.vmap(dispatch.model)(torch.ones(2, 3, 2)))
     assert reasons(dispatch) == []
-
-
-@torch.no_grad()
-def test_hooks_see_what_is_there_and_no_more() -> None:
-    dispatch, seen = over(lambda s, x: s.layer(x), layer=nn.ReLU()), []
-    same(dispatch(torch.ones(3)), torch.ones(3))
-    dispatch.model.layer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    shapes_seen: list[tuple[int, ...]] = []
+    dispatch = over(lambda s, x: s.layer(x), layer=nn.ReLU())
+    dispatch.model.layer.register_forward_hook(lambda module, args, output: shapes_seen.append(output.shape))
     same(dispatch(torch.ones(2)), torch.ones(2))
-    assert seen == [(2,)]
-
-
-def test_a_disabled_one_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
-    dispatch = over(lambda s, x: x.numel())
-    assert dispatch(torch.ones(3)) == 3
+    assert shapes_seen == [(2,)]
 
 
 @torch.no_grad()
-def test_copies_are_padded_as_well() -> None:
+def test_copies_are_padded_as_well_unless_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch = tagging()
     for twin in (copy.copy(dispatch), copy.deepcopy(dispatch), pickle.loads(pickle.dumps(dispatch))):
         twin(tokens(2, 3), mask(2, 3))
         assert shapes(twin) == ["2x4"]
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    assert over(lambda s, x: x.numel())(torch.ones(3)) == 3

@@ -1,4 +1,4 @@
-"""A program made ready for one signature."""
+"""A scheduled program: what it computes, and which runs have side effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def scheduled(module: nn.Module, *tensors: Tensor, policy: str = "auto") -> tupl
     """The schedule of a module, and its arguments for these tensors."""
     names = [(Role.INPUT, str(at)) for at in range(len(tensors))]
     context = ModelContext(Options(policy=policy), GraphPools(), BufferTable())
-    ready = CompiledGraph(torch.fx.symbolic_trace(module), names, "Model", context).ready(tensors)
+    ready = CompiledGraph(torch.fx.symbolic_trace(module), names, "Model", context).signature(tensors)
     assert ready is not None
     assert ready.scheduled is not None
     return ready.scheduled, ready.arguments(tensors)
@@ -51,7 +51,7 @@ def test_it_computes_the_program(policy: str) -> None:
 
 
 @torch.no_grad()
-def test_it_knows_whether_a_run_more_could_be_seen() -> None:
+def test_it_knows_whether_another_run_has_side_effects() -> None:
     x = torch.ones(4)
     for module, writes, repeatable in ((Two(), False, True), (Writes(), True, False), (Draws(), False, False)):
         made, _ = scheduled(module, x)
@@ -60,7 +60,7 @@ def test_it_knows_whether_a_run_more_could_be_seen() -> None:
 
 
 @torch.no_grad()
-def test_where_indices_are_computed_with_stale_weights_may_do_harm() -> None:
+def test_a_run_with_replaced_weights_may_fail_where_indices_are_computed() -> None:
     class Picks(nn.Module):
         def forward(self, table: Tensor, index: Tensor) -> tuple[Tensor]:
             return (table[index],)
@@ -70,7 +70,7 @@ def test_where_indices_are_computed_with_stale_weights_may_do_harm() -> None:
 
 
 @torch.no_grad()
-def test_without_a_captured_graph_inputs_are_the_given_ones_and_nothing_is_watched() -> None:
+def test_without_a_captured_graph_there_are_no_static_inputs_and_no_timeline() -> None:
     made, arguments = scheduled(Two(), torch.ones(4))
     assert made.captured is None
     assert made.reading(arguments) is None
