@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
 
-from autostream.frontend.autograd import differentiable, op_by_op, run_graph
+from autostream.frontend.autograd import differentiable, run_graph
 from autostream.frontend.capture import capture
 from autostream.frontend.inputs import names_of
 from autostream.ir import Role
@@ -111,17 +110,6 @@ def test_weights_and_shared_activations_are_static_inputs(shares: bool) -> None:
     assert [name for _, name in backward.names] == [str(at) for at in range(len(roles))]
 
 
-def test_batched_gradients_run_the_graph_op_by_op() -> None:
-    """Tensors of ``vmap`` have no memory that a schedule could use."""
-    model, make = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), Make()
-    y = differentiated(model, t(3), make)(t(3))
-    rows = torch.autograd.grad(y, [*model.parameters()], torch.eye(2), is_grads_batched=True)
-    for at in range(2):
-        expected = torch.autograd.grad(model(t(3))[at], [*model.parameters()])
-        torch.testing.assert_close([row[at] for row in rows], list(expected))
-    assert make.halves() == ["forward"]
-
-
 # Graphs that a backend of torch.compile is given
 
 
@@ -156,21 +144,3 @@ def test_a_backend_makes_a_forward_and_a_backward_where_gradients_are_recorded()
     make = Make()
     same(list(run_graph(module, values, make)(*values)), [t(3).sin()])
     assert make.halves() == [""], "nothing requires gradients"
-
-
-def test_op_by_op_a_checkpoint_recomputes_the_same_random_numbers() -> None:
-    def function(x: Tensor) -> Tensor:
-        return checkpoint(lambda x: torch.dropout(x.sin(), 0.5, True).exp(), x, use_reentrant=False)
-
-    x = t(20).requires_grad_()
-    module, values = graph_of(function, x)
-    run = op_by_op(module, values)
-    torch.manual_seed(1)
-    (y,) = run(x)
-    torch.manual_seed(2)  # random numbers that are drawn in between do not matter
-    (ours,) = torch.autograd.grad(y.sum(), x)
-    torch.manual_seed(1)
-    (expected,) = torch.autograd.grad(function(x).sum(), x)
-    same(ours, expected, 1e-6)
-    module, values = graph_of(lambda x: x.sin() + 1, t(3))
-    same(list(op_by_op(module, values)(*values)), [t(3).sin() + 1])

@@ -112,16 +112,6 @@ def test_what_dynamo_or_the_backend_fails_at_runs_eagerly_and_says_why(caplog: p
 
 
 @torch.no_grad()
-def test_models_of_one_class_do_not_share_a_limit_of_recompilations() -> None:
-    limit = torch._dynamo.config.recompile_limit
-    splits = [Split(Model(lambda s, x: x + s.plus, plus=at)) for at in range(limit + 2)]
-    for split in splits:
-        split.run(torch.ones(2))
-    assert all(split.runs for split in splits)
-    assert torch._dynamo.config.recompile_limit == limit, "the user's own setting is restored"
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("stance", ["force_eager", "default"])
 def test_no_graph_is_made_if_the_user_wants_none_or_another_thread_traces(
     stance: str, monkeypatch: pytest.MonkeyPatch
@@ -132,19 +122,3 @@ def test_no_graph_is_made_if_the_user_wants_none_or_another_thread_traces(
     with torch.compiler.set_stance(stance):
         assert split.run(torch.tensor([-1.0, 1.0])).tolist() == [0, 1]
     assert (split.graphs, split.skipped) == ([], [])
-
-
-@torch.no_grad()
-def test_an_error_of_the_model_is_raised_and_the_model_does_not_run_again() -> None:
-    def fails(s: Model, x: Tensor) -> Tensor:
-        y = x.sin()
-        print(end="")
-        s.calls.append(1)
-        if y.sum() > -100:
-            raise RuntimeError("the model's own")
-        return y
-
-    model = Model(fails, calls=[])
-    with pytest.raises(RuntimeError, match=r"^the model's own$"):
-        Split(model).run(torch.ones(2))
-    assert model.calls == [1]

@@ -58,8 +58,6 @@ def test_a_largest_size_stands_for_powers_of_two(largest: int) -> None:
     [
         (("", 8), "name='' is not allowed: use what the dimension is called"),
         (("n", 0), "sizes=0 is not allowed: use the largest size, such as 512, or all of them"),
-        (("n", ()), r"sizes=\(\) is not allowed"),
-        (("n", (8, 1.5)), r"sizes=\(8, 1.5\) is not allowed"),
         (("n", True), "sizes=True is not allowed"),
         (("n", 8, "zero"), "value='zero' is not allowed: use a number, True or False"),
     ],
@@ -73,11 +71,8 @@ def test_invalid_buckets_are_refused(arguments: Any, message: str) -> None:
     ("dynamic", "message"),
     [
         ("bucket", "dynamic='bucket' is not allowed: use None or what may be padded, such as {\"tokens\": {1: "),
-        ({"tokens": LENGTH}, "dynamic={'tokens': Bucket"),
         ({"tokens": {"1": LENGTH}}, "dynamic={'tokens': {'1': "),
-        ({"tokens": {1: 512}}, "dynamic={'tokens': {1: 512}} is not allowed"),
         ({"token": {1: LENGTH}}, "dynamic: there is no argument 'token' (did you mean 'tokens'?): use tokens, mask, "),
-        ({"rest": {1: LENGTH}}, "dynamic: there is no argument 'rest': use tokens, mask, scale"),
         ({"tokens": {1: LENGTH}, "mask": {1: Bucket("length", 9)}}, "dynamic: 'length' has two lists of sizes: "),
     ],
 )
@@ -114,14 +109,12 @@ def test_dimensions_that_do_not_fill_a_bucket_are_padded() -> None:
     ("dynamic", "args", "message"),
     [
         ({"tokens": {1: LENGTH}}, [torch.ones(3)], "tokens has no dimension 1"),
-        ({"tokens": {-2: LENGTH}}, [torch.ones(3)], "tokens has no dimension -2"),
         ({"tokens": {1: LENGTH, -1: LENGTH}}, [torch.ones(2, 3)], "dimensions 1 and -1 of tokens are one"),
         ({"tokens": {0: LENGTH}}, [[torch.ones(3)]], "tokens has no dimension 0"),
         ({"tokens": {0: LENGTH}}, [torch.ones(9)], "length is longer than its largest bucket, 8"),
         ({"tokens": {0: LENGTH}, "mask": {0: LENGTH}}, [torch.ones(3), torch.ones(2)], "length has two lengths, one "),
         ({"tokens": {0: Bucket("n", 8, 0.5)}}, [torch.arange(3)], "0.5 is no value of tokens, which is torch.int64"),
         ({"tokens": {0: Bucket("n", 8, float("-inf"))}}, [torch.arange(3)], "-inf is no value of tokens"),
-        ({"tokens": {0: Bucket("n", 8, -1e9)}}, [torch.ones(3).half()], "-1000000000.0 is no value of tokens"),
         ({"tokens": {0: Bucket("n", 8, 300)}}, [torch.ones(3).byte()], "300 is no value of tokens"),
     ],
 )

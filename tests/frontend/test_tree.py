@@ -144,30 +144,30 @@ def test_values_that_a_program_can_distinguish_have_different_structures(one: ob
     assert structure(one) != structure(other)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda x: x,
-        lambda x: [x, (x, 1), {"k": [x]}],
-        lambda x: OrderedDict(a=x, b=2),
-        lambda x: defaultdict(list, a=x),
-        lambda x: {("paper", "cites", 1): x, None: 3},
-        lambda x: deque([x, 1], maxlen=3),
-        lambda x: slice(x, None, 2),
-        lambda x: Pair(x, [x]),
-        lambda x: Frozen(x),
-        lambda x: Batch(x, tags=["t"]),
-        lambda x: Registered([x], {"any": ["context", 1.5]}),
-        lambda x: nn.Parameter(x),
-        lambda x: (Mode("a"), x),
-        lambda x: torch.return_types.max((x, x)),
-        lambda x: nn.utils.rnn.pack_sequence([x.expand(2, 2)]),
-    ],
-)
-def test_containers_come_back_and_equal_structures_differ_in_tensors_only(make: Callable[[Tensor], object]) -> None:
-    again(make(ONE))
-    assert structure(make(ONE)) == structure(make(TWO))
-    assert hash(structure(make(ONE))) == hash(structure(make(TWO)))
+MAKERS: list[Callable[[Tensor], object]] = [
+    lambda x: x,
+    lambda x: [x, (x, 1), {"k": [x]}],
+    lambda x: OrderedDict(a=x, b=2),
+    lambda x: defaultdict(list, a=x),
+    lambda x: {("paper", "cites", 1): x, None: 3},
+    lambda x: deque([x, 1], maxlen=3),
+    lambda x: slice(x, None, 2),
+    lambda x: Pair(x, [x]),
+    lambda x: Frozen(x),
+    lambda x: Batch(x, tags=["t"]),
+    lambda x: Registered([x], {"any": ["context", 1.5]}),
+    lambda x: nn.Parameter(x),
+    lambda x: (Mode("a"), x),
+    lambda x: torch.return_types.max((x, x)),
+    lambda x: nn.utils.rnn.pack_sequence([x.expand(2, 2)]),
+]
+
+
+def test_containers_come_back_and_equal_structures_differ_in_tensors_only() -> None:
+    for make in MAKERS:
+        again(make(ONE))
+        assert structure(make(ONE)) == structure(make(TWO))
+        assert hash(structure(make(ONE))) == hash(structure(make(TWO)))
 
 
 def test_contents_of_containers_come_back() -> None:
@@ -313,11 +313,6 @@ class OwnDict(dict[str, Any]):
     path = "/data"
 
 
-class FrozenDict(dict[str, Any]):
-    def __setitem__(self, key: str, item: Any) -> None:
-        raise TypeError("frozen")
-
-
 class Itself(OwnDict):
     """Returns itself as its copy."""
 
@@ -325,12 +320,8 @@ class Itself(OwnDict):
         return self
 
 
-class OwnList(list[Any]):
-    pass
-
-
-class View(Mapping[str, Any]):
-    """A copy shares the items with the original."""
+class Shared(MutableMapping[str, Any]):
+    """A copy shares the items with the original: a write to one writes to the other."""
 
     def __init__(self, items: dict[str, Any]) -> None:
         self.shared = items
@@ -338,21 +329,17 @@ class View(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self.shared[key]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shared)
-
-    def __len__(self) -> int:
-        return len(self.shared)
-
-
-class Shared(View, MutableMapping[str, Any]):
-    """A write to a copy writes to the original."""
-
     def __setitem__(self, key: str, item: Any) -> None:
         self.shared[key] = item
 
     def __delitem__(self, key: str) -> None:
         del self.shared[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shared)
+
+    def __len__(self) -> int:
+        return len(self.shared)
 
 
 class Refusing(Shared):
@@ -392,30 +379,19 @@ class Point(tuple[Any, ...]):
         return super().__new__(cls, (x, n))
 
 
-class Slim(tuple[Any, ...]):
-    __slots__ = ()
-
-    def __new__(cls, x: Any, n: Any) -> Slim:
-        return super().__new__(cls, (x, n))
-
-
 @pytest.mark.parametrize(
     ("own", "kind"),
     [
         (OwnDict(x=ONE, n=3), OwnDict),
         (Itself(x=ONE, n=3), Itself),
         (ChainMap({"x": ONE}, {"n": 3}), ChainMap),
-        (OwnList([ONE, 3]), OwnList),
         (UserList([ONE, 3]), UserList),
         (Shared({"x": ONE, "n": 3}), Shared),
         (Refusing(x=ONE, n=3), dict),
         (Forgetful(), dict),
-        (FrozenDict(x=ONE, n=3), FrozenDict),
-        (View({"x": ONE, "n": 3}), View),
         (MappingProxyType({"x": ONE, "n": 3}), MappingProxyType),
         (Row(ONE, 3), list),
         (Point(ONE, 3), Point),
-        (Slim(ONE, 3), Slim),
     ],
     ids=lambda own: type(own).__name__,
 )
@@ -437,7 +413,7 @@ def refusing(items: dict[str, Any]) -> Refusing:
     return own
 
 
-@pytest.mark.parametrize("make", [OwnDict, Shared, View, MappingProxyType, refusing], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [OwnDict, Shared, MappingProxyType, refusing], ids=lambda make: make.__name__)
 def test_later_writes_to_a_container_do_not_change_the_mapped_one(make: Callable[[dict[str, Any]], Any]) -> None:
     """Also where the function returns each tensor itself, and where there is no tensor."""
     items = {"x": ONE}
@@ -447,8 +423,5 @@ def test_later_writes_to_a_container_do_not_change_the_mapped_one(make: Callable
     plain["n"] = 4
     assert mapped["x"] is ONE
     assert mapped_plain == {"n": 3}
-
-
-def test_containers_without_tensors_that_cannot_be_made_again_are_returned() -> None:
     for value in (Refusing(n=3), Row(3), range(3), b"ab", "ab", bytearray(b"ab")):
-        assert map_tensors(torch.neg, value) is value
+        assert map_tensors(torch.neg, value) is value, "it cannot be made again, and has no tensors"
