@@ -1,10 +1,10 @@
-"""A captured CUDA graph against the schedule that it was captured from: which op comes before which, node by node.
+"""Compares the order of ops in a captured CUDA graph with that of its schedule.
 
-    capture:   linear │ relu │ …     after each op, the nodes that the graph has got since the last one are its own
+    capture:   linear │ relu │ …     the nodes that are new after an op belong to it
     driver:    edges between nodes ─▶ reachability ─▶ op before op
-    schedule:  stream order, waits ─▶ happens-before ─▶ op before op      the same, or one of the two is wrong
+    schedule:  stream order, waits ─▶ happens-before ─▶ op before op      must be the same
 
-The nodes and edges are read from the CUDA driver, as those of ``costs/occupancy.py`` are.
+Nodes and edges are read from the CUDA driver, as in ``costs/occupancy.py``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tests.planned import Planned
 Edge = tuple[int, int]
 
 MOST = 10
-"""Disagreements that are told."""
+"""Disagreements that are returned, at most."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What a CUDA graph holds.
+    """The contents of a CUDA graph.
 
     Attributes:
-        nodes: by op, those that launch it; an op that launches nothing has none.
-        edges: node before node, none of them twice.
+        nodes: by op, its nodes; an op that launches nothing has none.
+        edges: pairs of nodes, the first before the second.
     """
 
     nodes: Mapping[str, frozenset[int]]
@@ -46,14 +46,15 @@ class Captured:
 
 
 def disagreements(graph: OpGraph, schedule: Schedule, captured: Captured) -> list[str]:
-    """What a captured graph orders and its schedule does not, or the other way round; then hazards that neither orders.
+    """Pairs of ops that only one of graph and schedule orders; then hazards that the graph does not order.
 
-    One op is before another if all of its nodes are before all of the other's, and not if any one is before any other.
+    An op is before another if all of its nodes are before all of the other's. It is unordered if no node of the one is
+    before any of the other.
 
     Args:
-        graph: the ops that are scheduled.
-        schedule: what was captured.
-        captured: what came of it.
+        graph: the ops.
+        schedule: of these ops.
+        captured: the graph that was captured from it.
     """
     return list(islice(_disagreements(graph, schedule, captured), MOST))
 
@@ -73,7 +74,7 @@ def _disagreements(graph: OpGraph, schedule: Schedule, captured: Captured) -> It
 
 
 def _happens_before(schedule: Schedule) -> Mapping[str, frozenset[str]]:
-    """By op, all ops that come before it, by stream order and waits."""
+    """By op, all ops that come before it by stream order and waits."""
     before: dict[str, frozenset[str]] = {FORK: frozenset()}
     last: dict[int, frozenset[str]] = {}
     for launch in schedule.launches:
@@ -86,26 +87,26 @@ def _happens_before(schedule: Schedule) -> Mapping[str, frozenset[str]]:
 def _reached(
     captured: Captured, ops: Sequence[str]
 ) -> tuple[Mapping[str, frozenset[str]], Mapping[str, frozenset[str]]]:
-    """By op, those of which all nodes are before all of its own, and those of which any node is before any of its own.
+    """By op, the ops with all nodes before all of its nodes, and those with any node before any of its nodes.
 
-    Nodes are bits of numbers: there are thousands.
+    Sets of nodes are integers, since there are thousands.
     """
     digraph: nx.DiGraph[int] = nx.DiGraph(list(captured.edges))
     digraph.add_nodes_from(node for op in ops for node in captured.nodes[op])
-    bit = {node: 1 << place for place, node in enumerate(nx.topological_sort(digraph))}
+    bit = {node: 1 << at for at, node in enumerate(nx.topological_sort(digraph))}
     past: dict[int, int] = {}
     for node in bit:
         past[node] = 0
         for source in digraph.predecessors(node):
             past[node] |= past[source] | bit[source]
-    own = {op: sum(bit[node] for node in captured.nodes[op]) for op in ops}
+    bits = {op: sum(bit[node] for node in captured.nodes[op]) for op in ops}
     all_of, any_of = {}, {}
     for op in ops:
         common, total = -1, 0
         for node in captured.nodes[op]:
             common, total = common & past[node], total | past[node]
-        all_of[op] = frozenset(other for other in ops if own[other] & common == own[other])
-        any_of[op] = frozenset(other for other in ops if other != op and own[other] & total)
+        all_of[op] = frozenset(other for other in ops if bits[other] & common == bits[other])
+        any_of[op] = frozenset(other for other in ops if other != op and bits[other] & total)
     return all_of, any_of
 
 
@@ -114,11 +115,11 @@ def _reached(
 
 @torch.no_grad()
 def captured(planned: Planned, schedule: Schedule, arguments: Sequence[Tensor]) -> Captured:
-    """Capture a schedule as it is captured to be replayed, and read what the graph holds.
+    """Capture a schedule as for replays, and read the graph's nodes and edges.
 
     Args:
-        planned: whose schedule it is; on a GPU.
-        schedule: with any number of streams.
+        planned: the scheduled program, on a GPU.
+        schedule: of any number of streams.
         arguments: of the program.
     """
     device, lowered = planned.program.device, planned.lowered(schedule)
@@ -127,18 +128,18 @@ def captured(planned: Planned, schedule: Schedule, arguments: Sequence[Tensor]) 
     run = planned.run(lowered, schedule.streams)
     with torch.cuda.stream(stream):
         run_first(lambda: run(*arguments), stream)
-    noting = _Noting(lowered, planned.graph.ops, stream.cuda_stream)
+    recorder = _Recorder(lowered, planned.graph.ops, stream.cuda_stream)
 
     def once() -> object:
         with restored(device), without_autocast(planned.program.level):
-            return noting.run(*arguments, enable_io_processing=False)
+            return recorder.run(*arguments, enable_io_processing=False)
 
     graph, _outputs = capture(once, stream, keep_nodes=True)
-    return Captured(noting.nodes, edges_of(graph.raw_cuda_graph()))
+    return Captured(recorder.nodes, edges_of(graph.raw_cuda_graph()))
 
 
-class _Noting(fx.Interpreter):
-    """Runs a lowered graph in a capture, and notes after each op which nodes are new."""
+class _Recorder(fx.Interpreter):
+    """Runs a lowered graph in a capture, and records which nodes are new after each op."""
 
     def __init__(self, lowered: fx.GraphModule, ops: Collection[str], stream: int) -> None:
         super().__init__(lowered)
@@ -155,21 +156,21 @@ class _Noting(fx.Interpreter):
 
 
 def graph_in_capture(stream: int) -> int:
-    """The graph that a stream is being captured into."""
+    """The graph that a capturing stream is captured into."""
     status, graph = ctypes.c_int(), ctypes.c_void_p()
-    ask, rest = _driver().cuStreamGetCaptureInfo_v3, (None, None, None)
-    occupancy._ask(ask, ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), *rest)
+    function, rest = _driver().cuStreamGetCaptureInfo_v3, (None, None, None)
+    occupancy._call(function, ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), *rest)
     assert graph.value, "the stream is in no capture"
     return graph.value
 
 
 def nodes_of(graph: int) -> frozenset[int]:
-    """All nodes of a graph: kernels, copies, and whatever else was captured."""
+    """All nodes of a graph: kernels, copies, and others."""
     return frozenset(filter(None, occupancy._nodes(_driver(), graph)))
 
 
 class _EdgeData(ctypes.Structure):
-    """``CUgraphEdgeData``: some kernels may start before the one that they follow has ended, as both have agreed."""
+    """``CUgraphEdgeData``: its fields say whether a kernel may start before the one before it has ended."""
 
     _fields_ = [
         *((name, ctypes.c_ubyte) for name in ("from_port", "to_port", "type")),
@@ -179,11 +180,11 @@ class _EdgeData(ctypes.Structure):
 
 def edges_of(graph: int) -> frozenset[Edge]:
     """All edges of a graph."""
-    ask, count = _driver().cuGraphGetEdges_v2, ctypes.c_size_t()
-    occupancy._ask(ask, ctypes.c_void_p(graph), None, None, None, ctypes.byref(count))
+    function, count = _driver().cuGraphGetEdges_v2, ctypes.c_size_t()
+    occupancy._call(function, ctypes.c_void_p(graph), None, None, None, ctypes.byref(count))
     sources, targets = ((ctypes.c_void_p * count.value)() for _ in range(2))
     data = (_EdgeData * count.value)()
-    occupancy._ask(ask, ctypes.c_void_p(graph), sources, targets, data, ctypes.byref(count))
+    occupancy._call(function, ctypes.c_void_p(graph), sources, targets, data, ctypes.byref(count))
     return frozenset(_pairs(sources, targets))
 
 

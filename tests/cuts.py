@@ -1,4 +1,4 @@
-"""Programs on the CPU that are cut as those on a GPU are: what a graph could not hold is said by the test."""
+"""Cuts programs on the CPU as on a GPU: a test says which ops count as uncapturable, or as copies between devices."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from autostream.utils.operators import is_unknown
 REFUSED = "a graph cannot hold it"
 
 Refused = Callable[[Op], bool]
-"""Says of an op that a CUDA graph could not hold it."""
+"""Whether an op counts as uncapturable."""
 
 
 def graph_with(program: Program, refused: Refused) -> OpGraph:
-    """The ops of a program, of which a graph cannot hold those, nor those that depend on numbers of the device."""
+    """The ops of a program, these uncapturable, and those that depend on numbers computed on the device."""
     graph, nodes = analyze(program), {node.name: node for node in program.module.graph.nodes}
 
     def reason(op: Op) -> str:
@@ -38,13 +38,13 @@ def graph_with(program: Program, refused: Refused) -> OpGraph:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """Whether a node yields a number, or a shape, that only a run tells."""
+    """Whether a node's value is a number, or has a shape, that is known at run time only."""
     value = value_of(node)
     return is_unknown(value) or any(is_unknown(size) for tensor in tensors_in(value) for size in tensor.shape)
 
 
 def over_devices(graph: OpGraph, devices: Callable[[Op], str], copies: Refused) -> OpGraph:
-    """The same, with ops on devices that are told, and those that copy between them."""
+    """The same ops, on these devices, some of them copies between devices."""
     ops = {
         name: replace(op, device=devices(op), crosses="peer", uncapturable=REFUSED)
         if copies(op)
@@ -55,7 +55,7 @@ def over_devices(graph: OpGraph, devices: Callable[[Op], str], copies: Refused) 
 
 
 def cut_everything(graph: OpGraph) -> tuple[Part, ...]:
-    """The parts of a graph, worth it or not: one for each change between ops that can be captured and others."""
+    """The parts of a graph, also small ones: one for each change between capturable ops and others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autostream.scheduling.cut._is_worth_a_graph", lambda graph, part: True)
         return cut(graph)
@@ -64,12 +64,12 @@ def cut_everything(graph: OpGraph) -> tuple[Part, ...]:
 def let_be_cut(
     monkeypatch: pytest.MonkeyPatch, refused: Refused, change: Callable[[OpGraph], OpGraph] = lambda graph: graph
 ) -> None:
-    """Cut programs on the CPU wherever it can be, at these ops and those that depend on numbers of the device.
+    """Cut programs on the CPU at these ops, and at those that depend on numbers computed on the device.
 
     Args:
         monkeypatch: undoes it.
-        refused: those ops.
-        change: makes of their graph the one that is cut.
+        refused: says which ops.
+        change: replaces the graph of ops before it is cut.
     """
 
     def sections_of(program: Program, bound: Any, options: Any, make_section: Any, stopwatch: Any) -> Sections | None:
@@ -84,19 +84,19 @@ DEVICES = ("cuda:0", "cuda:1")
 
 
 def moved(x: Tensor) -> Tensor:
-    """A copy on the other device, in what :func:`placed` makes of a program."""
+    """A copy to the other device, in a program that is :func:`placed`."""
     return x.to(x.dtype, copy=True)
 
 
 def placed(program: Program) -> Program:
-    """A program of the CPU as one over two devices, by what its values are said to lie on.
+    """A program of the CPU as one on two devices, by the devices of its fake values.
 
-    State whose name has ``far`` in it lies on the second; what else there is, on the first, unless it was
-    :func:`moved`, or computed from what is on the second.
+    State whose name contains ``far`` is on the second device, everything else on the first, unless it was
+    :func:`moved`, or computed from values on the second.
     """
     for node in program.module.graph.nodes:
-        given = [str(tensor.device) for tensor in input_tensors(node)]
-        device = given[0] if given else DEVICES["far" in node.name]
+        devices = [str(tensor.device) for tensor in input_tensors(node)]
+        device = devices[0] if devices else DEVICES["far" in node.name]
         if node.target is torch.ops.aten.to.dtype:
             device = DEVICES[DEVICES.index(device) - 1]
         for value in tensors_in(value_of(node)):
@@ -106,7 +106,7 @@ def placed(program: Program) -> Program:
 
 
 def let_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut programs on the CPU as if they were over two devices; what runs, runs on the CPU."""
+    """Cut programs on the CPU as if they were on two devices; they run on the CPU."""
 
     def sections_of(program: Program, bound: Any, options: Any, make_section: Any, stopwatch: Any) -> Sections:
         graph = analyze(placed(program))

@@ -1,14 +1,14 @@
-"""Whatever users may do to optimized models, for minutes on end and in any order, and no result is wrong.
+"""Random actions of users on optimized models, for minutes: all results have to be right.
 
     python -m tests.soak --minutes 8 --seed 0 --out soak.json
 
-Rounds of a dozen actions, drawn at random: models of the zoo are optimized with some options, called with batches of
-several sizes, from streams and threads, one after the other or all at once; their weights change and move, they are
-trained for a step, recorded for gradients, forgotten; others spoil memory meanwhile. Every call is held against the
-plain model, as ``agreement.py`` does. After a round all is dropped, and memory must be back where it was.
+A round is a dozen random actions: models of the zoo are optimized with some options and called with batches of several
+sizes, from streams and threads, one after another or all at once. Their weights change and move, they run in training
+mode, record gradients, and are dropped; other threads overwrite free memory meanwhile. Every call is compared with the
+eager model (``agreement.py``). After a round all models are dropped, and memory must be as before.
 
-A failure is printed with the command that repeats its round. To use several GPUs, run one for each, with seeds of
-their own: ``CUDA_VISIBLE_DEVICES=1 python -m tests.soak --seed 1``.
+A failure is printed with the command that repeats its round. To use several GPUs, run one process for each, with
+different seeds: ``CUDA_VISIBLE_DEVICES=1 python -m tests.soak --seed 1``.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ T = TypeVar("T")
 
 
 class Learners(nn.Module):
-    """Branches with statistics and random numbers of their own.
+    """Branches with batch norms and dropout.
 
     x ─┬▶ linear ─▶ batch norm ─▶ relu ─▶ dropout ─╮
-       ├▶ …                                        ├▶ side by side
+       ├▶ …                                        ├▶ cat
        ╰▶ …                                       ─╯
     """
 
@@ -73,7 +73,7 @@ WORKLOADS: Mapping[str, Workload] = {
     "learners": Workload("learners", Learners, lambda batch: (torch.randn(16 * batch, 64),)),
     "cells": Workload("cells", Cells, lambda batch: (torch.randn(4 * batch, 8),)),
 }
-"""Those of the benchmarks, and small ones."""
+"""The benchmarks' models, and small ones."""
 
 MODELS: Mapping[str, Sequence[str]] = {
     "cpu": ("learners", "cells", "towers8", "ensemble4", "deepfm", "bilstm"),
@@ -82,29 +82,29 @@ MODELS: Mapping[str, Sequence[str]] = {
         *("t5_small", "clip", "dlrm", "deepfm", "moe8", "towers8", "ensemble4", "bilstm", "randwire", "learners"),
     ),
 }
-"""What is soaked on each kind of device."""
+"""The models for each kind of device."""
 
 LIVE = 3
 """Models at a time."""
 
 ACTIONS = 12
-"""Of one round, the first of which optimizes a model."""
+"""Actions of a round. The first one optimizes a model."""
 
 COMPILING_S = 90.0
-"""What fusing may take: with less time left, ops are taken as they are."""
+"""The time that fusing may take: with less left, models are not fused."""
 
 STUCK_S = 300.0
-"""So long after the time is up, a process that has not ended is taken to hang: it says where, and ends."""
+"""A process that runs so much longer than it should prints its stack traces and ends."""
 
 MORE_BYTES, MORE_TENSORS = 64 * MIB, 200
-"""What may be more, when all is dropped, than after the first round: what libraries keep for good."""
+"""Memory that libraries may keep: allowed growth since the first round, when all models are dropped."""
 
 TRAINING_ERROR = 1e-2
-"""Of a training step against the plain model's, in the same kernels, and with the same random numbers."""
+"""Allowed error of training mode, with the eager model's kernels and random numbers."""
 
 
 class Uncheckable(Exception):  # noqa: N818 - nothing is wrong
-    """With its present weights, the plain model itself is too far from float64, or the same for all inputs."""
+    """With its weights, the eager model is too inaccurate, or returns the same for all inputs."""
 
 
 @dataclass
@@ -115,9 +115,9 @@ class Subject:
         name: of its workload.
         level: of its kernels, ``"eager"`` or ``"inductor"``.
         workload: makes inputs for it.
-        model: the plain one.
-        fast: the optimized one.
-        examples: of calls with its present weights, by batch size.
+        model: the eager model.
+        fast: the optimized model.
+        examples: of calls with the current weights, by batch size.
     """
 
     name: str
@@ -128,18 +128,18 @@ class Subject:
     examples: dict[int, list[Example]] = field(default_factory=dict)
 
     def inputs(self, batch: int, seed: int) -> tuple[Tensor, ...]:
-        """Random inputs, the same ones each time."""
+        """Random inputs, the same each time."""
         parameter = next(self.model.parameters())
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(SEED + seed)
-            drawn = self.workload.inputs(batch)
-        return tuple(x.to(parameter.device, parameter.dtype if x.is_floating_point() else x.dtype) for x in drawn)
+            inputs = self.workload.inputs(batch)
+        return tuple(x.to(parameter.device, parameter.dtype if x.is_floating_point() else x.dtype) for x in inputs)
 
     def at(self, batch: int) -> list[Example]:
-        """Two calls of this batch size, and what the plain model says to them.
+        """Two calls of this batch size, with the eager model's results.
 
         Raises:
-            Uncheckable: it says nothing that others could be held against.
+            Uncheckable: no results could be compared with these.
         """
         if batch not in self.examples:
             inputs = [self.inputs(batch, seed) for seed in (0, 1)]
@@ -152,7 +152,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that must not be, and how to see it again."""
+    """A wrong result or an error, and the command that repeats it."""
 
     action: str
     models: Sequence[str]
@@ -161,12 +161,12 @@ class Failure:
 
 
 class Round:
-    """A dozen random actions on models that are made for it.
+    """A dozen random actions on models.
 
     Args:
-        choose: what decides.
-        device: where.
-        seconds_left: so much time.
+        choose: source of all choices.
+        device: of the models.
+        seconds_left: returns the time left.
         calls: counts the calls of optimized models.
         names: of workloads to choose from.
     """
@@ -184,16 +184,16 @@ class Round:
         self._names = names
 
     def actions(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """What is to be done, one after the other."""
+        """The actions, in order."""
         yield "optimize", self.optimize
         for name in self._choose.choices(list(KINDS), list(KINDS.values()), k=ACTIONS - 1):
             yield name, getattr(self, name)
 
     def fates(self) -> Iterator[str]:
-        """What became of each signature that is still known: its mode, and what was refused.
+        """The mode and the refusals of each signature that is still cached.
 
         Raises:
-            AssertionError: autostream gave up on one.
+            AssertionError: a signature could not be scheduled.
         """
         for subject in self.subjects:
             for report in subject.fast.reports:
@@ -201,7 +201,7 @@ class Round:
                 assert not any("it cannot be scheduled" in reason for reason in reasons), reasons
                 yield from (report.mode, *(refusal.choice for refusal in report.refusals))
 
-    # What may be done.
+    # Actions
 
     def optimize(self) -> None:
         """Make a model, and call it once or twice."""
@@ -230,7 +230,7 @@ class Round:
     def call(self) -> None:
         """Call a model, with or without inference mode."""
         subject = self._any()
-        examples = subject.at(self._batch(subject))  # inference mode would make tensors that no backward may keep
+        examples = subject.at(self._batch(subject))  # outside of inference mode, whose tensors no backward may save
         with self._choose.choice([torch.no_grad, torch.inference_mode])():
             check_calls(self._counted(subject.fast), examples)
 
@@ -245,7 +245,7 @@ class Round:
         check_threads(self._counted(subject.fast), subject.at(self._batch(subject)), lanes(self._device, count))
 
     def crowd(self) -> None:
-        """Call all models at once, each from a thread of its own."""
+        """Call all models at once, each from another thread."""
         examples = [subject.at(1) for subject in self.subjects]
         mine = lanes(self._device, len(self.subjects))
 
@@ -262,14 +262,14 @@ class Round:
             example.check(outputs)
 
     def spoil(self) -> None:
-        """Call a model while another thread fills memory with NaN, on the caller's stream and on others."""
+        """Call a model while another thread fills free memory with NaN, on the caller's stream and on others."""
         subject, mine = self._any(), lanes(self._device, 3)
         examples = subject.at(1)
         with pressure(self._device, mine, 128 * MIB, self._choose.randrange(1000)):
             check_streams(self._counted(subject.fast), examples, mine[:2])
 
     def change_weights(self) -> None:
-        """Change some weights where they are."""
+        """Change some weights in place."""
         subject = self._any()
         with torch.no_grad():
             for parameter in self._some(list(subject.model.parameters())):
@@ -277,14 +277,14 @@ class Round:
         self._changed(subject)
 
     def move_weights(self) -> None:
-        """Let some weights, with other values, lie elsewhere."""
+        """Give some weights other values in other memory."""
         subject = self._any()
         for parameter in self._some(list(subject.model.parameters())):
             parameter.data = parameter.data * self._choose.uniform(0.8, 1.2)
         self._changed(subject)
 
     def load_weights(self) -> None:
-        """Load weights, into the old tensors or in their place."""
+        """Load weights, into the same tensors or replacing them."""
         subject = self._any()
         state, factor = _state(subject.model), self._choose.uniform(0.8, 1.2)
         for name, _ in self._some(list(subject.model.named_parameters())):
@@ -293,9 +293,9 @@ class Round:
         self._changed(subject)
 
     def train(self) -> None:
-        """Run in training mode, and back: outputs, buffers and random numbers are as the plain model leaves them."""
+        """Run in training mode: outputs, buffers and random numbers are as in eager."""
         subject = self._any()
-        if subject.level != "eager":  # fused kernels round elsewhere, and batch norms of a few examples make much of it
+        if subject.level != "eager":  # fused kernels round differently, which batch norms of a few examples amplify
             return
         args, seed, before = subject.inputs(4, seed=2), self._choose.randrange(100), _state(subject.model)
         ours = self._trained(subject.fast, subject.model, args, seed, before)
@@ -305,7 +305,7 @@ class Round:
         self._check(subject, 1)
 
     def record_gradients(self) -> None:
-        """Call with gradients, and go back; where the plain model cannot, for the same reason."""
+        """Call with gradients, and run the backward; if that fails in eager, the error is the same."""
         subject = self._any()
         example = subject.at(self._batch(subject))[0]
 
@@ -315,7 +315,7 @@ class Round:
                 example.check(outputs)
                 try:
                     sum(output.float().sum() for output in tensors_in(outputs) if output.requires_grad).backward()
-                except RuntimeError as error:  # through an LSTM, cuDNN goes back in training mode only
+                except RuntimeError as error:  # cuDNN has a backward of LSTMs in training mode only
                     return str(error)
             return ""
 
@@ -324,14 +324,14 @@ class Round:
         self._check(subject, 1)
 
     def churn(self) -> None:
-        """Call with more batch sizes than are kept, there and back."""
+        """Call with more batch sizes than are cached, up and down."""
         subject = self._any()
         sizes = [1, 2, 3] if subject.level == "eager" else [1]
         for batch in [*sizes, *reversed(sizes)]:
             self._check(subject, batch)
 
     def drop(self) -> None:
-        """Forget a model while its last calls may still run, unless it is the only one."""
+        """Drop a model while its last call may still run, unless it is the only one."""
         if len(self.subjects) < 2:
             return
         subject = self.subjects.pop(self._choose.randrange(len(self.subjects)))
@@ -340,15 +340,15 @@ class Round:
         del subject
         gc.collect()
 
-    # How.
+    # Helpers
 
     def _any(self) -> Subject:
         return self._choose.choice(self.subjects)
 
     def _batch(self, subject: Subject) -> int:
-        drawn = self._choose.choice([1, 1, 2])
-        compiles = subject.level == "inductor" and drawn not in subject.examples
-        return 1 if compiles and self._seconds_left() < COMPILING_S else drawn
+        size = self._choose.choice([1, 1, 2])
+        compiles = subject.level == "inductor" and size not in subject.examples
+        return 1 if compiles and self._seconds_left() < COMPILING_S else size
 
     def _some(self, parameters: Sequence[T]) -> Sequence[T]:
         return self._choose.sample(parameters, min(3, len(parameters)))
@@ -375,8 +375,8 @@ class Round:
         call.train()
         try:
             torch.manual_seed(seed)
-            found = [tensor.clone() for _ in range(2) for tensor in tensors_in(call(*args))]
-            return [*found, *_state(model).values()]
+            outputs = [tensor.clone() for _ in range(2) for tensor in tensors_in(call(*args))]
+            return [*outputs, *_state(model).values()]
         finally:
             call.eval()
             model.load_state_dict(before)
@@ -401,7 +401,7 @@ KINDS: Mapping[str, int] = {
     "train": 2,
     "record_gradients": 1,
 }
-"""Actions, and how often each is drawn."""
+"""Actions, with the weights of their random choice."""
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -410,16 +410,16 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is in use when all models are dropped: of the device, bytes in whole segments, and tensors by class.
+    """Memory in use when all models are dropped: bytes of the device in whole segments, and tensors by class.
 
-    Those without memory are told but not judged: PyTorch keeps the graph that it traced last, and their values with it.
+    Fake tensors are reported but not judged: PyTorch keeps the last graph that it traced, with its fake values.
     """
 
     reserved_bytes: int
     tensors: Counter[str]
 
     def grown(self, first: Memory) -> str:
-        """What is more than after the first round, or ``""``."""
+        """The growth since the first round that is not allowed, or ``""``."""
         bytes_more = self.reserved_bytes - first.reserved_bytes
         tensors_more = self._tensors_with_memory() - first._tensors_with_memory()
         if bytes_more <= MORE_BYTES and tensors_more <= MORE_TENSORS:
@@ -433,7 +433,7 @@ class Memory:
 
 
 def memory(device: torch.device) -> Memory:
-    """What is in use now, but for cuBLAS's workspaces and what the allocator keeps in reserve."""
+    """The memory in use now, without cuBLAS's workspaces and cached blocks of the allocator."""
     torch._dynamo.reset()
     for _ in range(2):
         gc.collect()
@@ -449,16 +449,16 @@ def memory(device: torch.device) -> Memory:
 
 @dataclass
 class Soak:
-    """Rounds, and what came of them.
+    """Rounds and their results.
 
     Attributes:
-        device: where they run.
+        device: of the models.
         seed: of all choices.
         names: of workloads to choose from.
         actions: how often each was done.
-        fates: how often each was seen, of signatures that were known at the end of a round.
-        failures: what must not be.
-        memories: what was in use after each round.
+        fates: counts of the modes and refusals of signatures at the end of rounds.
+        failures: wrong results and errors.
+        memories: in use after each round.
     """
 
     device: torch.device
@@ -471,18 +471,18 @@ class Soak:
     calls: Iterator[int] = field(default_factory=itertools.count)
 
     def round(self, number: int, seconds_left: Callable[[], float]) -> None:
-        """One round; it ends early with a failure, with weights that leave nothing to check, or when time is over."""
+        """Run a round. It ends early at a failure, if results cannot be checked, or if the time is up."""
         self._act(number, seconds_left)
         self.memories.append(memory(self.device))
         if grown := self.memories[-1].grown(self.memories[0]):
             self._failed(number, "memory", [], AssertionError(grown))
 
     def _act(self, number: int, seconds_left: Callable[[], float]) -> None:
-        """What happens in a round; when this returns, nothing of it is left."""
+        """Run the actions of a round. All its models are dropped when this returns."""
         choose = random.Random(f"{self.seed} {number}")
         now = Round(choose, self.device, seconds_left, self.calls, self.names)
         with ExitStack() as stack:
-            if choose.random() < 0.7:  # else the clock decides
+            if choose.random() < 0.7:  # otherwise measured times choose the schedule
                 patch = stack.enter_context(pytest.MonkeyPatch.context())
                 force_streams(patch, choose.choice([POLICIES["critical_path"], scattered]))
             for name, action in now.actions():
@@ -511,7 +511,7 @@ class Soak:
         print(f"again: {repeat}", file=sys.stderr, flush=True)
 
     def summary(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The results, for JSON."""
         peak = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
         return {
             "rounds": len(self.memories),
@@ -524,7 +524,7 @@ class Soak:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Soak optimized models, print what came of it, and fail if anything was not as it must be."""
+    """Run random actions on optimized models, print the results, and fail if any result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=main.__doc__)
     parser.add_argument("--minutes", type=float, default=8.0, help="how long (default: 8)")
     parser.add_argument("--rounds", type=int, default=sys.maxsize, help="how many rounds at most (default: any)")

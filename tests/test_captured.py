@@ -1,4 +1,4 @@
-"""Captured graphs held against schedules: on drawn ones, and with a driver of ours in the place of CUDA's."""
+"""Captured graphs are compared with schedules: graphs written by hand, and those of a fake driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -34,58 +34,54 @@ stream 1:  b ─▶ c ────┘
 NO_HAZARDS = OpGraph({}, (), {}, (), "cuda:0")
 
 
-def drawn(nodes: Mapping[str, Collection[int]], *edges: Edge) -> Captured:
-    return Captured({op: frozenset(own) for op, own in nodes.items()}, frozenset(edges))
+NODES: Mapping[str, Collection[int]] = {"a": {1, 2}, "b": {3}, "c": {4}, "d": {5}}
 
 
-def test_a_graph_with_the_edges_of_its_schedule() -> None:
+@pytest.mark.parametrize(
+    ("nodes", "edges", "expected"),
+    [
+        (NODES, [(1, 2), (2, 5), (3, 4), (4, 5)], []),
+        ({"a": {1}, "b": {3}, "c": (), "d": {5}}, [(1, 5), (3, 5)], []),
+        (
+            NODES,
+            [(1, 2), (2, 5), (3, 4)],
+            ["b must be before d, and in the graph it is not", "c must be before d, and in the graph it is not"],
+        ),
+        (
+            NODES,
+            [(1, 2), (2, 5), (3, 4), (4, 5), (1, 4)],
+            ["a is before c in the graph, and nothing asks for it"],
+        ),
+        (NODES, [(1, 2), (1, 5), (3, 4), (4, 5)], ["a must be before d, and in the graph it is not"]),
+    ],
+    ids=["the same", "an op without nodes", "a missing edge", "an edge too many", "an edge from the first node only"],
+)
+def test_a_graph_has_the_order_of_its_schedule(
+    nodes: Mapping[str, Collection[int]], edges: list[Edge], expected: list[str]
+) -> None:
     """
     a: 1 ─▶ 2 ─────▶ 5 : d
     b: 3 ─▶ 4 : c ───┘
     """
-    graph = drawn({"a": {1, 2}, "b": {3}, "c": {4}, "d": {5}}, (1, 2), (2, 5), (3, 4), (4, 5))
-    assert disagreements(NO_HAZARDS, HALVES, graph) == []
+    graph = Captured({op: frozenset(each) for op, each in nodes.items()}, frozenset(edges))
+    assert disagreements(NO_HAZARDS, HALVES, graph) == expected
 
 
-def test_an_edge_that_is_missing_and_one_that_is_too_much() -> None:
-    nodes = {"a": {1, 2}, "b": {3}, "c": {4}, "d": {5}}
-    assert disagreements(NO_HAZARDS, HALVES, drawn(nodes, (1, 2), (2, 5), (3, 4))) == [
-        "b must be before d, and in the graph it is not",
-        "c must be before d, and in the graph it is not",
-    ]
-    assert disagreements(NO_HAZARDS, HALVES, drawn(nodes, (1, 2), (2, 5), (3, 4), (4, 5), (1, 4))) == [
-        "a is before c in the graph, and nothing asks for it"
-    ]
-
-
-def test_all_nodes_of_an_op_come_before_all_of_the_next() -> None:
-    """The second node of ``a`` is not awaited, only the first one is."""
-    graph = drawn({"a": {1, 2}, "b": {3}, "c": {4}, "d": {5}}, (1, 2), (1, 5), (3, 4), (4, 5))
-    assert disagreements(NO_HAZARDS, HALVES, graph) == ["a must be before d, and in the graph it is not"]
-
-
-def test_an_op_without_nodes_is_passed_over() -> None:
-    """
-    a: 1 ─────▶ 5 : d        c launches nothing
-    b: 3 ───────┘
-    """
-    graph = drawn({"a": {1}, "b": {3}, "c": (), "d": {5}}, (1, 5), (3, 5))
-    assert disagreements(NO_HAZARDS, HALVES, graph) == []
-
-
-def test_hazards_are_held_against_the_graph_itself() -> None:
-    """A schedule that forgets one is no excuse."""
+def test_hazards_are_compared_with_the_graph_itself() -> None:
+    """Also one that the schedule does not order."""
     hazards = (Dependency("a", "c", Hazard.RAW, "a"), Dependency("b", "c", Hazard.WAR, "x"))
-    graph = replace(NO_HAZARDS, dependencies=hazards)
-    found = drawn({"a": {1}, "b": {3}, "c": {4}, "d": {5}}, (1, 5), (3, 4), (4, 5))
-    assert disagreements(graph, HALVES, found) == ["c may start before a has ended: read after write"]
+    graph = Captured({op: frozenset(each) for op, each in NODES.items()}, frozenset([(1, 2), (2, 5), (3, 4), (4, 5)]))
+    assert disagreements(replace(NO_HAZARDS, dependencies=hazards), HALVES, graph) == [
+        "c may start before a has ended: read after write"
+    ]
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 10**6))
-def test_random_schedules_and_what_a_capture_makes_of_them(seed: int) -> None:
-    """Each op becomes up to three nodes in a row; whoever waits, waits for the last one. An edge more or less shows.
+def test_graphs_of_random_schedules_with_an_edge_more_or_less(seed: int) -> None:
+    """Each op has up to three nodes in a row; a wait is for the last one.
 
-    Less: one that does not follow from others, between ops. More: one between ops that were in no order.
+    Less: an edge between ops that does not follow from others. More: an edge between unordered ops.
     """
     graph, choose = sample("towers").graph, Random(seed)
     schedule = random_schedule(graph, streams=3, seed=seed)
@@ -95,13 +91,13 @@ def test_random_schedules_and_what_a_capture_makes_of_them(seed: int) -> None:
     order: nx.DiGraph[int] = nx.DiGraph(list(right.edges))
     needed = [edge for edge in nx.transitive_reduction(order).edges if not _is_inner(right, edge)]
     less = replace(right, edges=right.edges - {choose.choice(needed)})
-    assert any("in the graph it is not" in told for told in disagreements(graph, schedule, less))
+    assert any("in the graph it is not" in line for line in disagreements(graph, schedule, less))
 
     ordered = nx.transitive_closure_dag(order)
     free = [pair for pair in combinations(sorted(order), 2) if not ordered.has_edge(*pair)]
     if free:
         more = replace(right, edges=right.edges | {choose.choice(free)})
-        assert any("nothing asks for it" in told for told in disagreements(graph, schedule, more))
+        assert any("nothing asks for it" in line for line in disagreements(graph, schedule, more))
 
 
 def _as_captured(schedule: Schedule, choose: Random) -> Captured:
@@ -113,18 +109,18 @@ def _as_captured(schedule: Schedule, choose: Random) -> Captured:
         edges |= {(source, nodes[launch.op][0]) for source in before if source is not None}
         edges |= set(zip(nodes[launch.op], nodes[launch.op][1:], strict=False))
         last[launch.stream] = nodes[launch.op][-1]
-    return Captured({op: frozenset(own) for op, own in nodes.items()}, frozenset(edges))
+    return Captured({op: frozenset(each) for op, each in nodes.items()}, frozenset(edges))
 
 
 def _is_inner(graph: Captured, edge: Edge) -> bool:
-    return any(set(edge) <= own for own in graph.nodes.values())
+    return any(set(edge) <= nodes for nodes in graph.nodes.values())
 
 
 # The driver
 
 
 class Driver:
-    """Answers as CUDA's driver does, through pointers: a graph with handle 77, of three nodes in a row."""
+    """A fake CUDA driver with one graph, of handle 77 and three nodes in a row."""
 
     nodes, edges = (10, 20, 30), ((10, 20), (20, 30))
 
@@ -147,20 +143,18 @@ class Driver:
         return int(graph.value != 77)
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_and_edges_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(occupancy, "_driver", Driver)
-
-
-@pytest.mark.usefixtures("driver")
-def test_nodes_and_edges_are_read() -> None:
     assert graph_in_capture(5) == 77
     assert nodes_of(77) == {10, 20, 30}
     assert edges_of(77) == {(10, 20), (20, 30)}
     with pytest.raises(AssertionError, match="in no capture"):
         graph_in_capture(6)
-    with pytest.raises(occupancy._Refused):
+    with pytest.raises(occupancy._DriverError):
         edges_of(78)
+    monkeypatch.setattr(occupancy, "_driver", lambda: None)
+    with pytest.raises(AssertionError, match="no CUDA driver"):
+        nodes_of(77)
 
 
 def test_nodes_belong_to_the_op_after_which_they_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +164,7 @@ def test_nodes_belong_to_the_op_after_which_they_are_new(monkeypatch: pytest.Mon
     answers = iter([frozenset({1}), frozenset({1}), frozenset({1, 2, 3})])
     monkeypatch.setattr(module, "graph_in_capture", lambda stream: stream)
     monkeypatch.setattr(module, "nodes_of", lambda graph: next(answers))
-    noting = module._Noting(lowered, model.graph.ops, 5)
+    recorder = module._Recorder(lowered, model.graph.ops, 5)
     with torch.no_grad():
-        noting.run(*model.arguments[0])
-    assert list(noting.nodes.values()) == [{1}, set(), {2, 3}]
-
-
-def test_without_a_driver_there_is_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(occupancy, "_driver", lambda: None)
-    with pytest.raises(AssertionError, match="no CUDA driver"):
-        nodes_of(77)
+        recorder.run(*model.arguments[0])
+    assert list(recorder.nodes.values()) == [{1}, set(), {2, 3}]

@@ -1,4 +1,4 @@
-"""Models that can be called so many times and no more: a run that nobody asked for would be one too many."""
+"""Models with a limited number of calls: after an extra run that is not undone, the last call fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES, WIDTH = 6, 16
 
 
 class Ring(nn.Module):
-    """A cache of keys, filled place by place; behind the last one, the index leaves it.
+    """A cache of keys, filled row by row; after the last row, the index is out of bounds.
 
     ::
 
@@ -60,7 +60,7 @@ class Counter(nn.Module):
 
 
 class Mask(nn.Module):
-    """A mask of which each call clears the last place that is set; when none is, there is no last one.
+    """Each call clears the last element of a mask that is set; if none is, ``max`` fails.
 
     ::
 
@@ -84,7 +84,7 @@ WEARING: Mapping[str, Callable[[], nn.Module]] = {"ring": Ring, "counter": Count
 
 
 class Given(nn.Module):
-    """The ring of which cache and place are the caller's: a call writes its inputs."""
+    """The ring, with cache and position as inputs, which a call writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Given(nn.Module):
 
 
 def worn(name: str, left: int, device: str = "cpu") -> nn.Module:
-    """A model of which so many calls are left."""
+    """A model with so many calls left."""
     torch.manual_seed(0)
     model = WEARING[name]().to(device)
     with torch.no_grad():
@@ -118,13 +118,13 @@ def check_calls(
     plainly: Callable[[nn.Module], Callable[[Tensor], Any]] = lambda model: model,
     tolerance: float = 0.0,
 ) -> None:
-    """Hold all calls that are left against the plain model's: outputs, and state afterwards.
+    """Compare all calls that are left with the eager model's: outputs, and state afterwards.
 
     Args:
-        make: makes what is called.
-        model: of which so many calls are left.
-        left: so many.
-        plainly: makes what does the same without autostream.
+        make: makes the function to call.
+        model: with so many calls left.
+        left: the number of calls.
+        plainly: makes a function that does the same without autostream.
         tolerance: as of :func:`~tests.semantics.same`.
     """
     device = next(model.parameters()).device.type
@@ -139,7 +139,7 @@ def check_calls(
 def check_given(
     make: Callable[[nn.Module], Callable[..., Tensor]], device: str = "cpu", tolerance: float = 0.0
 ) -> None:
-    """The same of the last call that writes its inputs."""
+    """The same for the last call of a model that writes its inputs."""
     torch.manual_seed(0)
     model = Given().to(device)
     ours, theirs = ((torch.zeros(PLACES, WIDTH).to(device), torch.tensor([PLACES - 1]).to(device)) for _ in range(2))
@@ -148,7 +148,7 @@ def check_given(
 
 
 def steps(model: nn.Module, step_of: Callable[..., Callable[..., Any]]) -> Callable[[Tensor], Any]:
-    """Steps of training towards what a batch itself is."""
+    """Training steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return step_of(model, optimizer, lambda model, x: model(x).square().mean())
 
@@ -156,7 +156,7 @@ def steps(model: nn.Module, step_of: Callable[..., Callable[..., Any]]) -> Calla
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """A step of training as users write it."""
+    """An eager training step."""
 
     def step(*data: Tensor) -> Tensor:
         value = loss(model, *data)
