@@ -116,7 +116,6 @@ ONLY_IN = [
         r"|replace_all_uses_with|replace_input_with|eliminate_dead_code)\(",
         {
             "dispatch.compiled_graph",
-            "runtime.excerpt",
             "runtime.cutting",
             "runtime.lower",
             "frontend.aten",
@@ -139,7 +138,7 @@ ONLY_IN = [
     ),
     (
         r"\.(create_node|node_copy)\(",
-        {"dispatch.compiled_graph", "runtime.excerpt", "runtime.cutting", "runtime.lower"},
+        {"dispatch.compiled_graph", "runtime.cutting", "runtime.lower"},
     ),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"runtime.streams"}),

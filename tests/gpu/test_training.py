@@ -419,11 +419,11 @@ def test_what_is_saved_stays_where_it_was_computed(kernels: str) -> None:
         places.append(computed(prediction))
         F.mse_loss(prediction, y).backward()
     ((entry,),) = fast._autostream._admission.entries.values()
-    lent = entry._halves[0].made[0].scheduled.captured.lent
+    shared = entry._halves[0].signatures[0].scheduled.captured.shared
     kept = set.intersection(*places)
-    assert lent
+    assert shared
     prediction = fast(batches[0][0])
-    assert len(kept) >= len(lent) - sum(not saved.numel() for saved in prediction.grad_fn.saved_tensors)
+    assert len(kept) >= len(shared) - sum(not saved.numel() for saved in prediction.grad_fn.saved_tensors)
     first, _ = fast(batches[0][0]), fast(batches[1][0])
     assert kept.isdisjoint(computed(first))
 
