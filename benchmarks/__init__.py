@@ -1,1 +1,1 @@
-"""Benchmarks; each script writes JSON and a table into ``benchmarks/results``."""
+"""Benchmarks. Each script writes JSON and a table into ``benchmarks/results``; ``harness`` times models in modes."""

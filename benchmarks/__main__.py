@@ -1,6 +1,6 @@
 """The benchmarks' command line: ``python -m benchmarks run | merge | table | compare | plot``.
 
-Exit codes: 0 all is well, 1 a comparison found something worse, 2 the command line cannot be used, 130 interrupted.
+Exit codes: 0 success, 1 a comparison found a slowdown, 2 the command line cannot be used, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from autostream.cli.changes import Change
 from benchmarks import result
 from benchmarks.compare import changes
 from benchmarks.harness import table
-from benchmarks.harness.isolation import hold_isolated
+from benchmarks.harness.isolation import compare_isolated
 from benchmarks.harness.modes import modes_of
 from benchmarks.harness.training import training_modes_of
 from benchmarks.plot import plots
 from benchmarks.result import Result, ResultError
 from benchmarks.stamp import stamp
-from benchmarks.suites import SUITES, Row, Suite, contest_of
+from benchmarks.suites import SUITES, Row, Suite, comparison_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are ours: one line."""
+    """A parser whose errors are exceptions."""
 
     def error(self, message: str) -> NoReturn:
         raise ResultError(f"{message} ({self.prog} --help says more)")
@@ -138,7 +138,7 @@ def _run(arguments: argparse.Namespace) -> int:
     here = {**stamp(), "timeout_s": arguments.timeout, "modes": list(modes)}
     tasks, remaining = _tasks(arguments, suite, modes, found, here["commit"]), 0
     result.check_kind(found, here)
-    result.save(found, arguments.out)  # what cannot be written must not be known only after the first row
+    result.save(found, arguments.out)  # before the first row, check that it can be written
     try:
         for done, (task, bar) in enumerate(_progress(tasks)):
             if time.monotonic() > end:
@@ -164,11 +164,11 @@ def _begun(arguments: argparse.Namespace) -> Result:
 
 
 def _added(arguments: argparse.Namespace, task: _Task, measured: dict[str, Any], here: dict[str, Any]) -> Result:
-    """Put a row into the file, beside what another command may have put there in the meantime."""
+    """Add a row to the file, which another command may have changed in the meantime."""
     found = _begun(arguments)
     had = _by_key(found).get(result.key(measured))
     if task.retry and had and not result.timed(had) <= result.timed(measured):
-        return found  # trying again must not lose what there was
+        return found  # a retry must not lose times
     found = result.ordered(result.with_row(found, measured, here), SUITES[found["suite"]].rows)
     result.save(found, arguments.out)
     return found
@@ -182,10 +182,10 @@ class _Task(NamedTuple):
     """A row to measure, and how.
 
     Attributes:
-        row: what to measure.
-        modes: in which modes.
-        since: date of what the file has of it, or empty.
-        retry: it was measured, but not in all modes with success.
+        row: the workload.
+        modes: its modes.
+        since: date of the earlier measurement in the file, or ``""``.
+        retry: whether it was measured, but some modes failed.
     """
 
     row: Row
@@ -197,13 +197,12 @@ class _Task(NamedTuple):
 def _tasks(
     arguments: argparse.Namespace, suite: Suite, modes: Sequence[str], found: Result, commit: str | None
 ) -> list[_Task]:
-    """What is still to be measured: a row that lacks a mode, with all that it has, since they have to take turns.
+    """The rows to measure. A row that lacks a mode is measured in all its modes, since they share rounds.
 
-    Whatever fails again is tried again by each command, so that comes last. Of the rest, what was measured longest ago
-    comes first: a command that time did not suffice for goes on.
+    The oldest rows come first, so that a command continues where the last one ran out of time, and retries come last.
 
     Raises:
-        ResultError: there is no such workload or mode, the device is not here, or the file is of another suite.
+        ResultError: there is no such workload, mode or device, or the file is of another suite.
     """
     if found["suite"] != arguments.suite:
         raise ResultError(f"{arguments.out} is a result of {found['suite']}: write to another file")
@@ -226,7 +225,7 @@ def _tasks(
 
 
 def _due(piece: Sequence[Row], modes: Sequence[str], found: Result, again: bool, commit: str | None) -> list[_Task]:
-    """Those of a piece that are to be measured, in order; ``again`` as the command line has it."""
+    """The rows of a piece to measure, in order; ``again`` is ``--again``."""
     rows = _by_key(found)
     had = {row: old for row in piece if (old := rows.get(result.key(row)))}
     stamps = {row: found["stamps"][old["stamp"]] for row, old in had.items()}
@@ -244,7 +243,7 @@ def _due(piece: Sequence[Row], modes: Sequence[str], found: Result, again: bool,
 
 
 def _failed(row: dict[str, Any] | None) -> bool:
-    """Whether another attempt may find more; that a result is wrong is found already."""
+    """Whether a retry may help; it does not for a mode that is wrong."""
     return row is not None and (
         bool(row["failure"]) or any(cell["status"] not in ("ok", "wrong") for cell in row["cells"].values())
     )
@@ -257,7 +256,7 @@ def _check_names(what: str, names: Sequence[str], known: Any) -> None:
 
 
 def _progress(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Any]]:
-    # No bar where there is no terminal. It is drawn by the clock alone: a row has news, its modes, before it is done.
+    # Drawn for terminals only, and by the clock, since a row shows its modes before it is done.
     with tqdm(tasks, unit="row", disable=None, miniters=0) as bar:
         for task in bar:
             bar.set_description(task.row.workload)
@@ -267,10 +266,10 @@ def _progress(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Any]]:
 def _measured(task: _Task, suite: Suite, timeout_s: float, bar: Any) -> dict[str, Any]:
     def note(mode: str) -> None:
         bar.set_postfix_str(mode, refresh=False)
-        bar.update(0)  # draws, but not too often
+        bar.update(0)  # redraws, at a limited rate
 
     start = time.monotonic()
-    outcome = hold_isolated(contest_of(task.row, suite.device), task.modes, timeout_s, note)
+    outcome = compare_isolated(comparison_of(task.row, suite.device), task.modes, timeout_s, note)
     return {
         **{name: getattr(task.row, name) for name in task.row.__slots__},
         "seconds": round(time.monotonic() - start, 1),
@@ -280,7 +279,7 @@ def _measured(task: _Task, suite: Suite, timeout_s: float, bar: Any) -> dict[str
 
 
 def _finished(row: dict[str, Any]) -> str:
-    """How a row went, in one line."""
+    """A row's status in one line."""
     bad = [f"{mode} {cell['status']}" for mode, cell in row["cells"].items() if cell["status"] != "ok"]
     return ", ".join(filter(None, (f"{table.title(row)}: {row['seconds']} s", row["failure"], *bad)))
 
@@ -319,7 +318,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _origin(found: Result) -> str:
-    """What a result was measured on: one kind of machine, one torch, and the commits of its runs."""
+    """Machine, torch and commits of a result."""
     first, commits = found["stamps"][0], dict.fromkeys(stamp["commit"] or "unknown" for stamp in found["stamps"])
     return f"{first['gpu'] or 'cpu'}, torch {first['torch']}, commit {' and '.join(commits)}"
 
@@ -348,7 +347,7 @@ def _plot(arguments: argparse.Namespace) -> int:
 
 
 def _baseline(arguments: argparse.Namespace, *results: Result) -> str:
-    """The mode that was asked for, or the first result's suite's.
+    """The mode of ``--baseline``, or that of the first result's suite.
 
     Raises:
         ResultError: a result does not have it.
@@ -356,13 +355,13 @@ def _baseline(arguments: argparse.Namespace, *results: Result) -> str:
     baseline: str = arguments.baseline or SUITES[results[0]["suite"]].baseline
     for found in results:
         modes = dict.fromkeys(mode for row in found["rows"] for mode in row["cells"])
-        if baseline not in modes and (modes or not found["rows"]):  # rows that failed as a whole have no modes
+        if baseline not in modes and (modes or not found["rows"]):  # failed rows have no modes
             raise ResultError(f"no row has the baseline {baseline}: there is {', '.join(modes) or 'none yet'}")
     return baseline
 
 
 def _show(text: str) -> None:
-    """Print, as long as somebody reads: ``head``, for one, leaves when it has seen enough."""
+    """Print; the reader, such as ``head``, may close the pipe."""
     with suppress(BrokenPipeError):
         print(text, flush=True)
 

@@ -1,4 +1,4 @@
-"""What changed between two results, row by row; :mod:`autostream.cli.changes` says what is worse."""
+"""Changes between two results, row by row; :mod:`autostream.cli.changes` defines which are worse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.result import Result, ResultError, key
 
 
 def changes(before: Result, after: Result, modes: str, baseline: str, measure: Measure) -> Iterator[Change]:
-    """All cells that the older result has, whether the newer one has them or not; but those that neither has timed.
+    """Changes of all cells of the older result, except those that neither has timed.
 
     Args:
         before: the older result.
@@ -25,7 +25,7 @@ def changes(before: Result, after: Result, modes: str, baseline: str, measure: M
     """
     if before["suite"] != after["suite"]:
         raise ResultError(f"results of {before['suite']} and {after['suite']} do not compare: they are two suites")
-    news = {key(row): row for row in after["rows"]}
+    rows_after = {key(row): row for row in after["rows"]}
     for old in before["rows"]:
-        new: dict[str, Any] = news.get(key(old), {"cells": {}})
+        new: dict[str, Any] = rows_after.get(key(old), {"cells": {}})
         yield from row_changes(old, new, modes, baseline, measure, title(old))

@@ -1,11 +1,10 @@
-"""What ``explain`` says of six models of different character, and what was measured beside each of its conclusions.
+"""Checks the conclusions of ``explain`` for six different models by measurements.
 
     python -m benchmarks.explain --out docs/explain.md               # all six
-    python -m benchmarks.explain googlenet --out docs/explain.md     # one; the others stay as they are there
+    python -m benchmarks.explain googlenet --out docs/explain.md     # one; the other sections stay
 
-A conclusion is backed by runs that it is not derived from: the bound on what streams give by the best schedules over
-each number of streams, room on the device by a larger batch, gaps between kernels by kernels of the other level. What
-turns out to be wrong is said to be.
+A conclusion is checked by runs that it is not derived from: the bound of the speedup by the best schedules over each
+number of streams, idle capacity of the device by a larger batch, gaps between kernels by kernels of the other level.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ WORKLOADS = ("googlenet", "nasnetalarge", "resnet50", "mobilenet_v2", "bert_base
 
 BATCH = 8
 TOLERANCE = 0.1
-"""Of a prediction, and of a bound that is one."""
+"""Relative tolerance of a prediction or a bound."""
 OPS = 5
 
 HEAD = """# What explain says of six models
 
 Each section is what `autostream.explain` prints for a model at batch 1 (`python -m benchmarks.explain` makes it), and
-beneath it what was measured to see whether its conclusions hold.
+beneath it what was measured to see whether its conclusions compare_modes.
 """
 
 
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def section(workload: str) -> str:
-    """Everything about one workload."""
+    """The section of one workload."""
     cuda = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", 0), torch.float16) if cuda else (torch.device("cpu"), torch.float32)
 
@@ -79,12 +78,12 @@ def section(workload: str) -> str:
 
 
 def claims(report: Report, larger: Report, unfused: Report) -> list[tuple[str, str, str]]:
-    """What the explanation says, what was measured, and whether it holds.
+    """Rows of a conclusion, the measurement, and whether it holds.
 
     Args:
-        report: of the workload as it is run.
-        larger: at a batch of :data:`BATCH`, on one stream, in kernels of the same level.
-        unfused: on one stream, one kernel for each ATen call.
+        report: of the workload.
+        larger: at a batch of :data:`BATCH`, on one stream, with kernels of the same level.
+        unfused: on one stream, with ATen kernels.
     """
     numbers = summary_of(report)
     explanation = explanation_of(report, numbers)
@@ -100,7 +99,7 @@ def claims(report: Report, larger: Report, unfused: Report) -> list[tuple[str, s
 
 
 def by_streams(report: Report) -> Mapping[int, float]:
-    """The best measured time over each number of streams, µs, of what is captured like the chosen schedule."""
+    """The best measured time over each number of streams, µs, of candidates captured as the chosen one is."""
     best: dict[int, float] = {}
     for candidate in report.candidates:
         alike = report.chosen is not None and candidate.captured == report.chosen.captured
@@ -111,7 +110,7 @@ def by_streams(report: Report) -> Mapping[int, float]:
 
 
 def with_section(text: str, name: str, body: str) -> str:
-    """A text with this body between the marks of a section, which is added at the end where there is none.
+    """The text with this body in the section of that name, which is appended if there is none.
 
     Example:
         >>> print(with_section("head", "net", "new"))
@@ -151,10 +150,7 @@ def _of_streams(explanation: Explanation, times: Mapping[int, float]) -> Iterato
 
 
 def _of_room(numbers: Summary, times: Mapping[int, float], larger: Report) -> Iterator[tuple[str, str, str]]:
-    """Where ops leave a part of the device free, a larger batch has room.
-
-    It takes less than the room alone would say, since larger kernels also make more of what they keep busy.
-    """
+    """Idle capacity bounds the time of a larger batch, which may take less, since larger kernels are more efficient."""
     many = by_streams(larger).get(1)
     if many is None or 1 not in times or numbers.work_us <= 0:
         return
@@ -182,7 +178,7 @@ def _of_kernels(report: Report, times: Mapping[int, float], unfused: Report) -> 
 
 
 def _verdict(holds: bool) -> str:
-    return "holds" if holds else "**does not hold**"
+    return "holds" if holds else "**does not compare_modes**"
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""What a call costs the host, how soon its results are there, and what the device needs for it.
+"""Host overhead, latency and device time of a call in several modes.
 
     python -m benchmarks.host linear towers8 mlp12_adamw --after-compile --seconds 540 --out benchmarks/results/latest
 
-Each workload runs in a process of its own, in which its modes take turns in rounds:
+Each workload runs in a process of its own, where its modes are timed in interleaved rounds:
 
-host_us     of a call while the device is busy with something else, so that the host waits for nothing
-latency_us  from before a call that finds the device idle until its results are there
+host_us     of a call while the device is busy, so that the host never waits
+latency_us  from a call on an idle device until its results are complete
 device_us   of a call that was queued behind others
 call_us     of calls back to back
 
-``bare_replay`` is the least that a call by a CUDA graph costs: the plain model captured on one stream, its inputs
-copied in and its outputs cloned by hand. It bounds ``host_us`` alone: autostream's own graph may be faster on the
-device.
+``bare_replay`` is the lower bound of ``host_us`` for a CUDA graph: eager captured on one stream, with inputs copied in
+and outputs cloned. autostream's graph may be faster on the device.
 
-What ``torch.compile`` has done in a process may slow autostream's calls down. So these are also timed by themselves,
-before anything is compiled that way, and with ``--after-compile`` again after all else and one more compilation.
+``torch.compile`` in the same process may slow down autostream's calls. So these are also timed alone, before anything
+is compiled that way, and with ``--after-compile`` again at the end, after one more compilation.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ from autostream.options import Options
 from autostream.runtime.clock import FEWEST_RUNS, LATENCIES, ROUND_US, Measured, Times, clock_of
 from benchmarks import zoo
 from benchmarks.harness import training
-from benchmarks.harness.contest import Contest
+from benchmarks.harness.comparison import Comparison
 from benchmarks.harness.inference import Inference
 from benchmarks.harness.training import Training
 from benchmarks.stamp import RESULTS, save, stamp
-from benchmarks.suites import Row, contest_of
+from benchmarks.suites import Row, comparison_of
 
 ROWS: Mapping[str, Row] = {
     **{name: Row(name, 1, "float16") for name in (*zoo.SMALLEST, *zoo.INFERENCE)},
@@ -61,19 +60,19 @@ ROWS: Mapping[str, Row] = {
         for name, workload in zoo.TRAINING.items()
     },
 }
-"""All that can be measured, by the names that the command line takes."""
+"""All workloads, by name on the command line."""
 
 WORKLOADS = ("linear", "towers8", "googlenet", "bert_base", "nasnetalarge", "mlp12_adamw", "resnet50_adamw")
 
 CALLS, STEPS = 10, 10
-"""Calls, or training steps, that are queued in a round: more may fill the driver's queue, and the host then waits."""
+"""Calls, or training steps, queued in a round: more may fill the driver's queue, on which the host then waits."""
 
 ROUNDS, FEWEST_ROUNDS = 200 // LATENCIES, 15
 SECONDS = 40.0
-"""Rounds end after this, once there are the fewest."""
+"""No more rounds after this, but at least :data:`FEWEST_ROUNDS`."""
 
 STEADY = 10
-"""Calls after which a mode is compiled, captured and at its full speed."""
+"""Calls after which a mode is steady."""
 
 INPUTS: Mapping[str, Any] = {"guards": "inputs"}
 
@@ -99,7 +98,7 @@ COMPILED: Mapping[str, Mode] = {
 }
 
 LATER: Mapping[str, Mode] = {"compile_default": modes.compile_default}
-"""What ``--after-compile`` prepares, when all else has been timed."""
+"""Modes that ``--after-compile`` prepares at the end."""
 
 TRAINING: Mapping[str, Callable[[training.TrainingSubject], training.Step]] = {
     "bare_replay": training.cuda_graph,
@@ -135,12 +134,12 @@ def main(argv: list[str] | None = None) -> int:
         else:
             skipped.append(name)
             _say(start, f"{name}: skipped, no time is left")
-        save("host", result, table(result), options.out)  # whatever ends this process leaves what there is by now
+        save("host", result, table(result), options.out)  # after each row, in case the process is killed
     return 0
 
 
 def unavailable() -> dict[str, str]:
-    """Modes that this version of autostream has not, and why."""
+    """Modes that this version of autostream lacks, and why."""
     try:
         Options.parse(dict(INPUTS))
     except OptionError as error:
@@ -149,10 +148,10 @@ def unavailable() -> dict[str, str]:
 
 
 def _in_a_process(workload: str, after_compile: bool, start: float, seconds: float) -> dict[str, Any]:
-    """A row, with why there are no numbers where the process ends without any, or does not end in time."""
+    """A row; if the process fails or times out, with the reason."""
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "row.json"  # not a pipe: processes of compilers, which outlive a killed one, hold it open
+        file = Path(folder) / "row.json"  # not a pipe, which processes of compilers would keep open after a kill
         program = f"from benchmarks.host import write; write({workload!r}, {after_compile}, {start}, {str(file)!r})"
         failed = ""
         try:
@@ -166,9 +165,9 @@ def _in_a_process(workload: str, after_compile: bool, start: float, seconds: flo
 
 
 def write(workload: str, after_compile: bool, start: float, file: str) -> None:
-    """Measure a workload in this process, and write what came of it as JSON."""
-    contest = contest_of(ROWS[workload], "cuda")()
-    row = measured(contest, after_compile, lambda what: _say(start, f"{workload}: {what}"))
+    """Measure a workload in this process, and write the row as JSON."""
+    comparison = comparison_of(ROWS[workload], "cuda")()
+    row = measured(comparison, after_compile, lambda what: _say(start, f"{workload}: {what}"))
     Path(file).write_text(json.dumps(row))
 
 
@@ -176,22 +175,22 @@ def _say(start: float, what: str) -> None:
     print(f"[{time.time() - start:6.1f} s] {what}", flush=True)
 
 
-def measured(contest: Contest, after_compile: bool, note: Callable[[str], None]) -> dict[str, Any]:
-    """All modes of a workload, by name; those that failed or are wrong with the reason.
+def measured(comparison: Comparison, after_compile: bool, note: Callable[[str], None]) -> dict[str, Any]:
+    """Times of a workload by mode; the reason for modes that failed or are wrong.
 
     Args:
-        contest: of the workload; its modes become those of this benchmark.
+        comparison: of the workload; its modes become those of this benchmark.
         after_compile: whether to time autostream again at the end.
-        note: is told what comes next.
+        note: is called with each step.
     """
-    trains = isinstance(contest, Training)
+    trains = isinstance(comparison, Training)
     calls = STEPS if trains else CALLS
-    with torch.set_grad_enabled(trains):  # around all calls, not in each: that would be part of its time
-        lineup = Lineup(contest)
+    with torch.set_grad_enabled(trains):  # around all calls, since it would be part of each one's time
+        lineup = Lineup(comparison)
         without = unavailable()
         for mode in TRAINING if trains else [mode for mode in PLAIN if mode not in without]:
             lineup.prepare(mode, note)
-        clock = BusyClock(contest.device)
+        clock = BusyClock(comparison.device)
         row: dict[str, Any] = {}
         if not trains:
             row["autostream_before_compile_us"] = _alone(lineup, clock, calls, note)
@@ -199,7 +198,7 @@ def measured(contest: Contest, after_compile: bool, note: Callable[[str], None])
                 lineup.prepare(mode, note)
         lineup.check(note)
         with _no_collections():
-            timed = rounds(lineup.calls, clock, contest.device, calls, note)
+            timed = rounds(lineup.calls, clock, comparison.device, calls, note)
         row["modes"] = {mode: {"failed": why} for mode, why in lineup.failed.items()} | timed
         if after_compile and not trains:
             for mode in LATER:
@@ -210,7 +209,7 @@ def measured(contest: Contest, after_compile: bool, note: Callable[[str], None])
 
 
 def _alone(lineup: Lineup, clock: BusyClock, calls: int, note: Callable[[str], None]) -> dict[str, float] | None:
-    """The host's time of autostream with no other mode in between; ``None`` where it failed."""
+    """Host overhead of autostream with no other mode between; ``None`` where it failed."""
     note(f"{OURS} by itself")
     call = lineup.calls.get(OURS)
     pace = clock.pace(call, calls) if call else None
@@ -223,7 +222,7 @@ def _alone(lineup: Lineup, clock: BusyClock, calls: int, note: Callable[[str], N
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """A collection in one mode's turn would be that mode's time."""
+    """Without garbage collection, which would count as the time of one mode."""
     gc.collect()
     gc.disable()
     try:
@@ -234,47 +233,47 @@ def _no_collections() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Lineup:
-    """The modes of one workload that are ready to be timed.
+    """The prepared modes of one workload.
 
     Attributes:
-        contest: makes and checks them.
-        calls: of those that work, by mode.
-        failed: why the others do not.
+        comparison: prepares and checks them.
+        calls: of modes that work.
+        failed: the reasons of the others.
     """
 
-    contest: Contest
+    comparison: Comparison
     calls: dict[str, Measured] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     _errors: dict[str, Callable[[], float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.contest, Training):
-            self.contest.modes = TRAINING
-        elif isinstance(self.contest, Inference):
+        if isinstance(self.comparison, Training):
+            self.comparison.modes = TRAINING
+        elif isinstance(self.comparison, Inference):
             every = {**PLAIN, **COMPILED, **LATER}
-            self.contest.modes = {name: partial(self._kept, name, mode) for name, mode in every.items()}
+            self.comparison.modes = {name: partial(self._recorded, name, mode) for name, mode in every.items()}
 
-    def _kept(self, name: str, mode: Mode, model: nn.Module, args: Sequence[Any]) -> Call:
-        """A mode whose call is timed as it is: that of its contender enters ``no_grad`` each time."""
+    def _recorded(self, name: str, mode: Mode, model: nn.Module, args: Sequence[Any]) -> Call:
+        """A mode whose call is timed directly: the prepared's call enters ``no_grad`` each time."""
         call = mode(model, args)
         self.calls[name] = partial(call, *args)
         return call
 
     def prepare(self, mode: str, note: Callable[[str], None]) -> None:
-        """Make a mode and call it until it is steady."""
+        """Prepare a mode, and call it until it is steady."""
         note(f"{mode} is prepared")
         try:
-            contender = self.contest.contender(mode)
-            call = self.calls.setdefault(mode, contender.call)
+            prepared = self.comparison.prepare(mode)
+            call = self.calls.setdefault(mode, prepared.call)
             for _ in range(STEADY):
                 call()
         except Exception as failure:
             self._fail(mode, first_line(failure))
         else:
-            self._errors[mode] = contender.late_error or contender.error
+            self._errors[mode] = prepared.late_error or prepared.error
 
     def check(self, note: Callable[[str], None]) -> None:
-        """Compare the results of all with the plain model's; those that are wrong are not timed."""
+        """Check the outputs of all modes; wrong ones are not timed."""
         note("results are checked")
         for mode, error_of in self._errors.items():
             try:
@@ -282,8 +281,8 @@ class Lineup:
             except Exception as failure:
                 self._fail(mode, first_line(failure))
             else:
-                if not error <= self.contest.allowed_error:
-                    self._fail(mode, f"wrong: error {error:.1e}, {self.contest.allowed_error:.1e} allowed")
+                if not error <= self.comparison.allowed_error:
+                    self._fail(mode, f"wrong: error {error:.1e}, {self.comparison.allowed_error:.1e} allowed")
 
     def _fail(self, mode: str, why: str) -> None:
         self.calls.pop(mode, None)
@@ -293,18 +292,18 @@ class Lineup:
 def rounds(
     calls: Mapping[str, Measured], busy: BusyClock, device: torch.device, most: int, note: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Time calls side by side, in another order each round.
+    """Time calls in interleaved rounds.
 
     Args:
         calls: by mode.
-        busy: for the host's time.
-        device: for all other times.
-        most: calls to queue for one measurement of the host's time.
-        note: is told that rounds begin.
+        busy: clock for ``host_us``.
+        device: for the other times.
+        most: calls to queue for one measurement of ``host_us``.
+        note: is called once, before the rounds.
 
     Returns:
-        By mode, the quartiles of each time, how many calls were queued at a time and in how many rounds that was
-        possible.
+        By mode, the quartiles of each time, the number of queued calls, and the rounds in which they were queued in
+        time.
     """
     clock = clock_of(device)
     paces = {mode: busy.pace(call, most) for mode, call in calls.items()}
@@ -335,7 +334,7 @@ def rounds(
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """Names rotated by a turn, every other time backwards, so that neighbours change too.
+    """Names rotated by the round's number, in odd rounds reversed, so that neighbours change.
 
     Example:
         >>> [order("abc", turn) for turn in range(3)]
@@ -348,22 +347,22 @@ def order(names: Sequence[str], turn: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How to time a call while the device sleeps: so many calls, so many µs of sleep."""
+    """Number of calls, and µs that the device sleeps while they are queued."""
 
     calls: int
     sleep_us: float
 
 
 class BusyClock:
-    """The host's time of calls whose device sleeps for longer than it takes to queue them.
+    """Measures host overhead while the device sleeps for longer than queueing the calls takes.
 
     Args:
-        device: a CUDA device, on whose current stream the calls are.
+        device: a CUDA device; calls are on its current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sleep(_CYCLES)  # its kernel is loaded now
+        self._sleep(_CYCLES)  # loads the kernel
         start, end = self._event(), self._event()
         start.record()
         self._sleep(_CYCLES)
@@ -372,10 +371,10 @@ class BusyClock:
         self._cycles_of_us = _CYCLES / (start.elapsed_time(end) * 1e3)
 
     def pace(self, call: Measured, calls: int) -> Pace | None:
-        """How to time a call: with as many as asked for, or as few as fit into the driver's queue.
+        """The number of calls, fewer if they do not fit into the driver's queue, and the time to sleep.
 
         Returns:
-            ``None`` for calls that wait for the device themselves, or of which not even one fits.
+            ``None`` for calls that synchronize, or of which not even one fits into the queue.
         """
         alone_us = min(self._alone_us(call) for _ in range(3))
         while calls:
@@ -383,20 +382,20 @@ class BusyClock:
                 pace = Pace(calls, _LEAST_US + longer * (1 + calls) * alone_us)
                 if self.host_us(call, pace) is not None:
                     return pace
-            calls //= 2  # where a longer sleep does not help, the host waits for room in the queue
+            calls //= 2  # the host waits for the full queue, so a longer sleep does not help
         return None
 
     def host_us(self, call: Measured, pace: Pace) -> float | None:
-        """µs of the host for a call.
+        """Host µs of a call.
 
         Returns:
-            ``None`` where the device woke up first: some call may have waited for it.
+            ``None`` where the device woke up first: a call may have waited for it.
         """
         torch.cuda.synchronize(self._device)
         self._sleep(round(pace.sleep_us * self._cycles_of_us))
         awake = self._event()
         awake.record()
-        call()  # the first one pays for what the others find in the host's caches
+        call()  # warms up the host's caches
         start = time.perf_counter()
         for _ in repeat(None, pace.calls):
             call()
@@ -418,7 +417,7 @@ class BusyClock:
 
 
 _CYCLES = 10_000_000
-"""Of the device's clock: a few milliseconds."""
+"""Cycles of a few milliseconds."""
 
 _LEAST_US = 1_000.0
 
@@ -431,7 +430,7 @@ def _quartiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each workload and mode with its medians, and beneath, what was not measured and why."""
+    """A line for each workload and mode with its medians; below, what was not measured and why."""
     lines, missing = [], [f"{mode}: {why}" for mode, why in result["unavailable"].items()]
     for row in result["rows"]:
         if "failed" in row:

@@ -1,15 +1,14 @@
-"""Do losses over many training steps follow eager ones, as closely as eager ones follow each other?
+"""Whether losses over many training steps differ from eager ones by no more than eager runs from each other.
 
     python -m benchmarks.losses --workloads train_encoder6,train_dlrm --out benchmarks/results/latest
 
-Steps round, and what is rounded in another order comes out differently, more so with each step. So eager steps are done
-several times, with the rows of the batch in other orders and with gradients summed over parts of it: the same sums in
-exact arithmetic. How far one of these runs is at most from the mean of the others is the spread; ``autostream`` is to
-be as near to the mean of all. Weights are in bfloat16, or in float32 under autocast.
+Rounding in another order gives other losses, more so with each step. So eager runs are repeated with the rows of the
+batch in other orders, and with gradients accumulated over parts of it: equal in exact arithmetic. The spread is the
+largest distance of one of these runs from the mean of the others; ``autostream`` should be as near to the mean of all.
+Weights are in bfloat16, or in float32 under autocast.
 
-The optimizer's kernels are the fused ones, which compute an update in float32 and round it once, as a scheduled step
-does. In bfloat16 the others round after every operation: their losses are farther from those of the fused ones than
-another order of sums brings any.
+The optimizer's kernels are the fused ones, which compute an update in float32 and round once, as a scheduled step does.
+In bfloat16 the others round after every operation, which changes losses by more than another order of sums.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from benchmarks.harness.training import Step, TrainingSubject, eager, scheduled
 from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 
 STEPS, WINDOW = 200, 10
-"""Losses are compared as means of so many steps."""
+"""Losses are compared as means over windows of steps."""
 
 ORDERS = 2
-"""Of the rows of a batch, the one that it has among them."""
+"""Number of orders of the rows of a batch, the original one included."""
 
 PARTS = (1, 2, 4)
-"""Into so many, of equal size, a batch is split: gradients are summed over them."""
+"""Numbers of equal parts of a batch, over which gradients are accumulated."""
 
 AUTOCAST = "bfloat16 autocast"
 PRECISIONS = {"bfloat16": torch.bfloat16, AUTOCAST: torch.float32}
-"""What to compute in, with the dtype of weights."""
+"""Precisions, with the dtype of weights."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     device, now = torch.device("cuda", torch.cuda.current_device()), stamp()
     for name, optimizer, precision in product(options.workloads, zoo.OPTIMIZERS, PRECISIONS):
         found = row(zoo.TRAINING[name], optimizer, precision, device)
-        earlier = earlier_rows("losses", options.out, now)  # now: what ran beside this has been written
+        earlier = earlier_rows("losses", options.out, now)  # read late: another process may have written
         rows = list({_key(row): row for row in (*earlier, found)}.values())
         save("losses", {"schema": 1, "stamp": now, "rows": rows}, table(rows), options.out)
     return 0
@@ -70,7 +69,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def row(workload: zoo.TrainingWorkload, optimizer: str, precision: str, device: torch.device) -> dict[str, Any]:
-    """One workload with one optimizer: how far runs are from eager ones, relative to the largest loss."""
+    """One workload with one optimizer: relative spread of eager runs, and distance of autostream."""
     batch = workload.batches[0]
 
     def subject() -> TrainingSubject:
@@ -90,12 +89,12 @@ def row(workload: zoo.TrainingWorkload, optimizer: str, precision: str, device: 
         "steps": STEPS,
         "first": round(float(plain[0][0]), 5),
         "last": round(float(plain[0][-1]), 5),
-        "spread": _handy(spread(plain)),
-        "autostream": _handy(distance(ours, plain)),
+        "spread": _rounded(spread(plain)),
+        "autostream": _rounded(distance(ours, plain)),
     }
 
 
-def _handy(share: float) -> float:
+def _rounded(share: float) -> float:
     return float(f"{share:.3g}")
 
 
@@ -105,7 +104,7 @@ def _autocast(loss: Callable[..., Tensor], model: nn.Module, *data: Tensor) -> T
 
 
 def in_parts(subject: TrainingSubject, count: int) -> TrainingSubject:
-    """The same, whose loss is the mean over so many equal parts of a batch: gradients are summed over them."""
+    """The subject with the loss averaged over equal parts of a batch."""
     return replace(subject, loss=partial(_mean_loss, subject.loss, count))
 
 
@@ -115,19 +114,19 @@ def _mean_loss(loss: Callable[..., Tensor], count: int, model: nn.Module, *data:
 
 
 def _normalizes_batches(model: nn.Module) -> bool:
-    """Whether it computes with the mean of a batch: that of a part is another."""
+    """Whether it has a batch norm, whose statistics are other ones for a part."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def losses(subject: TrainingSubject, way: Callable[[TrainingSubject], Step], order: Tensor) -> Tensor:
-    """Of each window of steps the mean loss, with the batch's rows in this order."""
-    step, data = way(subject), [tensor[order.to(tensor.device)] for tensor in subject.data]
-    found = torch.stack([step(*data).detach().double() for _ in range(STEPS)])
-    return found.view(-1, WINDOW).mean(1).cpu()
+def losses(subject: TrainingSubject, mode: Callable[[TrainingSubject], Step], order: Tensor) -> Tensor:
+    """The mean loss of each window of steps, with the batch's rows in this order."""
+    step, data = mode(subject), [tensor[order.to(tensor.device)] for tensor in subject.data]
+    losses = torch.stack([step(*data).detach().double() for _ in range(STEPS)])
+    return losses.view(-1, WINDOW).mean(1).cpu()
 
 
 def spread(curves: Sequence[Tensor]) -> float:
-    """How far one of these curves is at most from the mean of the others.
+    """The largest distance of a curve from the mean of the others.
 
     Example:
         >>> spread([torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.5])])
@@ -138,7 +137,7 @@ def spread(curves: Sequence[Tensor]) -> float:
 
 
 def distance(curve: Tensor, curves: Sequence[Tensor]) -> float:
-    """How far a curve is at most from the mean of others, relative to the largest value of that.
+    """The largest distance of a curve from the mean of others, relative to the largest value of the mean.
 
     Raises:
         ValueError: a loss is not finite.

@@ -1,4 +1,4 @@
-"""What models need of the device's memory: captured on one stream, over several, and by ``torch.compile``."""
+"""Table of device memory: on one stream, over several streams, and of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autostream.cli.changes import Row
 from benchmarks.harness.table import title
 
 CHOSEN, ONE_STREAM, COMPILED = "autostream", "autostream_inductor_sequential", "compile_reduce_overhead"
-"""What is compared: autostream's choice, the same kernels on one stream, and the strongest mode of another tool."""
+"""The modes to compare: autostream's choice, the same kernels on one stream, and ``torch.compile``."""
 
 _HEADS = (
     *("workload", "given MB", "one stream", "chosen", "ratio", "incl. given"),
@@ -21,12 +21,11 @@ _HEADS = (
 
 
 def memory_table(rows: Iterable[Row]) -> str:
-    """A line for each row that was run in all three modes, or ``""``; MB, of what comes on top of weights and inputs.
+    """A line for each row that was run in all three modes, or ``""``; MB, without weights and inputs.
 
-    First what the plans allocate: one stream, what autostream chose, and how many times as much that is, without and
-    with weights and inputs, which are *given*. Then what the caching allocator reserves of the device in each mode, in
-    whole segments and with the workspaces of libraries, and how many times ``torch.compile``'s that is. A mode of
-    training makes a model and an optimizer of its own: what is reserved for it has all that is given.
+    First planned bytes of one stream and of the chosen schedule, and their ratio, without and with weights and inputs
+    (*given*). Then bytes that the caching allocator reserves in each mode, including workspaces of libraries, and the
+    ratio to ``torch.compile``. In training, reserved bytes include weights and optimizer state.
 
     Example:
         >>> planned = {"planned_bytes": 3_000_000, "given_bytes": 7_000_000}

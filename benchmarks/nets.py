@@ -1,4 +1,4 @@
-"""Nets of the benchmarks' own: those that no library has, after their papers, and parts of those that one has."""
+"""Models that no library has, after their papers, and parts of models of libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autostream
 
 EMBEDDING_STD = 0.1
-"""Keeps products of embeddings in the range of the other terms, so that an error in any of them shows."""
+"""Keeps products of embeddings in the range of the other terms, so that errors in any of them show."""
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -44,7 +44,7 @@ class Product(nn.Module):
         self.block1, self.block2 = mlp(width, width, width), mlp(width, width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply what the two blocks make of ``x``."""
+        """Multiply the outputs of the blocks."""
         return torch.mm(self.block1(x), self.block2(x).mT)
 
 
@@ -67,7 +67,7 @@ class Towers(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """The mean of what several modules make of the same input."""
+    """The mean of the outputs of several modules for one input."""
 
     def __init__(self, members: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -79,9 +79,9 @@ class Ensemble(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts with a dense gate: every expert works on every input, so shapes depend on no values.
+    """A mixture of experts with a dense gate: every expert runs on every input, so shapes are static.
 
-    The outputs, of shape (…, width) like the inputs, are weighed by a softmax over the experts.
+    Outputs, of shape (…, width) like the inputs, are weighted by a softmax over the experts.
     """
 
     def __init__(self, experts: int, width: int, hidden: int) -> None:
@@ -90,7 +90,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(mlp(width, hidden, width) for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add up the experts' outputs, each times its share."""
+        """The weighted sum of the experts' outputs."""
         shares = self.gate(x).softmax(-1).split(1, dim=-1)
         return _sum(share * expert(x) for share, expert in zip(shares, self.experts, strict=True))
 
@@ -145,13 +145,13 @@ class DeepFm(nn.Module):
         rows = fields + self.first_rows
         factors = self.factors(rows)
         linear = self.weights(rows).sum((1, 2))
-        # Half of (the square of the sum less the sum of squares) is the sum of all pairs' products.
+        # The sum of all pairs' products is half of (square of the sum - sum of squares).
         pairwise_products = (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2
         return linear + pairwise_products + self.deep(factors.flatten(1)).squeeze(1)  # type: ignore[no-any-return]
 
 
 class Proposals(nn.Module):
-    """The part of a torchvision detector before shapes depend on values: its backbone, and the head for proposals."""
+    """The part of a torchvision detector with static shapes: its backbone, and the head for proposals."""
 
     def __init__(self, detector: Any) -> None:
         super().__init__()

@@ -1,12 +1,11 @@
-"""How large report pages are, when they can be used, and how fluently they scroll and zoom, in headless Chromium.
+"""Size, load time and frame rates of report pages, in headless Chromium.
 
 autostream report nasnetalarge --input 1x3x331x331:float16 --device h200 --out nasnetalarge.html
 autostream report benchmarks.page:chains --device h200 --policy path_cover --out chains.html
 autostream report benchmarks.page:tree --device h200 --policy path_cover --out tree.html
 python -m benchmarks.page nasnetalarge.html chains.html tree.html --out benchmarks/results/latest
 
-A frame is what the browser draws after one step, by the clock of its own animation frames; its CPU time, that of the
-page's thread, depends less on what else the machine does.
+A frame follows one step, timed by animation frames; the CPU time of the page's thread is less noisy.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _STEPS = {
         cancelable: true,
     }))""",
 }
-"""What is done in one frame: the table of ops is scrolled by ten rows, the timeline zoomed in and out again, the graph
-zoomed out and in again, and moved."""
+"""The step of one frame: the table scrolls by ten rows, the timeline zooms in and out, the graph zooms out and in and
+moves."""
 
 _PLACES = {"table": "#rows", "timeline": "#lanes", "graph": "#drawing"}
 
@@ -55,7 +54,7 @@ def chains() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 class Tree(nn.Module):
-    """An op, three that need it, three that need each of these, and so on: wide layers, and long edges between them."""
+    """A ternary tree of ops: wide layers, and long edges between them."""
 
     def forward(self, x: Tensor) -> Tensor:
         level, ops = [x.sin()], 1

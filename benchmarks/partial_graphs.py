@@ -1,10 +1,10 @@
-"""How much of a model's time on the device is captured, where it holds what no CUDA graph can.
+"""The captured share of the device time of models with ops that cannot be captured in a CUDA graph.
 
     python -m benchmarks.partial_graphs --out benchmarks/results/latest
 
-Each model is two times four branches, and something in between; in the last, a copy from the host runs beside the first
-branches, and one to the host beside the second. The share is what a profiler sees: kernels and copies that ran in
-replays of CUDA graphs, of all that ran. Beside it stand the times of calls back to back.
+Each model has four branches, an op that cannot be captured, and four more branches; in the last model, a copy from the
+host overlaps the first branches, and one to the host the second. The share is that of kernels and copies in replays of
+CUDA graphs, by a profiler. The table also has the times of calls back to back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALLS = 10
 """Under the profiler."""
 
 SETTLED = 200
-"""Calls after which nothing is compiled any more, or tried in pieces and plainly by turns."""
+"""Calls after which nothing is compiled or measured any more."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Branches(nn.Module):
-    """Branches side by side, something in between, and as many branches again: (rows, WIDTH) to the same."""
+    """Parallel branches, a function, and as many branches again: (rows, WIDTH) to the same."""
 
     def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Branches(nn.Module):
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the second branches make of the sum of the first."""
+        """First branches, function, second branches."""
         return self.second(self.between(self.first(x)))
 
     def first(self, x: Tensor) -> Tensor:
@@ -68,13 +68,13 @@ class Branches(nn.Module):
 
 
 class Copying(Branches):
-    """Branches that need two copies of (rows, WIDTH) only later, or not at all."""
+    """Branches with a copy from the host that is needed late, and a copy to the host."""
 
     def __init__(self) -> None:
         super().__init__(nn.Identity())
 
     def forward(self, x: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """What the second branches make of the first and of a batch on the host, and there, what the first made."""
+        """The output for a batch on the host, and the result of the first branches on the host."""
         middle = self.first(x)
         return self.second(middle + batch.to(x.device, non_blocking=True)), middle.cpu()
 
@@ -85,7 +85,7 @@ BETWEEN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "an op on the CPU": lambda x: x + x.mean(0).cpu().flip(0).to(x.device),
     "a shape that depends on data": lambda x: x + x[x.sum(1).nonzero()[:, 0]].sum(0),
 }
-"""What no CUDA graph can hold."""
+"""Functions that cannot be captured."""
 
 COPIES = "copies from the host and to it"
 
@@ -93,13 +93,13 @@ MODELS: Mapping[str, Callable[[], Branches]] = {
     **{name: partial(Branches, between) for name, between in BETWEEN.items()},
     COPIES: Copying,
 }
-"""By what they hold that no CUDA graph can."""
+"""Models by what cannot be captured."""
 
 
 def inputs(name: str, rows: int, device: torch.device | str) -> tuple[Tensor, ...]:
-    """A batch for a model; what it copies itself is on the host, pinned if there is a device, and four times as large.
+    """Inputs of a model; those that it copies are on the host, pinned if there is a GPU, and four times as large.
 
-    Smaller ones take the host less than the launches that they are to run beside.
+    Copies of smaller ones are shorter than the launches that they should overlap.
     """
     if name != COPIES:
         return (torch.randn(rows, WIDTH, device=device),)
@@ -109,7 +109,7 @@ def inputs(name: str, rows: int, device: torch.device | str) -> tuple[Tensor, ..
 
 @torch.no_grad()
 def row(name: str) -> dict[str, Any]:
-    """One model: the share, and median µs of a call as it is and optimized."""
+    """One model: the captured share, and median µs of a call in eager and optimized."""
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     model, args = MODELS[name]().to(device), inputs(name, ROWS, device)
@@ -123,12 +123,12 @@ def row(name: str) -> dict[str, Any]:
             fast(*args)
 
     share = share_in_graphs(profiled(calls, str(device)))
-    ways = {"eager": partial(model, *args), "autostream": partial(fast, *args)}
-    times = interleaved(ways, clock_of(device), lambda turn: None)
+    calls_by_mode = {"eager": partial(model, *args), "autostream": partial(fast, *args)}
+    times = interleaved(calls_by_mode, clock_of(device), lambda mode: None)
     return {
         "between": name,
         "captured_share": round(share, 4),
-        **{f"{way}_us": round(median(of.call_us), 2) for way, of in times.items()},
+        **{f"{mode}_us": round(median(of.call_us), 2) for mode, of in times.items()},
     }
 
 

@@ -1,10 +1,10 @@
-"""Draw trace files of ``autostream trace`` below each other, on one axis of time: a lane for each stream.
+"""Draws trace files of ``autostream trace`` below each other on one time axis, with a lane for each stream.
 
 autostream trace googlenet --input 1x3x224x224:float16 --device h200 --policy sequential --out one.json
 autostream trace googlenet --input 1x3x224x224:float16 --device h200 --out streams.json
 python -m benchmarks.picture one.json streams.json --out docs/pictures/googlenet.svg
 
-Where a run was watched, it is what is drawn; else the predicted one, and the picture says so.
+A measured run is drawn if there is one, else the predicted one; the picture is labelled accordingly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _HEAVY = ("conv", "addmm", "mm.", "linear", "bmm", "matmul", "attention")
-"""What the targets of convolutions and products have in their names; kernels that Inductor fuses have none of it."""
+"""Substrings of the targets of convolutions and matrix products."""
 
 _COLOURS = {"convolutions and products": "#2f6fb0", "all else": "#e0913a"}
 
@@ -27,9 +27,9 @@ class Run:
     """One timeline of a file.
 
     Attributes:
-        title: what ran, and where.
+        title: model, signature and device.
         source: ``"measured"`` or ``"predicted"``.
-        lanes: of each stream, the slices as (start, duration, whether it is a convolution or a product), µs.
+        lanes: slices of each stream as (start, duration, whether it is a convolution or matrix product), µs.
     """
 
     title: str
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_of(trace: dict[str, Any]) -> Run:
-    """The run that a trace file is about: the measured one, if there is one.
+    """The run of a trace file: the measured one, if there is one.
 
     Example:
         >>> op = {"ph": "X", "cat": "op", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0, "args": {"target": "aten.mm.out"}}
@@ -79,7 +79,7 @@ def _heavy(event: dict[str, Any]) -> bool:
 
 
 def draw(runs: Sequence[Run], out: Path) -> None:
-    """Write the picture; of the same runs, the same file."""
+    """Write the picture; equal runs give equal files."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

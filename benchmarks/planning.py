@@ -1,14 +1,13 @@
-"""How long planning takes, by the number of ops, and how long importing autostream takes, and a command.
+"""Time of planning by the number of ops, of importing autostream, and of a command.
 
     python -m benchmarks.planning --out benchmarks/results/latest
 
-No device is needed: models of eight chains, joined now and then, and some of the zoo, are planned for an H200 with
-default options. Of tracing, nearly all is ``torch.export``'s own: it is also timed alone. Searching is left out of the
-total, for it takes the time that it is given.
+No device is needed: models of eight chains with joins, and some of the zoo, are planned for an H200 with default
+options. ``torch.export`` is also timed alone, for comparison with tracing. Search is left out of the total, since it
+runs for a given time.
 
-Scheduling is timed without a model too, for graphs as large as no model is: from a graph and its costs to one verified
-and simulated schedule of each policy but ``search``, which takes the time that it is given. Each graph has a process of
-its own, whose peak memory is told.
+Scheduling is also timed alone for very large graphs: from a graph and its costs to a verified and simulated schedule of
+each policy but ``search``. Each graph has a process of its own, whose peak memory is reported.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ WIDTH = 8
 IMPORTS = 7
 COMMANDS = 3
 COMMAND = ("inspect", "googlenet", "--input", "1x3x224x224")
-"""Of ``autostream``: what somebody may type first."""
+"""Arguments of ``autostream``: a typical first command."""
 
 
 class Chains(nn.Module):
-    """Chains of ``relu(x @ w)`` over a few shared weights, added up after every so many ops of each.
+    """Chains of ``relu(x @ w)`` over shared weights, with a sum of all chains after every few ops.
 
     Args:
-        ops: as many as there are to be, or a few more.
-        chains: how many may run side by side.
-        weights: how many they share.
+        ops: the least number of ops.
+        chains: number of independent chains.
+        weights: number of shared weights.
         joint: ops of each chain between two sums.
     """
 
@@ -75,7 +74,7 @@ class Chains(nn.Module):
         self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(weights))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add up what the chains make of ``x``, again and again."""
+        """Apply the chains to ``x``, sum, and repeat."""
         for _ in range(self.joints):
             x = sum((self._chain(x) for _ in range(self.chains - 1)), self._chain(x))
         return x
@@ -101,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the tables")
     options = parser.parse_args(argv)
     sizes, profile = options.sizes or SIZES, profile_named(options.profile)
-    planned(*chained(64), profile)  # the first one loads code
+    planned(*chained(64), profile)  # warms up
     rounds = range(options.rounds)
     rows = [_median_row([planned(*chained(size), profile) for _ in rounds]) for size in sizes]
     models = {name: _median_row([planned(*workload(name), profile) for _ in rounds]) for name in options.models}
@@ -124,17 +123,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def chained(ops: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model of so many ops, and inputs for it."""
+    """A model with this number of ops, and its inputs."""
     return Chains(ops).eval(), (torch.randn(WIDTH, WIDTH),)
 
 
 def workload(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model of the zoo, and inputs of batch size 1 for it."""
+    """A model of the zoo, and its inputs at batch size 1."""
     return zoo.INFERENCE[name].model().eval(), zoo.INFERENCE[name].inputs(1)
 
 
 def planned(model: nn.Module, args: tuple[Tensor, ...], profile: DeviceProfile) -> dict[str, float]:
-    """Seconds that each stage takes for a model, and that ``torch.export`` takes alone."""
+    """Seconds of each stage for a model, and of ``torch.export`` alone."""
     gc.collect()
     with torch.no_grad():
         start = time.perf_counter()
@@ -148,7 +147,7 @@ def planned(model: nn.Module, args: tuple[Tensor, ...], profile: DeviceProfile) 
 
 
 def chains(ops: int) -> list[list[int]]:
-    """Eight chains of 16 ops, added up and forked off again and again: what each op reads, as positions."""
+    """Eight chains of 16 ops that are summed and forked repeatedly: the positions of the ops that each op reads."""
     reads: list[list[int]] = []
     joined: list[int] = []
     while len(reads) < ops:
@@ -166,29 +165,34 @@ def chains(ops: int) -> list[list[int]]:
 
 
 def layers(ops: int) -> list[list[int]]:
-    """Each op reads one to three of the forty before it, always the same ones."""
-    draw = random.Random(0)
-    return [sorted({draw.randrange(max(0, at - 40), at) for _ in range(draw.randint(1, 3)) if at}) for at in range(ops)]
+    """Each op reads one to three of the forty before it, from a fixed seed."""
+    rng = random.Random(0)
+    return [sorted({rng.randrange(max(0, at - 40), at) for _ in range(rng.randint(1, 3)) if at}) for at in range(ops)]
 
 
 def towers(ops: int) -> list[list[int]]:
-    """A thousand chains that never meet."""
+    """A thousand independent chains."""
     return [[at - 1000] if at >= 1000 else [] for at in range(ops)]
 
 
 SHAPES: Mapping[str, Callable[[int], list[list[int]]]] = {"chains": chains, "layers": layers, "towers": towers}
-"""Graphs by name: from a number of ops to what each op reads, as positions in program order."""
+"""Graphs by name: a function from the number of ops to the positions of the ops that each op reads."""
 
 
 def graph_of(reads: Sequence[Sequence[int]]) -> OpGraph:
-    """The graph of ops that each read what these ones wrote, and write a storage of their own; the last one escapes."""
+    """The graph of these reads; each op writes a new storage, and the last one is the output."""
     names = [f"op{at}" for at in range(len(reads))]
-    own = [frozenset({name}) for name in names]
+    written = [frozenset({name}) for name in names]
     none = frozenset[str]()
     return OpGraph(
         ops={
             name: Op(
-                name, "aten.relu.default", (name,), none.union(*(own[other] for other in reads[at])), own[at], own[at]
+                name,
+                "aten.relu.default",
+                (name,),
+                none.union(*(written[other] for other in reads[at])),
+                written[at],
+                written[at],
             )
             for at, name in enumerate(names)
         },
@@ -204,7 +208,7 @@ def graph_of(reads: Sequence[Sequence[int]]) -> OpGraph:
 
 
 def scheduled(shape: str, ops: int, profile: DeviceProfile) -> dict[str, Any]:
-    """Seconds that each policy takes from a graph to a verified and simulated schedule, and this process's peak, MB."""
+    """Seconds of each policy from a graph to a verified and simulated schedule, and peak memory of this process, MB."""
     graph = graph_of(SHAPES[shape](ops))
     costs = {name: OpCost(2.0 + at % 7, 0.2, 0.1, "roofline") for at, name in enumerate(graph.ops)}
     seconds = {}
@@ -220,22 +224,19 @@ def scheduled(shape: str, ops: int, profile: DeviceProfile) -> dict[str, Any]:
 
 
 def peak_mb() -> int:
-    """The most memory that this process has held so far, MB; on Linux.
-
-    ``getrusage`` would not do: what it says of a new process goes back to before it was one, to the parent's memory.
-    """
+    """Peak memory of this process, MB, on Linux. The peak of ``getrusage`` may be that of the parent process."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) // 1024
 
 
 def scheduled_alone(shape: str, ops: int, profile: DeviceProfile) -> dict[str, Any]:
-    """The same, in a process of its own."""
+    """The same in a process of its own."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(scheduled, shape, ops, profile).result()
 
 
 def exponent(rows: list[dict[str, float]], column: str) -> float:
-    """The growth from the first row to the last: time goes with the number of ops to the power of this."""
+    """The exponent k of time ∝ ops^k, from the first row to the last."""
     first, last = rows[0], rows[-1]
     if first["ops"] == last["ops"]:
         return math.nan
@@ -243,7 +244,7 @@ def exponent(rows: list[dict[str, float]], column: str) -> float:
 
 
 def import_seconds() -> dict[str, float]:
-    """Median seconds of importing torch, and autostream, each in a new process, in turn."""
+    """Median seconds of importing torch and autostream in new processes, in turn."""
     times: dict[str, list[float]] = {"torch": [], "autostream": []}
     for _ in range(IMPORTS):
         for module, seconds in times.items():
@@ -253,7 +254,7 @@ def import_seconds() -> dict[str, float]:
 
 
 def command_seconds() -> float:
-    """Median seconds from the shell to the table of :data:`COMMAND`, with nothing kept from earlier runs."""
+    """Median seconds of :data:`COMMAND`, with empty caches."""
     times = []
     for _ in range(COMMANDS):
         with tempfile.TemporaryDirectory() as folder:
@@ -269,7 +270,7 @@ def _median_row(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _share(row: Mapping[str, float]) -> float:
-    """Of the time that all stages take, the percentage that verification does."""
+    """Percentage of verification in the time of all stages."""
     return 100 * row["verify"] / row["total"]
 
 

@@ -12,7 +12,7 @@ from benchmarks.result import Result
 
 
 def plots(result: Result, baseline: str, measure: Measure, folder: Path) -> list[Path]:
-    """Draw what a result has data for: ratio by workload, ratio by batch size, predicted against measured time.
+    """Plot ratio by workload, ratio by batch size, and predicted against measured time, where there is data.
 
     Returns:
         the files written.

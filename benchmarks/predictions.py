@@ -1,12 +1,12 @@
-"""How well the cost model predicts: simulated against measured time, with costs by the clock and by the roofline.
+"""Accuracy of the cost model: simulated against measured time, with measured costs and with the roofline.
 
     python -m benchmarks.predictions --out benchmarks/results/latest                    the inference zoo
     python -m benchmarks.predictions googlenet:1 resnet50:32 --out …                    these alone
 
-Workloads are optimized one after the other, as a user would. All schedules that were measured then count, not only the
-one that was kept. Kernels may be compiled beforehand, by many processes at a time, which measure nothing.
+Workloads are optimized one after the other. All measured schedules count, not only the chosen one. Kernels can be
+compiled beforehand by several processes.
 
-Other rows that the same commit left in the folder, on the same machine, are kept: a long run can be made in parts.
+Rows of the same commit and machine in the folder stay, so a long run can be split.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 from benchmarks.suites import SUITES
 
 ROWS = tuple(f"{row.workload}:{row.batch}" for row in SUITES["inference"].rows)
-"""Workload and batch size of each row."""
+"""``workload:batch`` of each row."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             list(pool.map(lambda row: list(_from_a_process("prepare", [row])), wanted))
     now = stamp()
     found = list(measured(wanted))
-    earlier = earlier_rows("predictions", options.out, now)  # now: what ran beside this has been written
+    earlier = earlier_rows("predictions", options.out, now)  # read late: another process may have written
     rows = list({row["row"]: row for row in (*earlier, *found)}.values())
     result: dict[str, Any] = {"schema": 1, "stamp": now, "summary": summary(rows), "rows": rows}
     save("predictions", result, table(result), options.out)
@@ -64,17 +64,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured(rows: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows one by one, by another process; where a row ends that, a new one goes on with the next."""
+    """Measure rows in another process; where a row crashes it, a new one continues with the next row."""
     left = list(rows)
     while left:
         for found in _from_a_process("measure", left):
             left = left[left.index(found["row"]) + 1 :]
             yield found
-        left = left[1:]  # nothing, or the one that failed
+        left = left[1:]  # skips the one that crashed
 
 
 def prepare(rows: Sequence[str]) -> None:
-    """Compile the kernels of rows, for the caches on disk; nothing is timed."""
+    """Compile the kernels of rows into the caches on disk."""
     for row in rows:
         _optimize(row, costs="roofline", policy="sequential")
 
@@ -101,15 +101,15 @@ def _optimize(row: str, **options: Any) -> Report:
 
 
 def row_of(name: str, report: Report) -> dict[str, Any]:
-    """What was predicted and measured of each schedule; the chosen one and the sequential one are marked."""
+    """Predicted and measured times of each measured schedule."""
     assert report.graph is not None
     profile = report.profile
     assert profile is not None
-    guessed = price(report.graph, profile)
+    roofline = price(report.graph, profile)
 
     def line(candidate: Candidate) -> dict[str, Any]:
         schedule, captured = candidate.schedule, candidate.captured
-        timeline = simulate(schedule, guessed, profile, captured=captured)
+        timeline = simulate(schedule, roofline, profile, captured=captured)
         replay_us = profile.replay_us if captured else 0.0
         return {
             "policy": schedule.policy,
@@ -132,7 +132,7 @@ def row_of(name: str, report: Report) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Errors of the schedules that were kept and of all, gains in order, and what keeping the fastest came to."""
+    """Errors of the chosen and of all schedules, rank correlations of gains, and the worst chosen one."""
     kept = [_chosen(row) for row in rows]
     every = [line for row in rows for line in row["candidates"]]
     gains = [[_alone(row)[key] / _chosen(row)[key] for row in rows] for key in ("measured_us", "predicted_us")]
@@ -150,7 +150,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: 1 where both put the same things in the same order, NaN where there is no order.
+    """Spearman's rank correlation; NaN for fewer than two values.
 
     Example:
         >>> round(rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0]), 2)
@@ -163,7 +163,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """The place of each value from the smallest; equal ones share theirs."""
+    """Ranks from the smallest; equal values share theirs."""
     return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
 
@@ -201,7 +201,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Predicted against measured time of the schedules kept, for both kinds of costs."""
+    """Plot predicted against measured time of the chosen schedules, for both kinds of costs."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -234,7 +234,7 @@ def _error(lines: Iterable[dict[str, Any]], key: str) -> float:
 
 
 def _from_a_process(what: str, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What a function of this file prints in a process of its own; that this failed is said."""
+    """The JSON lines that a function of this file prints in a process of its own."""
     program = f"from benchmarks import predictions; predictions.{what}({list(rows)!r})"
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True

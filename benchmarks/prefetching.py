@@ -1,10 +1,10 @@
-"""What copying batches ahead gains: a loop whose copies take about as long as its work, in several ways to write it.
+"""Speedup by prefetching: a loop whose copies take about as long as its work, in several variants.
 
     python -m benchmarks.prefetching --out benchmarks/results/latest
 
-All batches lie in pinned memory. The work on a batch is a number of products that takes as long as its copy, so that no
-loop can be faster than half of what copy and work take together. As a captured graph, the same work reads a copy of
-each batch (`graph`), or the batch where it has come (`graph into`).
+All batches are in pinned memory. The work on a batch is a number of matrix products that take as long as its copy, so
+the bound of the speedup is 2. As a captured graph, the work reads a copy of each batch (`graph`), or the batch where it
+was prefetched to (`graph into`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ SIZES = (1, 8, 64)
 """MiB of a batch."""
 
 BATCHES = 60
-"""In one loop: the first copy of each has nothing to run beside."""
+"""In one loop; the first copy cannot overlap."""
 
 ROUNDS = 7
 
 WIDTH = 1024
-"""Of the products: each takes the device longer than the host."""
+"""Width of the products: each takes the device longer than the host."""
 
-WAYS = ("copy", "work", "synchronous", "non_blocking", "prefetch", "graph", "graph_into")
-"""To write the loop; the first two are its halves."""
+VARIANTS = ("copy", "work", "synchronous", "non_blocking", "prefetch", "graph", "graph_into")
+"""Variants of the loop; the first two are copy and work alone."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,11 +58,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def row(mib: int, depth: int, device: torch.device) -> dict[str, Any]:
-    """Median µs for each batch of one size, by way; the ways take turns."""
+    """Median µs for a batch by variant, in interleaved rounds."""
     clock, pinned = clock_of(device), torch.ones(mib * MIB // 4).pin_memory()
     target, weight = torch.empty_like(pinned, device=device), torch.full((WIDTH, WIDTH), 1 / WIDTH, device=device)
     copy_us = clock.once_us(lambda: target.copy_(pinned, non_blocking=True))
-    products = Work(weight, 20)  # one alone takes the host longer than the device
+    products = Work(weight, 20)  # a single one would be bound by the host
     product_us = clock.once_us(lambda: products(target)) / products.products
     calls = loops([pinned] * BATCHES, depth, device, weight, max(1, round(copy_us / product_us)))
     rounds = [{name: clock.once_us(call) / BATCHES for name, call in calls.items()} for _ in range(1 + ROUNDS)]
@@ -70,7 +70,7 @@ def row(mib: int, depth: int, device: torch.device) -> dict[str, Any]:
 
 
 class Work(nn.Module):
-    """So many products, one after another, and the beginning of a batch."""
+    """A chain of products, and the first number of the batch."""
 
     def __init__(self, weight: Tensor, products: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Work(nn.Module):
         self.products = products
 
     def forward(self, batch: Tensor) -> Tensor:
-        """The first number of the batch."""
+        """The first number of the batch, after the products."""
         result = weight = self.get_buffer("weight")
         for _ in range(self.products):
             result = torch.mm(weight, result)
@@ -88,35 +88,35 @@ class Work(nn.Module):
 def loops(
     batches: Sequence[Tensor], depth: int, device: torch.device, weight: Tensor, products: int
 ) -> Mapping[str, Callable[[], Tensor]]:
-    """The ways: copies alone, work alone, and both. Each returns a sum over all that its work has seen."""
-    result, seen = torch.empty_like(weight), torch.zeros((), device=device)
+    """The variants of the loop. Each returns the sum of the first numbers of all batches."""
+    result, total = torch.empty_like(weight), torch.zeros((), device=device)
 
     def work(loader: Iterable[Tensor]) -> Tensor:
-        seen.zero_()
+        total.zero_()
         for batch in loader:
             for _ in range(products):
                 torch.mm(weight, weight, out=result)
-            seen.add_(batch[0])
-        return seen
+            total.add_(batch[0])
+        return total
 
     fast = autostream.optimize(Work(weight, products), policy="sequential", kernels="eager")
 
     @torch.no_grad()
     def replays(loader: Iterable[Tensor]) -> Tensor:
-        seen.zero_()
+        total.zero_()
         for batch in loader:
-            seen.add_(fast(batch))
-        return seen
+            total.add_(fast(batch))
+        return total
 
     def copies() -> Tensor:
         for batch in batches:
-            seen.copy_(batch.to(device, non_blocking=True)[0])
-        return seen
+            total.copy_(batch.to(device, non_blocking=True)[0])
+        return total
 
-    there = batches[0].to(device)
+    on_device = batches[0].to(device)
     return {
         "copy": copies,
-        "work": lambda: work([there] * len(batches)),
+        "work": lambda: work([on_device] * len(batches)),
         "synchronous": lambda: work(batch.to(device) for batch in batches),
         "non_blocking": lambda: work(batch.to(device, non_blocking=True) for batch in batches),
         "prefetch": partial(work, autostream.prefetch(batches, device, depth)),
@@ -126,13 +126,13 @@ def loops(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each size: µs, how many times as fast as the synchronous loop, and the share of what is possible."""
+    """A line for each size: µs, speedup over the synchronous loop, and the share of the bound."""
     lines = []
     for measured in rows:
-        us = {name: measured[f"{name}_us"] for name in WAYS}
+        us = {name: measured[f"{name}_us"] for name in VARIANTS}
         times, share = us["synchronous"] / us["prefetch"], max(us["copy"], us["work"]) / us["prefetch"]
         lines.append([measured["mib"], *us.values(), f"{times:.2f}×", f"{share:.2f}"])
-    headers = ["MiB", *(f"{name.replace('_', ' ')}, µs" for name in WAYS), "gain", "of what is possible"]
+    headers = ["MiB", *(f"{name.replace('_', ' ')}, µs" for name in VARIANTS), "gain", "of what is possible"]
     return tabulate(lines, headers, tablefmt="github")
 
 

@@ -1,17 +1,17 @@
-"""How close autostream's schedule comes to the best that a long random search finds on the device itself.
+"""Compares autostream's schedule with the best one that a long random search on the device finds.
 
     python -m benchmarks.random_search googlenet inception_v3 --seconds 600 --out benchmarks/results/latest
 
-autostream optimizes a workload as it does by default. The ops of the level that it chose are then scheduled at random
-for the given time: a quarter of the schedules are *fresh*, the others *changed*, which is what a few random moves make
-of one of the best known so far. Those that autostream measured are known from the start. The simulator has no say.
-Other workloads that the same commit left in the folder, on the same machine, with the same settings, are kept.
+autostream optimizes a workload with default options. The ops of the level that it chose are then scheduled at random
+for the given time: a quarter of the schedules are *fresh*, the others *changed*: one of the best so far after a few
+random moves. The search starts with the schedules that autostream measured. The simulator is not used.
+Rows of the same commit, machine and settings in the folder stay.
 
-Each schedule is verified, captured, and meets autostream's in interleaved rounds. The luckiest of thousands of noisy
-measurements would pass for a gain, so there are several looks, each with rounds of its own:
+Each schedule is verified, captured and timed against autostream's in interleaved rounds. The minimum of thousands of
+noisy measurements is biased, so each candidate is measured again several times:
 
     first look ── faster than the worst kept? ─▶ careful look ── still? ─▶ one of the few that are kept
-                                                                                  │ when the time is over
+                                                                                  │ at the end
     reported ◀── final look at the best of them, captured again ◀── final look at each
 """
 
@@ -56,23 +56,23 @@ from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
 WORKLOADS = ("googlenet", "inception_v3")
 
 FRESH = 0.25
-"""The share of schedules that are drawn from nothing."""
+"""The share of fresh schedules."""
 
 MOST_STREAMS = 8
 MOST_MOVES = 4
 LONGEST_MOVE = 8
-"""Ops, one after another on their stream, that a move gives to another one."""
+"""Largest number of consecutive ops of a stream that one move puts on another stream."""
 
 KEPT = 5
 CAREFUL, FINAL = 9, 33
-"""Duels in a look, each of several interleaved rounds; the first look is one duel."""
+"""Pairs of measurements in a look; the first look has one."""
 
-Duel = tuple[float, float]
-"""What autostream's schedule and another one took side by side, µs."""
+Pair = tuple[float, float]
+"""Interleaved times of autostream's schedule and another one, µs."""
 
 Look = Callable[[Assignment, float], float]
-"""How many times as long as autostream's schedule another one takes: by a first look, or, where that is below a bar, by
-a careful one; infinity where it cannot run."""
+"""Time of a schedule relative to autostream's: by a first look, or by a careful one if that is below a bound; infinity
+where it cannot run."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--seconds {options.seconds}: use a finite number above 0")
     now, settings = stamp(), {"seconds": options.seconds, "seed": options.seed, "fresh": FRESH}
     found = [row(name, options.seconds, options.seed) for name in options.workloads or WORKLOADS]
-    earlier = earlier_rows("random_search", options.out, now, **settings)  # now: what ran beside this has been written
+    earlier = earlier_rows("random_search", options.out, now, **settings)  # read late: another process may have written
     rows = {row["workload"]: row for row in (*earlier, *found)}
     result: dict[str, Any] = {"schema": 1, "stamp": now, **settings, "rows": list(rows.values())}
     save("random_search", result, table(result["rows"]), options.out)
@@ -98,30 +98,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def row(workload: str, seconds: float, seed: int) -> dict[str, Any]:
-    """What autostream chose for a workload, and the best that is found in so many seconds."""
+    """The schedule of autostream for a workload, and the best one of the search."""
     with torch.no_grad():
-        arena = _arena(workload)
-        program, graph = arena.tuned.program, arena.tuned.priced.graph
-        with undone(arena.arguments, written(program, graph), program.devices):
-            found = explore(graph, arena.pinned, arena.known(), arena.look, seconds, seed)
-            best, duels = champion(found.kept, arena.duels)
-    ratio = spread([ours / theirs for ours, theirs in duels])
-    ours_us, theirs_us = map(median, zip(*duels, strict=True))
+        comparison = _comparison(workload)
+        program, graph = comparison.tuned.program, comparison.tuned.priced.graph
+        with undone(comparison.arguments, written(program, graph), program.devices):
+            found = explore(graph, comparison.pinned, comparison.known(), comparison.look, seconds, seed)
+            best, pairs = best_of(found.kept, comparison.pairs)
+    ratio = spread([ours / theirs for ours, theirs in pairs])
+    ours_us, theirs_us = map(median, zip(*pairs, strict=True))
     return {
         "workload": workload,
         "level": program.level,
         "ops": len(graph.ops),
         "tried": dict(found.tried),
         "refused": found.refused,
-        "autostream": _line(arena.tuned.selection.chosen, ours_us),
-        "best": _line(arena.candidate(best), theirs_us),
+        "autostream": _line(comparison.tuned.selection.chosen, ours_us),
+        "best": _line(comparison.candidate(best), theirs_us),
         "ratio": round(ratio.median, 4),
         "standard_error": round(ratio.standard_error, 4),
     }
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each workload; the ratio says how many times as long as the best one autostream's schedule takes."""
+    """A line for each workload; the ratio is the time of autostream's schedule over that of the best one."""
     lines = [
         [
             measured["workload"],
@@ -143,10 +143,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def fresh(graph: OpGraph, pinned: frozenset[str], random: Random) -> Assignment:
-    """Ops in any order that their dependencies allow, on any streams.
+    """A random assignment, in any order that the dependencies allow.
 
-    An op stays on the stream of one of its producers with a probability that is drawn for the whole schedule, so that
-    long chains come up as well as an edge at every op.
+    An op stays on the stream of one of its producers with a probability that is random for the whole schedule, so that
+    schedules range from long chains to an edge at every op.
     """
     streams, loyalty = random.randint(2, MOST_STREAMS), random.random()
     missing = {name: graph.digraph.in_degree(name) for name in graph.ops}
@@ -165,7 +165,7 @@ def fresh(graph: OpGraph, pinned: frozenset[str], random: Random) -> Assignment:
 
 
 def changed(graph: OpGraph, pinned: frozenset[str], parent: Assignment, random: Random) -> Assignment:
-    """An assignment after a few moves: ops in a row go to another stream, or one is launched at another time."""
+    """An assignment after a few moves: consecutive ops go to another stream, or one op to another launch position."""
     order, stream = parent.order, dict(parent.stream)
     streams = min(parent.streams + 1, MOST_STREAMS)
     for _ in range(random.randint(1, MOST_MOVES)):
@@ -180,11 +180,11 @@ def changed(graph: OpGraph, pinned: frozenset[str], parent: Assignment, random: 
 
 
 def _relaunched(graph: OpGraph, order: Sequence[str], name: str, random: Random) -> tuple[str, ...]:
-    """The order with one op anywhere between the last that it depends on and the first that depends on it."""
+    """The order with one op at a random position between its predecessors and successors."""
     rest = [other for other in order if other != name]
-    place = {other: at for at, other in enumerate(rest)}
-    after = max((place[other] for other in graph.digraph.predecessors(name)), default=-1)
-    until = min((place[other] for other in graph.digraph.successors(name)), default=len(rest))
+    position = {other: at for at, other in enumerate(rest)}
+    after = max((position[other] for other in graph.digraph.predecessors(name)), default=-1)
+    until = min((position[other] for other in graph.digraph.successors(name)), default=len(rest))
     at = random.randint(after + 1, until)
     return (*rest[:at], name, *rest[at:])
 
@@ -197,12 +197,12 @@ def _assignment(policy: str, order: tuple[str, ...], stream: Mapping[str, int], 
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search came to.
+class SearchResult:
+    """The result of a search.
 
     Attributes:
         kept: the best assignments, the fastest first.
-        tried: how many were drawn, by ``"fresh"`` and ``"changed"``.
+        tried: the number of ``"fresh"`` and ``"changed"`` ones.
         refused: how many of these could not run.
     """
 
@@ -213,16 +213,16 @@ class Found:
 
 def explore(
     graph: OpGraph, pinned: frozenset[str], known: Sequence[Assignment], look: Look, seconds: float, seed: int
-) -> Found:
-    """Draw schedules for some seconds, each one once, and keep the fastest.
+) -> SearchResult:
+    """Try random schedules for some seconds, each once, and keep the fastest.
 
     Args:
         graph: the ops.
         pinned: those that must be on stream 0.
-        known: what to start from; at least one of them can run.
-        look: measures.
-        seconds: after these, nothing more is drawn.
-        seed: of the random choices; which schedules are drawn depends on what is measured, too.
+        known: the first ones; at least one of them can run.
+        look: measures one.
+        seconds: time of the search.
+        seed: of the random choices, which also depend on measurements.
     """
     random, end = Random(seed), time.perf_counter() + seconds
     kept = _fastest([(look(assignment, inf), assignment) for assignment in known])
@@ -231,17 +231,17 @@ def explore(
     refused = 0
     while time.perf_counter() < end:
         parent = random.choice(kept)[1]
-        drawn = fresh(graph, pinned, random) if random.random() < FRESH else changed(graph, pinned, parent, random)
-        if _key(drawn) in seen:
+        candidate = fresh(graph, pinned, random) if random.random() < FRESH else changed(graph, pinned, parent, random)
+        if _key(candidate) in seen:
             continue
-        seen.add(_key(drawn))
-        relative = look(drawn, kept[-1][0] if len(kept) == KEPT else inf)
-        tried[drawn.policy] += 1
+        seen.add(_key(candidate))
+        relative = look(candidate, kept[-1][0] if len(kept) == KEPT else inf)
+        tried[candidate.policy] += 1
         refused += relative == inf
-        best, kept = kept[0], _fastest([*kept, (relative, drawn)])
+        best, kept = kept[0], _fastest([*kept, (relative, candidate)])
         if kept[0] is not best:
             print(f"schedule {tried.total()}: {relative:.3f} × autostream's time", file=sys.stderr, flush=True)
-    return Found(tuple(assignment for _, assignment in kept), tried, refused)
+    return SearchResult(tuple(assignment for _, assignment in kept), tried, refused)
 
 
 Measured = tuple[float, Assignment]
@@ -255,26 +255,24 @@ def _key(assignment: Assignment) -> tuple[tuple[str, int], ...]:
     return tuple((name, assignment.stream[name]) for name in assignment.order)
 
 
-def champion(
-    kept: Sequence[Assignment], duels: Callable[[Assignment], Iterator[Duel]]
-) -> tuple[Assignment, list[Duel]]:
-    """The best of those kept by a final look at each, and a further look at that one, which chose nothing."""
-    best = min(kept, key=lambda assignment: _times_as_long(islice(duels(assignment), FINAL)))
-    return best, list(islice(duels(best), FINAL))
+def best_of(kept: Sequence[Assignment], pairs: Callable[[Assignment], Iterator[Pair]]) -> tuple[Assignment, list[Pair]]:
+    """The best by a final look at each, and another, unbiased look at that one."""
+    best = min(kept, key=lambda assignment: _times_as_long(islice(pairs(assignment), FINAL)))
+    return best, list(islice(pairs(best), FINAL))
 
 
-def _times_as_long(duels: Iterable[Duel]) -> float:
-    return median(theirs / ours for ours, theirs in duels)
+def _times_as_long(pairs: Iterable[Pair]) -> float:
+    return median(theirs / ours for ours, theirs in pairs)
 
 
 @dataclass(frozen=True)
-class Arena:
-    """Where schedules of one program meet the one that autostream chose.
+class Comparison:
+    """Measures schedules of one program against the one that autostream chose.
 
     Attributes:
-        tuned: the program as autostream runs it.
+        tuned: the program as tuned by autostream.
         arguments: its tensors.
-        bound: which of them a captured graph may use where they are.
+        bound: which of them a captured graph may use in place.
         clock: of its device.
     """
 
@@ -289,40 +287,40 @@ class Arena:
         return frozenset() if self.tuned.selection.chosen.captured else self.tuned.priced.graph.pinned
 
     def known(self) -> list[Assignment]:
-        """What autostream has measured, as the assignments that they were made of."""
+        """The assignments of the schedules that autostream measured."""
         measured = [each.schedule for each in self.tuned.selection.candidates if each.measured_us is not None]
         return [_assignment_of(schedule) for schedule in measured]
 
     def candidate(self, assignment: Assignment) -> Candidate:
-        """A verified schedule, captured if the one that autostream chose is."""
+        """A verified schedule, captured if autostream's is."""
         priced, captured = self.tuned.priced, self.tuned.selection.chosen.captured
         schedule = place_releases(priced.graph, synchronize(priced.graph, assignment))
         verify(priced.graph, schedule, pinned=self.pinned)
         return Candidate(schedule, captured, run_us(schedule, priced.costs, priced.profile, captured=captured))
 
-    def duels(self, assignment: Assignment) -> Iterator[Duel]:
-        """What autostream's schedule and this one take, again and again; this one lives as long as the iterator.
+    def pairs(self, assignment: Assignment) -> Iterator[Pair]:
+        """Interleaved times of autostream's schedule and this one, which lives as long as the iterator.
 
         Raises:
             CaptureError: it cannot be captured.
         """
-        # A graph's memory pool is its own: what is left of the last one's is of use to none that follows.
+        # Free the memory pool of the last graph, which the next one cannot use.
         torch.cuda.empty_cache()
         tuned = self.tuned
-        nothing = Restore([])  # is written by the models of the zoo
+        nothing = Restore([])  # models of the zoo write nothing
         candidate = self.candidate(assignment)
-        rival = build(tuned.program, tuned.priced.graph, candidate, self.arguments, self.bound, nothing)
-        timers = [self._timer(tuned.selection.execution), self._timer(rival)]
+        other = build(tuned.program, tuned.priced.graph, candidate, self.arguments, self.bound, nothing)
+        timers = [self._timer(tuned.selection.execution), self._timer(other)]
         while True:
             ours, theirs = interleaved(timers)
             yield ours, theirs
 
-    def look(self, assignment: Assignment, bar: float) -> float:
-        """As :data:`Look` says."""
-        duels = self.duels(assignment)
+    def look(self, assignment: Assignment, bound: float) -> float:
+        """See :data:`Look`."""
+        pairs = self.pairs(assignment)
         try:
-            first = _times_as_long([next(duels)])
-            return first if first >= bar else _times_as_long(islice(duels, CAREFUL))
+            first = _times_as_long([next(pairs)])
+            return first if first >= bound else _times_as_long(islice(pairs, CAREFUL))
         except (CaptureError, torch.OutOfMemoryError):
             return inf
 
@@ -331,8 +329,8 @@ class Arena:
         return partial(self.clock.once_us, run)
 
 
-def _arena(workload: str) -> Arena:
-    """A workload as :func:`autostream.optimize` makes it ready by default."""
+def _comparison(workload: str) -> Comparison:
+    """A workload, tuned with the default options of :func:`autostream.optimize`."""
     cuda = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", 0), torch.float16) if cuda else (torch.device("cpu"), torch.float32)
     subject = zoo.prepare(zoo.INFERENCE[workload], 1, device, dtype)
@@ -340,7 +338,7 @@ def _arena(workload: str) -> Arena:
     arguments = traced.arguments(subject.model, subject.args)
     bound = [placeholder.role is not Role.INPUT for placeholder in traced.program.placeholders]
     tuned = tune(traced.program, arguments, bound, Options(), Stopwatch())
-    return Arena(tuned, arguments, bound, clock_of(device))
+    return Comparison(tuned, arguments, bound, clock_of(device))
 
 
 def _assignment_of(schedule: Schedule) -> Assignment:

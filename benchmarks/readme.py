@@ -1,9 +1,9 @@
-"""Write the tables of the committed results: no number in them is typed.
+"""Writes the tables of the committed results into their Markdown files and the README.
 
 python -m benchmarks.readme            # rewrite
-python -m benchmarks.readme --check    # exit 1 if a table is not what the results say
+python -m benchmarks.readme --check    # exit 1 if a table is out of date
 
-All of a result stands in ``NAME.md`` beside ``NAME.json``. The README has a part of the inference suite, between
+The tables of ``NAME.json`` are in ``NAME.md`` beside it. The README has a part of the inference suite, between
 ``<!-- inference:begin -->`` and ``<!-- inference:end -->``.
 """
 
@@ -30,7 +30,7 @@ from benchmarks.suites import SUITES
 README = Path(__file__).parent.parent / "README.md"
 FOLDER = RESULTS / "h200-torch2.11"
 LATEST = RESULTS / "h100-torch2.11" / "inference.json"
-"""What the README shows."""
+"""The result in the README."""
 
 MODES = {
     "cuda_graph": "eager, captured by hand",
@@ -38,7 +38,7 @@ MODES = {
     "compile_captured": "`torch.compile`, captured by hand",
     "autostream": "autostream",
 }
-"""Those that the README has room for."""
+"""The modes in the README."""
 
 _MEASURES: dict[Measure, str] = {"call": "Back to back, host included:", "device": "The device alone:"}
 
@@ -50,7 +50,7 @@ _TABLES: dict[str, Callable[[Any], str]] = {
     "prefetching": lambda result: prefetching.table(result["rows"]),
     "random_search": lambda result: random_search.table(result["rows"]),
 }
-"""Of results that are not a suite's, by the name of their files."""
+"""Tables of other results than suites, by file name."""
 
 
 def main(argv: list[str] | None = None) -> int:

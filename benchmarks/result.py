@@ -1,7 +1,7 @@
-"""A result file: rows with the stamps of the runs that they came from, on one kind of machine.
+"""Result files: rows, and stamps of the runs that measured them, from one kind of machine.
 
-Runs add to a file row by row, so one that is interrupted goes on where it ended, and pieces from several days or
-machines merge. ``schema.json`` beside this file describes the form.
+Runs add rows one by one, so an interrupted one can be continued, and results of several runs can be merged.
+``schema.json`` is the JSON schema.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Result = dict[str, Any]
 
 _KEY = ("workload", "batch", "dtype", "optimizer")
 _KIND = ("gpu", "torch", "cuda", *LIBRARIES)
-"""What rows of one file agree in, as far as both stamps have it."""
+"""Fields of stamps that all rows of one file must agree in, if both have them."""
 
 _KIND_CPU = (*_KIND, "cpu", "cpus", "threads")
-"""The same where the CPU itself is measured."""
+"""The same for measurements of the CPU."""
 
 
 class ResultError(Exception):
@@ -45,10 +45,10 @@ def load(path: Path) -> Result:
     """Read a result file.
 
     Raises:
-        ResultError: it is not there, is no result of this schema and of a suite that there is, or is damaged inside.
+        ResultError: it cannot be read, has another schema or suite, or is damaged.
     """
     try:
-        result: Result = json.loads(path.read_text(), parse_constant=_refuse, parse_float=_finite, parse_int=_handy)
+        result: Result = json.loads(path.read_text(), parse_constant=_refuse, parse_float=_finite, parse_int=_short)
         found = result["schema"]
         odd = next((text for text in _texts(result) if not text.replace("\n", "").isprintable()), None)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -67,13 +67,13 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _finite(number: str) -> float:
-    """What would be infinity is refused too: it could be read, but not written."""
+    """A finite float: infinity could not be written again."""
     value = float(number)
     return value if math.isfinite(value) else _refuse(number)
 
 
-def _handy(number: str) -> int:
-    """No count has more digits; one that has more than a float can hold would stop the arithmetic."""
+def _short(number: str) -> int:
+    """An int with at most :data:`_DIGITS` digits: larger ones may not fit into a float."""
     return int(number) if len(number) <= _DIGITS else _refuse(number[:_SHOWN])
 
 
@@ -81,7 +81,7 @@ _DIGITS = 30
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All text in a result, keys included: a terminal obeys some of what it is shown."""
+    """All strings of a result, keys included, to find control characters."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
@@ -90,8 +90,8 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _fault(result: Result) -> str:
-    """What is wrong with a result, or ``""``."""
-    if find_spec("jsonschema") is None:  # comes with the extra ``bench``; a result that is whole needs no check
+    """The first defect of a result, or ``""``."""
+    if find_spec("jsonschema") is None:  # not without the extra ``bench``
         return ""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
@@ -112,45 +112,45 @@ def _fault(result: Result) -> str:
 
 
 _SHOWN = 100
-"""Characters of an error, which quotes what it found, however long."""
+"""Length limit of a quoted error."""
 
 _SERIES = ("call_us", "device_us")
 
 
 def save(result: Result, path: Path) -> None:
-    """Write a result file, at once: whoever interrupts leaves the old one or the new one.
+    """Write a result file atomically.
 
     Raises:
         ResultError: it cannot be written there.
     """
     text = json.dumps(result, indent=1, allow_nan=False)
-    # Rounds on one line each: a column of numbers would make the file three times as long. No string has a line break.
+    # Numbers of one list on one line, which makes the file three times shorter. No string has a line break.
     text = re.sub(r"\[\n[-+.\de,\s]*\]", lambda numbers: " ".join(numbers[0].split()), text)
-    beside = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text + "\n")
-        os.replace(beside, path)
+        temporary.write_text(text + "\n")
+        os.replace(temporary, path)
     except OSError as error:
         raise ResultError(f"--out {path}: {error.strerror}: name a file that can be written") from error
 
 
 def key(row: dict[str, Any] | Row) -> tuple[Any, ...]:
-    """What tells rows apart."""
+    """The key of a row."""
     values = asdict(row) if isinstance(row, Row) else row
     return tuple(values[name] for name in _KEY)
 
 
 def timed(row: dict[str, Any]) -> set[str]:
-    """The modes that a row has times of."""
+    """The modes of a row with times."""
     return {mode for mode, cell in row["cells"].items() if cell["status"] == "ok"}
 
 
 def check_kind(result: Result, stamp: dict[str, Any]) -> None:
-    """Refuse a stamp whose rows cannot be compared with those that a result has.
+    """Check that rows of a stamp can be compared with those of a result.
 
     Raises:
-        ResultError: it is of another kind of machine, or another version of a library.
+        ResultError: the machine or the version of a library differs.
     """
     for other in result["stamps"]:
         kind = [name for name in (_KIND if stamp["gpu"] else _KIND_CPU) if name in other and name in stamp]
@@ -162,7 +162,7 @@ def check_kind(result: Result, stamp: dict[str, Any]) -> None:
 
 
 def with_row(result: Result, row: dict[str, Any], stamp: dict[str, Any]) -> Result:
-    """The result with one more row, in the place of what was measured of it before.
+    """The result with a row added, or replaced if it has one of this key.
 
     Raises:
         ResultError: as :func:`check_kind`.
@@ -176,9 +176,9 @@ def with_row(result: Result, row: dict[str, Any], stamp: dict[str, Any]) -> Resu
 
 
 def merged(results: Sequence[Result]) -> Result:
-    """One result with the rows of all; of a row that several have, the one with most modes timed, or the last of those.
+    """One result with the rows of all; of equal keys, the row with the most timed modes, or the last of those.
 
-    Cells of several are not mixed: those of one row took turns.
+    Cells of different rows are not mixed, since those of one row share rounds.
 
     Raises:
         ResultError: they are of different suites, or from different kinds of machines.
@@ -198,5 +198,5 @@ def merged(results: Sequence[Result]) -> Result:
 
 def ordered(result: Result, rows: Sequence[Row]) -> Result:
     """The result with its rows in the order of a suite; rows that the suite no longer has come last."""
-    places = {key(row): place for place, row in enumerate(rows)}
-    return {**result, "rows": sorted(result["rows"], key=lambda row: places.get(key(row), len(places)))}
+    positions = {key(row): at for at, row in enumerate(rows)}
+    return {**result, "rows": sorted(result["rows"], key=lambda row: positions.get(key(row), len(positions)))}

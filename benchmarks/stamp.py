@@ -1,4 +1,4 @@
-"""What a result depends on besides the code that it measures."""
+"""The stamp of a measurement: machine, versions, commit and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 LIBRARIES = ("torchvision", "timm", "transformers", "triton", "networkx")
-"""Those that models come from or that planning and compiling use; a stamp has the versions of those installed."""
+"""Libraries whose versions a stamp has, if they are installed."""
 
 
 def stamp() -> dict[str, Any]:
@@ -40,17 +40,17 @@ def stamp() -> dict[str, Any]:
 
 
 def earlier_rows(name: str, folder: Path, now: Mapping[str, Any], **same: Any) -> list[dict[str, Any]]:
-    """The rows of ``name.json`` in a folder, where an earlier run of the same commit on the same machine left some.
+    """The rows of ``name.json`` in a folder, if it is of the same commit and machine.
 
     Args:
         name: of the benchmark.
         folder: where results are written to.
-        now: the stamp of this run; all of it but the date must be that of the earlier one.
-        same: what else the file must say, by key.
+        now: the stamp of this run, which must be equal but for the date.
+        same: other keys of the file that must be equal.
     """
     try:
         earlier = json.loads((folder / f"{name}.json").read_text())
-    except (FileNotFoundError, ValueError, RecursionError):  # what is damaged is measured again
+    except (FileNotFoundError, ValueError, RecursionError):  # a damaged one is measured again
         return []
     match earlier:
         case {"stamp": dict(stamped), "rows": list(rows), **settings}:
@@ -88,7 +88,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """The CPU's model as Linux tells it, or else its architecture."""
+    """The CPU's model on Linux, else its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")

@@ -1,10 +1,10 @@
-"""How long a new process waits for its first result: nothing compiled before, and then from the caches on disk.
+"""Time to the first results in a new process, with empty caches and with full ones.
 
     python -m benchmarks.startup googlenet resnet50 --out benchmarks/results/latest
 
-Each mode of each workload runs in a process of its own that imports torch, makes the model, runs it once as it is, and
-only then starts the clock, which stops when as many calls as modes need to reach their full speed have ended. Compilers
-find an empty folder for their caches in the first round, and what the first round left there in the others.
+Each mode of each workload runs in a process of its own, which imports torch, makes the model and runs it once in eager.
+Then the first calls of the mode are timed, up to its full speed. Caches of compilers are empty in the first round, and
+those of the first round in later ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.harness.modes import modes_of
 from benchmarks.stamp import RESULTS, save, stamp
 
 MODES = ("compile_reduce_overhead", "autostream")
-"""The baseline, and ours."""
+"""The baseline, and autostream."""
 
 WORKLOADS = ("googlenet", "resnet50", "bert_base", "towers8")
 CALLS = 3
@@ -50,12 +50,12 @@ def main(argv: list[str] | None = None) -> int:
     result: dict[str, Any] = {"schema": 1, "stamp": stamp(), "calls": CALLS, "rows": rows}
     for name in options.workloads or WORKLOADS:
         rows.append(row(name, options.warm))
-        save("startup", result, table(rows), options.out)  # whatever ends this process leaves what there is by now
+        save("startup", result, table(rows), options.out)  # after each row, in case the process is killed
     return 0
 
 
 def row(workload: str, warm: int, modes: Sequence[str] = MODES) -> dict[str, Any]:
-    """Seconds of each mode to its first result at full speed, with empty caches and with its own."""
+    """Seconds of each mode to full speed, with empty and with full caches."""
     cells = {}
     for mode in modes:
         with tempfile.TemporaryDirectory() as caches:
@@ -65,7 +65,7 @@ def row(workload: str, warm: int, modes: Sequence[str] = MODES) -> dict[str, Any
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each workload, and how many times as long autostream takes."""
+    """A line for each workload, with the ratio of autostream to the baseline."""
     kinds = ("cold_s", "warm_s")
     lines = []
     for measured in rows:
@@ -96,10 +96,10 @@ def _in_a_process(workload: str, mode: str, caches: str) -> float:
 
 
 def first(workload: str, mode: str) -> None:
-    """Print the seconds that this process needs for its first calls of a workload."""
+    """Print the seconds of the first calls of a workload in this process."""
     cuda = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", 0), torch.float16) if cuda else (torch.device("cpu"), torch.float32)
-    subject = zoo.prepare(zoo.INFERENCE[workload], 1, device, dtype)  # checked by a plain run: libraries are loaded
+    subject = zoo.prepare(zoo.INFERENCE[workload], 1, device, dtype)  # runs it once, which loads libraries
     start = time.perf_counter()
     with torch.no_grad():
         call = modes_of(device)[mode](subject.model, subject.args)

@@ -1,4 +1,4 @@
-"""What each suite runs: rows, and the modes that every row is run in."""
+"""Suites: their rows and modes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import zoo
 from benchmarks.harness import modes
-from benchmarks.harness.contest import Contest
+from benchmarks.harness.comparison import Comparison
 from benchmarks.harness.inference import Inference
 from benchmarks.harness.training import Training
 from benchmarks.memory import ONE_STREAM
@@ -18,7 +18,7 @@ from benchmarks.memory import ONE_STREAM
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a result: a workload as it is run.
+    """One row of a result: a workload with its settings.
 
     Attributes:
         workload: a name from :data:`benchmarks.zoo.INFERENCE`, ``PARALLEL`` or ``SMALLEST``; with an optimizer, from
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Rows, the device that they are for, the modes, and the mode that the others are compared with."""
+    """Rows, their device, the modes, and the baseline of ratios."""
 
     device: str
     rows: tuple[Row, ...]
@@ -44,21 +44,21 @@ class Suite:
     baseline: str
 
 
-def contest_of(row: Row, device: str) -> Callable[[], Contest]:
-    """What makes a row's contest; picklable, for another process to call it."""
-    return partial(_contest, row, device)
+def comparison_of(row: Row, device: str) -> Callable[[], Comparison]:
+    """A picklable function that makes a row's comparison."""
+    return partial(_comparison, row, device)
 
 
-def _contest(row: Row, device: str) -> Contest:
+def _comparison(row: Row, device: str) -> Comparison:
     place, dtype = torch.device(device), getattr(torch, row.dtype)
     if row.optimizer:
         return Training(
             partial(zoo.prepare_training, zoo.TRAINING[row.workload], row.batch, row.optimizer, place), dtype
         )
     workload = {**zoo.INFERENCE, **zoo.PARALLEL, **zoo.SMALLEST}[row.workload]
-    contest = Inference(zoo.prepare(workload, row.batch, place, dtype))
-    contest.require_checkable()
-    return contest
+    comparison = Inference(zoo.prepare(workload, row.batch, place, dtype))
+    comparison.require_checkable()
+    return comparison
 
 
 _COMPILED = ("compile_default", "compile_reduce_overhead", "compile_captured")
@@ -97,7 +97,7 @@ SUITES: Mapping[str, Suite] = {
     "parallel": Suite(
         "cuda",
         tuple(
-            Row(f"{way}_{size}", 1, "float16") for size in ("small", "medium", "large") for way in ("mm", "parallel")
+            Row(f"{kind}_{size}", 1, "float16") for size in ("small", "medium", "large") for kind in ("mm", "parallel")
         ),
         _QUICK,
         "cuda_graph",

@@ -1,4 +1,4 @@
-"""The workloads that the benchmarks run: models with random weights, and inputs, alike in every process.
+"""Workloads of the benchmarks: models with random weights and inputs, equal in every process.
 
 Example:
     >>> subject = prepare(INFERENCE["squeezenet1_1"], 1, torch.device("cpu"), torch.float32)
@@ -27,14 +27,14 @@ from benchmarks.harness.inference import Subject
 from benchmarks.harness.training import TrainingSubject
 
 SEED = zoo.SEED + 1
-"""Not the seed of ``zoo.build``, whose weights and these inputs would be the same random numbers."""
+"""Not the seed of ``zoo.build``, else weights and inputs would be the same random numbers."""
 
 ALL_BATCHES = (1, 8, 32)
 CALIBRATION_BATCH = 4
 WORDS = 30_522
 """BERT's vocabulary; those of T5 and CLIP are larger."""
 DENSE, TABLES, ROWS, BAG = 13, 26, 10_000, 4
-"""Criteo's dense and categorical features, in tables of a size that fits anywhere; rows are drawn by the bag."""
+"""Numbers of Criteo's dense and categorical features, rows of each table, and indices in a bag."""
 
 Tensors = tuple[Tensor, ...]
 
@@ -45,9 +45,9 @@ class Workload:
 
     Attributes:
         name: one word.
-        model: makes the model, in float32 and on the CPU.
-        inputs: makes random inputs for a batch size; those of floating point are cast to the dtype that is measured.
-        batches: what the full suite measures.
+        model: makes the model, in float32 on the CPU.
+        inputs: makes random inputs for a batch size; floating-point ones are cast to the measured dtype.
+        batches: batch sizes of the full suite.
     """
 
     name: str
@@ -62,10 +62,10 @@ class TrainingWorkload:
 
     Attributes:
         name: one word.
-        model: makes the model, in float32 and on the CPU.
+        model: makes the model, in float32 on the CPU.
         data: makes random inputs and targets for a batch size.
-        loss: of a model and these, ``loss(model, *data)``: a float32 scalar.
-        batches: the batch sizes it is measured with.
+        loss: ``loss(model, *data)``, a float32 scalar.
+        batches: batch sizes of the full suite.
     """
 
     name: str
@@ -76,7 +76,7 @@ class TrainingWorkload:
 
 
 def prepare(workload: Workload, batch: int, device: torch.device, dtype: torch.dtype) -> Subject:
-    """Make a workload's model and inputs: the same ones each time; the global random state stays as it was.
+    """Make a workload's model and inputs: equal ones each time, without a change of the global random state.
 
     Raises:
         ValueError: an output has values that are not finite, or hardly depends on the inputs.
@@ -94,9 +94,9 @@ def prepare(workload: Workload, batch: int, device: torch.device, dtype: torch.d
 def prepare_training(
     workload: TrainingWorkload, batch: int, optimizer: str, device: torch.device, dtype: torch.dtype
 ) -> TrainingSubject:
-    """Make what a training step takes, as :func:`prepare` does; ``optimizer`` is a key of :data:`OPTIMIZERS`.
+    """Make a model to train, as :func:`prepare`; ``optimizer`` is a key of :data:`OPTIMIZERS`.
 
-    There is no dropout, so that losses can be compared.
+    Dropout is disabled, so that losses can be compared.
 
     Raises:
         ValueError: the loss or a gradient has values that are not finite, or a parameter has no influence on the loss.
@@ -114,7 +114,7 @@ def prepare_training(
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Everything random is made on the CPU, so generators of devices are left alone."""
+    """Seed the CPU's generator; no other is used."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
         yield
@@ -146,7 +146,7 @@ def _check_finite(what: str, values: Tensor) -> None:
         raise ValueError(f"{what} has values that are not finite")
 
 
-# Inputs: each makes a function of the batch size.
+# Inputs, as functions of the batch size.
 
 
 def _normal(*shape: int) -> Callable[[int], Tensors]:
@@ -162,7 +162,7 @@ def _classified_images(batch: int) -> Tensors:
 
 
 def _padded_words(batch: int) -> Tensors:
-    """Texts of several lengths. Of a mask without padding BERT looks at the values, and drops it; not in a capture."""
+    """Texts of several lengths: BERT checks a mask for padding and drops one without, but not in a capture."""
     lengths = torch.randint(64, 128, (batch, 1))
     return torch.randint(WORDS, (batch, 128)), (torch.arange(128) < lengths).long()
 
@@ -172,12 +172,12 @@ def _words_twice(batch: int) -> Tensors:
 
 
 def _words_and_start(batch: int) -> Tensors:
-    """Words for T5's encoder, and always the same ones for its decoder: what differs comes from the encoder."""
+    """Words for T5's encoder, and constant ones for its decoder, so that outputs differ by the encoder only."""
     return torch.randint(WORDS, (batch, 128)), torch.arange(32).repeat(batch, 1)
 
 
 def _words_and_images(batch: int) -> Tensors:
-    """CLIP reads a text's meaning where the text ends."""
+    """CLIP's text embedding is that at the end token."""
     words, end = torch.randint(WORDS, (batch, 76)), 49_407
     return F.pad(words, (0, 1), value=end), torch.randn(batch, 3, 224, 224)
 
@@ -191,7 +191,7 @@ def _clicks(batch: int) -> Tensors:
 
 
 def _fields(batch: int) -> Tensors:
-    """DeepFM puts dense features into bins, so that all fields are categorical."""
+    """DeepFM bins dense features, so that all fields are categorical."""
     return (torch.randint(ROWS, (batch, DENSE + TABLES)),)
 
 
@@ -203,7 +203,7 @@ def _torchvision() -> Any:
 
 
 def _transformers() -> Any:
-    _torchvision()  # transformers imports it too, and fails where its compiled ops cannot load
+    _torchvision()  # transformers imports it too, and fails without its compiled ops
     return importlib.import_module("transformers")
 
 
@@ -250,7 +250,7 @@ def _encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers=6)
 
 
-# Losses: each of a model, its inputs and the target.
+# Losses, as functions of the model, its inputs and the target.
 
 
 def _difference(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -325,10 +325,10 @@ PARALLEL: Mapping[str, Workload] = {
         _parallel("parallel_large", 4096),
     )
 }
-"""The products of :data:`INFERENCE`, written with ``autostream.Parallel``."""
+"""The products of :data:`INFERENCE` with ``autostream.Parallel``."""
 
 SMALLEST: Mapping[str, Workload] = {"linear": Workload("linear", lambda: nn.Linear(1024, 1024), _normal(1024))}
-"""One op, in which nothing runs beside anything: its time is what a call costs."""
+"""One op: its time is the overhead of a call."""
 
 TRAINING: Mapping[str, TrainingWorkload] = {
     workload.name: workload
@@ -347,4 +347,4 @@ OPTIMIZERS: Mapping[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True),
     "adamw": lambda model: AdamW(model.parameters(), lr=1e-4, fused=True),
 }
-"""Optimizers by name; with the fastest of PyTorch's own kernels, which are not those that it takes by default."""
+"""Optimizers by name, with fused kernels, the fastest of PyTorch."""

@@ -1,4 +1,4 @@
-"""Sentences of any length share the schedules of two buckets.
+"""Buckets: sentences of any length share two schedules.
 
 python examples/buckets.py
 """
@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Encoder(nn.Module):
-    """Two views of each token, side by side, and the mean over the tokens that are there."""
+    """Two parallel branches for each token, and the mean over the tokens without padding."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Encoder(nn.Module):
 
 
 def main() -> None:
-    """Run sentences of all lengths, and see that padding changes nothing."""
+    """Run sentences of all lengths, and compare them with eager."""
     torch.manual_seed(0)
     model = Encoder().to(DEVICE).eval()
     length = autostream.Bucket("length", (16, 32))
@@ -37,7 +37,7 @@ def main() -> None:
     with torch.inference_mode():
         for words in range(1, 33):
             tokens = torch.randint(100, (1, words), device=DEVICE)
-            mask = torch.ones(1, words, device=DEVICE)  # what is filled up is 0: not there
+            mask = torch.ones(1, words, device=DEVICE)  # padding is 0
             torch.testing.assert_close(fast(tokens, mask), model(tokens, mask), rtol=1e-2, atol=1e-3)
     print(autostream.explain(fast, ops=5))
     assert len(fast.reports) == 2

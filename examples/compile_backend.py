@@ -1,4 +1,4 @@
-"""A model with a graph break, through ``torch.compile``: each piece is scheduled for itself.
+"""autostream as a backend of ``torch.compile``, for a model with a graph break: each graph is scheduled.
 
 python examples/compile_backend.py
 """
@@ -12,7 +12,7 @@ import autostream
 
 
 class Branching(nn.Module):
-    """Chooses by data what to compute, which no single graph can."""
+    """Branches on the value of a tensor, which is a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Branching(nn.Module):
 
 
 def main() -> None:
-    """Run it through the backend by name, and through ``optimize``, which falls back to the same route."""
+    """Run it with the backend by name, and with ``optimize``, which uses the same path for graph breaks."""
     torch.manual_seed(0)
     model, x = Branching().eval(), torch.randn(8, 64)
     with torch.no_grad():

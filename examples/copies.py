@@ -1,4 +1,4 @@
-"""A model that copies from the host and to it: its copies run beside what does not need them.
+"""A model with copies from and to the host, which overlap with computation.
 
 python examples/copies.py
 """
@@ -13,8 +13,8 @@ import autostream
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Looking(nn.Module):
-    """Adds rows of a table on the host late, and hands what it computed first to the host early."""
+class Copying(nn.Module):
+    """Adds rows of a table on the host late, and copies its first result to the host early."""
 
     def __init__(self, width: int = 512) -> None:
         super().__init__()
@@ -27,12 +27,12 @@ class Looking(nn.Module):
 
 
 def main() -> None:
-    """Optimize the model, compare it with the plain one, and say what runs beside what."""
+    """Optimize the model, compare it with eager, and print what overlaps."""
     torch.manual_seed(0)
-    model = Looking().to(DEVICE).eval()
+    model = Copying().to(DEVICE).eval()
     fast = autostream.optimize(model)
     rows = torch.randn(2048, 512)
-    rows = rows.pin_memory() if DEVICE == "cuda" else rows  # pinned, for the host to go on meanwhile
+    rows = rows.pin_memory() if DEVICE == "cuda" else rows  # pinned, so that the copy is asynchronous
     with torch.inference_mode():
         for _ in range(3):
             x = torch.randn(2048, 512, device=DEVICE)

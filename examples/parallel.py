@@ -1,4 +1,4 @@
-"""Two blocks that are said to be independent: they run on streams, or where the scheduler puts them.
+"""``autostream.Parallel``: two blocks that are declared to be independent run on streams.
 
 python examples/parallel.py
 """
@@ -23,7 +23,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(autostream.Parallel(block(), block(), reduce=torch.mm), nn.Tanh()).to(DEVICE)
     x = torch.randn(256, 256, device=DEVICE)
-    model(x).square().mean().backward()  # the blocks' backwards run side by side as well
+    model(x).square().mean().backward()  # the blocks' backwards are concurrent as well
 
     fast = autostream.optimize(model.eval())
     with torch.inference_mode():

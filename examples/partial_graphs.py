@@ -1,4 +1,4 @@
-"""A number that Python reads stands between two captured parts of a model: the rest of it stays captured.
+"""A model that reads a number in Python: the parts before and after it are captured.
 
 python examples/partial_graphs.py
 """
@@ -14,21 +14,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Scaled(nn.Module):
-    """Branches, a scale that the host computes with, and branches again."""
+    """Branches, a scale computed on the host, and branches again."""
 
     def __init__(self, width: int = 256, branches: int = 4) -> None:
         super().__init__()
         self.before, self.after = (nn.ModuleList(nn.Linear(width, width) for _ in range(branches)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """No CUDA graph can hold ``.item()``, which waits for the device."""
+        """``.item()`` waits for the device and cannot be captured."""
         x = torch.stack([layer(x).relu() for layer in self.before]).sum(0)
         x = x / (1.0 + x.abs().max().item())
         return torch.stack([layer(x).tanh() for layer in self.after]).sum(0)
 
 
 def main() -> None:
-    """Optimize the model, compare it with the plain one, and say which parts are captured and why they end."""
+    """Optimize the model, compare it with eager, and print which parts are captured and why they end."""
     torch.manual_seed(0)
     model = Scaled().to(DEVICE).eval()
     fast = autostream.optimize(model)

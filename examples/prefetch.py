@@ -1,4 +1,4 @@
-"""Batches are copied to the device while the step before them runs, to where its graphs read them.
+"""Prefetching: batches are copied into the static inputs of a training step while the step before runs.
 
 python examples/prefetch.py
 """

@@ -1,4 +1,4 @@
-"""Two blocks of one input, side by side: ``x1 = block1(x); x2 = block2(x); y = mm(x1, x2)``, without touching streams.
+"""Two independent blocks run concurrently: ``y = mm(block1(x), block2(x))``.
 
 python examples/side_by_side.py
 """
@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class SideBySide(nn.Module):
-    """Two independent blocks, and a product of what they make."""
+    """Two independent blocks, and the product of their outputs."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class SideBySide(nn.Module):
 
 
 def main() -> None:
-    """Optimize the model, compare it with the plain one, and say what was done."""
+    """Optimize the model, compare it with eager, and print the explanation."""
     torch.manual_seed(0)
     model = SideBySide().to(DEVICE).eval()
     x = torch.randn(256, 256, device=DEVICE)

@@ -1,4 +1,4 @@
-"""A small convolutional network learns to tell shapes apart, eagerly and as one scheduled graph, side by side.
+"""Training a small convolutional network to classify shapes, in eager and with ``autostream.train_step``.
 
 python examples/train_step.py
 """
@@ -21,11 +21,11 @@ SIZE, BATCH, STEPS, ACCURACY = 12, 32, 30, 0.9
 
 
 def samples(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noisy images of shapes at random places, ``(count, 1, SIZE, SIZE)``, and which of ``SHAPES`` each is."""
+    """Noisy images of shapes at random positions, ``(count, 1, SIZE, SIZE)``, and their classes in ``SHAPES``."""
     images = 0.3 * torch.randn(count, 1, SIZE, SIZE, generator=generator)
     kinds = torch.randint(len(SHAPES), (count,), generator=generator)
-    places = torch.randint(1, SIZE - 6, (count, 2), generator=generator)
-    for image, kind, (row, column) in zip(images[:, 0], kinds.tolist(), places.tolist(), strict=True):
+    positions = torch.randint(1, SIZE - 6, (count, 2), generator=generator)
+    for image, kind, (row, column) in zip(images[:, 0], kinds.tolist(), positions.tolist(), strict=True):
         patch = image[row : row + 5, column : column + 5]
         if kind == 2:
             patch[[0, -1]] += 1
@@ -38,7 +38,7 @@ def samples(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def network() -> nn.Module:
-    """Two convolutions with norms that learn statistics, dropout, and a linear layer."""
+    """Two convolutions with batch norms, dropout, and a linear layer."""
     return nn.Sequential(
         *(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveMaxPool2d(1)),
@@ -52,7 +52,7 @@ def loss_fn(model: nn.Module, images: Tensor, kinds: Tensor) -> Tensor:
 
 
 def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
-    """A training step as one writes it."""
+    """The training step in eager."""
 
     def step(images: Tensor, kinds: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -65,7 +65,7 @@ def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[.
 
 
 def train(step: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Iterator[float]:
-    """The losses of all steps; the rate falls meanwhile."""
+    """The losses of all steps, with a learning rate schedule."""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)  # of the dropout
@@ -75,7 +75,7 @@ def train(step: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Iter
 
 
 def accuracy(model: nn.Module) -> float:
-    """The share of new images that a model names rightly."""
+    """The accuracy on new images."""
     images, kinds = samples(512, torch.Generator().manual_seed(1))
     model.eval()
     with torch.no_grad():
@@ -83,25 +83,27 @@ def accuracy(model: nn.Module) -> float:
 
 
 def main() -> None:
-    """Train twins, one eagerly and one by ``train_step``: they learn the same."""
+    """Train two copies of a model, one in eager and one with ``train_step``."""
     torch.manual_seed(0)
     model = network()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.02) for each in (model, twin)]
-    fast = autostream.train_step(twin, optimizers[1], loss_fn, tuning_seconds=2.0)
-    found = {}
+    copied = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.02) for each in (model, copied)]
+    fast = autostream.train_step(copied, optimizers[1], loss_fn, tuning_seconds=2.0)
+    accuracies = {}
     for name, step, optimizer in (
         ("eager", eager_step(model, optimizers[0]), optimizers[0]),
         ("autostream", fast, optimizers[1]),
     ):
         start = time.perf_counter()
         losses = list(train(step, optimizer))
-        found[name] = accuracy({"eager": model, "autostream": twin}[name])
+        accuracies[name] = accuracy({"eager": model, "autostream": copied}[name])
         seconds = time.perf_counter() - start
-        print(f"{name:10}  loss {losses[0]:.3f} -> {losses[-1]:.3f}, {found[name]:.1%} right, {seconds:.1f} s in all")
+        print(
+            f"{name:10}  loss {losses[0]:.3f} -> {losses[-1]:.3f}, {accuracies[name]:.1%} right, {seconds:.1f} s in all"
+        )
     print()
     print(autostream.explain(fast, ops=5))
-    assert min(found.values()) >= ACCURACY, f"{found} is less than {ACCURACY:.0%}"
+    assert min(accuracies.values()) >= ACCURACY, f"{accuracies} is less than {ACCURACY:.0%}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The command line: each command is one declaration (``command.py``), beside what it does.
+"""The command line. Each command is one declaration (``command.py``) beside its function.
 
-planning.py    schedule, inspect, explain, trace, report: one model, planned
+planning.py    schedule, inspect, explain, trace, report: plans of one model
 bench.py       bench: one model in several modes, checked and timed
 compare.py     compare: two results of bench
-demo.py        demo: GoogLeNet beside itself
-machine.py     profile, env: what is here
+demo.py        demo: GoogLeNet, optimized, compared with eager
+machine.py     profile, env: this machine
 program.py     all of them, and the exit code
 """
 

@@ -1,4 +1,4 @@
-"""What command lines take, from text: types for argparse, for this package's commands and for the benchmarks'."""
+"""Types of command-line arguments for argparse, shared with the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "M
 
 
 def names(text: str) -> tuple[str, ...]:
-    """A list with commas.
+    """A comma-separated list.
 
     Example:
         >>> names("eager,autostream")
@@ -24,7 +24,7 @@ def whole(text: str) -> int:
     """A whole number, 0 or more.
 
     Raises:
-        ArgumentTypeError: it is another, or none.
+        ArgumentTypeError: it is not one.
 
     Example:
         >>> whole("20")
@@ -36,7 +36,7 @@ def whole(text: str) -> int:
 
 
 def how_many(text: str) -> int:
-    """A whole number, or more than there are of anything, as ``all``.
+    """A whole number, or ``all`` as ``sys.maxsize``.
 
     Raises:
         ArgumentTypeError: it is neither.
@@ -53,7 +53,7 @@ def how_many(text: str) -> int:
 
 
 def streams(text: str) -> int | str:
-    """A number of streams; what is none is left to :class:`~autostream.options.Options`, which knows what else may be.
+    """A number of streams; other text is left to :class:`~autostream.options.Options` to check.
 
     Example:
         >>> streams("4"), streams("auto")
@@ -63,7 +63,7 @@ def streams(text: str) -> int | str:
 
 
 def share(text: str) -> float:
-    """A part of the whole, as a number below 1 or in per cent.
+    """A share, as a number below 1 or in per cent.
 
     Raises:
         ArgumentTypeError: it is neither.
@@ -82,10 +82,10 @@ def share(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """A number above zero, and short enough to wait for.
+    """A number of seconds above 0 and below a million.
 
     Raises:
-        ArgumentTypeError: it is another, or none.
+        ArgumentTypeError: it is not one.
 
     Example:
         >>> positive("1.5")
@@ -101,7 +101,7 @@ def positive(text: str) -> float:
 
 
 def memory(text: str) -> int | float:
-    """Bytes, as a whole number, or a ratio, as a float: what has a dot or ends with an x, or ``inf``, is one.
+    """Bytes as a whole number, or a ratio as a float: a ratio has a dot, ends with an x, or is ``inf``.
 
     Raises:
         ArgumentTypeError: it is neither.
@@ -112,13 +112,13 @@ def memory(text: str) -> int | float:
     """
     if re.fullmatch(r"\d+\.\d*x?|\d+x|inf", text, re.ASCII):
         return float(text.removesuffix("x"))
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?B|[KMG]iB|)", text, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?B|[KMG]iB|)", text, re.ASCII)
+    if match is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not allowed: use a ratio to one stream such as 1.1 or 2x, bytes such as 64MiB or 100000000, "
             "or inf for no limit"
         )
-    size = float(found[1]) * _UNITS[found[2]]
+    size = float(match[1]) * _UNITS[match[2]]
     if isinf(size):
         raise argparse.ArgumentTypeError(f"{text[:9]}… is more bytes than there are: use inf for no limit")
-    return round(size) if found[2] else int(text)
+    return round(size) if match[2] else int(text)

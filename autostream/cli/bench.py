@@ -22,7 +22,7 @@ from autostream.cli.modes import Call, Mode, modes_of, relative_error, tensors_i
 from autostream.cli.restarted import restarted
 from autostream.cli.shared import DEVICE, JSON, MODEL, OUT, TARGET
 from autostream.cli.targets import parse_device, parse_input, prepare
-from autostream.cli.terminal import dumped, note, require_writable, show
+from autostream.cli.terminal import dumped, require_writable, show, status
 from autostream.errors import AutostreamError, OptionError, TargetError, first_line
 from autostream.pipeline import versions
 from autostream.reporting.layout import table
@@ -48,7 +48,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     model, args = prepare(arguments.target, inputs, device)
     with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         cells = _measured(model, args, device, {mode: known[mode] for mode in known if mode in modes})
-    note("")
+    status("")
     row: dict[str, Any] = {"workload": arguments.target, "cells": cells}
     if arguments.form == "json":
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -70,7 +70,7 @@ def _measured(model: nn.Module, args: tuple[Any, ...], device: torch.device, mod
     cells: Cells = {mode: {"status": "ok"} for mode in modes}
     calls: dict[str, Call] = {}
     for mode, prepared in modes.items():
-        note(mode)
+        status(mode)
         with _failures(cells[mode]):
             start = time.perf_counter()
             call = prepared(model, args)
@@ -84,7 +84,7 @@ def _measured(model: nn.Module, args: tuple[Any, ...], device: torch.device, mod
     gc.collect()
     gc.disable()  # a collection would count as the time of one mode
     try:
-        times = interleaved({mode: partial(call, *args) for mode, call in calls.items()}, clock_of(device), note)
+        times = interleaved({mode: partial(call, *args) for mode, call in calls.items()}, clock_of(device), status)
     finally:
         gc.enable()
     for mode in check.right(calls, cells):

@@ -1,4 +1,4 @@
-"""What a command is, as a value, and the parser that argparse makes of some."""
+"""Commands and their arguments as values, and an argparse parser made from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from autostream.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument: its names, and what :meth:`argparse.ArgumentParser.add_argument` takes besides."""
+    """One argument: its names, and keyword arguments of :meth:`argparse.ArgumentParser.add_argument`."""
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
 
 
 def argument(*names: str, **settings: Any) -> Argument:
-    """An argument as argparse has it.
+    """An :class:`Argument`, with the parameters of argparse.
 
     Example:
         >>> argument("--json", action="store_true").names
@@ -33,12 +33,12 @@ class Command:
     """One command.
 
     Attributes:
-        name: what users write.
-        summary: what it does, in the list of commands.
-        about: what it does, in its own help.
-        example: what to write after ``autostream``.
-        arguments: what it takes, in the order of its help; of a tuple of them, one at a time.
-        run: does it, and returns the exit code.
+        name: on the command line.
+        summary: description in the list of commands.
+        about: description in its own help.
+        example: a command line, without ``autostream``.
+        arguments: in the order of its help; a tuple is a mutually exclusive group.
+        run: runs it, and returns the exit code.
     """
 
     name: str
@@ -50,22 +50,22 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are ours: one line. What is abbreviated would change its meaning with the next option."""
+    """A parser whose errors are exceptions. Abbreviations are off: a new option would change their meaning."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Raise it."""
+        """Raise an :class:`OptionError`."""
         raise OptionError(f"{message} ({self.prog} --help says more)")
 
 
 def add(commands: Sequence[Command], parser: Parser) -> None:
-    """Let a parser take these commands; it puts the function of the one that is given into ``run``.
+    """Add commands to a parser, which sets ``run`` to the function of the one on the command line.
 
     Example:
         >>> parser = Parser(prog="greet")
-        >>> hello = Command("hello", "greet", "Greet somebody.", "hello Ann", [argument("name")], lambda given: 0)
+        >>> hello = Command("hello", "greet", "Greet a person.", "hello Ann", [argument("name")], lambda _: 0)
         >>> add([hello], parser)
         >>> parser.parse_args(["hello", "Ann"]).name
         'Ann'
@@ -73,12 +73,12 @@ def add(commands: Sequence[Command], parser: Parser) -> None:
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in commands:
         example = f"example: {parser.prog} {command.example}"
-        own = parsers.add_parser(command.name, help=command.summary, description=command.about, epilog=example)
+        subparser = parsers.add_parser(command.name, help=command.summary, description=command.about, epilog=example)
         for each in command.arguments:
             if isinstance(each, Argument):
-                own.add_argument(*each.names, **each.settings)
+                subparser.add_argument(*each.names, **each.settings)
             else:
-                group = own.add_mutually_exclusive_group()
+                group = subparser.add_mutually_exclusive_group()
                 for one in each:
                     group.add_argument(*one.names, **one.settings)
-        own.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run)

@@ -25,22 +25,22 @@ def _compare(arguments: argparse.Namespace) -> int:
                 f"{arguments.before} and {arguments.after} have another {key}, {old[key]} and {new[key]}: measure the "
                 "same twice"
             )
-    found = [*row_changes(old, new, arguments.modes, old["baseline"])]
-    if not any(change.before for change in found):
+    changed = [*row_changes(old, new, arguments.modes, old["baseline"])]
+    if not any(change.before for change in changed):
         raise TargetError(f"{arguments.before} has no time of a mode that starts with {arguments.modes!r}: name others")
-    worse = [change.worse(arguments.fail_over) for change in found]
+    worse = [change.worse(arguments.fail_over) for change in changed]
     if arguments.form == "json":
-        show(dumped({"fail_over": arguments.fail_over, "changes": _plain(found, worse)}), arguments.out)
+        show(dumped({"fail_over": arguments.fail_over, "changes": _plain(changed, worse)}), arguments.out)
     else:
-        show(_changes_table(old, new, found, worse), arguments.out)
+        show(_changes_table(old, new, changed, worse), arguments.out)
     return int(any(worse))
 
 
 def _row(path: Path) -> Row:
-    """What ``bench --json`` wrote.
+    """Read a result of ``bench --json``.
 
     Raises:
-        TargetError: it cannot be read, or is something else.
+        TargetError: it cannot be read, or is no such result.
     """
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
@@ -59,15 +59,15 @@ def _row(path: Path) -> Row:
 
 
 def _is_time(us: object) -> bool:
-    """Whether a call may have taken so many µs: Python's JSON has NaN and Infinity, and a bool is a number."""
+    """Whether a value is a plausible time: Python's JSON has NaN and Infinity, and a bool is an int."""
     return isinstance(us, int | float) and not isinstance(us, bool) and _SHORTEST_US < us < _LONGEST_US
 
 
 _SHORTEST_US, _LONGEST_US = 1e-6, 1e15
-"""A picosecond and thirty years: of what lies in between, every ratio is finite."""
+"""A picosecond and thirty years: ratios of times in between are finite."""
 
 
-def _plain(found: Sequence[Change], worse: Sequence[bool]) -> list[dict[str, Any]]:
+def _plain(changed: Sequence[Change], worse: Sequence[bool]) -> list[dict[str, Any]]:
     return [
         {
             "mode": change.mode,
@@ -78,12 +78,12 @@ def _plain(found: Sequence[Change], worse: Sequence[bool]) -> list[dict[str, Any
             "noisy": change.noisy,
             "worse": bad,
         }
-        for change, bad in zip(found, worse, strict=True)
+        for change, bad in zip(changed, worse, strict=True)
     ]
 
 
-def _changes_table(old: Row, new: Row, found: Sequence[Change], worse: Sequence[bool]) -> str:
-    rows = [_changed(change, bad) for change, bad in zip(found, worse, strict=True)]
+def _changes_table(old: Row, new: Row, changed: Sequence[Change], worse: Sequence[bool]) -> str:
+    rows = [_changed(change, bad) for change, bad in zip(changed, worse, strict=True)]
     title = f"{old['workload']}, as times the speed of {old['baseline']}: {_origin(old)}, then {_origin(new)}"
     return table(title, ("mode", "before", "after", "change", ""), rows, right="before after change")
 
@@ -98,8 +98,8 @@ def _changed(change: Change, worse: bool) -> tuple[str, ...]:
     return change.mode, _times(change.before), _times(change.after), share, ", ".join(notes)
 
 
-def _times(found: Spread | None) -> str:
-    return f"{found.median:.3f}×" if found else "–"
+def _times(speedup: Spread | None) -> str:
+    return f"{speedup.median:.3f}×" if speedup else "–"
 
 
 def _origin(row: Row) -> str:

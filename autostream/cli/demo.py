@@ -13,7 +13,7 @@ from autostream.api import optimize
 from autostream.cli.command import Command
 from autostream.cli.shared import DEVICE, DISABLED, JSON, OUT
 from autostream.cli.targets import parse_device, prepare
-from autostream.cli.terminal import dumped, progress, remark, require_writable, show
+from autostream.cli.terminal import dumped, message, progress, require_writable, show
 from autostream.errors import TargetError
 from autostream.options import disabled
 from autostream.reporting import text
@@ -21,7 +21,7 @@ from autostream.reporting.dump import dump
 from autostream.runtime.clock import clock_of, interleaved
 
 _TOLERANCE = {torch.float16: 1e-2, torch.float32: 1e-4}
-"""Largest difference that is put down to kernels chosen differently, relative to the largest output."""
+"""Largest difference that other kernels may cause, relative to the largest output."""
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -40,13 +40,13 @@ def _demo(arguments: argparse.Namespace) -> int:
     error = ((got - expected).abs().max() / expected.abs().max()).item()
     report, allowed = fast.reports[0], _TOLERANCE[dtype]
     if arguments.form == "json":
-        found = {"plain_us": plain_us, "optimized_us": fast_us, "error": error if isfinite(error) else None}
-        show(dumped({**found, "allowed": allowed, "report": dump(report)}), arguments.out)
+        answer = {"plain_us": plain_us, "optimized_us": fast_us, "error": error if isfinite(error) else None}
+        show(dumped({**answer, "allowed": allowed, "report": dump(report)}), arguments.out)
     else:
         beside = _beside_plain(error, allowed, plain_us, fast_us)
         show(f"{text.summary(report)}\n\n{beside}", arguments.out, report=True)
-    if not error <= allowed:  # NaN is not within any tolerance either
-        remark("the outputs differ")
+    if not error <= allowed:  # NaN is not within any tolerance
+        message("the outputs differ")
         return 1
     return 0
 

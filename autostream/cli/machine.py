@@ -1,4 +1,4 @@
-"""Commands about the machine: ``profile`` measures its GPU, ``env`` says what is installed and set."""
+"""Commands about this machine: ``profile`` measures its GPU, ``env`` prints versions and settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from autostream.cli.command import Command, argument
 from autostream.cli.shared import DEVICE, JSON, OUT
 from autostream.cli.targets import parse_device
-from autostream.cli.terminal import progress, remark, require_writable, show
+from autostream.cli.terminal import message, progress, require_writable, show
 from autostream.costs.device import profile_of
 from autostream.costs.measured import METHOD
 from autostream.costs.records import Measurements, context_of, to_json
@@ -28,7 +28,7 @@ from autostream.reporting import text
 from autostream.reporting.layout import count, line, pairs, size
 
 _PACKAGES = ("triton", "torchvision", "timm", "transformers", "networkx", "tabulate", "filelock")
-"""What autostream uses, or uses where it is installed."""
+"""Required and optional dependencies."""
 
 
 def _profile(arguments: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def _profile(arguments: argparse.Namespace) -> int:
             f"--device {device}: it could not be measured: {first_line(error)}; free it and try again"
         ) from error
     for each in notes:
-        remark(f"{each.choice}: {each.reason}")
+        message(f"{each.choice}: {each.reason}")
     if arguments.out:
         context = context_of(str(device), profile_of(str(device)), METHOD)
         show(to_json(Measurements(context, measured)), arguments.out)
@@ -65,7 +65,7 @@ def _env(arguments: argparse.Namespace) -> int:
 
 
 def _facts() -> Iterator[tuple[str, object]]:
-    """What a report of a fault needs, by subject: texts, lists and tables of texts."""
+    """The environment for bug reports, by subject: strings, lists and dicts of strings."""
     yield "versions", versions() | {name: _version(name) for name in _PACKAGES}
     yield "system", platform.platform()
     yield "cpu", f"{count(os.cpu_count() or 0, 'core')}, {count(torch.get_num_threads(), 'thread')} of PyTorch"
@@ -76,7 +76,7 @@ def _facts() -> Iterator[tuple[str, object]]:
 
 
 def _lines(facts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """A line for each text; what is empty is said to be."""
+    """A line for each string; "none" for an empty subject."""
     for key, value in facts.items():
         match value:
             case dict():

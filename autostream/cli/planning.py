@@ -1,4 +1,4 @@
-"""Commands that plan one model: ``schedule``, ``inspect``, ``explain``, ``trace`` and ``report``."""
+"""Commands that show the plan of one model: ``schedule``, ``inspect``, ``explain``, ``trace`` and ``report``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autostream.cli.arguments import how_many, names, whole
 from autostream.cli.command import Argument, Command, argument
 from autostream.cli.shared import DISABLED, JSON, PLANNING, TARGET
 from autostream.cli.targets import parse_device, parse_input, prepare
-from autostream.cli.terminal import progress, remark, require_writable, show
+from autostream.cli.terminal import message, progress, require_writable, show
 from autostream.costs.cache import read
 from autostream.costs.device import known_names, profile_named
 from autostream.costs.measured import METHOD
@@ -40,55 +40,55 @@ from autostream.reporting.page import assemble
 from autostream.reporting.report import Report
 
 _OPTIONS = ("policy", "streams", "costs", "kernels", "tuning_seconds", "memory_budget", "seed")
-"""The options of :func:`autostream.optimize` that a plan can be told."""
+"""The options of :func:`autostream.optimize` that these commands take."""
 
 
 class Plan(NamedTuple):
-    """What was planned, and its report."""
+    """A model, its inputs and its report."""
 
     model: nn.Module
     args: tuple[Any, ...]
     report: Report
 
 
-Face = Callable[[Plan, Selection], str]
-"""What is shown of a plan, and of which ops."""
+Format = Callable[[Plan, Selection], str]
+"""An output format of a plan and the ops to show."""
 
 
-def _run(arguments: argparse.Namespace, faces: dict[str, Face], *, runs: bool = False) -> int:
+def _run(arguments: argparse.Namespace, formats: dict[str, Format], *, runs: bool = False) -> int:
     require_writable(arguments.out)
     selection = _selection(arguments)
     plan = _planned(arguments, runs)
     with progress(f"drawing {arguments.target}"), _quiet_torch():
-        shown = faces[arguments.form](plan, selection)
+        shown = formats[arguments.form](plan, selection)
     show(shown, arguments.out, report=arguments.form == "text")
     return 0
 
 
-def _run_watched(arguments: argparse.Namespace, face: Callable[[Report], str]) -> int:
+def _run_watched(arguments: argparse.Namespace, render: Callable[[Report], str]) -> int:
     require_writable(arguments.out)
     report = _planned(arguments, runs=True).report
-    show(face(report), arguments.out)
+    show(render(report), arguments.out)
     if report.measured is None:
         refusals = (refusal.reason for refusal in report.refusals if refusal.choice == "not watched")
         reason = next(refusals, "the device is not a GPU that is here")
-        remark(f"all times are predicted, for no run was watched: {reason}")
+        message(f"all times are predicted, for no run was watched: {reason}")
     return 0
 
 
 def _selection(arguments: argparse.Namespace) -> Selection:
-    """What the arguments say of it; a command that lacks one leaves it as it is."""
-    told = {name: value for name, value in vars(arguments).items() if name in Selection.__dataclass_fields__}
-    return Selection(**told)
+    """The selection of ops from the arguments that the command has."""
+    chosen = {name: value for name, value in vars(arguments).items() if name in Selection.__dataclass_fields__}
+    return Selection(**chosen)
 
 
 def _planned(arguments: argparse.Namespace, runs: bool) -> Plan:
-    """The model and its plan; with ``runs``, and on a GPU that is here, what was measured is to be seen too."""
+    """The model and its plan; with ``runs``, on a GPU of this machine, it is optimized and measured."""
     options = Options.parse({name: getattr(arguments, name) for name in _OPTIONS})
     device, profile = _planned_for(arguments.device)
     inputs = [parse_input(text) for text in arguments.input]
     here = runs and device.type == "cuda"
-    zoo_model = zoo.build if here else zoo.uncalibrated  # which takes a run
+    zoo_model = zoo.build if here else zoo.uncalibrated  # calibration takes a run
     with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr):  # the user's code may print as well
         model, args = prepare(arguments.target, inputs, device, zoo_model=zoo_model)
         with torch.no_grad(), _quiet_torch():
@@ -97,30 +97,30 @@ def _planned(arguments: argparse.Namespace, runs: bool) -> Plan:
 
 
 def _planned_for(text: str | None) -> tuple[torch.device, DeviceProfile | None]:
-    """Where to put the model, and the device to plan for if that is another one.
+    """The device of the model, and the profile to plan for if it is another device's.
 
     Raises:
         CostError: the file of measurements cannot be used.
-        TargetError: it names no device, or one that is not here and of which nothing is known.
+        TargetError: there is no such device, here or among the known profiles.
     """
     if text is None or re.fullmatch(r"cpu|cuda(:\d+)?", text, re.ASCII):
         return parse_device(text), None
     if not text.endswith(".json"):
         return torch.device("cpu"), profile_named(text)
-    found = read(Path(text))
-    # Where it is planned, other versions may well be installed than where it was measured; its numbers mean the same.
-    here = replace(found.context, versions={**found.context.versions, "method": str(METHOD)})
-    check_context(found.context, here, text)
-    if found.profile is None:
+    measurements = read(Path(text))
+    # Versions may differ from those where it was measured, except that of the method.
+    context = measurements.context
+    check_context(context, replace(context, versions={**context.versions, "method": str(METHOD)}), text)
+    if measurements.profile is None:
         raise TargetError(f"--device {text}: no device was measured in it: use one of {', '.join(known_names())}")
-    return torch.device("cpu"), found.profile
+    return torch.device("cpu"), measurements.profile
 
 
 def _dry(model: nn.Module, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None) -> Report:
     try:
         return pipeline.plan(model, args, {}, options, profile)
     except TraceError as error:
-        check_call(model, args, {})  # with inputs that it does not take, there is nothing to split
+        check_call(model, args, {})  # raises the model's own error for inputs that it does not take
         raise TraceError(
             f"{error}; autostream.optimize splits such a model at graph breaks, or runs it as it is, and "
             "autostream.explain and Report.to_html() show its graphs after a call"
@@ -136,7 +136,7 @@ def _optimized(model: nn.Module, args: tuple[Any, ...], options: Options) -> Rep
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Where torch cannot trace a model, it logs and prints pages on top of the exception, which says the same."""
+    """Silence the logs that torch writes where it cannot trace a model; the exception says the same."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -196,7 +196,7 @@ def _form(name: str, does: str) -> Argument:
 
 
 def _choosing(ops: int | None, default: str) -> tuple[Argument, ...]:
-    """Which ops are shown."""
+    """Arguments that select ops."""
     return (
         argument(
             "--ops", type=how_many, default=ops, metavar="N", help=f"only the N costliest, or all (default: {default})"
@@ -206,8 +206,8 @@ def _choosing(ops: int | None, default: str) -> tuple[Argument, ...]:
     )
 
 
-_ANSWERS: dict[str, Face] = {"text": _answers, "json": _json}
-_TABLES: dict[str, Face] = {
+_ANSWERS: dict[str, Format] = {"text": _answers, "json": _json}
+_TABLES: dict[str, Format] = {
     "text": _tables,
     "json": _json,
     "dot": _dot,
@@ -225,7 +225,7 @@ how much faster, how sure that is, at most how much, why not more, what would ru
 {TARGET}""",
     "schedule googlenet --input 1x3x224x224:float16 --device h100",
     [*PLANNING, *_choosing(10, "10"), JSON],
-    partial(_run, faces=_ANSWERS),
+    partial(_run, formats=_ANSWERS),
 )
 
 INSPECT = Command(
@@ -254,7 +254,7 @@ and for each op its cost, stream, waits, slack and source line. Of many ops, tho
             _form("before-after", "the graph before and after each stage, from the traced one to the one that runs"),
         ),
     ],
-    partial(_run, faces=_TABLES),
+    partial(_run, formats=_TABLES),
 )
 
 EXPLAIN = Command(
@@ -265,7 +265,7 @@ EXPLAIN = Command(
 {TARGET}""",
     "explain googlenet --input 1x3x224x224:float16",
     [*PLANNING, *_choosing(10, "10"), JSON],
-    partial(_run, faces=_ANSWERS, runs=True),
+    partial(_run, formats=_ANSWERS, runs=True),
 )
 
 TRACE = Command(
@@ -278,7 +278,7 @@ On a GPU that is here, the model is optimized, and a run that a profiler watched
 {TARGET}""",
     "trace googlenet --input 1x3x224x224:float16 --device h200 --out trace.json",
     PLANNING,
-    partial(_run_watched, face=_trace),
+    partial(_run_watched, render=_trace),
 )
 
 REPORT = Command(
@@ -290,5 +290,5 @@ memory over time, graph, ops, candidates and environment, to be looked through w
 {TARGET}""",
     "report googlenet --input 1x3x224x224:float16 --device h200 --out report.html",
     PLANNING,
-    partial(_run_watched, face=assemble.render),
+    partial(_run_watched, render=assemble.render),
 )

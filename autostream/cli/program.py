@@ -1,7 +1,7 @@
-"""All commands, and the exit code.
+"""``autostream``: all commands and the exit code.
 
-0 all is well, 1 a check failed or something is slower than allowed, 2 the command line or the model that it names
-cannot be used, or the answer cannot be written, 130 interrupted.
+0 success, 1 a check failed or a mode is slower than allowed, 2 the command line or the model cannot be used or the
+output cannot be written, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autostream.cli.compare import COMPARE
 from autostream.cli.demo import DEMO
 from autostream.cli.machine import ENV, PROFILE
 from autostream.cli.planning import EXPLAIN, INSPECT, REPORT, SCHEDULE, TRACE
-from autostream.cli.terminal import remark
+from autostream.cli.terminal import message
 from autostream.errors import AutostreamError
 from autostream.version import VERSION
 
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         code: int = arguments.run(arguments)
     except AutostreamError as error:
-        remark(f"error: {' '.join(str(error).split())}")
+        message(f"error: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
-        remark("interrupted")
+        message("interrupted")
         return 130
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         return 0
     return code
 

@@ -30,7 +30,7 @@ a schedule may allocate beside them, 64MiB; inf is no limit (default: 1.1)"""
 
 
 def _either(values: object) -> str:
-    """The values of an option in words."""
+    """The values of an option as text."""
     *others, last = get_args(values)
     return f"{', '.join(others)} or {last}"
 
@@ -58,4 +58,4 @@ PLANNING: tuple[Argument, ...] = (
     argument("--kernels", default="auto", help=f"{_either(KernelLevel)}, the last where the GPU is (default: auto)"),
     OUT,
 )
-"""What a model is planned with: the target, and the options of :func:`autostream.optimize` that a plan can be told."""
+"""Arguments of commands that plan: the target, and options of :func:`autostream.optimize`."""

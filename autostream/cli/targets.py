@@ -1,4 +1,4 @@
-"""What a command line names, made real: TARGET to a model, ``--input`` to a tensor."""
+"""Parsing of TARGET into a model, of ``--input`` into a tensor, and of ``--device``."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ DTYPES = {
         *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
     )
 }
-"""Those that ``--input`` takes, by name."""
+"""Dtypes of ``--input``, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One example input as asked for.
+    """One ``--input``.
 
     Attributes:
         shape: sizes; ``()`` is a scalar.
-        dtype: element type; ``None`` means that of the model's parameters.
+        dtype: ``None`` means that of the model's parameters.
     """
 
     shape: tuple[int, ...]
@@ -49,18 +49,18 @@ class InputSpec:
 
 
 Zoo = Callable[[str], tuple[nn.Module, tuple[Any, ...]]]
-"""What makes a model and its inputs of a name, as :func:`autostream.cli.zoo.build` does."""
+"""Makes a model and its inputs from a name, as :func:`autostream.cli.zoo.build` does."""
 
 
 def load(target: str, zoo_model: Zoo = zoo.build) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """Make the model that TARGET names, and the inputs that come with it, if any. This runs the user's code.
+    """Make the model of TARGET, and its example inputs if it has any. This runs the user's code.
 
     ``package.module:factory`` and ``file.py:factory`` name a function (or a module class) that is called without
     arguments and returns a module, or a module and a tuple of inputs; anything else is a name for ``zoo_model``.
     The working directory, or the file's own, becomes importable as it is for ``python -m`` and ``python file.py``.
 
     Raises:
-        TargetError: it cannot be imported, called, or what it returns is no module.
+        TargetError: it cannot be imported or called, or does not return a module.
 
     Example:
         >>> load("torch.nn:Flatten")
@@ -81,7 +81,7 @@ def parse_input(text: str) -> InputSpec:
     """Read ``SHAPE[:DTYPE]``, for instance ``1x3x224x224:float16``, ``8x128:int64``, ``16`` or ``scalar``.
 
     Raises:
-        TargetError: it is not of that form.
+        TargetError: it has another form.
 
     Example:
         >>> parse_input("1x3x224x224:float16")
@@ -105,7 +105,7 @@ def parse_device(text: str | None) -> torch.device:
     """The device of this name; without one, the GPU if there is one, else the CPU.
 
     Raises:
-        TargetError: it is no device, or this machine does not have it.
+        TargetError: this machine has no such device.
 
     Example:
         >>> parse_device("cpu")
@@ -132,26 +132,26 @@ def prepare(
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     """Load TARGET, make its inputs and move both to the device.
 
-    The model's floating-point parameters are cast to ``dtype``, by default to that of the first input which asks for
-    a floating-point one; inputs that come with the model are cast along.
+    Floating-point parameters are cast to ``dtype``, by default the first floating-point dtype of ``inputs``; the
+    model's own inputs are cast as well.
 
     Raises:
-        TargetError: TARGET cannot be loaded, has no inputs, or its ``forward`` takes another number of them.
+        TargetError: TARGET cannot be loaded, has no inputs, or its ``forward`` takes another number of inputs.
 
     Example:
         >>> model, (x,) = prepare("torch.nn:Flatten", [InputSpec((2, 3, 4))], torch.device("cpu"))
         >>> tuple(model(x).shape)
         (2, 12)
     """
-    model, own = load(target, zoo_model)
-    asked = [spec.dtype for spec in inputs if spec.dtype is not None and spec.dtype.is_floating_point]
-    dtype = dtype or next(iter(asked), None)
+    model, example = load(target, zoo_model)
+    floating = [spec.dtype for spec in inputs if spec.dtype is not None and spec.dtype.is_floating_point]
+    dtype = dtype or next(iter(floating), None)
     model = model.to(device, dtype)
     if inputs:
         usual = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         args: tuple[Any, ...] = make_inputs(inputs, device, usual)
-    elif own is not None:
-        args = pytree.tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), own)
+    elif example is not None:
+        args = pytree.tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), example)
     else:
         raise TargetError(f"{target} comes without example inputs: give each one as --input SHAPE[:DTYPE]")
     _check_call(model, args, target)
@@ -159,7 +159,7 @@ def prepare(
 
 
 def make_inputs(inputs: Sequence[InputSpec], device: torch.device, usual: torch.dtype) -> tuple[Tensor, ...]:
-    """Random tensors as asked for, the same in every process; ``usual`` is the dtype where none is given.
+    """Random tensors, the same in every process; ``usual`` is the default dtype.
 
     Raises:
         TargetError: one is too large for this machine.
@@ -175,7 +175,7 @@ def make_inputs(inputs: Sequence[InputSpec], device: torch.device, usual: torch.
 def _made(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
     try:
         return _random(shape, dtype, generator).to(device)
-    except (RuntimeError, TypeError) as error:  # more bytes than there are, or than can be counted
+    except (RuntimeError, TypeError) as error:  # too large for the memory, or for an integer
         said = "x".join(map(str, shape)) or "scalar"
         raise TargetError(
             f"--input {said}: cannot be made on {device} ({first_line(error)}): use smaller sizes"
@@ -199,7 +199,7 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TargetError(f"there is no file {path}: write file.py:factory with a path that exists from {Path.cwd()}")
     _make_importable(path.resolve().parent)
-    # A name that no installed module has, and that code which looks itself up by name (dataclasses, pickle) finds.
+    # A unique name in sys.modules, since dataclasses and pickle look modules up by name.
     name = f"autostream_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a path that ends in .py has a loader"
@@ -217,14 +217,16 @@ def _make_importable(directory: Path) -> None:
 
 def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     try:
-        found = operator.attrgetter(factory)(module)
+        function = operator.attrgetter(factory)(module)
     except AttributeError as error:
         raise TargetError(f"{target}: {error}; write the name of a function that the module has") from None
-    if isinstance(found, nn.Module) or not callable(found):
-        raise TargetError(f"{target} is a {type(found).__name__}, not a factory: name a function that returns a module")
-    _check_arguments(found, (), target)
+    if isinstance(function, nn.Module) or not callable(function):
+        raise TargetError(
+            f"{target} is a {type(function).__name__}, not a factory: name a function that returns a module"
+        )
+    _check_arguments(function, (), target)
     with _user_code(f"{target} failed"):
-        made = found()
+        made = function()
     match made:
         case nn.Module():
             return made, None
@@ -245,13 +247,13 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], name: 
     except TypeError as error:
         given = f"{len(args)} input{'s' if len(args) != 1 else ''}"
         raise TargetError(f"{name} does not take {given}: {error}") from None
-    except ValueError:  # written in C, it does not say what it takes
+    except ValueError:  # written in C, without a signature
         return
 
 
 @contextmanager
 def _user_code(what: str) -> Iterator[None]:
-    """Tell any fault of the user's code in one line that says where it happened."""
+    """Turn an exception of the user's code into one line with its location."""
     try:
         yield
     # A script without a main guard may well call sys.exit.
@@ -261,7 +263,7 @@ def _user_code(what: str) -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of code that is neither ours nor the import system's, as ``" (model.py:12)"``."""
+    """The innermost line of the user's code in a traceback, as ``" (model.py:12)"``."""
     ours = (__file__, importlib.__file__)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours and f.filename[0] != "<"]
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -1,6 +1,6 @@
-"""What a command shows: its answer on stdout or in a file, everything else on stderr.
+"""Output of commands: the answer on stdout or in a file, everything else on stderr.
 
-Colours are for terminals, and for users who have not set ``NO_COLOR`` (https://no-color.org); so is progress.
+Colours and progress are for terminals; ``NO_COLOR`` (https://no-color.org) turns colours off.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def show(text: str, out: Path | None = None, *, report: bool = False) -> None:
     Args:
         text: the answer.
         out: the file; ``None`` is stdout.
-        report: whether it is a report for people, which a terminal shows in colours.
+        report: whether a terminal shows it in colours.
 
     Raises:
-        BrokenPipeError: the reader has left.
+        BrokenPipeError: the reader has closed the pipe.
         TargetError: the file, or stdout, cannot be written.
     """
     if out is None:
         require_writable(out)
-        # Source lines and names are the model's to choose; what the terminal cannot show must not end the command.
+        # Names of a model may have characters that the terminal's encoding lacks.
         encoding = sys.stdout.encoding or "utf-8"
         shown = painted(text) if report and colours() and sys.stdout.isatty() else text
         with _writing("stdout"):
@@ -52,10 +52,10 @@ def dumped(value: object) -> str:
 
 
 def require_writable(out: Path | None) -> None:
-    """Rather fail before hours of work than with the results in hand.
+    """Check before the work that the output can be written.
 
     Args:
-        out: the file; ``None`` is stdout, of which only a closed one is found.
+        out: the file; ``None`` is stdout, which is only checked to be open.
 
     Raises:
         TargetError: it cannot be written.
@@ -67,45 +67,45 @@ def require_writable(out: Path | None) -> None:
         raise TargetError(_unwritable("stdout", "it is closed"))
 
 
-def remark(text: str) -> None:
-    """Say something that is no part of the answer, unless stderr is closed."""
-    if sys.stderr is not None:  # in its place, print would take stdout
+def message(text: str) -> None:
+    """Print a message to stderr, unless it is closed."""
+    if sys.stderr is not None:  # for None, print would use stdout
         print(f"autostream: {text}", file=sys.stderr)
 
 
-def note(text: str) -> None:
-    """Say what is under way, on a line that the next one replaces; for a terminal only."""
+def status(text: str) -> None:
+    """Show a status line on a terminal; the next one replaces it."""
     if terminal := _terminal():
         print(f"{_CLEAR}{text}", end="", file=terminal, flush=True)
 
 
 @contextmanager
 def progress(what: str, every_s: float = 1.0) -> Iterator[None]:
-    """Say on the terminal what takes so long, from the first second on; nothing of it stays.
+    """Show on a terminal how long a step has taken so far; the line is cleared at the end.
 
     Args:
-        what: is under way.
-        every_s: seconds from one line to the next.
+        what: the step.
+        every_s: seconds between updates.
     """
-    terminal = _terminal()  # what runs inside may put another in the place of stderr
+    terminal = _terminal()  # before code inside may replace stderr
     if terminal is None:
         yield
         return
-    over = Event()
+    done = Event()
 
-    def tell() -> None:
+    def update() -> None:
         for times in count(1):
-            if over.wait(every_s):
+            if done.wait(every_s):
                 return
             print(f"{_CLEAR}{what}: {times * every_s:.0f} s", end="", file=terminal, flush=True)
 
-    teller = Thread(target=tell, daemon=True)
-    teller.start()
+    thread = Thread(target=update, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        over.set()
-        teller.join()
+        done.set()
+        thread.join()
         print(_CLEAR, end="", file=terminal, flush=True)
 
 
@@ -131,7 +131,7 @@ def _print(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:
-        # Python would write the rest once more when the process ends, and end it with a code of its own.
+        # Else Python flushes the rest again at exit, and exits with a code of its own.
         with suppress(OSError):
             sys.stdout.close()
         raise
@@ -141,7 +141,7 @@ def _print(text: str) -> None:
 def _writing(where: str) -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # no failure: its reader, such as head, has seen enough
+    except BrokenPipeError:  # no failure: the reader, such as head, has closed the pipe
         raise
     except OSError as error:
         raise TargetError(_unwritable(where, error.strerror)) from error

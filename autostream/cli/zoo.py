@@ -1,4 +1,4 @@
-"""Real models by name, with random weights: what the demo, the benchmarks and ``autostream inspect NAME`` run."""
+"""Models of torchvision and timm by name, with random weights, for commands and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEED = 0
 
 IMAGE = (1, 3, 224, 224)
 CLIP = (1, 3, 16, 224, 224)
-"""One image; sixteen frames of one."""
+"""Shapes of one image, and of sixteen frames."""
 
 _OWN_INIT = ("googlenet", "inception_v3")
 
@@ -31,11 +31,11 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     Weights are random, from a fixed seed, and batch norms calibrated so that activations stay within the range of
     fp16; nothing is downloaded and the global random state stays as it was. Inputs
     are random too: one image of 1x3x224x224 (299 for Inception-v3, for timm models the size in their configuration),
-    sixteen frames for video models, two images for optical flow, a list of images for detection. A name that both
-    libraries know means torchvision's model.
+    sixteen frames for video models, two images for optical flow, a list of images for detection. torchvision takes
+    precedence for a name that both libraries have.
 
     Raises:
-        TargetError: no model has this name, or torchvision is not installed, or timm, which has the others.
+        TargetError: no model has this name, or torchvision or timm is not installed.
 
     Example:
         >>> model, (image,) = build("squeezenet1_1")
@@ -43,13 +43,13 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
         (False, (1, 3, 224, 224), (1, 1000))
     """
     model, args = uncalibrated(name)
-    # Detectors run compiled ops, which are not everywhere; their norms are frozen ones that change nothing.
+    # Detectors need compiled ops, which may be missing; their norms are frozen and need no calibration.
     runs = isinstance(args[0], Tensor) and not args[0].is_meta
     return (calibrated(model, args) if runs else model), args
 
 
 def uncalibrated(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """What :func:`build` makes, before it is run to calibrate it: enough for a plan, which goes by shapes.
+    """The same without calibration, which runs the model: enough for a plan, which needs shapes only.
 
     Raises:
         TargetError: as :func:`build`.
@@ -61,7 +61,7 @@ def uncalibrated(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """
     torchvision = _import("torchvision", name)
     known = torchvision.models.list_models()
-    timm = None if name in known else _import("timm", name)  # which takes a while
+    timm = None if name in known else _import("timm", name)  # slow to import
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         if timm is None:
@@ -76,15 +76,15 @@ def uncalibrated(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
             return model, args
         for layer in model.modules():
             if isinstance(layer, nn.Linear) and not layer.weight.any():
-                layer.reset_parameters()  # some begin with a last layer of zeros, and all outputs would be alike
+                layer.reset_parameters()  # a last layer of zeros would make all outputs equal
     return model, args
 
 
 def calibrated(model: nn.Module, samples: tuple[Any, ...]) -> nn.Module:
-    """Let the batch norms, also frozen ones, divide by the root mean square of what they get to see of these samples.
+    """Set the variance of batch norms, also frozen ones, to the mean square of their inputs for these samples.
 
-    With random weights and no statistics, activations vanish or overflow in fp16. Means stay zero: a deep net that
-    takes away, layer by layer, what all inputs have in common is left with roundings.
+    With random weights and no statistics, activations vanish or overflow in fp16. Means stay zero: subtracting them in
+    each layer of a deep net would leave rounding errors only.
 
     Args:
         model: in eval mode, in float32; it is changed.
@@ -107,13 +107,13 @@ def _observe(norm: Any, inputs: tuple[Any, ...]) -> None:
 
 
 def _torchvision_model(models: ModuleType, name: str) -> nn.Module:
-    """A model without weights of its own, nor of its backbone, which builders would download by default."""
+    """A model with random weights, also in its backbone: by default builders download them."""
     accepted = inspect.signature(models.get_model_builder(name)).parameters
     backbone = {"weights_backbone": None} if "weights_backbone" in accepted else {}
     if name.removeprefix("quantized_") not in _OWN_INIT:
         return models.get_model(name, weights=None, **backbone)  # type: ignore[no-any-return]
-    # These two initialise slowly and to weights so small that the outputs hardly depend on the inputs: an error in
-    # an early layer would not show. Their auxiliary classifiers exist for training alone.
+    # The default initialization of these two is slow, and so small that errors in early layers would not show.
+    # Auxiliary classifiers are for training only.
     model: nn.Module = models.get_model(name, weights=None, aux_logits=False, init_weights=False)
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
@@ -146,11 +146,10 @@ def _import(library: str, name: str) -> ModuleType:
 
 
 def import_without_compiled_ops(library: str) -> ModuleType:
-    """Import torchvision, or what imports it, also where its compiled ops cannot load.
+    """Import torchvision, or a library that imports it, also where its compiled ops cannot be loaded.
 
-    The wheel of torchvision in the package index is linked to a CUDA torch. On a CPU torch its shared object does not
-    load, and its import then fails where it registers shape functions for two ops that nobody declared. Declaring
-    them is enough for every model that does not run them.
+    torchvision's wheel on PyPI is linked to a CUDA torch. With a CPU torch its shared object does not load, and the
+    import fails because two ops are not declared. Declaring them is enough for models that do not run them.
     """
     try:
         return importlib.import_module(library)
@@ -163,7 +162,7 @@ def import_without_compiled_ops(library: str) -> ModuleType:
 
 @functools.cache
 def _declare_missing_ops() -> torch.library.Library:
-    # The declarations live as long as the object does: the cache keeps it.
+    # Declarations live as long as this object, which the cache keeps alive.
     library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for op in ("nms", "qnms"):
         library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]

@@ -1,16 +1,15 @@
-"""Time by device events and by the host's clock, in rounds that all calls share.
+"""Times of several calls by device events and the host's clock, in interleaved rounds.
 
-In each round each call takes its turn, in alternating order, so that drift of clocks and temperature hits all alike,
-and is timed in four ways. What is timed follows at once on a call that is not, so that neither a cold cache nor the
-host's first lead over the device is part of it:
+Each round times each call once, in random order, so that drift of clocks and temperature affects all alike. Each
+measurement follows directly on an untimed call, so that cold caches are not part of it. There are four times:
 
-call_us     calls back to back, by events around them: what throughput comes to, host included where it is the slower
-device_us   the same calls queued behind a filler that keeps the device busy meanwhile: what the device alone needs;
-            left out in rounds in which they could not all be queued
-host_us     until a call returns that finds the device idle
-latency_us  until its results are there
+call_us     calls back to back, by events around them: throughput, including the host where it is slower
+device_us   the same calls queued behind a filler kernel: the time of the device alone; missing in rounds in which they
+            could not all be queued in time
+host_us     until a call returns, with the device idle before
+latency_us  until its results are complete
 
-On the CPU, where nothing is queued, all four are the time of a call.
+On a CPU, all four are the time of a call.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ROUND_US = 4000.0
 FEWEST_RUNS = 3
 LATENCIES = 5
 SECONDS = 20.0
-"""Rounds end after this, once there are as many as a median needs."""
+"""No more rounds after this, but at least :data:`FEWEST_ROUNDS`."""
 
 _QUEUE_US = 20_000.0
 _MOST_QUEUED = 100
@@ -41,7 +40,7 @@ _FILLER_BYTES = 256 * 2**20
 
 @dataclass(slots=True)
 class Times:
-    """What one call took: µs, one number a round, but for ``host_us`` and ``latency_us``, of which it has several."""
+    """The times of one call, µs: one number a round, several for ``host_us`` and ``latency_us``."""
 
     call_us: list[float] = field(default_factory=list)
     device_us: list[float] = field(default_factory=list)
@@ -70,13 +69,13 @@ def _quartiles(values: list[float]) -> dict[str, float]:
 
 
 class Clock(Protocol):
-    """How one device is timed."""
+    """Times calls on one device."""
 
     def measure(self, call: Measured, times: Times, runs: int) -> None:
         """Add one round."""
 
     def once_us(self, call: Measured) -> float:
-        """About how long a call takes."""
+        """An estimate of the time of a call."""
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -90,7 +89,7 @@ def interleaved(calls: Mapping[str, Measured], clock: Clock, note: Callable[[str
     Args:
         calls: by name.
         clock: of the device that they run on.
-        note: is told the name of each call before its turn in a round.
+        note: is called with the name of each call before it is timed.
 
     Returns:
         By name; the numbers at one position were measured in the same round.
@@ -112,12 +111,12 @@ def interleaved(calls: Mapping[str, Measured], clock: Clock, note: Callable[[str
 
 
 def _order(names: Sequence[str], turn: int) -> Sequence[str]:
-    """Another order each round, the same in each run: what one leaves in caches is not always for the same next one."""
+    """Another order in each round, the same in each run, so that no call always follows the same one."""
     return random.Random(turn).sample(names, len(names))
 
 
 class HostClock:
-    """For what is done when the call returns."""
+    """For a CPU, where a call is complete when it returns."""
 
     def measure(self, call: Measured, times: Times, runs: int) -> None:
         """Add one round."""
@@ -134,10 +133,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """For what a CUDA device is still doing when the call returns.
+    """For a CUDA device, which may still be computing when a call returns.
 
     Args:
-        device: the one that is timed, on its current stream.
+        device: the device; its current stream is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -162,7 +161,7 @@ class DeviceClock:
         return self._between(call, 3)
 
     def _between(self, call: Measured, runs: int) -> float:
-        """µs of a call by events around ``runs`` of them, with nothing else under way."""
+        """µs of a call by events around ``runs`` calls, starting on an idle device."""
         self._synchronize()
         start, end = self._event(), self._event()
         call()
@@ -174,11 +173,11 @@ class DeviceClock:
         return float(start.elapsed_time(end)) / runs * 1e3
 
     def _queued(self, call: Measured, runs: int) -> float | None:
-        """Device µs of a call behind a filler that lasts until the last one is queued.
+        """Device µs of a call behind a filler that runs until the last call is queued.
 
         Returns:
-            ``None`` where the filler ended first. So it does for calls of more launches than the driver's queue takes,
-            whose host waits for the filler.
+            ``None`` where the filler ended first, for instance since the calls have more launches than the driver's
+            queue holds.
         """
         issue_us, _ = self._alone(call)
         runs = max(FEWEST_RUNS, min(runs, int(_QUEUE_US / 2 / issue_us)))
@@ -195,7 +194,7 @@ class DeviceClock:
         return float(start.elapsed_time(end)) / runs * 1e3 if queued else None
 
     def _alone(self, call: Measured) -> tuple[float, float]:
-        """µs until a call returns, and until what it launched has ended, with nothing else under way."""
+        """µs until a call returns, and until its kernels have ended, starting on an idle device."""
         start = time.perf_counter()
         call()
         returned = time.perf_counter()

@@ -1,1 +1,1 @@
-"""Models and training steps in several modes: prepared, checked, timed in a process of their own, shown in tables."""
+"""The harness: models and training steps in several modes, checked, timed in a process of their own, and tabulated."""

@@ -1,7 +1,6 @@
-"""Whether a mode computes what the model computes: only what is right is timed.
+"""Accuracy of a mode against a reference in higher precision; only accurate modes are timed.
 
-Floating-point results differ from mode to mode, for sums are taken in another order. A mode is right if its distance
-from a reference in higher precision is that of the plain model, give or take.
+Modes sum in different orders and so round differently. A mode is accurate if its error is about that of eager.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from autostream.cli.modes import tensors_in
 from autostream.errors import TargetError
 
 TIMES_EAGER = 4.0
-"""A mode may be this many times as far from the reference as the plain model is."""
+"""A mode's error may be this many times that of eager."""
 
 ROUNDINGS = 8.0
-"""Or as far as this many roundings of its dtype, where the plain model happens to hit the reference."""
+"""Or this many units of rounding of its dtype, where eager happens to be exact."""
 
 MOST = 0.5
-"""But no further than this, however far the plain model is: nothing but zeros has an error of one."""
+"""But no more than this, whatever the error of eager: outputs of zeros have an error of 1."""
 
 
 def reference(model: nn.Module, args: Sequence[Any]) -> list[Tensor]:
     """The output tensors of a model computed in float64, or in float32 where an op has no float64.
 
     Raises:
-        TargetError: it returns no tensors, so that nothing could be compared.
+        TargetError: it returns no tensors to compare.
     """
     try:
         tensors = _outputs(model, args, torch.float64)
@@ -49,7 +48,7 @@ def _outputs(model: nn.Module, args: Sequence[Any], dtype: torch.dtype) -> list[
 
 
 def allowed_error(eager_error: float, dtype: torch.dtype) -> float:
-    """The largest error that counts as right, for the plain model's own error in that dtype.
+    """The largest error of an accurate mode, for the error of eager in that dtype.
 
     Example:
         >>> allowed_error(1e-3, torch.float16), allowed_error(0.0, torch.float16)
@@ -61,7 +60,7 @@ def allowed_error(eager_error: float, dtype: torch.dtype) -> float:
 
 
 def dtype_of(model: nn.Module, args: Sequence[Any]) -> torch.dtype:
-    """What a model computes in: the dtype of its first floating-point parameter or input."""
+    """The dtype of a model's first floating-point parameter or input."""
     tensors = (*model.parameters(), *tensors_in(args))
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 

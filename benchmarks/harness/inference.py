@@ -1,4 +1,4 @@
-"""A model at one set of inputs, in the modes of :mod:`benchmarks.harness.modes`."""
+"""Inference of a model in the modes of :mod:`benchmarks.harness.modes`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from autostream.cli.restarted import restarted
 from autostream.errors import TargetError
 from autostream.explaining import reports_of
 from benchmarks.harness.accuracy import allowed_error, dtype_of, reference
-from benchmarks.harness.contest import Contender
+from benchmarks.harness.comparison import PreparedMode
 from benchmarks.harness.modes import modes_of
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is run: a model in eval mode.
+    """A model in eval mode and its inputs.
 
     Attributes:
         model: on the device that is timed.
-        args: what it is prepared for and timed with.
-        others: such arguments with other values, to see that a mode reads what it is given.
+        args: inputs that it is prepared for and timed with.
+        others: inputs with other values, to check that a mode reads its inputs.
     """
 
     model: nn.Module
@@ -34,13 +34,13 @@ class Subject:
 
 
 class Inference:
-    """A :class:`~benchmarks.harness.contest.Contest` of modes of inference.
+    """A :class:`~benchmarks.harness.comparison.Comparison` of modes of inference.
 
-    A model that changes its state, or its inputs, runs on the same ones every time, in every mode: its calls begin by
-    putting them back (:func:`~autostream.cli.restarted.restarted`), and that is part of their time.
+    A model that changes its state or its inputs starts each call with the same ones, and
+    restoring them counts as its time (:func:`~autostream.cli.restarted.restarted`).
 
     Args:
-        subject: what is run.
+        subject: the model.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -54,15 +54,15 @@ class Inference:
 
     @property
     def telling(self) -> float:
-        """The error of an output that belongs to other inputs: what is allowed must be less, or nothing is checked."""
+        """The error of outputs for other inputs; the allowed error must be smaller, or the check is meaningless."""
         (_, ours), (_, others) = self._expected
         return min(relative_error(other, [our]) for our, other in zip(ours, others, strict=True))
 
     def require_checkable(self) -> None:
-        """See that a mode which computes something else could not pass for right.
+        """Check that the check is meaningful.
 
         Raises:
-            TargetError: it could, or the plain model itself could not.
+            TargetError: eager itself is not accurate, or outputs for other inputs would pass.
         """
         error, allowed = f"{self.eager_error:.1e}", f"{self.allowed_error:.1e}"
         if not self.eager_error <= self.allowed_error:
@@ -77,8 +77,8 @@ class Inference:
                 "allowed as rounding; give inputs or weights on which the outputs depend"
             )
 
-    def contender(self, mode: str) -> Contender:
-        """Prepare a mode for the subject's arguments."""
+    def prepare(self, mode: str) -> PreparedMode:
+        """Prepare a mode for the inputs."""
         subject = self._subject
         with torch.no_grad():
             call = self.modes[mode](subject.model, subject.args)
@@ -87,19 +87,19 @@ class Inference:
         def run() -> object:
             return call(*subject.args)
 
-        return Contender(run, lambda: self._error(call), lambda: reports_of(call))
+        return PreparedMode(run, lambda: self._error(call), lambda: reports_of(call))
 
     @torch.no_grad()
     def _error(self, call: Any) -> float:
-        # The first arguments once more at the end: a mode may hold on to those of the last call.
-        turns = (*self._expected, self._expected[0])
-        return max(relative_error(call(*args), expected) for args, expected in turns)
+        # The first inputs once more at the end: a mode may keep those of the last call.
+        cases = (*self._expected, self._expected[0])
+        return max(relative_error(call(*args), expected) for args, expected in cases)
 
 
 def subject_of(model: nn.Module, args: tuple[Any, ...]) -> Subject:
-    """A model with its arguments, and others made of them: smaller values, in reverse.
+    """A model with its inputs, and other inputs made from them: smaller values in reverse order.
 
-    Integers may be indices that belong to a place, so they stay, unless there is nothing else.
+    Integers may be indices and stay, unless there are only integers.
 
     Example:
         >>> subject_of(nn.Identity(), (torch.tensor([1.0, 2.0]), torch.tensor([3, 4]))).others
@@ -115,6 +115,6 @@ def subject_of(model: nn.Module, args: tuple[Any, ...]) -> Subject:
 
 
 def device_of(subject: Subject) -> torch.device:
-    """Where a subject is."""
+    """The device of a subject."""
     tensors = (*subject.model.parameters(), *tensors_in(subject.args))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))

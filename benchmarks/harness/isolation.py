@@ -1,4 +1,4 @@
-"""A contest in a process of its own: a mode that crashes, hangs or loses the device costs only its own cell."""
+"""Comparisons in another process, where a mode that crashes, hangs or loses the device loses only its own cell."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from autostream.errors import AutostreamError, first_line
-from benchmarks.harness.contest import Cell, Contest, Status, hold
+from benchmarks.harness.comparison import Cell, Comparison, Status, compare_modes
 
-MakeContest = Callable[[], Contest]
-"""Picklable: it is called in the process that holds the contest."""
+MakeComparison = Callable[[], Comparison]
+"""Picklable; it is called in the other process."""
 
 _MAKING = ""
-"""The phase before any mode's."""
+"""The phase before the first mode."""
 
 _END_S = 10.0
-"""How long a process that is done may take to clean up after itself."""
+"""Time limit for the process to exit after its result, s."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a contest.
+    """The result of a comparison.
 
     Attributes:
         cells: by mode.
-        failure: why there was no contest at all.
+        failure: why the comparison could not be made, or ``""``.
     """
 
     cells: dict[str, Cell] = field(default_factory=dict)
     failure: str = ""
 
 
-def hold_isolated(
-    make: MakeContest, modes: Sequence[str], timeout_s: float, note: Callable[[str], None] = lambda mode: None
+def compare_isolated(
+    make: MakeComparison, modes: Sequence[str], timeout_s: float, note: Callable[[str], None] = lambda mode: None
 ) -> Outcome:
-    """Hold a contest in another process; where a mode brings that down, hold it again without this mode.
+    """Run a comparison in another process; if a mode ends the process, run it again without that mode.
 
     Args:
-        make: makes the contest, there.
-        modes: names that it knows.
-        timeout_s: the longest that one mode may take at a time.
-        note: is told the name of each mode before anything is done with it.
+        make: makes the comparison, in that process.
+        modes: names of its modes.
+        timeout_s: time limit for each step of one mode.
+        note: is called with the name of each mode before it is prepared or timed.
     """
     outcome = Outcome()
     while remaining := [mode for mode in modes if mode not in outcome.cells]:
@@ -68,7 +68,7 @@ def hold_isolated(
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What a process came to: an outcome, or the mode that ended it and how."""
+    """The outcome of one process, or the mode that ended it and how."""
 
     outcome: Outcome | None
     mode: str = _MAKING
@@ -76,17 +76,17 @@ class _Attempt:
     reason: str = ""
 
 
-def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Callable[[str], None]) -> _Attempt:
-    context = multiprocessing.get_context("spawn")  # a forked process cannot use the device
+def _attempted(make: MakeComparison, modes: list[str], timeout_s: float, note: Callable[[str], None]) -> _Attempt:
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     ours, theirs = context.Pipe(duplex=False)
-    # Processes that compilers have started may still write there.
+    # Processes of compilers may still write there.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         said = Path(folder) / "said"
         child = context.Process(target=_child, args=(theirs, Path(folder), make, modes))
         mode = _MAKING
         try:
             _start(child)
-            theirs.close()  # so that the pipe ends when the child does
+            theirs.close()  # so that the pipe is closed when the child exits
             while ours.poll(timeout_s):
                 message = ours.recv()
                 if isinstance(message, Outcome):
@@ -99,14 +99,14 @@ def _attempted(make: MakeContest, modes: list[str], timeout_s: float, note: Call
             child.join()
             return _Attempt(None, mode, "crashed", f"exit code {child.exitcode}{_last_words(said)}")
         finally:
-            if child.pid is not None:  # it may not have come to that
+            if child.pid is not None:  # it was started
                 child.kill()
                 child.join()
 
 
 def _start(child: BaseProcess) -> None:
-    """Start a process that no interrupt reaches, from its first moment on: this one, which gets the same, ends it."""
-    resource_tracker.ensure_running()  # starting it lets interrupts through
+    """Start a process with SIGINT blocked from the beginning: this process gets the signal too, and ends it."""
+    resource_tracker.ensure_running()  # starting it unblocks SIGINT
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
     try:
         child.start()
@@ -114,24 +114,24 @@ def _start(child: BaseProcess) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _child(pipe: Connection, folder: Path, make: MakeContest, modes: list[str]) -> None:
-    # Libraries take locks as they would in any process: a spawned one's have names, which leak if it is ended.
+def _child(pipe: Connection, folder: Path, make: MakeComparison, modes: list[str]) -> None:
+    # Locks of the spawn context are named and leak when the process is killed; use the default context's.
     multiprocessing.set_start_method(None, force=True)
-    # What an earlier contest has compiled would make the first result of this one come sooner.
+    # Empty caches: kernels of an earlier comparison would shorten ``first_s``.
     os.environ |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     with (folder / "said").open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
         try:
-            contest = make()
+            comparison = make()
         except Exception as error:
             pipe.send(Outcome(failure=str(error) if isinstance(error, AutostreamError) else first_line(error)))
         else:
-            pipe.send(Outcome(hold(contest, modes, pipe.send)))
+            pipe.send(Outcome(compare_modes(comparison, modes, pipe.send)))
 
 
 def _last_words(said: Path) -> str:
-    """The last line that names an error, else the last one: CUDA's errors end in general advice."""
+    """The last line that names an error, else the last line: CUDA's errors end in general advice."""
     lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return f": {(errors or lines)[-1]}" if lines else ""

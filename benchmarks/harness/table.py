@@ -13,19 +13,19 @@ from tabulate import tabulate
 from autostream.cli.changes import Measure, Row, Spread, ratio, spread
 
 FORMATS = {"terminal": "simple", "github": "github", "csv": ""}
-"""Name to the one that tabulate has for it; CSV has bare numbers for a program to read, a ratio's spread beside it."""
+"""Name to that of tabulate; CSV has plain numbers, and the interquartile range of a ratio in a column of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A number and how it is shown to people."""
+    """A number and its format."""
 
     value: float
     form: str = ",.1f"
 
 
 Entry = str | _Number | Spread | None
-"""What a table has in one place: a spread is one of ratios, ``None`` is nothing."""
+"""One entry of a table: a spread is one of ratios; ``None`` is empty."""
 
 _HEAD = (
     *("workload", "mode", "µs a call", "IQR", "faster", "device µs", "latency µs", "p99", "host µs", "calls/s"),
@@ -34,22 +34,20 @@ _HEAD = (
 
 
 def cells_table(rows: Sequence[Row], baseline: str, form: str = "terminal", measure: Measure = "call") -> str:
-    """All that was measured, a line for each cell; ``faster`` is against the baseline in the same rounds."""
+    """All measurements, a line for each cell; ``faster`` is the speedup over the baseline in the same rounds."""
     lines = [line for row in rows for line in _lines(row, baseline, measure)]
     return _table(lines, _HEAD, form, ("faster",))
 
 
 def ratios_table(rows: Sequence[Row], baseline: str, measure: Measure, form: str = "terminal") -> str:
-    """A line for each row: the baseline's µs, and how many times faster each mode is, ``±`` its interquartile range
-    where that is more than a few per cent.
-    """
+    """A line for each row: the baseline's µs and the speedup of each mode, ``±`` its interquartile range if noisy."""
     modes = list(dict.fromkeys(mode for row in rows for mode in row["cells"] if mode != baseline))
     head = ("workload", f"{baseline} µs", *modes)
     return _table([_ratios(row, baseline, modes, measure) for row in rows], head, form, modes)
 
 
 def title(row: Row) -> str:
-    """What was run, in a few words.
+    """A short name of a row.
 
     Example:
         >>> title({"workload": "googlenet", "batch": 8, "dtype": "float16"})
@@ -60,7 +58,7 @@ def title(row: Row) -> str:
 
 
 def _table(lines: Sequence[Sequence[Entry]], head: Sequence[str], form: str, ratios: Sequence[str]) -> str:
-    """A table in which the columns ``ratios`` may have spreads."""
+    """A table; the columns ``ratios`` may compare_modes spreads."""
     if form == "csv":
         return _csv(lines, head, ratios)
     sides = ["left" if name in ("workload", "mode", "remark") else "right" for name in head]
@@ -80,7 +78,7 @@ def _csv(lines: Sequence[Sequence[Entry]], head: Sequence[str], ratios: Sequence
 
 
 def _bare(entry: Entry, spread: bool) -> list[str]:
-    """What CSV has for it: in a column of spreads, their interquartile ranges stand in one of their own."""
+    """An entry in CSV: a column of spreads has a second one for interquartile ranges."""
     match entry:
         case _Number():
             return [f"{entry.value:.9g}"]
@@ -111,7 +109,7 @@ def _ratio(row: Row, mode: str, baseline: str, measure: Measure) -> Entry:
 
 
 def _status(cell: Mapping[str, Any], measure: Measure) -> str | None:
-    """What stands in the place of a number: a dash where all is well and only this was not measured."""
+    """The text in place of a number: a dash where the mode is ok and only this was not measured."""
     status: str | None = cell.get("status")
     return "–" if status == "ok" and not cell.get(f"{measure}_us") else status
 

@@ -17,17 +17,17 @@ from autostream.explaining import reports_of
 from autostream.runtime.capture import clear_cublas_workspaces
 from autostream.training import train_step
 from benchmarks.harness.accuracy import MOST, allowed_error
-from benchmarks.harness.contest import Contender
+from benchmarks.harness.comparison import PreparedMode
 
 STEPS = 3
-"""Steps after which loss and parameters are compared."""
+"""Steps after which losses and parameters are compared."""
 
 Step = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSubject:
-    """What a training step takes.
+    """A model to train.
 
     Attributes:
         model: in training mode, on the device that is timed.
@@ -43,17 +43,17 @@ class TrainingSubject:
 
 
 def eager(subject: TrainingSubject) -> Step:
-    """The step as users write it."""
+    """The eager step."""
     return _step(subject, subject.loss)
 
 
 def compile_default(subject: TrainingSubject) -> Step:
-    """Forward, loss and backward by ``torch.compile``, the optimizer as it is."""
+    """Forward, loss and backward by ``torch.compile``, the optimizer in eager."""
     return _step(subject, _compiled(subject.loss))
 
 
 def compile_reduce_overhead(subject: TrainingSubject) -> Step:
-    """The same with CUDA graphs of ``torch.compile``'s own."""
+    """The same with ``torch.compile``'s CUDA graphs."""
     return _step(subject, _compiled(subject.loss, mode="reduce-overhead"))
 
 
@@ -68,12 +68,12 @@ def compile_captured(subject: TrainingSubject) -> Step:
 
 
 def scheduled(subject: TrainingSubject, **options: Any) -> Step:
-    """``autostream.train_step`` with these options: the whole step as one scheduled graph, but for the first."""
+    """``autostream.train_step`` with these options; the first step is eager."""
     return train_step(subject.model, subject.optimizer, subject.loss, **options)
 
 
 def autostream(subject: TrainingSubject, **options: Any) -> Step:
-    """The same after a step, which makes the optimizer's state, so that the next one is scheduled."""
+    """The same after one step, which makes the optimizer's state."""
     step = scheduled(subject, **options)
     step(*subject.data)
     return step
@@ -87,20 +87,20 @@ CUDA |= {"autostream_inductor_sequential": partial(autostream, kernels="inductor
 
 
 def training_modes_of(device: torch.device) -> Mapping[str, Callable[[TrainingSubject], Step]]:
-    """All modes that a device has, by name."""
+    """All modes of a device, by name."""
     return CPU if device.type == "cpu" else CUDA
 
 
 class Training:
-    """A :class:`~benchmarks.harness.contest.Contest` of modes of training.
+    """A :class:`~benchmarks.harness.comparison.Comparison` of modes of training.
 
-    A mode is checked in float32, against steps in float64: updates in half precision are mostly rounding, in which an
-    error would not show. Right is what brings every loss, every parameter's change and all of the optimizer's state,
-    which gathers the gradients, to the same place. In the dtype that is timed, losses are looked at alone.
+    A mode is checked in float32 against steps in float64: updates in half precision are mostly rounding, which would
+    hide errors. Losses, changes of parameters, and optimizer state, which accumulates the gradients, are compared. In
+    the dtype that is timed, only losses are.
 
     Args:
-        make: makes the subject in a dtype, the same one each time: steps change it, so each mode has its own.
-        dtype: what is timed.
+        make: makes an equal subject in a dtype each time; steps change it, so each mode has one.
+        dtype: the dtype that is timed.
     """
 
     def __init__(self, make: Callable[[torch.dtype], TrainingSubject], dtype: torch.dtype) -> None:
@@ -111,20 +111,20 @@ class Training:
         self._expected = _results(subject, eager)
         subject = make(torch.float32)
         errors = _errors(_results(subject, eager), self._expected)
-        self._telling = [error < _NOISE for error in errors]
-        self.eager_error = max(compress(errors, self._telling))
+        self._compared = [error < _NOISE for error in errors]
+        self.eager_error = max(compress(errors, self._compared))
         self.allowed_error = allowed_error(self.eager_error, torch.float32)
 
-    def contender(self, mode: str) -> Contender:
+    def prepare(self, mode: str) -> PreparedMode:
         """Prepare a mode with a subject of its own."""
         subject = self._make(self._dtype)
-        clear_cublas_workspaces()  # whoever looked at its gradients took some, and no mode is to pay for them
+        clear_cublas_workspaces()  # so that no mode is charged for those of the check
         step = self.modes[mode](subject)
 
         def drift() -> float:
             return self._drift(subject, step)
 
-        return Contender(
+        return PreparedMode(
             lambda: step(*subject.data),
             lambda: max(self._error(mode), drift()),
             lambda: reports_of(step),
@@ -134,10 +134,10 @@ class Training:
     def _error(self, mode: str) -> float:
         subject = self._make(torch.float32)
         errors = _errors(_results(subject, self.modes[mode]), self._expected)
-        return max(compress(errors, self._telling))
+        return max(compress(errors, self._compared))
 
     def _drift(self, subject: TrainingSubject, step: Step) -> float:
-        """Nothing where losses in the dtype that is timed are about those expected, else infinity."""
+        """0 where losses in the timed dtype are close to those expected, else infinity."""
         fresh = self._make(self._dtype)
         _restore(subject, fresh.model.state_dict())
         losses = [step(*data).clone() for data in _batches(fresh.data)]
@@ -146,16 +146,16 @@ class Training:
 
 
 _NOISE = 0.01
-"""A tensor that plain steps in float32 miss by more is a sum that cancels out, such as the gradient of a bias before a
-norm: it tells nothing."""
+"""Tensors that eager steps in float32 miss by more are not compared: they cancel out, as the gradient of a bias before
+a norm does."""
 
 
 def _results(subject: TrainingSubject, mode: Callable[[TrainingSubject], Step]) -> list[Tensor]:
-    """The losses of some steps from the start, then what they add to the parameters and the optimizer's state."""
+    """Losses of some steps, changes of the parameters, and the optimizer's state."""
     parameters = list(subject.model.parameters())
     start = {name: value.clone() for name, value in subject.model.state_dict().items()}
-    step = mode(subject)  # some run a few steps to warm up
-    step(*subject.data)  # compiled, captured or not, the mode has run before it counts
+    step = mode(subject)  # may run steps to warm up
+    step(*subject.data)  # the first call may compile or capture
     _restore(subject, start)
     before = [parameter.detach().clone() for parameter in parameters]
     losses = [step(*data).detach().clone() for data in _batches(subject.data)]
@@ -164,13 +164,13 @@ def _results(subject: TrainingSubject, mode: Callable[[TrainingSubject], Step]) 
 
 
 def _batches(data: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-    """Two batches in turn: the given one, and one in which other inputs belong to its targets."""
+    """The batch, and one with permuted inputs, in turn."""
     other = (data[0].flip(0), *data[1:])
     return islice(cycle((data, other)), STEPS)
 
 
 def _errors(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-    if len(results) != len(expected):  # a step that never ran the optimizer leaves no state
+    if len(results) != len(expected):  # a step without the optimizer leaves no state
         return [float("inf")] * len(expected)
     return list(map(relative_error, results, ([right] for right in expected)))
 
@@ -182,7 +182,7 @@ def _optimizer_state(subject: TrainingSubject) -> list[Tensor]:
 
 @torch.no_grad()
 def _restore(subject: TrainingSubject, start: Mapping[str, Tensor]) -> None:
-    """Go back to before the first step, in place, where graphs expect their tensors."""
+    """Restore the state before the first step, in place, since graphs compare_modes addresses."""
     for name, value in subject.model.state_dict().items():
         value.copy_(start[name])
     for tensor in _optimizer_state(subject):

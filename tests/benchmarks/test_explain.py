@@ -55,7 +55,7 @@ def chosen(candidate: Candidate, *others: Candidate) -> Report:
     ],
 )
 def test_what_is_wrong_is_said_to_be(report: Report, larger: Report, at: int) -> None:
-    assert [verdict for _, _, verdict in claims(report, larger, UNFUSED)][at] == "**does not hold**"
+    assert [verdict for _, _, verdict in claims(report, larger, UNFUSED)][at] == "**does not compare_modes**"
 
 
 def test_without_measurements_nothing_is_claimed() -> None:

@@ -22,7 +22,7 @@ from autostream.runtime.clock import Measured
 from benchmarks import host
 from benchmarks.harness import training
 from benchmarks.host import PLAIN, ROWS, WORKLOADS, BusyClock, Pace, main, measured, order, table, unavailable
-from benchmarks.suites import contest_of
+from benchmarks.suites import comparison_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 
@@ -161,7 +161,7 @@ def test_a_process_is_ended_with_the_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_process_writes_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
-    monkeypatch.setattr(host, "contest_of", lambda row, device: lambda: (row, device))
+    monkeypatch.setattr(host, "comparison_of", lambda row, device: lambda: (row, device))
     monkeypatch.setattr(host, "measured", lambda *arguments: asked.append(arguments[:2]) or {"modes": {}})
     host.write("towers8", True, 0.0, str(tmp_path / "row.json"))
     assert asked == [((ROWS["towers8"], "cuda"), True)]
@@ -196,7 +196,7 @@ def test_modes_that_work_are_timed_and_the_others_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(host, "PLAIN", {"bare_replay": modes.eager, "autostream": PLAIN["autostream"]})
     monkeypatch.setattr(host, "COMPILED", {"wrong": lambda model, args: Wrong(), "broken": broken})
     said: list[str] = []
-    row = measured(contest_of(ROWS["linear"], "cpu")(), True, said.append)
+    row = measured(comparison_of(ROWS["linear"], "cpu")(), True, said.append)
     cells = row["modes"]
     assert {mode for mode, cell in cells.items() if "failed" not in cell} == {"bare_replay", "autostream"}
     assert cells["wrong"]["failed"].startswith("wrong: error ")
@@ -216,7 +216,7 @@ def test_modes_that_work_are_timed_and_the_others_named(monkeypatch: pytest.Monk
 def test_where_autostream_fails_the_others_are_timed(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
     monkeypatch.setattr(host, "PLAIN", {"bare_replay": modes.eager, "autostream": broken})
     monkeypatch.setattr(host, "COMPILED", {})
-    row = measured(contest_of(ROWS["linear"], "cpu")(), False, lambda what: None)
+    row = measured(comparison_of(ROWS["linear"], "cpu")(), False, lambda what: None)
     assert row["autostream_before_compile_us"] is None
     assert "autostream_after_compile_us" not in row
     assert row["modes"]["bare_replay"]["host_us"]
@@ -227,7 +227,9 @@ def test_training_steps_are_timed_with_gradients(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host, "TRAINING", {"bare_replay": training.eager})
     monkeypatch.setattr(host, "STEPS", 2)
     monkeypatch.setattr(host, "FEWEST_ROUNDS", 2)
-    row = measured(contest_of(replace(ROWS["mlp12_adamw"], batch=2, dtype="float32"), "cpu")(), True, lambda what: None)
+    row = measured(
+        comparison_of(replace(ROWS["mlp12_adamw"], batch=2, dtype="float32"), "cpu")(), True, lambda what: None
+    )
     assert row["modes"]["bare_replay"]["queued_calls"] == host.STEPS
     assert [*row] == ["modes"], "nothing is compiled there"
 
@@ -243,7 +245,7 @@ def test_collections_are_off_while_calls_are_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Ticks, "host_us", host_us)
     monkeypatch.setattr(host, "PLAIN", {"autostream": modes.eager})
     monkeypatch.setattr(host, "COMPILED", {})
-    measured(contest_of(ROWS["linear"], "cpu")(), True, lambda what: None)
+    measured(comparison_of(ROWS["linear"], "cpu")(), True, lambda what: None)
     assert seen == {False}
     assert gc.isenabled()
 

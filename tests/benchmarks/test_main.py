@@ -18,9 +18,9 @@ import tqdm.std
 
 from benchmarks import __main__ as command
 from benchmarks import result
-from benchmarks.harness.contest import Cell, Contest
+from benchmarks.harness.comparison import Cell, Comparison
 from benchmarks.harness.isolation import Outcome
-from benchmarks.suites import SUITES, Row, contest_of
+from benchmarks.suites import SUITES, Row, comparison_of
 from tests.benchmarks.results import LATER, OTHER_GPU, STAMP, cell, check, failed, row
 from tests.benchmarks.results import result as made
 
@@ -29,10 +29,10 @@ class Lab:
     """In the place of measuring: notes what is asked for and answers at once, as told.
 
     Attributes:
-        asked: workload and modes of each contest.
-        timeouts: of each contest.
+        asked: workload and modes of each comparison.
+        timeouts: of each comparison.
         others: outcomes by workload, where they are not that all modes are fine.
-        now: the clock, on which a contest takes 40 seconds.
+        now: the clock, on which a comparison takes 40 seconds.
         stamp: of all rows.
     """
 
@@ -43,12 +43,12 @@ class Lab:
         self.now = 0.0
         self.stamp = STAMP
 
-    def hold(
-        self, make: Callable[[], Contest], modes: Sequence[str], timeout_s: float, note: Callable[[str], None]
+    def compare_modes(
+        self, make: Callable[[], Comparison], modes: Sequence[str], timeout_s: float, note: Callable[[str], None]
     ) -> Outcome:
-        """Answer in the place of ``hold_isolated``."""
+        """Answer in the place of ``compare_isolated``."""
         (wanted, device) = make.args  # type: ignore[attr-defined]
-        assert make.func is contest_of(wanted, device).func  # type: ignore[attr-defined]
+        assert make.func is comparison_of(wanted, device).func  # type: ignore[attr-defined]
         self.asked.append((wanted.workload, tuple(modes)))
         self.timeouts.append(timeout_s)
         for mode in modes:
@@ -73,7 +73,7 @@ def timed() -> Cell:
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     lab = Lab()
-    monkeypatch.setattr(command, "hold_isolated", lab.hold)
+    monkeypatch.setattr(command, "compare_isolated", lab.compare_modes)
     monkeypatch.setattr(command, "stamp", lambda: lab.stamp)
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: lab.now))
     return lab
@@ -257,12 +257,12 @@ def test_trying_again_does_not_lose_what_there_was(lab: Lab, out: Path) -> None:
 def test_two_commands_may_add_to_one_file(lab: Lab, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second runs while the first one measures."""
 
-    def hold(*args: Any) -> Outcome:
-        monkeypatch.setattr(command, "hold_isolated", lab.hold)
+    def compare_modes(*args: Any) -> Outcome:
+        monkeypatch.setattr(command, "compare_isolated", lab.compare_modes)
         run(out, "--workloads", "towers8")
-        return lab.hold(*args)
+        return lab.compare_modes(*args)
 
-    monkeypatch.setattr(command, "hold_isolated", hold)
+    monkeypatch.setattr(command, "compare_isolated", compare_modes)
     run(out, "--workloads", "mm_small")
     assert names(out) == ["mm_small", "towers8"]
 

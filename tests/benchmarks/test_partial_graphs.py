@@ -1,4 +1,4 @@
-"""Models that no CUDA graph can hold whole: what stands in their table."""
+"""Models that no CUDA graph can compare_modes whole: what stands in their table."""
 
 from __future__ import annotations
 

@@ -402,7 +402,7 @@ def test_what_cannot_be_searched_is_refused(argv: list[str], said: str, capsys: 
 
 @pytest.mark.gpu
 def test_memory_does_not_grow_with_what_is_tried() -> None:
-    """A hundred graphs that stayed would hold far more than one does, even the largest."""
+    """A hundred graphs that stayed would compare_modes far more than one does, even the largest."""
 
     def reserved(seeds: range) -> int:
         for seed in seeds:

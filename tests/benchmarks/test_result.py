@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from autostream.options import PolicyName
 from benchmarks import result
-from benchmarks.harness.contest import Cell, Status
+from benchmarks.harness.comparison import Cell, Status
 from benchmarks.result import ResultError
 from benchmarks.stamp import LIBRARIES, RESULTS, stamp
 from benchmarks.suites import Row

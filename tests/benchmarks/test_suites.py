@@ -13,7 +13,7 @@ from benchmarks.harness.inference import Inference
 from benchmarks.harness.modes import AUTOSTREAM, modes_of
 from benchmarks.harness.training import Training, training_modes_of
 from benchmarks.memory import ONE_STREAM
-from benchmarks.suites import SUITES, Row, contest_of
+from benchmarks.suites import SUITES, Row, comparison_of
 from tests.benchmarks.results import SCHEMA
 
 
@@ -91,10 +91,10 @@ def test_the_schema_has_the_suites_dtypes_and_optimizers() -> None:
 
 
 def test_a_contest_is_made_from_a_row_in_any_process() -> None:
-    contest = pickle.loads(pickle.dumps(contest_of(Row("mm_small", 2, "float32"), "cpu")))()
-    assert isinstance(contest, Inference)
-    assert contest.device == torch.device("cpu")
-    output = contest.contender("eager").call()
+    comparison = pickle.loads(pickle.dumps(comparison_of(Row("mm_small", 2, "float32"), "cpu")))()
+    assert isinstance(comparison, Inference)
+    assert comparison.device == torch.device("cpu")
+    output = comparison.prepare("eager").call()
     assert isinstance(output, torch.Tensor)
     assert (len(output), output.dtype) == (2 * 128, torch.float32)
 
@@ -111,8 +111,8 @@ def test_a_row_with_an_optimizer_is_a_training_step(monkeypatch: pytest.MonkeyPa
     prepared = []
     prepare = zoo.prepare_training
     monkeypatch.setattr(zoo, "prepare_training", lambda *args: prepared.append(args) or prepare(*args))  # type: ignore[func-returns-value]
-    contest = contest_of(Row("small", 6, "bfloat16", "adamw"), "cpu")()
-    assert isinstance(contest, Training)
-    contest.contender("eager")
+    comparison = comparison_of(Row("small", 6, "bfloat16", "adamw"), "cpu")()
+    assert isinstance(comparison, Training)
+    comparison.prepare("eager")
     assert {args[:-1] for args in prepared} == {(small, 6, "adamw", torch.device("cpu"))}
     assert prepared[-1][-1] == torch.bfloat16, "what is timed; it is checked in others"

@@ -317,8 +317,8 @@ def test_the_graph_is_shown_before_and_after_each_stage(capsys: pytest.CaptureFi
     heads = [part.split(":")[0] for part in shown.split("\n\n") if part.startswith("After ")]
     assert heads == ["After trace", "After analyze", "After price", "After assign and synchronize", "After lower"]
     traced, _, lowered = (part for part in shown.split("\n\n") if "def forward(" in part or "analyze" in part)
-    assert "autostream_execution_streams" not in traced
-    assert "autostream_execution_streams_fork('cuda:0', 2)" in lowered
+    assert "autostream_runtime_streams" not in traced
+    assert "autostream_runtime_streams_fork('cuda:0', 2)" in lowered
 
 
 def test_report_writes_a_page(model: str, planned: SimpleNamespace) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from autostream import cli
-from autostream.cli.terminal import note, progress, show
+from autostream.cli.terminal import progress, show, status
 from autostream.reporting.text import render
 from tests.reporting.reports import REPORT
 
@@ -107,7 +107,7 @@ def test_what_is_quick_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("planning net", every_s=0.0):
-        note("eager")
+        status("eager")
     assert capsys.readouterr().err == ""
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import autostream
-from benchmarks.harness.contest import hold
+from benchmarks.harness.comparison import compare_modes
 from benchmarks.harness.inference import Inference, subject_of
 from tests.alone import alone
 from tests.wearing import WEARING, batch, check_calls, check_given, plain_step, steps, worn
@@ -109,8 +109,8 @@ def test_so_it_is_in_training(name: str) -> None:
 @alone
 def test_modes_are_timed_on_the_state_that_there_was(name: str) -> None:
     model = worn(name, 1, GPU).eval()
-    contest = Inference(subject_of(model, (batch(0, GPU),)))
-    contest.require_checkable()
-    cells = hold(contest, ["eager", "cuda_graph", "autostream"])
+    comparison = Inference(subject_of(model, (batch(0, GPU),)))
+    comparison.require_checkable()
+    cells = compare_modes(comparison, ["eager", "cuda_graph", "autostream"])
     assert [(cell.status, cell.reason) for cell in cells.values()] == [("ok", "")] * 3
     check_alive()

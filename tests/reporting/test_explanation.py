@@ -27,8 +27,7 @@ from tests.reporting.reports import (
     REPORT,
     UNCAPTURED,
 )
-from tests.scheduling.graphs import costs_of, graph_of, profile_with
-from tests.scheduling.test_losses import GPU, planned
+from tests.scheduling.graphs import PRICED, costs_of, graph_of, planned, profile_with
 
 SIDE_BY_SIDE = replace(
     CHOSEN, schedule=Schedule("test", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,))), join_waits=("b",))
@@ -370,7 +369,7 @@ def test_the_uncaptured_are_no_rivals_of_the_captured() -> None:
     assert found.explained is None
 
 
-@given(planned(), st.sampled_from([GPU, NEAR]), st.sampled_from([None, 1.0, 1000.0]), st.booleans())
+@given(planned(), st.sampled_from([PRICED, NEAR]), st.sampled_from([None, 1.0, 1000.0]), st.booleans())
 def test_whatever_is_planned_is_explained_to_the_last_microsecond(
     plan: tuple[OpGraph, Schedule, Mapping[str, OpCost]],
     profile: DeviceProfile,
@@ -398,7 +397,7 @@ def test_whatever_is_planned_is_explained_to_the_last_microsecond(
     assert json.loads(report.to_json())["explanation"]["explained"] == found.explained
 
 
-@given(planned(), st.sampled_from([GPU, NEAR]), st.sampled_from([None, 1.0, 1000.0]))
+@given(planned(), st.sampled_from([PRICED, NEAR]), st.sampled_from([None, 1.0, 1000.0]))
 def test_what_the_budget_keeps_out_is_explained_to_the_last_microsecond_too(
     plan: tuple[OpGraph, Schedule, Mapping[str, OpCost]], profile: DeviceProfile, measured_us: float | None
 ) -> None:

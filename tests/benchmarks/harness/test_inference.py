@@ -34,14 +34,14 @@ def subject() -> Subject:
     return subject_of(Net().eval(), (torch.randn(4, 8),))
 
 
-def contest_with(monkeypatch: pytest.MonkeyPatch, subject: Subject, mode: Callable[..., Any]) -> Inference:
-    """A contest with one more mode, ``"cheat"``."""
+def comparison_with(monkeypatch: pytest.MonkeyPatch, subject: Subject, mode: Callable[..., Any]) -> Inference:
+    """A comparison with one more mode, ``"cheat"``."""
     monkeypatch.setattr(inference, "modes_of", lambda device: {"eager": eager, "cheat": mode})
     return Inference(subject)
 
 
-def is_right(contest: Inference, mode: str) -> bool:
-    return contest.contender(mode).error() <= contest.allowed_error
+def is_right(comparison: Inference, mode: str) -> bool:
+    return comparison.prepare(mode).error() <= comparison.allowed_error
 
 
 # What is right
@@ -74,9 +74,9 @@ def overwriting(model: nn.Module, args: Any) -> Callable[..., Any]:
 def test_a_mode_that_cheats_is_wrong(
     monkeypatch: pytest.MonkeyPatch, subject: Subject, mode: Callable[..., Any]
 ) -> None:
-    contest = contest_with(monkeypatch, subject, mode)
-    assert is_right(contest, "eager")
-    assert not is_right(contest, "cheat")
+    comparison = comparison_with(monkeypatch, subject, mode)
+    assert is_right(comparison, "eager")
+    assert not is_right(comparison, "cheat")
 
 
 def test_a_plain_model_that_is_not_finite_lets_nothing_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +85,10 @@ def test_a_plain_model_that_is_not_finite_lets_nothing_pass(monkeypatch: pytest.
             return x * 60000
 
     subject = subject_of(Overflow(), (torch.tensor([1.0, 2.0]).half(),))
-    contest = contest_with(monkeypatch, subject, lambda model, args: torch.zeros_like)
-    assert contest.eager_error == float("inf")
-    assert not is_right(contest, "eager")
-    assert not is_right(contest, "cheat")
+    comparison = comparison_with(monkeypatch, subject, lambda model, args: torch.zeros_like)
+    assert comparison.eager_error == float("inf")
+    assert not is_right(comparison, "eager")
+    assert not is_right(comparison, "cheat")
 
 
 class Random(nn.Module):
@@ -151,11 +151,11 @@ class Reporting(nn.Module):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_reports_are_those_of_after_the_calls_and_not_the_models_own() -> None:
-    contest = Inference(subject_of(Reporting().eval(), (torch.randn(2, 4),)))
-    contender = contest.contender("autostream")
-    contender.call()
-    assert [report.mode for report in contender.reports()] == ["graph breaks"]
-    assert contest.contender("eager").reports() == ()
+    comparison = Inference(subject_of(Reporting().eval(), (torch.randn(2, 4),)))
+    prepared = comparison.prepare("autostream")
+    prepared.call()
+    assert [report.mode for report in prepared.reports()] == ["graph breaks"]
+    assert comparison.prepare("eager").reports() == ()
 
 
 # Subjects

@@ -1,4 +1,4 @@
-"""Contests in a process of their own, which some modes end, and what becomes of the others.
+"""Comparisons in a process of their own, which some modes end, and what becomes of the others.
 
 A process takes seconds to start, so each test starts as few as it can.
 """
@@ -23,21 +23,21 @@ import torch
 
 from autostream.errors import TargetError
 from benchmarks.harness import isolation
-from benchmarks.harness.contest import Cell, Contender, Contest
-from benchmarks.harness.isolation import Outcome, hold_isolated
+from benchmarks.harness.comparison import Cell, Comparison, PreparedMode
+from benchmarks.harness.isolation import Outcome, compare_isolated
 
 CPU = torch.device("cpu")
 
 
 @dataclass
 class ByHand:
-    """A contest of modes that do what their names say."""
+    """A comparison of modes that do what their names say."""
 
     device: torch.device = CPU
     allowed_error: float = 0.1
     modes: tuple[str, ...] = ("works", "raises", "caches", "exits", "errs", "hangs")
 
-    def contender(self, mode: str) -> Contender:
+    def prepare(self, mode: str) -> PreparedMode:
         if mode == "raises":
             raise ValueError("no kernel")
         if mode == "exits":
@@ -47,22 +47,22 @@ class ByHand:
             raise ValueError(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         if mode == "hangs":
             time.sleep(600)
-        return Contender(lambda: time.sleep(1e-3), lambda: 1.0 if mode == "errs" else 0.0)
+        return PreparedMode(lambda: time.sleep(1e-3), lambda: 1.0 if mode == "errs" else 0.0)
 
 
-def by_hand() -> Contest:
+def by_hand() -> Comparison:
     return ByHand()
 
 
-def no_contest(error: type[Exception], text: str) -> Contest:
+def no_comparison(error: type[Exception], text: str) -> Comparison:
     raise error(text)
 
 
-def no_process() -> Contest:
+def no_process() -> Comparison:
     os._exit(5)
 
 
-def too_late() -> Contest:
+def too_late() -> Comparison:
     time.sleep(20)
     raise AssertionError("it was waited for")
 
@@ -74,11 +74,11 @@ def statuses(outcome: Outcome) -> dict[str, tuple[str, str]]:
 def test_a_mode_that_ends_its_process_costs_only_its_own_cell() -> None:
     """Two processes: in the first, one mode raises and the next one exits; the second goes without the latter."""
     notes: list[str] = []
-    outcome = hold_isolated(by_hand, ["works", "raises", "exits", "errs", "caches"], 60.0, notes.append)
+    outcome = compare_isolated(by_hand, ["works", "raises", "exits", "errs", "caches"], 60.0, notes.append)
     assert outcome.failure == ""
     _, caches = statuses(outcome).pop("caches")[1].split("ValueError: ")
     assert caches != os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    assert not Path(caches).exists(), "they end with the contest"
+    assert not Path(caches).exists(), "they end with the comparison"
     outcome.cells.pop("caches")
     assert statuses(outcome) == {
         "works": ("ok", ""),
@@ -95,23 +95,23 @@ def test_a_mode_that_ends_its_process_costs_only_its_own_cell() -> None:
 @pytest.mark.parametrize(
     ("make", "failure"),
     [
-        pytest.param(partial(no_contest, TargetError, "no such\nmodel"), "no such\nmodel", id="our error, in full"),
+        pytest.param(partial(no_comparison, TargetError, "no such\nmodel"), "no such\nmodel", id="our error, in full"),
         pytest.param(no_process, "crashed: exit code 5", id="a crash"),
     ],
 )
-def test_a_contest_that_cannot_be_made_has_no_cells(make: Callable[[], Contest], failure: str) -> None:
-    assert hold_isolated(make, ["a", "b"], 60.0) == Outcome({}, failure)
+def test_a_contest_that_cannot_be_made_has_no_cells(make: Callable[[], Comparison], failure: str) -> None:
+    assert compare_isolated(make, ["a", "b"], 60.0) == Outcome({}, failure)
 
 
 def test_a_contest_that_is_made_too_late_has_no_cells() -> None:
-    assert hold_isolated(too_late, ["a"], 1.0) == Outcome({}, "timed out: no sign of life for 1 s")
+    assert compare_isolated(too_late, ["a"], 1.0) == Outcome({}, "timed out: no sign of life for 1 s")
     assert multiprocessing.active_children() == []
 
 
 class Interrupted:
-    """Makes a contest never; an interrupt comes before its process runs any code of ours."""
+    """Makes a comparison never; an interrupt comes before its process runs any code of ours."""
 
-    def __call__(self) -> Contest:
+    def __call__(self) -> Comparison:
         with multiprocessing.RLock():
             return too_late()
 
@@ -125,9 +125,9 @@ class Interrupted:
 def test_a_process_that_is_ended_says_nothing_and_takes_no_interrupts(tmp_path: Path) -> None:
     """In a program of its own, since what tracks locks is started once, and speaks when the program ends."""
     program = (
-        "from benchmarks.harness.isolation import hold_isolated\n"
+        "from benchmarks.harness.isolation import compare_isolated\n"
         "from tests.benchmarks.harness.test_isolation import Interrupted\n"
-        "if __name__ == '__main__': print(hold_isolated(Interrupted(), ['a'], 6.0).failure)\n"
+        "if __name__ == '__main__': print(compare_isolated(Interrupted(), ['a'], 6.0).failure)\n"
     )
     (tmp_path / "program.py").write_text(program)
     root = Path(__file__).parents[3]
@@ -162,7 +162,7 @@ def test_an_interrupt_while_the_process_starts_ends_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", interrupted)
     notes: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        hold_isolated(by_hand, ["hangs"], 6.0, notes.append)
+        compare_isolated(by_hand, ["hangs"], 6.0, notes.append)
     assert notes == [], "and no longer"
     assert multiprocessing.active_children() == []
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -175,7 +175,7 @@ def test_whoever_interrupts_ends_the_process_too() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hold_isolated(by_hand, ["hangs"], 60.0, interrupt)
+        compare_isolated(by_hand, ["hangs"], 60.0, interrupt)
     assert multiprocessing.active_children() == []
 
 
@@ -202,7 +202,7 @@ def test_each_attempt_goes_without_the_modes_that_ended_those_before(monkeypatch
         isolation._Attempt(None, "a", "crashed", "dead"),
         isolation._Attempt(Outcome({"b": Cell("ok"), "d": Cell("ok")})),
     )
-    outcome = hold_isolated(by_hand, ["a", "b", "c", "d"], 1.0)
+    outcome = compare_isolated(by_hand, ["a", "b", "c", "d"], 1.0)
     assert asked == [["a", "b", "c", "d"], ["a", "b", "d"], ["b", "d"]]
     assert list(outcome.cells) == ["a", "b", "c", "d"]
     assert [cell.status for cell in outcome.cells.values()] == ["crashed", "ok", "timed out", "ok"]
@@ -210,4 +210,4 @@ def test_each_attempt_goes_without_the_modes_that_ended_those_before(monkeypatch
 
 def test_cells_stay_when_the_contest_can_be_made_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, isolation._Attempt(None, "a", "crashed", "dead"), isolation._Attempt(None, reason="lost"))
-    assert hold_isolated(by_hand, ["a", "b"], 1.0) == Outcome({"a": Cell("crashed", "dead")}, "crashed: lost")
+    assert compare_isolated(by_hand, ["a", "b"], 1.0) == Outcome({"a": Cell("crashed", "dead")}, "crashed: lost")

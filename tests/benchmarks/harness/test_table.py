@@ -26,7 +26,7 @@ def cell(us: float, *, scatter: float = 0.0, device: float | None = None, **fact
 
 @pytest.fixture
 def rows() -> list[Row]:
-    """One row in order, with a mode that is noisy and one that is wrong; one without a contest."""
+    """One row in order, with a mode that is noisy and one that is wrong; one without a comparison."""
     facts = {"allocated_bytes": 2_500_000, "reserved_bytes": 0, "first_s": 1.25, "error": 1e-3}
     schedule = {"mode": "cuda graph", "policy": "path_cover", "streams": 4}
     cells = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import training
-from benchmarks.harness.contest import hold
+from benchmarks.harness.comparison import compare_modes
 from benchmarks.harness.training import CPU, CUDA, Training, TrainingSubject, eager, training_modes_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -37,17 +37,17 @@ def subject(optimizer: str = "sgd", device: str = "cpu", dtype: torch.dtype = to
     return TrainingSubject(model, OPTIMIZERS[optimizer](model.parameters()), (x, y), mean_square)
 
 
-def is_right(contest: Training, mode: str) -> bool:
-    return contest.contender(mode).error() <= contest.allowed_error
+def is_right(comparison: Training, mode: str) -> bool:
+    return comparison.prepare(mode).error() <= comparison.allowed_error
 
 
-def contest_with(monkeypatch: pytest.MonkeyPatch, mode: Callable[..., Any], optimizer: str = "sgd") -> Training:
-    """A contest with one more mode, ``"cheat"``."""
+def comparison_with(monkeypatch: pytest.MonkeyPatch, mode: Callable[..., Any], optimizer: str = "sgd") -> Training:
+    """A comparison with one more mode, ``"cheat"``."""
     monkeypatch.setattr(training, "training_modes_of", lambda device: {"eager": eager, "cheat": mode})
-    return contest_of(optimizer)
+    return comparison_of(optimizer)
 
 
-def contest_of(optimizer: str = "sgd", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Training:
+def comparison_of(optimizer: str = "sgd", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Training:
     return Training(partial(subject, optimizer, device), dtype)
 
 
@@ -69,11 +69,11 @@ def test_a_gpu_has_all_modes_and_a_cpu_those_without_graphs() -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(("mode", "optimizer"), [("compile_default", "sgd"), ("autostream", "adamw")])
 def test_a_mode_of_the_cpu_is_right(mode: str, optimizer: str) -> None:
-    contest = contest_of(optimizer)
-    assert contest.eager_error < 1e-4
-    contender = contest.contender(mode)
-    assert contender.error() <= contest.allowed_error
-    assert len(contender.reports()) == (mode == "autostream")
+    comparison = comparison_of(optimizer)
+    assert comparison.eager_error < 1e-4
+    prepared = comparison.prepare(mode)
+    assert prepared.error() <= comparison.allowed_error
+    assert len(prepared.reports()) == (mode == "autostream")
 
 
 @pytest.mark.gpu
@@ -82,7 +82,7 @@ def test_a_mode_of_the_cpu_is_right(mode: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mode", CUDA)
 def test_a_mode_of_the_gpu_is_right(mode: str, optimizer: str) -> None:
-    assert is_right(contest_of(optimizer, "cuda"), mode)
+    assert is_right(comparison_of(optimizer, "cuda"), mode)
 
 
 def test_a_step_is_forward_backward_optimizer_and_zero_grad() -> None:
@@ -176,16 +176,16 @@ def not_a_number(subject: TrainingSubject) -> training.Step:
 def test_a_step_that_leaves_something_out_is_wrong(
     monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step]
 ) -> None:
-    contest = contest_with(monkeypatch, mode)
-    assert is_right(contest, "eager")
-    assert not is_right(contest, "cheat")
+    comparison = comparison_with(monkeypatch, mode)
+    assert is_right(comparison, "eager")
+    assert not is_right(comparison, "cheat")
 
 
 @pytest.mark.parametrize("mode", [warmed_up, overwriting])
 def test_what_modes_may_do_is_right(
     monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step]
 ) -> None:
-    assert is_right(contest_with(monkeypatch, mode), "cheat")
+    assert is_right(comparison_with(monkeypatch, mode), "cheat")
 
 
 def zeroing(names: str) -> Callable[[TrainingSubject], training.Step]:
@@ -220,9 +220,9 @@ def test_what_hides_in_the_roundings_of_half_precision_is_seen(
     monkeypatch: pytest.MonkeyPatch, mode: Callable[[TrainingSubject], training.Step]
 ) -> None:
     monkeypatch.setattr(training, "training_modes_of", lambda device: {"eager": eager, "cheat": mode})
-    contest = contest_of("adamw", dtype=torch.bfloat16)
-    assert is_right(contest, "eager")
-    assert not is_right(contest, "cheat")
+    comparison = comparison_of("adamw", dtype=torch.bfloat16)
+    assert is_right(comparison, "eager")
+    assert not is_right(comparison, "cheat")
 
 
 def test_what_goes_wrong_in_the_timed_dtype_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +231,8 @@ def test_what_goes_wrong_in_the_timed_dtype_alone_is_seen(monkeypatch: pytest.Mo
         factor = 1 if subject.data[0].dtype is torch.float32 else 3
         return lambda *data: step(*data) * factor
 
-    contest = contest_with(monkeypatch, halves)
-    assert is_right(contest, "cheat")
+    comparison = comparison_with(monkeypatch, halves)
+    assert is_right(comparison, "cheat")
     assert not is_right(Training(partial(subject, "sgd", "cpu"), torch.bfloat16), "cheat")
 
 
@@ -247,21 +247,21 @@ def test_a_tensor_that_plain_steps_miss_tells_nothing() -> None:
             model[0].bias.zero_()
         return TrainingSubject(model, OPTIMIZERS["adamw"](model.parameters()), made.data, made.loss)
 
-    contest = Training(biased, torch.float32)
-    assert contest.eager_error < 0.01
-    assert is_right(contest, "eager")
+    comparison = Training(biased, torch.float32)
+    assert comparison.eager_error < 0.01
+    assert is_right(comparison, "eager")
 
 
 # Before and after
 
 
 def test_a_mode_is_checked_from_the_start_however_often_it_ran() -> None:
-    contest = contest_of("adamw")
-    contender = contest.contender("eager")
-    fresh = contender.error()
+    comparison = comparison_of("adamw")
+    prepared = comparison.prepare("eager")
+    fresh = prepared.error()
     for _ in range(5):
-        contender.call()
-    assert contender.error() == fresh == contest.eager_error
+        prepared.call()
+    assert prepared.error() == fresh == comparison.eager_error
 
 
 def noting(made: list[TrainingSubject]) -> Callable[[torch.dtype], TrainingSubject]:
@@ -270,9 +270,9 @@ def noting(made: list[TrainingSubject]) -> Callable[[torch.dtype], TrainingSubje
 
 def test_what_is_timed_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[TrainingSubject] = []
-    contest = Training(noting(made), torch.float32)
-    contender, twin = contest.contender("eager"), subject()
-    contender.call()
+    comparison = Training(noting(made), torch.float32)
+    prepared, twin = comparison.prepare("eager"), subject()
+    prepared.call()
     eager(twin)(*twin.data)
     torch.testing.assert_close(made[-1].model.state_dict(), twin.model.state_dict(), rtol=0, atol=0)
 
@@ -288,7 +288,7 @@ def test_no_mode_pays_for_the_products_of_those_who_looked_at_its_subject() -> N
         model = nn.BatchNorm1d(8).to("cuda:0", dtype).train()
         return TrainingSubject(model, OPTIMIZERS["sgd"](model.parameters()), (x, x.flip(0)), mean_square)
 
-    cell = hold(Training(make, torch.float32), ["cuda_graph"])["cuda_graph"]
+    cell = compare_modes(Training(make, torch.float32), ["cuda_graph"])["cuda_graph"]
     assert cell.status == "ok", cell.reason
     assert cell.allocated_bytes is not None
     assert cell.allocated_bytes < 2**20

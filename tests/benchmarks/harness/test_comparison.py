@@ -1,4 +1,4 @@
-"""Contests made by hand: who is timed, and what a cell says of the others."""
+"""Comparisons made by hand: who is timed, and what a cell says of the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import autostream
 from autostream.ir import Decision
 from autostream.reporting.report import Report
 from autostream.runtime.clock import HostClock, Times
-from benchmarks.harness.contest import Cell, Contender, hold
+from benchmarks.harness.comparison import Cell, PreparedMode, compare_modes
 
 CPU = torch.device("cpu")
 
@@ -31,12 +31,12 @@ class ByHand:
     reports: tuple[Report, ...] = ()
     log: list[str] = field(default_factory=list)
 
-    def contender(self, mode: str) -> Contender:
+    def prepare(self, mode: str) -> PreparedMode:
         self.log.append(f"prepare {mode}")
         error = self.modes[mode]
         if isinstance(error, Exception):
             raise error
-        return Contender(lambda: self.log.append(mode), lambda: error, lambda: self.reports)
+        return PreparedMode(lambda: self.log.append(mode), lambda: error, lambda: self.reports)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def statuses(cells: dict[str, Cell]) -> dict[str, str]:
 
 
 def test_what_is_right_is_timed_in_all_rounds() -> None:
-    cell = hold(ByHand({"a": 0.05}), ["a"])["a"]
+    cell = compare_modes(ByHand({"a": 0.05}), ["a"])["a"]
     assert (cell.status, cell.reason, cell.error) == ("ok", "", 0.05)
     assert cell.call_us == [at + 1.5 for at in range(25)]
     assert cell.device_us == [at + 2.0 for at in range(25)]
@@ -73,7 +73,7 @@ def test_what_is_right_is_timed_in_all_rounds() -> None:
 
 
 def test_a_mode_that_fails_leaves_the_others() -> None:
-    cells = hold(ByHand({"a": 0.0, "b": ValueError("\nno kernel\nlong story"), "c": 0.0}), ["a", "b", "c"])
+    cells = compare_modes(ByHand({"a": 0.0, "b": ValueError("\nno kernel\nlong story"), "c": 0.0}), ["a", "b", "c"])
     assert statuses(cells) == {"a": "ok", "b": "failed", "c": "ok"}
     assert cells["b"].dump() == {"status": "failed", "reason": "ValueError: no kernel"}
     assert len(cells["a"].call_us) == len(cells["c"].call_us) == 25
@@ -82,15 +82,15 @@ def test_a_mode_that_fails_leaves_the_others() -> None:
 @pytest.mark.parametrize("broken", ["call", "error"])
 def test_a_mode_may_fail_in_its_first_call_or_when_it_is_checked(broken: str) -> None:
     class Broken(ByHand):
-        def contender(self, mode: str) -> Contender:
-            return replace(super().contender(mode), **{broken: lambda: 1 // 0})
+        def prepare(self, mode: str) -> PreparedMode:
+            return replace(super().prepare(mode), **{broken: lambda: 1 // 0})
 
-    assert hold(Broken({"a": 0.0}), ["a"])["a"].reason.startswith("ZeroDivisionError")
+    assert compare_modes(Broken({"a": 0.0}), ["a"])["a"].reason.startswith("ZeroDivisionError")
 
 
 def test_a_mode_that_is_wrong_is_not_timed_and_says_by_how_much() -> None:
     by_hand = ByHand({"a": 0.0, "b": 0.25})
-    cells = hold(by_hand, ["a", "b"])
+    cells = compare_modes(by_hand, ["a", "b"])
     assert statuses(cells) == {"a": "ok", "b": "wrong"}
     assert (cells["b"].error, cells["b"].reason) == (0.25, "error 2.5e-01, 1.0e-01 allowed")
     assert set(cells["b"].dump()) == {"status", "reason", "error", "first_s"}
@@ -105,9 +105,9 @@ class Souring(ByHand):
         self._then = then
         self._left = times
 
-    def contender(self, mode: str) -> Contender:
-        contender = super().contender(mode)
-        return contender if mode == "sweet" else replace(contender, error=self._error)
+    def prepare(self, mode: str) -> PreparedMode:
+        prepared = super().prepare(mode)
+        return prepared if mode == "sweet" else replace(prepared, error=self._error)
 
     def _error(self) -> float:
         self._left -= 1
@@ -124,7 +124,7 @@ class Souring(ByHand):
 def test_a_mode_that_turns_wrong_later_gets_no_time(times: int, when: str) -> None:
     """As a graph does whose memory a later one was given."""
     by_hand = Souring(times)
-    cells = hold(by_hand, ["sour", "sweet"])
+    cells = compare_modes(by_hand, ["sour", "sweet"])
     assert statuses(cells) == {"sour": "wrong", "sweet": "ok"}
     assert cells["sour"].reason == f"{when}: error 2.5e-01, 1.0e-01 allowed"
     assert not cells["sour"].call_us
@@ -133,7 +133,7 @@ def test_a_mode_that_turns_wrong_later_gets_no_time(times: int, when: str) -> No
 
 
 def test_a_mode_that_breaks_later_has_failed() -> None:
-    cells = hold(Souring(2, RuntimeError("lost")), ["sour", "sweet"])
+    cells = compare_modes(Souring(2, RuntimeError("lost")), ["sour", "sweet"])
     assert statuses(cells) == {"sour": "failed", "sweet": "ok"}
     assert cells["sour"].reason == "after it was timed: RuntimeError: lost"
     assert not cells["sour"].call_us
@@ -141,7 +141,7 @@ def test_a_mode_that_breaks_later_has_failed() -> None:
 
 def test_only_the_modes_that_are_asked_for_are_prepared_in_the_contests_order_and_before_any_is_timed() -> None:
     by_hand, notes = ByHand({"a": 0.0, "b": 0.0, "c": 0.0}), []
-    assert list(hold(by_hand, ["c", "a"], notes.append)) == ["a", "c"]
+    assert list(compare_modes(by_hand, ["c", "a"], notes.append)) == ["a", "c"]
     assert by_hand.log[:5] == ["prepare a", "a", "prepare c", "c", "a"]
     assert notes[:4] == ["a", "c", "a", "c"]
 
@@ -150,10 +150,10 @@ def test_garbage_is_collected_between_turns_only() -> None:
     enabled = []
 
     class Watched(ByHand):
-        def contender(self, mode: str) -> Contender:
-            return Contender(lambda: enabled.append(gc.isenabled()), lambda: 0.0)
+        def prepare(self, mode: str) -> PreparedMode:
+            return PreparedMode(lambda: enabled.append(gc.isenabled()), lambda: 0.0)
 
-    hold(Watched({"a": 0.0}), ["a"])
+    compare_modes(Watched({"a": 0.0}), ["a"])
     assert enabled[0]
     assert not any(enabled[1:])
     assert gc.isenabled()
@@ -164,7 +164,7 @@ def test_garbage_is_collected_between_turns_only() -> None:
 
 def test_json_has_no_infinity_so_the_reason_has_it() -> None:
     """Where an output has another shape."""
-    dump = hold(ByHand({"a": float("inf")}), ["a"])["a"].dump()
+    dump = compare_modes(ByHand({"a": float("inf")}), ["a"])["a"].dump()
     assert (dump["status"], dump["reason"]) == ("wrong", "error inf, 1.0e-01 allowed")
     assert "error" not in dump
     json.dumps(dump, allow_nan=False)
@@ -179,7 +179,7 @@ def scheduled_report() -> Report:
 def test_a_cell_has_what_autostream_chose() -> None:
     report = scheduled_report()
     assert report.chosen
-    schedule = hold(ByHand({"a": 0.0}, reports=(report,)), ["a"])["a"].schedule
+    schedule = compare_modes(ByHand({"a": 0.0}, reports=(report,)), ["a"])["a"].schedule
     assert schedule == {
         "mode": report.mode, "ops": 2, "policy": "sequential", "streams": 1, "waits": 0,
         "predicted_us": round(report.chosen.predicted_us, 2),
@@ -193,7 +193,7 @@ def test_a_cell_has_what_autostream_chose() -> None:
 def test_a_cell_has_why_autostream_did_nothing() -> None:
     decisions = [Decision("", "plain", reason) for reason in ("z", "y", "y", "x", "w")]
     report = Report("Model", "signature", "plain", refusals=tuple(decisions))
-    schedule = hold(ByHand({"a": 0.0}, reports=(report,)), ["a"])["a"].schedule
+    schedule = compare_modes(ByHand({"a": 0.0}, reports=(report,)), ["a"])["a"].schedule
     assert schedule == {"mode": "plain", "refusals": ["w", "x", "y"]}
 
 
@@ -201,12 +201,14 @@ def test_what_autostream_did_is_read_after_the_calls() -> None:
     """Pieces of a model are made in the calls that get to them."""
 
     class Late(ByHand):
-        def contender(self, mode: str) -> Contender:
+        def prepare(self, mode: str) -> PreparedMode:
             reports: list[Report] = []
-            return Contender(lambda: reports.append(Report("Model", "", "plain")), lambda: 0.0, lambda: tuple(reports))
+            return PreparedMode(
+                lambda: reports.append(Report("Model", "", "plain")), lambda: 0.0, lambda: tuple(reports)
+            )
 
-    assert hold(Late({"a": 0.0}), ["a"])["a"].schedule == {"mode": "plain"}
-    assert hold(ByHand({"a": 0.0}), ["a"])["a"].schedule == {}
+    assert compare_modes(Late({"a": 0.0}), ["a"])["a"].schedule == {"mode": "plain"}
+    assert compare_modes(ByHand({"a": 0.0}), ["a"])["a"].schedule == {}
 
 
 @pytest.mark.gpu
@@ -215,14 +217,14 @@ def test_memory_is_that_of_the_mode_alone() -> None:
     held: list[Any] = []
 
     class Hungry(ByHand):
-        def contender(self, mode: str) -> Contender:
+        def prepare(self, mode: str) -> PreparedMode:
             if mode == "holds":
                 held.append(torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda:0"))
-                return Contender(lambda: None, lambda: 0.0)
-            return Contender(lambda: torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda:0"), lambda: 0.0)
+                return PreparedMode(lambda: None, lambda: 0.0)
+            return PreparedMode(lambda: torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda:0"), lambda: 0.0)
 
     def use(modes: Sequence[str]) -> list[tuple[int | None, int | None]]:
-        cells = hold(Hungry(dict.fromkeys(modes, 0.0), torch.device("cuda:0"), allowed_error=-1.0), modes)
+        cells = compare_modes(Hungry(dict.fromkeys(modes, 0.0), torch.device("cuda:0"), allowed_error=-1.0), modes)
         return [(cell.allocated_bytes, cell.reserved_bytes) for cell in cells.values()]
 
     assert use(["holds", "uses"]) == [(64 * 2**20, 64 * 2**20), (32 * 2**20, 32 * 2**20)]
@@ -233,7 +235,7 @@ def test_memory_is_that_of_a_run_like_later_ones() -> None:
     """The first runs allocate 64 MiB, as those that warm up and record do, later ones 32; the check does not count."""
 
     class Settling(ByHand):
-        def contender(self, mode: str) -> Contender:
+        def prepare(self, mode: str) -> PreparedMode:
             sizes = iter([64, 64])
 
             def take(size: int) -> None:
@@ -243,7 +245,7 @@ def test_memory_is_that_of_a_run_like_later_ones() -> None:
                 take(128)
                 return 0.0
 
-            return Contender(lambda: take(next(sizes, 32)), error)
+            return PreparedMode(lambda: take(next(sizes, 32)), error)
 
-    cell = hold(Settling({"a": 0.0}, torch.device("cuda:0"), allowed_error=-1.0), ["a"])["a"]
+    cell = compare_modes(Settling({"a": 0.0}, torch.device("cuda:0"), allowed_error=-1.0), ["a"])["a"]
     assert (cell.allocated_bytes, cell.reserved_bytes) == (32 * 2**20, 32 * 2**20)
