@@ -104,12 +104,12 @@ def prefetch(
     index = torch.cuda.current_device() if target.index is None else target.index
     if index >= torch.cuda.device_count():
         raise TargetError(f"prefetch finds no {target} here: use cuda:0 to cuda:{torch.cuda.device_count() - 1}")
-    memory = new_memory if into is None else InputBuffers(depth + 1, _slots_of(into)).memory
+    memory = new_memory if into is None else InputBuffers(depth + 1, _input_buffers_of(into)).memory
     return _Prefetched(loader, _Target(torch.device("cuda", index), memory), depth)
 
 
-def _slots_of(called: OptimizedModule | TrainStep) -> BufferTable:
-    return called.slots if isinstance(called, TrainStep) else called._autostream.slots
+def _input_buffers_of(called: OptimizedModule | TrainStep) -> BufferTable:
+    return called.input_buffers if isinstance(called, TrainStep) else called._autostream.input_buffers
 
 
 def _device_named(device: str | torch.device | int) -> torch.device:

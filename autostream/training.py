@@ -159,7 +159,7 @@ class TrainStep:
         options: what the step does, and how to schedule it.
 
     Attributes:
-        slots: input buffers that captured graphs read in place, filled by :func:`autostream.prefetch`.
+        input_buffers: buffers that captured graphs read in place, filled by :func:`autostream.prefetch`.
         disabled: whether every step runs eagerly: ``AUTOSTREAM_DISABLE`` was set when this was made.
     """
 
@@ -168,10 +168,10 @@ class TrainStep:
     ) -> None:
         self._parts = model, optimizer, loss_fn, options
         self._step = Step(Loss(loss_fn, model), optimizer, options)
-        self.slots, self.disabled = BufferTable(), disabled()
+        self.input_buffers, self.disabled = BufferTable(), disabled()
         reason = _eager_optimizer_reason(optimizer, options)
         self._graphs = [
-            Graphs(self._step, self.slots, whole=whole) for whole in (True, False) if not (whole and reason)
+            Graphs(self._step, self.input_buffers, whole=whole) for whole in (True, False) if not (whole and reason)
         ]
         self._eager_optimizer = {reason: Decision("", _EAGER_OPTIMIZER, reason)} if reason else {}
         self._eager: dict[str, Decision] = {}

@@ -104,8 +104,8 @@ class CapturedCall:
         scheduled = None if signature is None else signature.scheduled
         if signature is None or scheduled is None or not signature.is_direct or scheduled.detached or scheduled.frozen:
             return None
-        arguments, place = signature.arguments(values), None
-        if scheduled.captured is not None and (place := scheduled.reading(arguments)) is None:
+        arguments, graph = signature.arguments(values), None
+        if scheduled.captured is not None and (graph := scheduled.reading(arguments)) is None:
             return None
         try:
             tensors, call = flatten((args, kwargs))
@@ -120,14 +120,14 @@ class CapturedCall:
         if not tensors or aliases_of(tensors) or sources is None:
             return None
         return Replay(
-            PartialCall(scheduled, place, held, inputs, len(tensors)),
+            PartialCall(scheduled, graph, held, inputs, len(tensors)),
             held,
             call,
             tensors,
             (structure, sources),
             partial(captured.guards, model) if guarded else None,
             captured.stores,
-            guards_first=place is None or not scheduled.harmless,
+            guards_first=graph is None or not scheduled.harmless,
             writes=scheduled.writes,
         )
 

@@ -85,7 +85,7 @@ class CompiledGraph(OptimizedCallable):
         if half == "forward":
             context = replace(context, pools=GraphPools())
         if half:  # batches are copied in: one graph per input buffer would be two captures each
-            context = replace(context, slots=BufferTable())
+            context = replace(context, input_buffers=BufferTable())
         cut = partial(section, context, model) if may_cut else None
         self._context = replace(context, make_section=cut)
         self._paranoid = paranoid()
@@ -132,21 +132,21 @@ class CompiledGraph(OptimizedCallable):
         has_attributes = any(node.op == "get_attr" for node in module.graph.nodes)
         return not has_attributes and list(names) == self._names and self._module.code == module.code
 
-    def share_outputs(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
-        """Return the outputs at these positions from now on where the CUDA graph computes them, without a copy.
+    def share_outputs(self, values: Sequence[Any], indices: frozenset[int]) -> frozenset[int]:
+        """Return the outputs with these indices from now on where the CUDA graph computes them, without a copy.
 
         The next replay overwrites them. No other model's graphs may be in its memory pool.
 
         Args:
             values: inputs of the signature that this is for.
-            places: positions of outputs.
+            indices: of outputs.
 
         Returns:
-            The positions of the outputs that are shared.
+            The indices of the outputs that are shared.
         """
         signature = self.signature(values)
         scheduled = None if signature is None else signature.scheduled
-        return frozenset() if scheduled is None else scheduled.share_outputs(places)
+        return frozenset() if scheduled is None else scheduled.share_outputs(indices)
 
     def run_eagerly(self, *values: Any) -> Sequence[Any]:
         """Run the graph op by op."""
@@ -440,8 +440,8 @@ class CompiledSignature:
         arguments = self.arguments(values)
         run = self._run
         if run is None or not run.is_of(scheduled.latest, arguments):
-            place = scheduled.reading(arguments)
-            run = None if place is None else LatestRun(place, arguments)
+            graph = scheduled.reading(arguments)
+            run = None if graph is None else LatestRun(graph, arguments)
         elif not run.unmoved(arguments):
             run = None
         self._run = run

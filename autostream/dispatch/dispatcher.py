@@ -125,9 +125,9 @@ class Dispatcher(OptimizedCallable):
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.model = model
         self.options = options
-        self.slots = BufferTable()
+        self.input_buffers = BufferTable()
         self.disabled = disabled()
-        self._context = ModelContext(options, GraphPools(), self.slots)
+        self._context = ModelContext(options, GraphPools(), self.input_buffers)
         self._paranoid = paranoid()
         self._lock = threading.RLock()
         self._forget()

@@ -63,14 +63,14 @@ class ModelContext:
     Attributes:
         options: how to schedule.
         pools: memory pools that the CUDA graphs of all signatures share.
-        slots: input buffers that are used in turn, each of which is worth a captured graph of its own.
+        input_buffers: buffers that are used in turn, each of which is worth a captured graph of its own.
         make_section: compiles a section of a program that does not fit into one CUDA graph; without it, nothing of such
             a program is captured.
     """
 
     options: Options
     pools: GraphPools
-    slots: BufferTable
+    input_buffers: BufferTable
     make_section: MakeSection | None = None
 
 
@@ -124,7 +124,7 @@ class ScheduledProgram:
             self.program, self._graph = made.program, made.graph
             self._lowered, self._report = made.lowered, made.report
             self._copies = CopyNote(label.model)
-            self._execution = by_address(made.execution, arguments, self._bound, context.slots, self._copies)
+            self._execution = by_address(made.execution, arguments, self._bound, context.input_buffers, self._copies)
             self.frozen = Frozen(self.program.frozen, arguments, writes)
             self.detached = detached(program)
             self.writes = any(written(self.program, self._graph))
@@ -165,18 +165,18 @@ class ScheduledProgram:
         """The CUDA graph of the latest call, if it reads tensors at these addresses."""
         return self._execution.latest(arguments) if isinstance(self._execution, GraphsByAddress) else None
 
-    def share_outputs(self, places: frozenset[int]) -> frozenset[int]:
-        """Return the outputs at these positions without a copy from now on, if a CUDA graph computes them.
+    def share_outputs(self, indices: frozenset[int]) -> frozenset[int]:
+        """Return the outputs with these indices without a copy from now on, if a CUDA graph computes them.
 
         The next replay overwrites them. No other graphs may be in its memory pool.
 
         Returns:
-            The positions of the outputs that are shared.
+            The indices of the outputs that are shared.
         """
         graph = self.captured
         if graph is None:
             return frozenset()
-        graph.share_outputs(places)
+        graph.share_outputs(indices)
         return graph.shared
 
     @property

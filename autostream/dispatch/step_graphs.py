@@ -161,7 +161,7 @@ class Graphs:
 
     Args:
         step: the eager step.
-        slots: input buffers that captured graphs may read in place.
+        input_buffers: buffers that captured graphs may read in place.
         whole: whether clipping, the optimizer's update and the average are part of the graphs.
 
     Attributes:
@@ -170,11 +170,11 @@ class Graphs:
         replayed: the key of the steps that the fast path has run since the last call, and their number.
     """
 
-    def __init__(self, step: Step, slots: BufferTable, *, whole: bool) -> None:
+    def __init__(self, step: Step, input_buffers: BufferTable, *, whole: bool) -> None:
         self.step, self.whole = step, whole
         self.name = f"{name_of(step.model)}, {'TrainingStep' if whole else 'Backward'}"
         self.hyperparameters = Hyperparameters(step.optimizer)
-        context = ModelContext(step.options, GraphPools(), slots)
+        context = ModelContext(step.options, GraphPools(), input_buffers)
         self._context = replace(context, make_section=partial(section, context, self.name))
         self._admission = Admission[list["Entry | Refusal"]](step.options.max_signatures)
         self._lock, self.paranoid = threading.RLock(), paranoid()

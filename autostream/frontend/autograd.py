@@ -40,8 +40,8 @@ class Run(Protocol):
     def __call__(self, *values: Any) -> Sequence[Any]:
         """The outputs of the graph."""
 
-    def share_outputs(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
-        """Return the outputs at these positions as they lie in the captured graph's memory, from the next call on.
+    def share_outputs(self, values: Sequence[Any], indices: frozenset[int]) -> frozenset[int]:
+        """Return the outputs with these indices as they lie in the captured graph's memory, from the next call on.
 
         Returns:
             The positions for which that is possible.

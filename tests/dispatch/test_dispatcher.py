@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import threading
 from typing import Any
@@ -16,8 +15,6 @@ from autostream.dispatch.dispatcher import Dispatcher
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.capture import capture
 from autostream.options import Options
-from autostream.runtime.cuda_graph import GraphPools
-from autostream.tuning.tune import Tuned
 from autostream.utils.locks import preparing
 from tests.semantics import CONFIGURATIONS, Model, same
 
@@ -235,35 +232,6 @@ def test_errors_that_the_model_catches_are_not_raised(
         assert refusal.reason in caplog.text
         with torch.set_grad_enabled(gradients), pytest.raises(torch.linalg.LinAlgError):
             dispatcher(model, strict=True)(bad)
-
-
-@torch.no_grad()
-def test_all_graphs_of_a_model_share_memory_pools(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[GraphPools] = []
-
-    def spy(tuned: Tuned, arguments: object, pools: GraphPools) -> Tuned:
-        seen.append(pools)
-        return tuned
-
-    monkeypatch.setattr("autostream.dispatch.scheduled_program.captured_into_pool", spy)
-
-    def pools_of(dispatch: Dispatcher, *calls: Tensor) -> list[GraphPools]:
-        seen.clear()
-        for x in calls:
-            dispatch(x)
-        return list(seen)
-
-    whole, split = dispatcher(nn.ReLU()), dispatcher(Model(lambda s, x: x.sin() if x.sum() > 0 else x.cos()))
-    ours, again = pools_of(whole, t(2), t(3))
-    (copied,) = pools_of(copy.deepcopy(whole), t(2))
-    pieces = pools_of(split, t(2))
-    assert again is ours
-    assert copied is not ours
-    assert len(pieces) > 1
-    assert all(piece is pieces[0] for piece in pieces)
-    assert pieces[0] is not ours
 
 
 # What else it does

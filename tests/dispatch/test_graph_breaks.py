@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import autostream
 from autostream.dispatch.compiled_graph import CompiledGraph
 from tests.data_branches import DYNAMO_WARNS, Branching, same_gradients, trained
-from tests.semantics import Model, force_streams, same
+from tests.semantics import Model, same
 from tests.threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -96,22 +96,6 @@ def test_results_side_effects_and_their_order_are_the_models(
         own.linear.weight.mul_(2)
         own.norm.running_mean = nn.Buffer(torch.ones(2))
     same(fast(t(3, 2)), plain(t(3, 2)))
-
-
-@torch.no_grad()
-def test_graphs_on_both_sides_of_a_break_are_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(s: Model, x: Tensor) -> Tensor:
-        y = x.sin() + x.cos() * x.exp()
-        if y.sum() > 1e9:
-            return y
-        return y.sin() * y.cos()
-
-    fast, plain = twins(lambda: Model(breaks), **force_streams(monkeypatch))
-    for seed in range(3):
-        same(fast(t(3, seed=seed)), plain(t(3, seed=seed)))
-    (report,) = fast.reports
-    assert report.mode == "graph breaks"
-    assert [part.mode for part in report.parts] == ["threads", "threads"]
 
 
 @torch.no_grad()

@@ -20,10 +20,9 @@ from autostream.dispatch import compiled_graph, sections
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.sections import sections_of
 from autostream.frontend.trace import trace
-from autostream.ir import Decision, Op, Program
+from autostream.ir import Op, Program
 from autostream.options import Options
 from autostream.reporting.text import render
-from autostream.scheduling.cut import Part
 from autostream.utils.stopwatch import Stopwatch
 from tests.cuts import REFUSED, let_be_cut, let_be_placed, moved, over_devices, placed
 from tests.random_modules import CALL_SEQUENCES, RandomModule, check, random_modules
@@ -224,20 +223,6 @@ def test_a_forward_and_a_backward_are_cut(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(report.parts[0].parts) == 3, "each was made once"
 
 
-def test_gradients_are_scaled_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AOTAutograd multiplies by the tensor that ``item`` reads: no number gets to the host, and nothing is cut."""
-    let_be_cut(monkeypatch, nothing)
-    plain = Model(lambda s, x: ((top := (x @ s.w).sin()) * top.max().item()).exp() @ s.w, w=nn.Parameter(t(4, 4)))
-    fast = optimize(plain, policy="sequential")
-    for seed in range(4):
-        x = t(4, 4, seed=seed)
-        ours, theirs = (torch.autograd.grad(run(x).sum(), plain.w) for run in (fast, plain))
-        same(ours, theirs)
-    (report,) = fast.reports
-    assert [part.mode for part in report.parts] == ["one stream", "one stream"]
-    assert not any(op.target.startswith("aten.item") for part in report.parts for op in part.graph.ops.values())
-
-
 @torch.no_grad()
 def test_an_input_may_alias_a_buffer_that_the_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a call has a signature of its own."""
@@ -263,20 +248,6 @@ def test_random_modules_are_the_same_however_they_are_cut(module: RandomModule, 
     with pytest.MonkeyPatch.context() as patch:
         let_be_cut(patch, lambda op: sum(op.name.encode()) % one_in == 0)
         check(module, {}, CALL_SEQUENCES[turns])
-
-
-def test_a_part_may_end_before_an_op_that_could_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that reads a tensor on the host that changes in between."""
-    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
-    elsewhere = Decision("another", "not captured", "it waits")
-    monkeypatch.setattr("autostream.dispatch.sections.capture_refusals", lambda graph: (elsewhere,))
-    monkeypatch.setattr(
-        "autostream.dispatch.sections.cut",
-        lambda graph: tuple(Part((name,), "cuda:0" if at != 1 else "") for at, name in enumerate(graph.ops)),
-    )
-    made = cut_up(program_of(Model(lambda s, x: x.sin().cos().exp()), t(3)))
-    assert made is not None
-    assert made._endings[:1] == ["what follows uses a tensor in the host's memory that changes in a call"]
 
 
 def second_half(s: Model, x: Tensor) -> Tensor:

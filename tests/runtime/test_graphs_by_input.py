@@ -68,7 +68,7 @@ def test_a_batch_in_a_buffer_is_read_there(keyword: bool, mode: Any, captures: C
     fast = autostream.optimize(model)
     call = (lambda batch: fast(x=batch)) if keyword else fast
     with mode():
-        buffers = InputBuffers(2, fast._autostream.slots)
+        buffers = InputBuffers(2, fast._autostream.input_buffers)
         call(x(0))
         for number in range(6):
             (batch,) = arrived(buffers, x(number))
@@ -87,7 +87,7 @@ def test_inputs_outside_of_the_buffer_or_in_several_are_copied(captures: Capture
     """Graphs for pairs of buffers would be too many. A part of a batch has to begin where the batch does."""
     model = Net().eval()
     fast = autostream.optimize(model)
-    buffers = InputBuffers(3, fast._autostream.slots)
+    buffers = InputBuffers(3, fast._autostream.input_buffers)
     (a,), (b,) = arrived(buffers, x(1)), arrived(buffers, x(2))
     again = a.view(a.shape)
     fast(x(0), x(0))
@@ -118,7 +118,7 @@ class Writes(nn.Module):
 def test_a_capture_changes_nothing_and_outputs_may_be_views_of_the_buffer(captures: Captures) -> None:
     model = Writes()
     fast = autostream.optimize(model)
-    buffers = InputBuffers(2, fast._autostream.slots)
+    buffers = InputBuffers(2, fast._autostream.input_buffers)
     fast(x(0))
     for number in range(2, 6):
         (batch,) = arrived(buffers, x(number))
@@ -144,7 +144,7 @@ def test_training_with_batches_in_buffers_is_the_same_to_the_bit(captures: Captu
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         step = autostream.train_step(model, optimizer, nn.MSELoss())
-        buffers, losses = InputBuffers(2, step.slots), []
+        buffers, losses = InputBuffers(2, step.input_buffers), []
         for number in range(5):
             batch = x(number) / 10, torch.ones(3, 4)
             batch = arrived(buffers, *batch) if prefetched else batch  # type: ignore[assignment]
@@ -170,7 +170,7 @@ def test_graphs_for_buffers_are_captured_again_for_moved_weights_and_freed_with_
     model = Net().eval()
     fast = autostream.optimize(model)
     call = (lambda batch: fast(x=batch)) if keyword else fast
-    buffers = InputBuffers(1, fast._autostream.slots)
+    buffers = InputBuffers(1, fast._autostream.input_buffers)
     (batch,) = arrived(buffers, x(1))
     call(batch)
     call(batch)
@@ -206,7 +206,7 @@ def test_if_a_capture_fails_batches_are_copied_and_the_reason_is_reported_once(
 ) -> None:
     model = Net().eval()
     fast = autostream.optimize(model)
-    buffers = InputBuffers(2, fast._autostream.slots)
+    buffers = InputBuffers(2, fast._autostream.input_buffers)
     fast(x(0))
     captures.failure = failure
     (first,), (second,) = arrived(buffers, x(1)), arrived(buffers, x(2))
@@ -227,7 +227,7 @@ def test_calls_that_record_gradients_copy_their_batches(captures: Captures) -> N
     """The backward reads what the forward leaves at one address."""
     model, eager = Net(), Net()
     fast = autostream.optimize(model, policy="sequential")
-    buffers = InputBuffers(2, fast._autostream.slots)
+    buffers = InputBuffers(2, fast._autostream.input_buffers)
     for number in range(1, 4):
         (batch,) = arrived(buffers, x(number))
         fast(batch).sum().backward()
