@@ -1,12 +1,10 @@
-"""The comparison with the plain model, on the CPU: what is right passes, and each kind of mistake shows."""
+"""The comparison with eager, on the CPU: correct outputs pass, and each kind of mistake is found."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -41,13 +39,13 @@ def examples() -> list[Example]:
 
 
 def static_output() -> Call:
-    """Returns the same memory each time."""
+    """Returns the same tensor each time."""
     output = torch.empty(1000)
     return lambda x: output.copy_(Scaled()(x))
 
 
 def first_inputs() -> Call:
-    """Computes with what it was first called with."""
+    """Computes with the inputs of its first call."""
     first: list[Tensor] = []
 
     def call(x: Tensor) -> Tensor:
@@ -58,7 +56,7 @@ def first_inputs() -> Call:
 
 
 def shared_input() -> Call:
-    """Computes with what lies in its one place for inputs: here, what the thread that is there last has put in."""
+    """Has one static input, which threads overwrite."""
     static, all_in = torch.empty(1000), threading.Barrier(3, timeout=30)
 
     def call(x: Tensor) -> Tensor:
@@ -96,32 +94,7 @@ def test_threads_that_share_memory_show(examples: Sequence[Example]) -> None:
         check_threads(shared_input(), examples, lanes(CPU, 3))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_calls_go_to_all_streams_with_all_inputs(count: int, examples: Sequence[Example]) -> None:
-    current, seen = ["default"], list[tuple[str, Tensor]]()
-
-    def lane(name: str) -> Callable[[], object]:
-        @contextmanager
-        def use() -> Iterator[None]:
-            current.append(name)
-            yield
-            current.pop()
-
-        return use
-
-    def call(x: Tensor) -> Tensor:
-        seen.append((current[-1], x))
-        return Scaled()(x)
-
-    check_streams(call, examples[:count], [lane("one"), lane("two")])  # type: ignore[list-item]
-    assert [stream for stream, _ in seen[:2]] == ["one", "two"]
-    assert all(here is not there for (_, here), (_, there) in pairwise(seen))
-    assert {(stream, id(x)) for stream, x in seen} == {
-        (stream, id(example.args[0])) for stream in ("one", "two") for example in examples[:count]
-    }
-
-
-def test_what_is_allowed_ends_half_of_the_way_to_other_outputs() -> None:
+def test_at_most_half_of_the_distance_to_other_outputs_is_allowed() -> None:
     """Eight roundings of half precision would be 0.008."""
     ones = torch.ones(1000, dtype=torch.float16)
     near, far = (
@@ -148,7 +121,7 @@ def test_a_model_that_gets_itself_wrong_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("one_thread_for_each_op")
-@pytest.mark.parametrize("name", ["towers8", "dlrm"])
+@pytest.mark.parametrize("name", ["dlrm"])
 def test_optimized_workloads_agree(name: str) -> None:
     subject = prepare(INFERENCE[name], 1, CPU, torch.float32)
     examples = examples_of(subject.model, [subject.args, subject.others])

@@ -1,4 +1,4 @@
-"""What may be done to a model's state may be done to that of an optimized one, and its next call sees it."""
+"""Changes of state and of modes are seen in the next call of an optimized model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def called(model: nn.Module, x: Tensor = X) -> OptimizedModule:
-    """Optimized, and called often enough for its calls to take the short way."""
+    """Optimized, and called often enough for the fast path."""
     fast = optimize(model)
     for _ in range(3):
         assert_same(fast, model, x)
@@ -53,7 +53,7 @@ def test_an_input_may_be_swapped_for_another() -> None:
 
 
 class Asking(nn.Module):
-    """Computes another thing where the answer is yes."""
+    """Computes twice as much if a condition holds."""
 
     def __init__(self, ask: Callable[[Tensor, Tensor], bool]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_what_a_model_learns_about_autograd_is_as_of_the_call(question: str) -> None:
+def test_autograd_flags_that_a_model_reads_are_those_of_the_call(question: str) -> None:
     model = Asking(QUESTIONS[question]).eval()
     fast = optimize(model)
     with torch.inference_mode():
@@ -96,8 +96,7 @@ ATTRIBUTES: dict[str, Callable[[Tensor], bool]] = {
 
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("question", ATTRIBUTES)
-def test_what_a_user_has_put_on_inputs_is_as_of_the_call(question: str, grad_mode: Callable[[], Any]) -> None:
-    """Dynamo guards it."""
+def test_attributes_of_inputs_and_the_seed_are_those_of_the_call(question: str, grad_mode: Callable[[], Any]) -> None:
     ask, x = ATTRIBUTES[question], X.clone()
     model = Asking(lambda x, weight: ask(x)).eval()
     fast = optimize(model, policy="sequential")
@@ -118,7 +117,7 @@ def test_what_a_user_has_put_on_inputs_is_as_of_the_call(question: str, grad_mod
 
 @pytest.mark.xfail(torch.__version__ < (2, 13), reason="torch.compile of 2.11 does not notice it either", strict=True)
 @torch.no_grad()
-def test_what_a_user_has_put_on_a_weight_is_as_of_the_call() -> None:
+def test_attributes_of_weights_are_those_of_the_call() -> None:
     model = Asking(lambda x, weight: getattr(weight, "doubled", False)).eval()
     fast = optimize(model, policy="sequential")
     weight = next(model.parameters())
@@ -131,15 +130,8 @@ def test_what_a_user_has_put_on_a_weight_is_as_of_the_call() -> None:
             assert torch.equal(fast(X), model(X))
 
 
-def test_attributes_that_nobody_asks_for_change_nothing() -> None:
-    model = Net().eval()
-    model.left.weight.name_of_mine = "left"  # type: ignore[attr-defined]
-    fast = called(model)
-    assert [report.mode for report in fast.reports] != ["plain"] or not fast.reports[0].refusals
-
-
-def test_what_requires_gradients_is_guarded_and_the_same_all_the_same() -> None:
-    """As ``torch.compile`` does: captured again, and the schedule is that of the same graph."""
+def test_a_change_of_requires_grad_reuses_the_schedule() -> None:
+    """It is captured again, as by ``torch.compile``, to the same graph."""
     model = Net().eval()
     fast = called(model)
     modes = {report.mode for report in fast.reports}

@@ -1,4 +1,4 @@
-"""The examples run as their first lines say, and print an explanation."""
+"""The examples run with the command in their docstrings, and print a report."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def test_an_example_runs(example: Path) -> None:
     ended = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "runs as" in ended.stdout
-    assert "the plain model" not in ended.stdout, "every piece of it can be scheduled"
+    assert "the plain model" not in ended.stdout, "all of it can be scheduled"

@@ -1,4 +1,4 @@
-"""``autostream.explain``: one report after another, or what to do to get one."""
+"""``autostream.explain``: all reports as text, or what to do to get one."""
 
 from __future__ import annotations
 
@@ -15,37 +15,27 @@ from tests.reporting.reports import PLAIN, REPORT
 
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> autostream.OptimizedModule:
-    """A module of which two signatures are known."""
+    """A module with two reports."""
     monkeypatch.setattr("autostream.explaining.reports_of", lambda optimized: (REPORT, PLAIN))
     return autostream.optimize(nn.ReLU())
 
 
-def test_before_the_first_call_it_says_what_to_do() -> None:
+def test_without_a_report_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explain(autostream.optimize(nn.ReLU())) == (
         "nothing is known yet: call it once, or give optimize() example inputs"
     )
-
-
-def test_where_it_was_switched_off_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
     fast = autostream.optimize(nn.ReLU(), torch.ones(2))
     assert explain(fast) == "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"
-
-
-def test_reports_follow_each_other_in_their_order(optimized: autostream.OptimizedModule) -> None:
-    assert explain(optimized) == f"{answers(REPORT, Selection(ops=10))}\n\n\n{answers(PLAIN, Selection(ops=10))}"
-
-
-@pytest.mark.parametrize("ops", [0, 1, None])
-def test_every_report_shows_so_many_ops(optimized: autostream.OptimizedModule, ops: int | None) -> None:
-    shown = Selection(ops=ops)
-    assert explain(optimized, ops=ops) == f"{answers(REPORT, shown)}\n\n\n{answers(PLAIN, shown)}"
-    assert (answers(REPORT, shown) == answers(REPORT)) == (ops is None)
-
-
-def test_what_is_not_optimized_cannot_be_explained() -> None:
     with pytest.raises(autostream.TargetError, match="not a ReLU"):
         explain(nn.ReLU())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ops", [10, 1, None])
+def test_it_has_all_reports_with_so_many_ops_each(optimized: autostream.OptimizedModule, ops: int | None) -> None:
+    shown = Selection(ops=ops)
+    assert explain(optimized, ops=ops) == f"{answers(REPORT, shown)}\n\n\n{answers(PLAIN, shown)}"
+    assert explain(optimized) == explain(optimized, ops=10)
 
 
 def test_the_signature_that_was_called_last_comes_first() -> None:

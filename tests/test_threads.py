@@ -1,4 +1,4 @@
-"""Work in threads: all of it at once, and no failure is lost."""
+"""``in_threads``: all threads run at once, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.threads import in_threads
 
 
-def test_all_work_at_once_and_results_are_in_order() -> None:
-    """Nobody comes through the barrier before all are there."""
+def test_all_threads_run_at_once_and_results_are_in_order() -> None:
+    """A barrier waits for all of them."""
     meeting = threading.Barrier(5, timeout=30)
 
     def work(number: int) -> tuple[int, int]:
@@ -22,7 +22,7 @@ def test_all_work_at_once_and_results_are_in_order() -> None:
     assert len({thread for _, thread in results} - {threading.get_ident()}) == 5
 
 
-def test_what_one_raises_is_raised_when_all_have_ended() -> None:
+def test_an_exception_is_raised_when_all_have_ended() -> None:
     done: list[int] = []
     failed = threading.Event()
 

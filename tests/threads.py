@@ -1,4 +1,4 @@
-"""Work in several threads at once."""
+"""Run a function in several threads at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """What ``work`` returns for each number below ``count``, each in a thread of its own, all at once.
+    """The results of ``work`` for each number below ``count``, each computed in a thread of its own at the same time.
 
-    When all have ended, what one of them raised is raised here.
+    Raises the exception of a thread when all have ended.
     """
     ready = threading.Barrier(count)
 
