@@ -1,4 +1,4 @@
-"""Which schedules are considered: the best of each policy, within the memory budget, and variants of the winner."""
+"""Candidates: the best of each policy, within the memory budget; variants of one; an earlier choice."""
 
 from __future__ import annotations
 
@@ -53,28 +53,24 @@ def candidates(capture: bool = True, given: Priced | None = None, **options: Any
 
 
 def options_of(options: Mapping[str, Any]) -> Options:
-    """These options, and all the memory that anyone asks for."""
+    """These options, without a memory budget."""
     return Options(**{"memory_budget": math.inf, **options})
 
 
-def tried(**options: Any) -> list[tuple[str, int]]:
-    return [(candidate.schedule.policy, candidate.schedule.streams) for candidate in candidates(**options)]
-
-
-# Candidates, and one that was chosen before
+# An earlier choice
 
 
 def again(schedule: Schedule, **options: Any) -> tuple[Candidate, ...]:
     return candidates_again(priced(), options_of(options), schedule, Stopwatch())
 
 
-def test_what_was_chosen_before_is_what_it_was_beside_the_sequential_one() -> None:
+def test_an_earlier_choice_is_a_candidate_besides_the_sequential_one() -> None:
     first, best, *_ = candidates()
     assert again(best.schedule) == (first, best)
     assert again(first.schedule) == (first,)
 
 
-def test_what_was_chosen_before_is_proven_again() -> None:
+def test_an_earlier_choice_is_verified() -> None:
     first, best, *_ = candidates()
     hasty = replace(best.schedule, launches=tuple(replace(launch, waits=()) for launch in best.schedule.launches))
     fewer = replace(first.schedule, launches=first.schedule.launches[:-1])
@@ -85,50 +81,48 @@ def test_what_was_chosen_before_is_proven_again() -> None:
         again(best.schedule, memory_budget=first.memory_bytes + 101)
 
 
-def test_the_sequential_schedule_comes_first_then_the_best_by_prediction() -> None:
-    first, *others = candidates()
+def test_candidates_are_complete_distinct_and_ordered_by_simulated_time() -> None:
+    """Eight ops of 9 µs with seven gaps of 1 µs one after another; four with three if the branches run concurrently.
+
+    Three branches give no work to a fourth stream, so more than three are not tried. One stream holds the ends of the
+    three branches and what was just computed, of 1 KiB each; concurrently, it is more.
+    """
+    own = priced()
+    first, *others = candidates(given=own)
     assert (first.schedule.policy, first.schedule.streams) == ("sequential", 1)
-    predicted = [candidate.predicted_us for candidate in others]
-    assert predicted == sorted(predicted)
-    assert first.predicted_us > predicted[0]
+    assert (first.predicted_us, others[0].predicted_us, first.memory_bytes) == (8 * 9 + 7, 4 * 9 + 3, 4 * 1024)
+    assert [each.predicted_us for each in others] == sorted(each.predicted_us for each in others)
+    plans = {tuple(sorted((at, op) for op, at in each.schedule.stream_of.items())) for each in (first, *others)}
+    assert len(plans) == 1 + len(others) > 3
+    assert max(each.schedule.streams for each in others) == 3
+    for each in (first, *others):
+        assert each.predicted_us == simulate(each.schedule, own.costs, own.profile).makespan_us
+        assert each.memory_bytes == peak_bytes(BRANCHES, each.schedule)
+        assert each.schedule == place_releases(BRANCHES, each.schedule)
+        assert any(launch.releases for launch in each.schedule.launches)
+    replayed = priced(profile=replace(own.profile, replay_us=1.5))
+    assert candidates(given=replayed)[0].predicted_us == first.predicted_us + 1.5, "a replay takes time once"
+    assert candidates(False, replayed)[0].predicted_us == candidates(False, own)[0].predicted_us
 
 
-def test_predictions_are_those_of_the_simulator() -> None:
-    """Eight ops of 9 µs with seven gaps of 1 µs in a row; four with three where the branches run side by side."""
-    given = priced()
-    found = candidates(given=given)
-    assert found[0].predicted_us == 8 * 9 + 7
-    assert found[1].predicted_us == 4 * 9 + 3
-    for candidate in found:
-        assert candidate.predicted_us == simulate(candidate.schedule, given.costs, given.profile).makespan_us
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"policy": "sequential"}, {("sequential", 1)}),
+        ({"streams": 1}, {("sequential", 1)}),
+        ({"streams": 2}, {("sequential", 1), ("critical_path", 2), ("search", 2), ("path_cover", 2)}),
+        ({"policy": "path_cover", "streams": 3}, {("sequential", 1), ("path_cover", 3)}),
+        ({"policy": "search", "streams": 2}, {("sequential", 1), ("search", 2)}),
+    ],
+)
+def test_only_the_policies_and_streams_that_are_asked_for_are_tried(
+    options: dict[str, Any], expected: set[tuple[str, int]]
+) -> None:
+    assert {(each.schedule.policy, each.schedule.streams) for each in candidates(**options)} == expected
+    assert [each.schedule.launches for each in candidates(given=priced(graph_of(())), **options)] == [()]
 
 
-def test_no_two_are_the_same() -> None:
-    """Three branches give no work to a fourth stream, so more than three are not tried."""
-    plans = [tuple(sorted((at, op) for op, at in c.schedule.stream_of.items())) for c in candidates()]
-    assert len(set(plans)) == len(plans) > 3
-    assert max(streams for _, streams in tried()) == 3
-
-
-def test_storage_is_released_in_all_of_them() -> None:
-    for candidate in candidates():
-        assert candidate.schedule == place_releases(BRANCHES, candidate.schedule)
-        assert any(launch.releases for launch in candidate.schedule.launches)
-
-
-def test_no_more_are_measured_than_the_shortlist() -> None:
-    """Nine branches keep any number of streams busy, so there would be more."""
-    wide = graph_of([("a", f"b{n}") for n in range(9)] + [(f"b{n}", f"c{n}") for n in range(9)])
-    found = candidates(given=priced(wide))
-    assert len(found) == 1 + SHORTLIST
-
-
-@pytest.mark.parametrize("policy", ["critical_path", "path_cover", "search"])
-def test_a_policy_that_is_asked_for_is_the_only_one_besides_the_sequential(policy: str) -> None:
-    assert {name for name, _ in tried(policy=policy)} == {"sequential", policy}
-
-
-def test_the_search_mends_what_the_others_find() -> None:
+def test_the_search_finds_schedules_that_other_policies_do_not() -> None:
     """List scheduling puts 30 + 20 + 20 µs on one of two streams; 30 + 30 beside 20 + 20 + 20 are found by search."""
     graph = graph_of((), names="abcde")
     costs = costs_of(graph, {"a": 30.0, "b": 30.0, "c": 20.0, "d": 20.0, "e": 20.0})
@@ -136,27 +130,15 @@ def test_the_search_mends_what_the_others_find() -> None:
     assert [(c.schedule.policy, c.predicted_us) for c in found[:2]] == [("sequential", 120.0), ("search", 60.0)]
 
 
-@pytest.mark.parametrize(("capture", "more_us"), [(True, 1.5), (False, 0.0)])
-def test_a_replay_is_part_of_what_is_predicted(capture: bool, more_us: float) -> None:
-    """It comes once, whatever is replayed; what is launched op by op is not replayed."""
-    profile = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0)
-    free, dear = (candidates(capture, priced(profile=replace(profile, replay_us=us))) for us in (0.0, 1.5))
-    assert [c.predicted_us for c in dear] == [c.predicted_us + more_us for c in free]
-
-
-def test_the_best_of_each_policy_is_on_the_shortlist_however_promising_others_are() -> None:
-    """Six of the search's come first by prediction."""
-    searched = [rival("search", float(us)) for us in range(6)]
-    others = [rival("path_cover", 9.0), rival("critical_path", 7.0), rival("critical_path", 8.0)]
-    assert shortlisted([*others, *searched]) == [*searched[:4], others[1], others[0]]
-
-
 def rival(policy: str, predicted_us: float, streams: int = 2) -> Candidate:
     return Candidate(Schedule(policy, streams, ()), captured=True, predicted_us=predicted_us)
 
 
-def test_other_numbers_of_streams_come_before_more_of_the_same() -> None:
-    """Of seven, one has to go: not the worst, but the third search over as many streams."""
+def test_the_shortlist_has_the_best_of_each_policy_and_number_of_streams_before_more_of_the_same() -> None:
+    """Six of the search come first by prediction. Then of seven, the third search over as many streams is left out."""
+    searched = [rival("search", float(us)) for us in range(6)]
+    others = [rival("path_cover", 9.0), rival("critical_path", 7.0), rival("critical_path", 8.0)]
+    assert shortlisted([*others, *searched]) == [*searched[:4], others[1], others[0]]
     alike = [rival("search", 1.0 + at / 10, streams=4) for at in range(3)]
     others = [rival("search", 5.0, 3), rival("search", 6.0, 2), rival("path_cover", 7.0, 8), rival("path_cover", 8.0)]
     assert shortlisted([*others, *alike]) == [*alike[:2], *others]
@@ -172,7 +154,7 @@ def shortlisted(rivals: list[Candidate], refused: Callable[[Candidate], bool] = 
     return module._shortlist([module._Simulated(rival, Timeline(())) for rival in rivals], complete)
 
 
-def test_the_next_best_takes_the_place_of_what_is_refused() -> None:
+def test_refused_candidates_are_replaced_by_the_next_best() -> None:
     """Six of eight may run: the second best of the first policy leads it, and all of the other is needed."""
     ours, others = [rival("search", float(us)) for us in range(5)], [rival("path_cover", 9.0 + us) for us in range(3)]
     found = shortlisted([*others, *ours], lambda rival: rival in (ours[0], ours[3]))
@@ -183,7 +165,7 @@ def test_the_next_best_takes_the_place_of_what_is_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 99), st.booleans()), max_size=20))
-def test_all_that_may_run_are_shortlisted_up_to_six_and_the_best_of_each_policy_among_them(
+def test_any_shortlist_has_up_to_six_that_may_run_and_the_best_of_each_policy(
     drawn: list[tuple[str, float, bool]],
 ) -> None:
     rivals = [rival(policy, predicted_us) for policy, predicted_us, _ in drawn]
@@ -211,8 +193,8 @@ WIDE = replace(
 
 @pytest.mark.usefixtures("to_the_byte")
 @pytest.mark.parametrize(("limit", "waits", "kib"), [(100.0, 2, 19), (12 * 1024, 2, 12), (11 * 1024, 2, 19)])
-def test_where_memory_is_short_streams_wait_for_it_if_that_takes_no_time(limit: float, waits: int, kib: int) -> None:
-    """What t needed can be given to q once it waits for u, which ended long before; the output has 1 KiB of its own."""
+def test_if_memory_is_short_streams_wait_for_it_where_that_takes_no_time(limit: float, waits: int, kib: int) -> None:
+    """Op q can reuse the memory of t once it waits for u, which ended long before; the output has its own 1 KiB."""
     costs = costs_of(WIDE, {**dict.fromkeys("astuqr", 1.0), "p": 30.0})
     given = Priced(WIDE, profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=2.0), costs, ())
     stream = {name: int(name in "stu") for name in WIDE.ops}
@@ -248,7 +230,7 @@ def copying(length: int = 6) -> Priced:
 
 
 @pytest.mark.usefixtures("to_the_byte")
-def test_copies_of_weights_are_no_reason_to_stay_on_one_stream() -> None:
+def test_copies_of_weights_do_not_force_all_ops_on_one_stream() -> None:
     """List scheduling makes all copies at once and needs twelve of them; one stream needs one, and the budget is four.
 
     So it was with GoogLeNet: all schedules were refused, and with them a speed of 1.6 times that of one stream.
@@ -263,8 +245,8 @@ def test_copies_of_weights_are_no_reason_to_stay_on_one_stream() -> None:
 
 
 @pytest.mark.usefixtures("to_the_byte")
-def test_what_is_faster_but_too_large_is_kept_beside_what_took_its_place() -> None:
-    """So that the report can say what the budget costs: with room for two copies, not all hide behind convolutions."""
+def test_faster_candidates_that_are_too_large_are_kept_for_the_report() -> None:
+    """It says what the budget costs. There is room for two copies."""
     others = candidates(given=copying(), memory_budget=2.2, policy="critical_path")[1:]
     large, small = ([each for each in others if bool(each.refusal) == refused] for refused in (True, False))
     assert large
@@ -295,78 +277,16 @@ def test_variants_are_complete_candidates(capture: bool) -> None:
         verify(BRANCHES, variant.schedule, pinned=pinned)
 
 
-def test_there_are_variants_where_a_search_pays_and_over_no_more_streams_than_are_allowed() -> None:
-    assert all(variant.schedule.streams <= 2 for variant in _variants(priced(), streams=2))
-    assert _variants(priced(), policy="critical_path") == []
-    assert _variants(priced(replace(BRANCHES, device="cpu"))) == []
-
-
-def test_a_cpu_and_large_graphs_are_searched_only_when_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[tuple[Any, ...]] = []
-
-    def search(graph: object, costs: object, profile: object, streams: int, pinned: object, *effort: Any) -> Any:
-        searched.append((streams, *effort))
-        return ()
-
-    monkeypatch.setattr(module, "search_by_streams", search)
-    on_cpu = priced(replace(BRANCHES, device="cpu"))
-    candidates(given=on_cpu)
-    monkeypatch.setattr(module, "_LARGE", len(BRANCHES.ops) - 1)
-    candidates()
-    candidates(policy="critical_path")
-    assert searched == []
-    candidates(given=on_cpu, policy="search", streams=3)
-    monkeypatch.setattr(module, "_LARGE", len(BRANCHES.ops))
-    candidates(tuning_seconds=20.0, seed=7)
-    assert searched == [(3, 2.0, 0, True, math.inf), (8, 4.0, 7, True, math.inf)]
-
-
-def test_candidates_say_what_memory_they_take() -> None:
-    """One stream holds the three branches' ends and what was just made, of 1 KiB each; side by side, it is more."""
-    for candidate in candidates():
-        assert candidate.memory_bytes == peak_bytes(BRANCHES, candidate.schedule)
-    assert candidates()[0].memory_bytes == 4 * 1024
-
-
 @pytest.fixture
 def to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Budgets that forgive nothing, small as these graphs are."""
+    """Budgets without slack, since these graphs are small."""
     monkeypatch.setattr(budget, "SLACK_BYTES", 0)
 
 
 @pytest.mark.usefixtures("to_the_byte")
-@pytest.mark.parametrize("limit", [1.5, 6 * 1024])
-def test_what_exceeds_the_memory_budget_is_refused_and_not_verified(
-    monkeypatch: pytest.MonkeyPatch, limit: int | float
-) -> None:
-    """One stream takes 4 KiB, list scheduling 7, the others 6; and 1 KiB is given."""
-    verified: list[Schedule] = []
-    monkeypatch.setattr(module, "verify", lambda graph, *schedules, pinned: verified.extend(schedules))
-    found = candidates(memory_budget=limit)
-    assert [(c.schedule.policy, c.memory_bytes, bool(c.refusal)) for c in found] == [
-        ("sequential", 4096, False),
-        ("critical_path", 7168, True),
-        ("critical_path", 7168, True),
-        ("search", 6144, False),
-        ("path_cover", 6144, False),
-    ]
-    assert found[1].refusal.startswith("needs ")
-    assert verified == [c.schedule for c in found if not c.refusal]
-
-
-@pytest.mark.usefixtures("to_the_byte")
-def test_without_memory_to_spare_one_stream_is_left_whatever_it_takes() -> None:
-    for limit in (1.0, 4096, 0.5, 101):
-        first, *others = candidates(memory_budget=limit)
-        assert (first.schedule.policy, first.refusal) == ("sequential", "")
-        assert others
-        assert all(other.refusal for other in others)
-
-
-@pytest.mark.usefixtures("to_the_byte")
 @pytest.mark.parametrize("policy", ["critical_path", "path_cover", "search"])
-def test_branches_that_are_added_up_run_side_by_side_in_little_memory(policy: PolicyName) -> None:
-    """Twelve branches: policies compute all of them before the first sum, and one stream each before the next.
+def test_branches_that_are_summed_run_concurrently_in_little_memory(policy: PolicyName) -> None:
+    """Policies compute all twelve branches before the first sum; one stream adds each before the next.
 
     l0 ── r0 ──── l1 ── r1 ──── l2 ── r2 ── …
              s0 ────────── s1 ─────────── s2 ── …
@@ -382,72 +302,84 @@ def test_branches_that_are_added_up_run_side_by_side_in_little_memory(policy: Po
     assert best.predicted_us < 0.8 * first.predicted_us
 
 
-def test_there_are_as_many_variants_as_are_measured() -> None:
-    """However many fit, one after the other: only those that do not are counted."""
-    best = candidates()[1]
-    found = islice(variants_of(priced(), Options(memory_budget=math.inf), candidates()[0], best), VARIANTS)
-    assert len(list(found)) == VARIANTS
-
-
 @pytest.mark.usefixtures("to_the_byte")
-def test_no_variant_exceeds_the_memory_budget() -> None:
-    """Some of the first ten take more than 6 KiB. Where none fits, looking for one comes to an end."""
+def test_candidates_and_variants_that_exceed_the_memory_budget_are_refused() -> None:
+    """One stream takes 4 KiB, list scheduling 7, the others 6, and inputs 1. One stream may take any amount."""
+    for limit in (1.5, 6 * 1024):
+        found = candidates(memory_budget=limit)
+        assert [(each.schedule.policy, each.memory_bytes, bool(each.refusal)) for each in found] == [
+            ("sequential", 4096, False),
+            ("critical_path", 7168, True),
+            ("critical_path", 7168, True),
+            ("search", 6144, False),
+            ("path_cover", 6144, False),
+        ]
+        assert found[1].refusal.startswith("needs ")
     assert max(variant.memory_bytes for variant in _variants(priced())) > 6 * 1024
-    found = _variants(priced(), memory_budget=1.5)
-    assert found
-    assert max(variant.memory_bytes for variant in found) <= 6 * 1024
-    alone, _, _, best, _ = candidates(memory_budget=1.5)
-    assert list(variants_of(priced(), Options(memory_budget=101), alone, best)) == []
+    fitting = _variants(priced(), memory_budget=1.5)
+    assert fitting
+    assert max(variant.memory_bytes for variant in fitting) <= 6 * 1024
+    assert list(variants_of(priced(), Options(memory_budget=101), found[0], found[3])) == [], "the search for one ends"
+    for limit in (1.0, 101):
+        first, *others = candidates(memory_budget=limit)
+        assert (first.schedule.policy, first.refusal) == ("sequential", "")
+        assert others
+        assert all(other.refusal for other in others)
+
+
+def test_searches_and_variants_are_made_where_they_pay_or_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on a CPU, and not for large graphs."""
+    on_cpu = priced(replace(BRANCHES, device="cpu"))
+    assert all(variant.schedule.streams <= 2 for variant in _variants(priced(), streams=2))
+    assert _variants(priced(), policy="critical_path") == _variants(on_cpu) == []
+    first, best, *_ = candidates()
+    assert len(list(islice(variants_of(priced(), options_of({}), first, best), VARIANTS))) == VARIANTS
+    searched: list[tuple[Any, ...]] = []
+
+    def search(graph: object, costs: object, profile: object, streams: int, pinned: object, *effort: Any) -> Any:
+        searched.append((streams, *effort))
+        return ()
+
+    monkeypatch.setattr(module, "search_by_streams", search)
+    candidates(given=on_cpu)
+    monkeypatch.setattr(module, "_LARGE", len(BRANCHES.ops) - 1)
+    candidates()
+    assert searched == []
+    candidates(given=on_cpu, policy="search", streams=3)
+    monkeypatch.setattr(module, "_LARGE", len(BRANCHES.ops))
+    candidates(tuning_seconds=20.0, seed=7)
+    assert searched == [(3, 2.0, 0, True, math.inf), (8, 4.0, 7, True, math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "large", "streams"),
+    [
+        *[("cuda:0", 100, False, [2, 3, 4, 6, 8]), ("cuda:0", 100, True, [2, 4, 8])],
+        *[("cpu", 1, False, []), ("cpu", 3, False, [2]), ("cpu", 64, False, [2, 4])],
+    ],
+)
+def test_the_numbers_of_streams_depend_on_the_device_and_the_graph(
+    device: str, cores: int, large: bool, streams: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = asked(monkeypatch)
+    monkeypatch.setattr(module, "_LARGE", len(BRANCHES.ops) - large)
+    candidates(given=priced(replace(BRANCHES, device=device), profile_with(multiprocessors=cores)))
+    assert counts == streams
+    asked_again = asked(monkeypatch, spread=False)
+    assert len(candidates(given=priced(graph_of("a-b b-c")))) == 1
+    assert asked_again == [2], "a policy that leaves a stream unused is not asked for more"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_costs_that_are_no_times_are_refused_by_op(value: float) -> None:
+def test_costs_that_are_not_times_are_refused_with_the_op(value: float) -> None:
     given = priced()
     wrong = replace(given, costs={**given.costs, "d": replace(given.costs["d"], duration_us=value)})
     with pytest.raises(CostError, match=f"'d' has duration_us={value!r}"):
         candidates(given=wrong, policy="sequential")
 
 
-def test_the_sequential_policy_stands_alone() -> None:
-    assert tried(policy="sequential") == [("sequential", 1)]
-
-
-def test_a_number_of_streams_that_is_asked_for_is_the_only_one() -> None:
-    assert tried(streams=2) == [("sequential", 1), ("critical_path", 2), ("search", 2), ("path_cover", 2)]
-    assert tried(streams=1) == [("sequential", 1)]
-
-
-def test_a_gpu_is_tried_with_several_numbers_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = asked(monkeypatch)
-    candidates()
-    assert counts == [2, 3, 4, 6, 8]
-
-
-def test_a_large_graph_is_tried_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = asked(monkeypatch)
-    monkeypatch.setattr(module, "_LARGE", len(BRANCHES.ops) - 1)
-    candidates()
-    assert counts == [2, 4, 8]
-
-
-@pytest.mark.parametrize(("cores", "expected"), [(1, []), (2, [2]), (3, [2]), (64, [2, 4])])
-def test_a_cpu_is_tried_with_as_many_streams_as_it_has_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int, expected: list[int]
-) -> None:
-    counts = asked(monkeypatch)
-    candidates(given=priced(replace(BRANCHES, device="cpu"), profile_with(multiprocessors=cores)))
-    assert counts == expected
-
-
-def test_what_leaves_streams_unused_is_not_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain needs one stream, so it would not use a third."""
-    counts = asked(monkeypatch, spread=False)
-    assert len(candidates(given=priced(graph_of("a-b b-c")))) == 1
-    assert counts == [2]
-
-
 def asked(monkeypatch: pytest.MonkeyPatch, spread: bool = True) -> list[int]:
-    """The numbers of streams that the one policy besides the sequential is asked for; it says that it uses them all."""
+    """The numbers of streams that a fake policy is called with; it uses all of them, or one."""
     counts: list[int] = []
 
     def policy(graph: OpGraph, costs: object, profile: object, streams: int, pinned: frozenset[str]) -> Assignment:
@@ -460,8 +392,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, spread: bool = True) -> list[int]:
     return counts
 
 
-def test_captured_schedules_put_outputs_anywhere_and_uncaptured_ones_on_the_callers_stream() -> None:
-    """The last op of a branch that is an output may be on any stream only where the outputs are copied out."""
+def test_outputs_may_be_on_any_stream_only_in_captured_schedules() -> None:
+    """They are copied out of a captured graph."""
     outputs = graph_of("a-b a-c a-d", outputs="bcd")
     assert {c.captured for c in candidates(capture=True, given=priced(outputs))} == {True}
     captured = candidates(capture=True, given=priced(outputs), streams=3, policy="critical_path")[-1]
@@ -472,34 +404,25 @@ def test_captured_schedules_put_outputs_anywhere_and_uncaptured_ones_on_the_call
 
 
 def carelessly_synchronized(graph: OpGraph, assignment: Assignment) -> Schedule:
-    """A defect in the synchronizer: the join waits for the branches, but h, which reads what they make, does not."""
+    """A bug in the synchronizer: the join waits for the branches, but h, which reads their results, does not."""
     schedule = synchronize(graph, assignment)
     last = replace(schedule.launches[-1], waits=())
     return replace(schedule, launches=(*schedule.launches[:-1], last), join_waits=schedule.launches[-1].waits)
 
 
-def test_a_schedule_that_is_wrong_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_or_variant_that_is_wrong_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, best, *_ = candidates(capture=False)
     monkeypatch.setattr(module, "synchronize", carelessly_synchronized)
     with pytest.raises(ScheduleError, match="'h' must come after"):
         candidates(streams=3)
-
-
-def test_nor_is_a_variant_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, best, *_ = candidates(capture=False)
-    monkeypatch.setattr(module, "synchronize", carelessly_synchronized)
     with pytest.raises(ScheduleError, match="'h' must come after"):
         next(variants_of(priced(), options_of({}), alone, best))
 
 
-def test_a_policy_that_moves_a_pinned_op_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_moves_a_pinned_op_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(graph: OpGraph, costs: Any, profile: Any, streams: int, pinned: frozenset[str]) -> Assignment:
         return POLICIES["critical_path"](graph, costs, profile, streams, frozenset())
 
     monkeypatch.setattr(module, "ON_CHAINS", {"careless": careless})
     with pytest.raises(ScheduleError, match="pinned to stream 0"):
         candidates(capture=False, given=priced(graph_of("a-b a-c", outputs="bc")))
-
-
-def test_an_empty_graph_has_one_schedule() -> None:
-    (only,) = candidates(given=priced(graph_of(())))
-    assert (only.schedule.launches, only.predicted_us) == ((), 0.0)

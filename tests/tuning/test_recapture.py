@@ -1,4 +1,4 @@
-"""Graphs that are captured once more: in a pool that others have, with everything put back afterwards."""
+"""Capturing graphs again into the pool of others, with arguments and random number generators restored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pool(GraphPool):
 
 
 class Graph(CapturedGraph):
-    """A graph that scribbles on what it writes when it is captured again, if that does not fail."""
+    """A fake graph that overwrites its mutated arguments when it is captured again, and may fail."""
 
     def __init__(self, *static: Tensor, written: Sequence[bool], pool: GraphPool) -> None:
         self.device, self.written, self.pool = torch.device("cpu"), tuple(written), pool
@@ -59,23 +59,23 @@ class Graph(CapturedGraph):
 
 
 def tuned(execution: Any) -> Tuned:
-    """What was tuned, as far as pools are concerned."""
+    """A tuned program with nothing but an execution."""
     nothing: Any = None
     return Tuned(nothing, nothing, Selection(execution, nothing, ()), ())
 
 
-def test_the_first_graph_brings_the_pool_in_which_the_others_are_captured_again() -> None:
+def test_later_graphs_are_captured_again_into_the_pool_of_the_first() -> None:
     first, second = (Graph(t(2), written=[False], pool=Pool()) for _ in range(2))
     pools = GraphPools()
     assert captured_into_pool(tuned(first), [t(2)], pools).selection.execution is first
-    found = captured_into_pool(tuned(second), [t(2)], pools).selection.execution
-    assert isinstance(found, Graph)
-    assert found.pool is first.pool
-    assert found.static[0] is second.static[0]
+    joined = captured_into_pool(tuned(second), [t(2)], pools).selection.execution
+    assert isinstance(joined, Graph)
+    assert joined.pool is first.pool
+    assert joined.static[0] is second.static[0]
 
 
-def test_capturing_again_puts_everything_back() -> None:
-    """The state is written where it is, by runs that draw."""
+def test_capturing_again_restores_arguments_and_generators() -> None:
+    """The runs mutate the state and generate random numbers."""
     state, pools, first = t(4), GraphPools(), Graph(written=[], pool=Pool())
     pools[first.device] = first.pool
     generator = torch.get_rng_state()
@@ -86,8 +86,8 @@ def test_capturing_again_puts_everything_back() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def test_what_an_earlier_call_left_in_static_tensors_is_not_captured_with() -> None:
-    """The call has a batch of its own, and the graph still that of another one."""
+def test_static_inputs_are_filled_with_the_arguments_of_the_call_before_a_capture() -> None:
+    """The graph has the batch of an earlier call."""
     pools, first = GraphPools(), Graph(written=[], pool=Pool())
     pools[first.device] = first.pool
     graph = Graph(torch.full((4,), 9.0), written=[False], pool=Pool())
@@ -96,10 +96,10 @@ def test_what_an_earlier_call_left_in_static_tensors_is_not_captured_with() -> N
 
 
 @pytest.mark.parametrize(
-    ("failure", "host"), [(CaptureError("no way\nat all"), 1), (torch.OutOfMemoryError("no way\nat all"), 0)]
+    ("failure", "pool"), [(CaptureError("no way\nat all"), 1), (torch.OutOfMemoryError("no way\nat all"), 0)]
 )
-def test_a_graph_that_cannot_join_the_others_stays_where_it_is_and_says_why(failure: Exception, host: int) -> None:
-    """A pool in which a capture has failed takes no other: later ones join this one. What fails before is no reason."""
+def test_a_graph_that_cannot_be_captured_again_stays_in_its_pool_for_a_reason(failure: Exception, pool: int) -> None:
+    """If the capture has failed, the pool is not used again: later graphs join the pool of this one."""
     first, second, third = (Graph(t(2), written=[False], pool=Pool()) for _ in range(3))
     pools = GraphPools()
     captured_into_pool(tuned(first), [t(2)], pools)
@@ -111,11 +111,10 @@ def test_a_graph_that_cannot_join_the_others_stays_where_it_is_and_says_why(fail
     assert refusal.reason.endswith("Error: no way")
     joined = captured_into_pool(tuned(third), [t(2)], pools).selection.execution
     assert isinstance(joined, Graph)
-    assert joined.pool is (first, second)[host].pool
+    assert joined.pool is (first, second)[pool].pool
 
 
-def test_a_pool_that_has_failed_since_is_not_tried() -> None:
-    """As by weights that have moved."""
+def test_a_pool_with_a_failed_capture_is_not_used() -> None:
     first, second = (Graph(t(2), written=[False], pool=Pool()) for _ in range(2))
     pools = GraphPools()
     captured_into_pool(tuned(first), [t(2)], pools)
@@ -125,7 +124,7 @@ def test_a_pool_that_has_failed_since_is_not_tried() -> None:
     assert pools[second.device] is second.pool
 
 
-def test_what_is_not_captured_needs_no_pool() -> None:
-    pools, given = GraphPools(), tuned(lambda x: (x,))
-    assert captured_into_pool(given, [t(2)], pools) is given
+def test_an_uncaptured_program_needs_no_pool() -> None:
+    pools, uncaptured = GraphPools(), tuned(lambda x: (x,))
+    assert captured_into_pool(uncaptured, [t(2)], pools) is uncaptured
     assert not pools

@@ -1,4 +1,4 @@
-"""From a traced program to what runs it: with a capture or without, in the kernels that are faster."""
+"""Tuning: with a capture or without, with the faster kernels, and with choices of earlier processes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def tuned(**options: Any) -> Tuned:
     return tune(program(), [torch.ones(2, 4)], [False], Options(**options), Stopwatch())
 
 
-# With a capture or without
+# Captures
 
 
 class Device:
-    """Stands in for a GPU: what is captured, and whether that fails."""
+    """A fake GPU: records whether programs are captured, and may fail to capture."""
 
     def __init__(
         self,
@@ -80,17 +80,34 @@ class Device:
         monkeypatch.setattr(tuning, "select", select)
 
 
-@torch.no_grad()
-def test_where_a_graph_can_be_captured_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch)
-    result = tuned()
-    assert device.captures == [True]
-    assert (result.selection.chosen.captured, result.refusals) == (True, ())
-    assert all(variant.captured for variant in device.variants)
+UNCAPTURABLE = Decision("relu", "not captured", "it waits for the device")
 
 
 @torch.no_grad()
-def test_a_program_that_writes_has_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("refusals", "fails", "cuda_graph", "captures", "reasons"),
+    [
+        ((), False, "auto", [True], []),
+        ((UNCAPTURABLE,), False, "auto", [False], [UNCAPTURABLE.reason]),
+        ((), True, "auto", [True, False], ["this op cannot be captured"]),
+        ((UNCAPTURABLE,), False, False, [False], []),
+    ],
+    ids=["captured", "uncapturable", "fails", "not asked for"],
+)
+def test_a_program_is_captured_if_possible_and_else_the_reason_is_reported(
+    refusals: tuple[Decision, ...], fails: bool, cuda_graph: Any, captures: list[bool], reasons: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    device = Device(monkeypatch, refusals, fails)
+    result = tuned(cuda_graph=cuda_graph)
+    assert device.captures == captures
+    assert [refusal.reason for refusal in result.refusals] == reasons
+    assert result.selection.chosen.captured == captures[-1]
+    assert all(variant.captured == captures[-1] for variant in device.variants)
+
+
+@torch.no_grad()
+def test_a_program_that_mutates_its_inputs_has_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     monkeypatch.setattr(tuning, "variants_of", lambda *_: iter("ab"))
     tuned()
@@ -101,42 +118,28 @@ def test_a_program_that_writes_has_no_variants(monkeypatch: pytest.MonkeyPatch) 
 
 
 @torch.no_grad()
-def test_what_is_known_to_be_uncapturable_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusals = (Decision("relu", "not captured", "it waits for the device"),)
-    device = Device(monkeypatch, refusals)
-    result = tuned()
-    assert device.captures == [False]
-    assert (result.selection.chosen.captured, result.refusals) == (False, refusals)
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ({}, []),
+        ({"cuda_graph": False}, []),
+        ({"cuda_graph": True}, ["there is no CUDA graph on the CPU"]),
+        ({"kernels": "inductor"}, ['this program runs on the CPU: use kernels="eager"; ops stay those of ATen']),
+        ({"inductor_options": {"max_autotune": True}}, ["leave them out, or move the model to a GPU"]),
+    ],
+)
+def test_on_the_cpu_nothing_is_captured_or_fused_and_what_was_asked_for_is_reported(
+    options: dict[str, Any], reasons: list[str]
+) -> None:
+    result = tuned(**options)
+    assert (result.program.level, result.selection.chosen.captured) == ("aten", False)
+    assert len(result.refusals) == len(reasons)
+    assert all(refusal.reason.endswith(end) for refusal, end in zip(result.refusals, reasons, strict=True))
 
 
 @torch.no_grad()
-def test_after_a_failed_capture_there_is_a_run_without_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, fails=True)
-    result = tuned()
-    assert device.captures == [True, False]
-    assert not result.selection.chosen.captured
-    assert [refusal.reason for refusal in result.refusals] == ["this op cannot be captured"]
-
-
-@torch.no_grad()
-def test_nothing_is_captured_that_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, (Decision("relu", "not captured", "it waits for the device"),))
-    result = tuned(cuda_graph=False)
-    assert device.captures == [False]
-    assert result.refusals == ()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("asked", "said"), [("auto", []), (False, []), (True, ["not captured"])])
-def test_that_the_cpu_has_no_graphs_is_said_where_one_was_asked_for(asked: Any, said: list[str]) -> None:
-    result = tuned(cuda_graph=asked)
-    assert [refusal.choice for refusal in result.refusals] == said
-    assert not result.selection.chosen.captured
-
-
-@torch.no_grad()
-def test_measuring_gets_the_seconds_that_other_stages_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing and compiling are not tuning."""
+def test_measuring_gets_the_remaining_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing and compiling do not count."""
     device, stopwatch = Device(monkeypatch), Stopwatch({"trace": 50.0, "fuse": 70.0, "search": 4.0, "select": 3.0})
     tune(program(), [torch.ones(2, 4)], [False], Options(tuning_seconds=20.0), stopwatch)
     assert 20.0 - 7.0 - 2.0 < device.seconds <= 20.0 - 7.0
@@ -144,22 +147,28 @@ def test_measuring_gets_the_seconds_that_other_stages_left(monkeypatch: pytest.M
     assert device.seconds == 0.0
 
 
-# In which kernels
+# Kernels
+
+
+INDUCTOR, ATEN, SEQUENTIAL = [("inductor", "auto")], [("aten", "auto")], [("aten", "sequential")]
+ALL = [*INDUCTOR, *SEQUENTIAL, *ATEN]
+SLOW = {"inductor": 105.0, "sequential": 100.0}
+FAILED = "TorchInductor's kernels do not run: RuntimeError: inductor does not run"
 
 
 class Levels:
-    """Stands in for Inductor and a GPU: fuses any program, and gives each level, and one stream of ATen, a time, µs."""
+    """A fake Inductor and GPU: fuses any program, and has a time for each level and for ATen on one stream, µs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **times: float) -> None:
         self.settings: list[object] = []
         self.planned: list[tuple[str, str]] = []
-        self.remarks: tuple[Decision, ...] = ()
+        self.notes: tuple[Decision, ...] = ()
 
         def fuse(
             program: Program, settings: object, tensors: object, stopwatch: object
         ) -> tuple[Program, tuple[Decision, ...]]:
             self.settings.append(settings)
-            return replace(program, level="inductor"), self.remarks
+            return replace(program, level="inductor"), self.notes
 
         def planned(program: Program, arguments: Any, bound: Any, options: Options, stopwatch: Any) -> Tuned:
             self.planned.append((program.level, options.policy))
@@ -178,82 +187,58 @@ def of_a_gpu(**options: Any) -> Tuned:
     return tune(program("cuda:0"), [torch.ones(2, 4)], [False], Options(**options), Stopwatch())
 
 
-def test_fused_kernels_that_are_faster_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = Levels(monkeypatch, inductor=50.0, sequential=100.0)
-    result = of_a_gpu(inductor_options={"max_autotune": True})
-    assert (result.program.level, result.refusals) == ("inductor", ())
-    assert levels.settings == [{"max_autotune": True}]
-    assert levels.planned == [("inductor", "auto"), ("aten", "sequential")], "ATen's schedules need no look"
+SLOWER = "fused, it takes 105.0 µs, which is not 1% less than {} µs as it is"
+ALONE = "ops as they are could not be measured beside it: RuntimeError: sequential does not run"
+CASES: dict[str, tuple[dict[str, Any], dict[str, float], str, list[tuple[str, str]], list[str]]] = {
+    "fused is faster": ({}, {"inductor": 50.0, "sequential": 100.0}, "inductor", [*INDUCTOR, *SEQUENTIAL], []),
+    "fused is slower": ({}, SLOW | {"aten": 90.0}, "aten", ALL, [SLOWER.format(90.0)]),
+    "a tie": ({}, SLOW | {"aten": 104.0}, "aten", ALL, [SLOWER.format(104.0)]),
+    "fused is faster than all": ({}, SLOW | {"aten": 120.0}, "inductor", ALL, []),
+    "fused is asked for": ({"kernels": "inductor"}, SLOW | {"aten": 1.0}, "inductor", INDUCTOR, []),
+    "ATen is asked for": ({"kernels": "eager"}, {"inductor": 1.0, "aten": 2.0}, "aten", ATEN, []),
+    "fused kernels fail": ({}, {"aten": 1.0}, "aten", [*INDUCTOR, *ATEN], [FAILED]),
+    "fused kernels fail and are asked for": (
+        {"kernels": "inductor"},
+        {"aten": 1.0},
+        "aten",
+        [*INDUCTOR, *ATEN],
+        [FAILED],
+    ),
+    "ATen fails": ({}, {"inductor": 50.0}, "inductor", [*INDUCTOR, *SEQUENTIAL], [ALONE]),
+}
 
 
-def test_what_was_wrong_with_keeping_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = Levels(monkeypatch, inductor=50.0, sequential=100.0)
-    levels.remarks = (Decision("", "cache rebuilt", "damaged"),)
-    assert of_a_gpu().refusals == levels.remarks
-
-
-@pytest.mark.parametrize(("aten", "level"), [(90.0, "aten"), (104.0, "aten"), (120.0, "inductor")])
-def test_fused_kernels_that_are_slower_meet_all_of_atens_schedules(
-    aten: float, level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    levels = Levels(monkeypatch, inductor=105.0, sequential=100.0, aten=aten)
-    result = of_a_gpu()
-    assert result.program.level == level
-    assert levels.planned[-1] == ("aten", "auto")
-    if level == "aten":
-        (refusal,) = result.refusals
-        assert (refusal.choice, refusal.reason) == (
-            "not fused",
-            f"fused, it takes 105.0 µs, which is not 1% less than {aten} µs as it is",
-        )
-
-
-def test_fused_kernels_that_are_asked_for_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = Levels(monkeypatch, inductor=500.0, sequential=1.0, aten=1.0)
-    assert of_a_gpu(kernels="inductor").program.level == "inductor"
-    assert levels.planned == [("inductor", "auto")]
-
-
-def test_atens_ops_that_are_asked_for_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = Levels(monkeypatch, inductor=1.0, aten=2.0)
-    assert of_a_gpu(kernels="eager").program.level == "aten"
-    assert levels.settings == []
+@pytest.mark.parametrize("name", CASES)
+def test_the_faster_kernels_are_chosen_and_the_reason_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATen's schedules are only considered if ATen's ops are fast one after another."""
+    options, times, level, planned, reasons = CASES[name]
+    levels = Levels(monkeypatch, **times)
+    result = of_a_gpu(**options)
+    assert (result.program.level, levels.planned) == (level, planned)
+    assert [refusal.reason for refusal in result.refusals] == reasons
 
 
 @pytest.mark.parametrize("kernels", ["auto", "inductor"])
-def test_what_cannot_be_fused_stays_as_it_is_for_a_reason(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_be_fused_runs_as_aten_ops(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise FusionError("TorchInductor cannot fuse it: too odd")
 
     Levels(monkeypatch, aten=1.0)
     monkeypatch.setattr(tuning, "fused_here", refuse)
     result = of_a_gpu(kernels=kernels)
-    assert result.program.level == "aten"
-    (refusal,) = result.refusals
-    assert (refusal.choice, refusal.reason) == ("not fused", "TorchInductor cannot fuse it: too odd")
+    assert (result.program.level, result.refusals[0].choice) == ("aten", "not fused")
+    assert result.refusals[0].reason == "TorchInductor cannot fuse it: too odd"
 
 
-@pytest.mark.parametrize("kernels", ["auto", "inductor"])
-def test_kernels_that_fail_are_left_for_a_reason(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Levels(monkeypatch, aten=1.0)
-    result = of_a_gpu(kernels=kernels)
-    assert result.program.level == "aten"
-    (refusal,) = result.refusals
-    assert refusal.reason == "TorchInductor's kernels do not run: RuntimeError: inductor does not run"
+def test_settings_reach_inductor_and_notes_of_its_cache_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = Levels(monkeypatch, inductor=50.0, sequential=100.0)
+    levels.notes = (Decision("", "cache rebuilt", "damaged"),)
+    assert of_a_gpu(inductor_options={"max_autotune": True}).refusals == levels.notes
+    assert levels.settings == [{"max_autotune": True}]
 
 
-def test_fused_kernels_that_run_are_kept_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As out of memory: several graphs are alive while levels are compared."""
-    Levels(monkeypatch, inductor=50.0)
-    result = of_a_gpu()
-    assert result.program.level == "inductor"
-    (refusal,) = result.refusals
-    assert refusal.reason == "ops as they are could not be measured beside it: RuntimeError: sequential does not run"
-
-
-def test_what_failed_is_forgotten_before_anything_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may hold the memory that the other needs."""
-    levels, seen = Levels(monkeypatch, aten=1.0), []
+def test_memory_of_failed_kernels_is_freed_before_aten_ops_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels, graphs = Levels(monkeypatch, aten=1.0), []
     planned = tuning._planned
 
     class Graph:
@@ -262,9 +247,9 @@ def test_what_failed_is_forgotten_before_anything_else_is_tried(monkeypatch: pyt
     def holding(program: Program, *args: Any) -> Tuned:
         if program.level == "inductor":
             graph = Graph()
-            seen.append(weakref.ref(graph))
+            graphs.append(weakref.ref(graph))
         else:
-            assert seen[0]() is None
+            assert graphs[0]() is None
         return planned(program, *args)
 
     monkeypatch.setattr(tuning, "_planned", holding)
@@ -272,24 +257,7 @@ def test_what_failed_is_forgotten_before_anything_else_is_tried(monkeypatch: pyt
     assert len(levels.planned) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, []),
-        ({"kernels": "inductor"}, ['this program runs on the CPU: use kernels="eager"; ops stay those of ATen']),
-        ({"inductor_options": {"max_autotune": True}}, ["leave them out, or move the model to a GPU"]),
-    ],
-)
-def test_on_the_cpu_nothing_is_fused_and_where_that_was_asked_for_the_reason_is_told(
-    options: dict[str, Any], said: list[str]
-) -> None:
-    result = tuned(**options)
-    assert result.program.level == "aten"
-    assert [refusal.choice for refusal in result.refusals] == ["not fused"] * len(said)
-    assert all(refusal.reason.endswith(end) for refusal, end in zip(result.refusals, said, strict=True))
-
-
-# Chosen before
+# Choices of earlier processes
 
 
 @pytest.fixture
@@ -302,10 +270,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @torch.no_grad()
-def test_what_was_chosen_is_chosen_again_without_a_search(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_of_an_earlier_process_is_taken_without_a_search(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch, measured_us=9.5)
     first, second = tuned(), tuned()
-    assert device.captures == [True], "candidates were looked for once"
+    assert device.captures == [True], "there was one search"
     assert first.refusals == ()
     assert first.chosen_on == ""
     assert re.fullmatch(r"....-..-.. ..:.. UTC", second.chosen_on)
@@ -316,14 +284,16 @@ def test_what_was_chosen_is_chosen_again_without_a_search(place: Path, monkeypat
 
 @torch.no_grad()
 @pytest.mark.parametrize("why", ["loses", "fails", "damaged"])
-def test_what_is_not_chosen_again_is_chosen_anew(why: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_that_is_slower_wrong_or_damaged_is_made_again(
+    why: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = Device(monkeypatch)
     tuned()
     real = tuning.candidates_again
     if why == "loses":
-        monkeypatch.setattr(tuning, "candidates_again", lambda *given: real(*given) * 2)
+        monkeypatch.setattr(tuning, "candidates_again", lambda *task: real(*task) * 2)
     elif why == "fails":
-        monkeypatch.setattr(tuning, "candidates_again", lambda *given: 1 / 0)
+        monkeypatch.setattr(tuning, "candidates_again", lambda *task: 1 / 0)
     else:
         place.write_text(place.read_text().replace("relu", "tanh"))
     second = tuned()
@@ -334,9 +304,16 @@ def test_what_is_not_chosen_again_is_chosen_anew(why: str, place: Path, monkeypa
 
 
 @torch.no_grad()
-def test_what_is_not_captured_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Device(monkeypatch, fails=True)
-    tuned()
+def test_choices_without_a_cuda_graph_or_after_a_failure_are_not_kept(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may have been too little memory for a while."""
+    with monkeypatch.context() as patch:
+        Device(patch, fails=True)
+        tuned()
+    for times in ({"aten": 1.0}, {"inductor": 50.0}):
+        Levels(monkeypatch, **times)
+        of_a_gpu()
     assert not place.exists()
 
 
@@ -348,22 +325,23 @@ def test_what_is_not_captured_is_not_kept(place: Path, monkeypatch: pytest.Monke
         (2, None, True), (2, Limit.BUDGET, True), (2, Limit.DEVICE, False), (2, Limit.TIME, True),
     ],
 )  # fmt: skip
-def test_what_may_win_another_time_keeps_a_choice_from_being_kept(
+def test_a_choice_that_another_process_may_make_differently_is_not_kept(
     streams: int, limit: Limit | None, kept: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU that was busy is free again; and nobody would look for more than one stream any more."""
+    """A GPU may have more free memory then, or more time to measure several streams."""
     Device(monkeypatch)
     first = tuned()
     place.unlink()
     chosen = replace(first.selection.chosen, schedule=replace(first.selection.chosen.schedule, streams=streams))
-    rival = replace(chosen, refusal="it did not fit", limit=limit)
-    selection = replace(first.selection, chosen=chosen, candidates=(chosen, rival))
+    other = replace(chosen, refusal="it did not fit", limit=limit)
+    selection = replace(first.selection, chosen=chosen, candidates=(chosen, other))
     tuning._kept("key", replace(first, selection=selection))
     assert place.exists() == kept
 
 
-def test_the_kernels_are_part_of_the_choice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so is why they are not others."""
+def test_the_kernels_and_the_reason_for_them_are_part_of_the_choice(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Levels(monkeypatch, inductor=105.0, sequential=100.0, aten=90.0)
     (refusal,) = of_a_gpu().refusals
     choice, _ = choices.read("key")
@@ -374,13 +352,3 @@ def test_the_kernels_are_part_of_the_choice(place: Path, monkeypatch: pytest.Mon
     choice, _ = choices.read("key")
     assert choice is not None
     assert (choice.level, choice.refusals) == ("inductor", ())
-
-
-@pytest.mark.parametrize("times", [{"aten": 1.0}, {"inductor": 50.0}], ids=["kernels fail", "ops fail"])
-def test_nothing_is_kept_where_something_failed(
-    times: dict[str, float], place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There may have been too little memory for a while."""
-    Levels(monkeypatch, **times)
-    of_a_gpu()
-    assert not place.exists()

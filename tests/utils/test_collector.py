@@ -1,4 +1,4 @@
-"""The garbage collector is as it was afterwards, whatever happens in between."""
+"""Pausing the garbage collector."""
 
 from __future__ import annotations
 
@@ -16,24 +16,13 @@ def _enabled_afterwards() -> Iterator[None]:
     gc.enable()
 
 
-def test_nothing_is_collected_until_the_end_even_if_that_is_an_exception() -> None:
-    assert gc.isenabled()
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_off_until_the_outermost_pause_ends_and_then_as_before(enabled: bool) -> None:
+    if not enabled:
+        gc.disable()
     with pytest.raises(KeyError), collector.paused():
+        with collector.paused():
+            assert not gc.isenabled()
         assert not gc.isenabled()
         raise KeyError
-    assert gc.isenabled()
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    with collector.paused():
-        assert not gc.isenabled()
-    assert not gc.isenabled()
-
-
-def test_the_outermost_pause_counts() -> None:
-    with collector.paused():
-        with collector.paused():
-            pass
-        assert not gc.isenabled()
-    assert gc.isenabled()
+    assert gc.isenabled() == enabled

@@ -1,4 +1,4 @@
-"""One model at a time; what a fork finds is in tests/test_faults.py."""
+"""One model is prepared at a time. Forks are in tests/test_faults.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What schemas and tags say of calls."""
+"""Operator schemas and tags."""
 
 from __future__ import annotations
 
@@ -11,32 +11,19 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autostream.utils.operators import bound_arguments, draws, is_unknown, written_arguments, written_names
+from autostream.utils.operators import bound_arguments, draws, is_unknown, written_arguments
 
 aten = torch.ops.aten
 
 
-def test_arguments_by_position_by_name_and_by_default() -> None:
+def test_arguments_are_bound_by_position_by_name_and_by_default() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     call = graph.call_function(aten.add.Tensor, (x,), {"other": x})
     assert bound_arguments(call, aten.add.Tensor) == {"self": x, "other": x, "alpha": 1}
 
 
-@pytest.mark.parametrize(
-    ("target", "written"),
-    [
-        (aten.add.Tensor, ()),
-        (aten.add_.Tensor, ("self",)),
-        (aten.sort.values, ("values", "indices")),
-        (aten.view.default, ()),
-    ],
-)
-def test_what_is_written(target: Any, written: tuple[str, ...]) -> None:
-    assert written_names(target) == written
-
-
-def test_what_is_written_may_be_in_a_list_or_left_out() -> None:
+def test_mutated_arguments_may_be_in_a_list_or_left_out() -> None:
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     target: Any = SimpleNamespace(
@@ -58,7 +45,7 @@ def test_what_is_written_may_be_in_a_list_or_left_out() -> None:
         (lambda x: x.sum(), False),
     ],
 )
-def test_numbers_that_only_a_run_tells(ask: Any, unknown: bool) -> None:
+def test_numbers_are_unknown_if_they_depend_on_data(ask: Any, unknown: bool) -> None:
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         assert is_unknown(ask(torch.ones(3))) == unknown
 
@@ -79,5 +66,5 @@ def test_numbers_that_only_a_run_tells(ask: Any, unknown: bool) -> None:
         (aten.lstm.input, {"dropout": 0.5, "train": True}, True),
     ],
 )
-def test_who_draws(target: Any, arguments: dict[str, Any], expected: bool) -> None:
+def test_random_operators_and_dropouts_that_do_nothing(target: Any, arguments: dict[str, Any], expected: bool) -> None:
     assert draws(target, arguments) == expected

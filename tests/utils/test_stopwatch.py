@@ -1,4 +1,4 @@
-"""What a stopwatch adds up, and what it leaves of the time for tuning."""
+"""Seconds by stage, and the remaining time for tuning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autostream.utils import stopwatch as module
 from autostream.utils.stopwatch import TUNING, Stopwatch
 
 
-def test_a_stopwatch_adds_up_and_counts_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_of_a_stage_add_up_also_if_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 11.0, 20.0, 22.0, 30.0, 34.0])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
     stopwatch = Stopwatch()
@@ -22,7 +22,7 @@ def test_a_stopwatch_adds_up_and_counts_what_fails(monkeypatch: pytest.MonkeyPat
     assert stopwatch.seconds == {"a": 1.0 + 4.0, "b": 2.0}
 
 
-def test_of_the_time_for_tuning_what_its_stages_took_is_gone_and_nothing_else() -> None:
+def test_only_the_stages_of_tuning_count_against_its_time() -> None:
     stopwatch = Stopwatch({"trace": 5.0, "fuse": 50.0, "schedule": 1.0} | dict.fromkeys(TUNING, 1.0))
     assert stopwatch.left(Options(tuning_seconds=10.0)) == 10.0 - len(TUNING)
     assert stopwatch.left(Options(tuning_seconds=1.0)) == 0.0

@@ -1,4 +1,4 @@
-"""Sharing of memory: views, empty and fake tensors."""
+"""Storages of views, of empty and fake tensors, and overlap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_views_share_and_copies_do_not(x: Tensor) -> None:
     assert storage_of(x) != storage_of(y)
 
 
-def test_fake_tensors_have_storages_of_their_own() -> None:
+def test_fake_tensors_have_storages() -> None:
     with FakeTensorMode():
         x, y = torch.empty(3), torch.empty(3)
         assert storage_of(x) == storage_of(x[1:])
@@ -30,19 +30,19 @@ SIZES_AND_STRIDES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), ma
 
 
 @given(SIZES_AND_STRIDES)
-def test_what_fills_its_span_once_is_dense(layout: list[tuple[int, int]]) -> None:
-    """Against the places of all elements, one by one. Overlaps may be suspected, but not be missed."""
-    tensor = torch.empty(64).as_strided([size for size, _ in layout], [stride for _, stride in layout])
-    places = torch.arange(64).as_strided(tensor.shape, tensor.stride()).flatten().tolist()
+def test_overlaps_gaps_and_density_against_all_elements(layout: list[tuple[int, int]]) -> None:
+    """``overlaps`` may be true for a tensor without overlaps, but not false for one with them."""
+    tensor = torch.empty(82).as_strided([size for size, _ in layout], [stride for _, stride in layout])
+    addresses = torch.arange(82).as_strided(tensor.shape, tensor.stride()).flatten().tolist()
     start, end = span_of(tensor)
-    assert overlaps(tensor) or len(set(places)) == len(places)
-    assert has_gaps(tensor) == (len(set(places)) < (end - start) // 4)
-    assert is_dense(tensor) == (sorted(places) == list(range((end - start) // 4)))
+    assert overlaps(tensor) or len(set(addresses)) == len(addresses)
+    assert has_gaps(tensor) == (len(set(addresses)) < (end - start) // 4)
+    assert is_dense(tensor) == (sorted(addresses) == list(range((end - start) // 4)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=4))
-def test_bytes_are_shared_where_two_tensors_have_the_same_element(spans: list[tuple[int, int]]) -> None:
-    """Against the elements of each, one by one; a copy of the same elements shares none."""
+def test_tensors_share_bytes_if_they_have_a_common_element(spans: list[tuple[int, int]]) -> None:
+    """A copy of the same elements shares none."""
     base = torch.empty(12)
     elements = [at for start, size in spans for at in range(start, start + size)]
     tensors = [base[start : start + size] for start, size in spans]
